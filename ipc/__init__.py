@@ -1,0 +1,1 @@
+"""What runtime and stub share: the messages, the channel they travel in, and the memory."""

@@ -1,0 +1,47 @@
+"""Errors of the wire and of the memory, named by whose doing it was."""
+
+from __future__ import annotations
+
+
+class MoonpoolError(Exception):
+    """Whatever moonpool itself raises.
+
+    `code` is one of Triton's error codes: UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE,
+    UNSUPPORTED, ALREADY_EXISTS, CANCELLED.
+    """
+
+    code: str = "INTERNAL"
+
+
+class ProtocolError(MoonpoolError):
+    """A message that the tables in `ipc.messages` do not allow."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side was about to break the rules; nothing was sent."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the rules; it is not to be trusted any further."""
+
+
+class PeerGone(MoonpoolError):
+    """The process at the other end of the channel has ended or closed it."""
+
+
+class Closed(MoonpoolError):
+    """This side closed the object earlier."""
+
+    code = "UNAVAILABLE"
+
+
+class OutOfMemory(MoonpoolError):
+    """No region can hold the tensor, and none may be added."""
+
+    code = "UNAVAILABLE"
+
+
+class BadTensor(MoonpoolError):
+    """An array or a tensor description that cannot be a tensor."""
+
+    code = "INVALID_ARG"

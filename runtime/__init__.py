@@ -1,0 +1,1 @@
+"""The parent: lifecycle of backends, models and instances, scheduling, and the ways in."""

@@ -1,0 +1,1 @@
+"""Models served from sealed processes, over shared memory."""

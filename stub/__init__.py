@@ -1,0 +1,1 @@
+"""The child: one process, one model instance."""
