@@ -1,0 +1,161 @@
+"""The writer's side of memory: which bytes of which region are in use.
+
+Theory of operation. Only the writer of a region allocates in it, and the table lives in the writer's own
+memory, so no peer can damage it. A *block* is in use while somebody holds it: the reader that was told of
+it, a local array, a response that passes an input through. Free bytes of a region are kept as extents
+in order of address; the first one that is large enough is cut, and neighbours are joined again when
+a block comes back. Low addresses are so used again and again, and stay in the processor's cache.
+
+Not thread-safe: one thread at a time owns an arena. Others hand blocks back through a queue that
+the owner drains.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.memory import ALIGNMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from moonpool.ipc.memory import Region
+
+_PAGE = 4096
+
+
+class Block:
+    """A run of bytes in use, and how many hold it."""
+
+    __slots__ = ("holds", "offset", "region", "size_bytes")
+
+    def __init__(self, region: Region, offset: int, size_bytes: int) -> None:
+        self.region = region
+        self.offset = offset
+        self.size_bytes = size_bytes
+        self.holds = 1
+
+    def __repr__(self) -> str:
+        return f"<Block {self.region.id}+{self.offset}:{self.size_bytes} holds={self.holds}>"
+
+
+class Extents:
+    """The free bytes of one region."""
+
+    __slots__ = ("_sizes", "_starts", "live", "region", "uses")
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.live: dict[int, Block] = {}
+        self.uses = 0
+        self._starts = [0]
+        self._sizes = [region.size_bytes]
+
+    def take(self, size_bytes: int) -> Block | None:
+        """Cut a block from the first extent that has room."""
+        sizes = self._sizes
+        for i, free in enumerate(sizes):
+            if free >= size_bytes:
+                starts = self._starts
+                offset = starts[i]
+                if free == size_bytes:
+                    del sizes[i], starts[i]
+                else:
+                    sizes[i] = free - size_bytes
+                    starts[i] = offset + size_bytes
+                block = self.live[offset] = Block(self.region, offset, size_bytes)
+                self.uses += 1
+                return block
+        return None
+
+    def give(self, block: Block) -> None:
+        """Make the bytes of a block free again and join them with free neighbours."""
+        del self.live[block.offset]
+        starts, sizes = self._starts, self._sizes
+        offset, size = block.offset, block.size_bytes
+        i = bisect_left(starts, offset)
+        if i < len(starts) and offset + size == starts[i]:
+            size += sizes[i]
+            del starts[i], sizes[i]
+        if i and starts[i - 1] + sizes[i - 1] == offset:
+            sizes[i - 1] += size
+        else:
+            starts.insert(i, offset)
+            sizes.insert(i, size)
+
+
+class Arena:
+    """Blocks for tensors, out of regions that are added as they are needed.
+
+    `create` makes a region of at least that many bytes, or raises `OutOfMemory`.
+    """
+
+    __slots__ = ("_create", "_extents")
+
+    def __init__(self, create: Callable[[int], Region]) -> None:
+        self._create = create
+        self._extents: dict[int, Extents] = {}
+
+    def add(self, region: Region) -> None:
+        """Allocate in this region from now on. The first one added is never idle."""
+        self._extents[region.id] = Extents(region)
+
+    def allocate(self, size_bytes: int) -> Block:
+        """A block held once, by the caller. Raises what `create` raises when there is no room."""
+        size = (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
+        for extents in self._extents.values():
+            block = extents.take(size)
+            if block is not None:
+                return block
+        region = self._create(self._growth(size))
+        self.add(region)
+        block = self._extents[region.id].take(size)
+        if block is None:
+            raise ValueError(f"asked for a region of {size} bytes, got one of {region.size_bytes}")
+        return block
+
+    def _growth(self, size_bytes: int) -> int:
+        # Doubling keeps the number of regions small, as few as log2 of what is ever in use at once.
+        size = max(size_bytes, self.size_bytes)
+        return (size + _PAGE - 1) & -_PAGE
+
+    @property
+    def size_bytes(self) -> int:
+        """All regions together."""
+        return sum(extents.region.size_bytes for extents in self._extents.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """All blocks in use together."""
+        return sum(block.size_bytes for block in self.blocks())
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks in use."""
+        for extents in self._extents.values():
+            yield from extents.live.values()
+
+    def find(self, region_id: int, offset: int) -> Block | None:
+        """The block in use that begins there, if one does."""
+        extents = self._extents.get(region_id)
+        return None if extents is None else extents.live.get(offset)
+
+    def release(self, block: Block) -> None:
+        """One holder less; with the last one the bytes are free."""
+        block.holds -= 1
+        if block.holds == 0:
+            self._extents[block.region.id].give(block)
+
+    def idle(self) -> dict[int, int]:
+        """The regions beyond the first in which nothing lives, each with how often it was used.
+
+        Whoever asks twice and reads the same figure knows that the region was not needed meanwhile.
+        """
+        later = list(self._extents.values())[1:]
+        return {extents.region.id: extents.uses for extents in later if not extents.live}
+
+    def retire(self, region_id: int) -> Region:
+        """Stop using an idle region; the caller closes it."""
+        if self._extents[region_id].live:
+            raise ValueError(f"region {region_id} is in use")
+        return self._extents.pop(region_id).region

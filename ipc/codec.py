@@ -1,0 +1,177 @@
+"""Messages to packets and back, refusing everything that the tables do not describe.
+
+The checks are compiled from the tables: for each kind one function of plain comparisons, made the
+first time that the kind is met. Interpreting the table for every message would cost more than
+everything else that happens to a small request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
+from moonpool.ipc.messages import (
+    CONTROL,
+    WORK,
+    Flag,
+    Int,
+    Kind,
+    ListOf,
+    Maybe,
+    OneOf,
+    Raw,
+    Row,
+    Side,
+    Table,
+    Text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from moonpool.ipc.messages import Message, Spec
+
+    Fields = list[Any]
+    Check = Callable[[Fields], None]
+
+_unpack = msgpack.unpackb
+_pack = msgpack.Packer(autoreset=True, use_bin_type=True).pack
+
+
+class Codec:
+    """The messages of one channel as one side receives them. Thread-safe once it is made."""
+
+    __slots__ = ("_checks", "_table", "_us")
+
+    def __init__(self, table: dict[Kind, Message], us: Side) -> None:
+        self._table = table
+        self._us = us
+        self._checks: dict[int, Check] = {}
+
+    def decode(self, packet: bytes) -> Fields:
+        """The fields of a message, its kind first. Raises `RemoteProtocolError`."""
+        try:
+            fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
+            check = self._checks[fields[0]]
+        except Exception as error:
+            check = self._unmet(packet, error)
+            fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
+        check(fields)
+        return fields  # type: ignore[no-any-return]
+
+    def _unmet(self, packet: bytes, error: Exception) -> Check:
+        """The check for a kind that was not met before, or the reason why the packet is refused."""
+        try:
+            fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
+        except Exception as unreadable:  # msgpack raises six unrelated classes for bad bytes
+            raise RemoteProtocolError(f"a packet that is not msgpack: {unreadable}") from unreadable
+        if type(fields) is not list or not fields or type(fields[0]) is not int:
+            raise RemoteProtocolError("a packet that is not an array led by a kind") from error
+        message = self._table.get(fields[0])  # type: ignore[call-overload]
+        if message is None:
+            raise RemoteProtocolError(f"a message of unknown kind {fields[0]}") from error
+        if message.sender is self._us:
+            raise RemoteProtocolError(f"{Kind(fields[0]).name} is not the peer's to send")
+        check = self._checks[fields[0]] = compile_check(Kind(fields[0]), message)
+        return check
+
+
+def encode(*message: object) -> bytes:
+    """A message as a packet. Thread-safe for messages without extension types.
+
+    Raises `LocalProtocolError` for what msgpack cannot carry: whole numbers over 64 bits,
+    text that is no Unicode, objects.
+    """
+    try:
+        return _pack(message)  # type: ignore[no-any-return]
+    except Exception as error:  # OverflowError, TypeError, ValueError, UnicodeEncodeError
+        raise LocalProtocolError(f"a message cannot be sent: {error}: {message!r:.200}") from error
+
+
+def compile_check(kind: Kind, message: Message) -> Check:
+    """A function that raises `RemoteProtocolError` unless the fields are as the table says."""
+    lines = [
+        "def check(m):",
+        f" if len(m) != {1 + len(message.fields)}: bad({kind.name!r}, len(m))",
+    ]
+    writer = _Writer(lines)
+    for number, (name, spec) in enumerate(message.fields.items(), 1):
+        writer.value(spec, f"m[{number}]", f"{kind.name}.{name}", 1)
+    namespace: dict[str, Any] = {"bad": _bad, "scalars": _check_scalars}
+    exec("\n".join(lines), namespace)
+    return namespace["check"]  # type: ignore[no-any-return]
+
+
+def _bad(where: str, value: object) -> None:
+    shown = (
+        repr(value) if isinstance(value, (int, float, bool, type(None))) else type(value).__name__
+    )
+    raise RemoteProtocolError(f"{where} may not be {shown[:80]}")
+
+
+def _check_scalars(where: str, table: dict[str, object]) -> None:
+    for key, value in table.items():
+        if type(key) is not str or type(value) not in (str, int, float, bool):
+            _bad(where, value)
+
+
+class _Writer:
+    """Writes the comparisons for one value and what is in it."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        self._names = 0
+
+    def value(self, spec: Spec, expression: str, where: str, depth: int) -> None:
+        """Lines that check the value of `expression`."""
+        self._names += 1
+        v = f"v{self._names}"
+        self._put(depth, f"{v} = {expression}")
+        if isinstance(spec, Maybe):
+            self._put(depth, f"if {v} is not None:")
+            self.value(spec.item, v, where, depth + 1)
+            return
+        if isinstance(spec, OneOf):
+            conditions = " or ".join(f"({self._condition(item, v)})" for item in spec.items)
+            self._put(depth, f"if not ({conditions}): bad({where!r}, {v})")
+            return
+        self._put(depth, f"if not ({self._condition(spec, v)}): bad({where!r}, {v})")
+        if isinstance(spec, Table):
+            self._put(depth, f"scalars({where!r}, {v})")
+        elif isinstance(spec, ListOf):
+            self._items(spec.item, v, where, depth)
+        elif isinstance(spec, Row):
+            for i, (name, field) in enumerate(spec.fields.items()):
+                self.value(field, f"{v}[{i}]", f"{where}.{name}", depth)
+
+    def _items(self, item: Spec, v: str, where: str, depth: int) -> None:
+        self._names += 1
+        each = f"e{self._names}"
+        self._put(depth, f"for {each} in {v}:")
+        self.value(item, each, where, depth + 1)
+
+    def _condition(self, spec: Spec, v: str) -> str:
+        if isinstance(spec, Int):
+            return f"type({v}) is int and {spec.low} <= {v} <= {spec.high}"
+        if isinstance(spec, Flag):
+            return f"type({v}) is bool"
+        if isinstance(spec, Row):
+            return f"type({v}) is list and len({v}) == {len(spec.fields)}"
+        type_name = {Text: "str", Raw: "bytes", Table: "dict", ListOf: "list"}[type(spec)]
+        return f"type({v}) is {type_name} and len({v}) <= {spec.length}"  # type: ignore[union-attr]
+
+    def _put(self, depth: int, line: str) -> None:
+        self._lines.append(" " * depth + line)
+
+
+def work_codec(us: Side) -> Codec:
+    """The work channel's messages as `us` receives them."""
+    return Codec(WORK, us)
+
+
+def control_codec(us: Side) -> Codec:
+    """The control channel's messages as `us` receives them."""
+    return Codec(CONTROL, us)

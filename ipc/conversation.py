@@ -1,0 +1,82 @@
+"""The work channel in order: one end that neither sends nor accepts a message out of its turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.channel import MAX_PACKET_BYTES
+from moonpool.ipc.codec import encode, work_codec
+from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
+from moonpool.ipc.messages import WORK, Kind, Side
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from moonpool.ipc.channel import Channel
+
+_INDIRECT = int(Kind.INDIRECT)
+
+
+class Overflow:
+    """Where messages go that are too large for a packet: the sender's memory."""
+
+    def store(self, packet: bytes) -> tuple[int, int, int]:
+        """Copy into a block; returns region, offset and size. Raises `OutOfMemory`."""
+        raise NotImplementedError
+
+    def load(self, region: int, offset: int, size_bytes: int) -> bytes:
+        """Copy out of the peer's block and give the block back. Raises `RemoteProtocolError`."""
+        raise NotImplementedError
+
+
+class Conversation:
+    """One end of a work channel. One thread at a time."""
+
+    __slots__ = ("_allowed", "_codec", "_overflow", "_us", "channel")
+
+    def __init__(self, channel: Channel, us: Side, overflow: Overflow) -> None:
+        self.channel = channel
+        self._us = us
+        self._overflow = overflow
+        self._codec = work_codec(us)
+        self._allowed: frozenset[Kind] = frozenset({Kind.START})
+
+    def send(self, *message: Any) -> None:
+        """Send a message whose turn it is.
+
+        Raises `LocalProtocolError` (nothing was sent), `PeerGone`, `OutOfMemory`, and
+        `RemoteProtocolError` where the runtime's peer does not read.
+        """
+        kind = message[0]
+        if kind not in self._allowed or WORK[kind].sender is not self._us:
+            raise LocalProtocolError(f"{Kind(kind).name} may not be sent now; {self._turn()}")
+        packet = encode(*message)
+        if len(packet) > MAX_PACKET_BYTES:
+            packet = encode(_INDIRECT, *self._overflow.store(packet))
+        if self._us is Side.STUB:
+            self.channel.send_waiting(packet)
+        else:
+            try:
+                self.channel.send(packet)
+            except BlockingIOError as error:
+                raise RemoteProtocolError("the stub answers without reading") from error
+        self._allowed = WORK[kind].followers
+
+    def receive(self) -> list[Any]:
+        """The next message, its kind first; blocks. Raises `PeerGone`, `RemoteProtocolError`."""
+        return self.accept(self.channel.receive())
+
+    def accept(self, packet: bytes) -> list[Any]:
+        """Check a packet that was received. Raises `RemoteProtocolError`."""
+        fields = self._codec.decode(packet)
+        if fields[0] == _INDIRECT:
+            fields = self._codec.decode(self._overflow.load(*fields[1:]))
+        kind = fields[0]
+        if kind not in self._allowed or WORK[kind].sender is self._us:
+            raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._turn()}")
+        self._allowed = WORK[kind].followers
+        return fields
+
+    def _turn(self) -> str:
+        names = " or ".join(sorted(kind.name for kind in self._allowed)) or "nothing"
+        return f"{names} may come next"

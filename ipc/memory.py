@@ -1,0 +1,80 @@
+"""The memory contract: regions that hold tensor bytes, and leases on blocks of them.
+
+A *region* is one piece of memory that two processes see. Its writer cuts it into *blocks*
+(`ipc.arena`); what travels is a ref, the triple (region id, offset, size). The reader opens a ref as
+a *lease*: an array whose last view, when it is collected, gives the block back to its writer.
+
+`ipc.region` has shared memory, `ipc.heap` has ordinary memory with the same contract for tests and for
+use inside one process. Whoever adds a kind of memory runs `tests/ipc/test_memory_contract.py` on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ALIGNMENT = 64
+
+
+class Lease(np.ndarray):  # type: ignore[type-arg]
+    """The bytes of one block: `uint8`, one-dimensional; every tensor in the block is a view of it.
+
+    `give_back` is called with `token` once, by whichever thread drops the last view, possibly in
+    the middle of a garbage collection; so it must not block nor take a lock: `deque.append`, as a rule.
+    """
+
+    # An array of a subclass of ndarray whose own base is no array stays in the chain of `.base` of
+    # all that is viewed from it; a plain array would be skipped by numpy and the lease lost.
+    __slots__ = ("give_back", "token")
+
+    give_back: Callable[[object], object]
+    token: object
+
+    def __del__(self) -> None:
+        try:
+            give_back = self.give_back
+        except AttributeError:  # a slice of a lease: only the lease itself holds the block
+            return
+        give_back(self.token)
+
+
+class Region(ABC):
+    """A piece of memory of fixed size. Never resized: growth is another region."""
+
+    __slots__ = ("id", "size_bytes")
+
+    id: int
+    size_bytes: int
+
+    @abstractmethod
+    def memory(self) -> memoryview:
+        """All of it, writable. Raises `Closed` after `close`."""
+
+    @abstractmethod
+    def lease(
+        self, offset: int, size_bytes: int, give_back: Callable[[object], object], token: object
+    ) -> Lease:
+        """A lease on a block. The memory stays mapped while the lease lives, also after `close`.
+
+        The caller has checked offset and size against `size_bytes`; numpy checks them again and raises
+        TypeError.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the region. May be called many times. Leases that are out stay valid."""
+
+
+def lease_of(array: np.ndarray) -> Lease | None:  # type: ignore[type-arg]
+    """The lease that `array` is a view of, or None where it lies in ordinary memory."""
+    base = array.base
+    while base is not None:
+        if type(base) is Lease:
+            return base
+        base = base.base if isinstance(base, np.ndarray) else None
+    return None

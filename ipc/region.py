@@ -1,0 +1,103 @@
+"""Regions in shared memory: sealed memfds.
+
+A memfd has no name that anyone could guess, does not count against `/dev/shm`, and is gone with the
+last process that has it. It is sealed against shrinking and growing, so that a peer cannot make the
+other side's next access a SIGBUS, and all of it is allocated when it is made, so that a machine that
+is out of memory says so then and with an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import Closed, OutOfMemory, RemoteProtocolError
+from moonpool.ipc.memory import Lease, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# fcntl has these names from Python 3.9 on, but only where it was built against a recent libc.
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
+
+
+class SharedRegion(Region):
+    """A sealed memfd, mapped for reading and writing."""
+
+    __slots__ = ("_map", "fd")
+
+    def __init__(self, region_id: int, size_bytes: int, fd: int) -> None:
+        """Map `fd` and own it from now on; it stays open until `close`, to be sent to a peer."""
+        self.id = region_id
+        self.size_bytes = size_bytes
+        self.fd = fd
+        self._map: mmap.mmap | None = None
+        try:
+            self._map = mmap.mmap(fd, size_bytes)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise OutOfMemory(f"cannot map {size_bytes} bytes of shared memory: {error}") from error
+
+    @classmethod
+    def create(cls, region_id: int, size_bytes: int) -> SharedRegion:
+        """A new region. Raises `OutOfMemory` where the machine has not that much."""
+        fd = os.memfd_create(f"moonpool-{region_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+            fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(fd)
+            raise OutOfMemory(
+                f"cannot set aside {size_bytes} bytes of shared memory: {error.strerror}"
+            ) from error
+        return cls(region_id, size_bytes, fd)
+
+    @classmethod
+    def adopt(cls, region_id: int, size_bytes: int, fd: int) -> SharedRegion:
+        """A region that the peer made and sent. Owns `fd` at once, also when it raises.
+
+        Raises `RemoteProtocolError` where it is not sealed or not of that size.
+        """
+        try:
+            seals = fcntl.fcntl(fd, _GET_SEALS)
+            size = os.fstat(fd).st_size
+        except OSError as error:
+            os.close(fd)
+            raise RemoteProtocolError(f"region {region_id} is no memfd: {error}") from error
+        if seals & _SEALS != _SEALS or size != size_bytes:
+            os.close(fd)
+            raise RemoteProtocolError(
+                f"region {region_id} has {size} bytes and seals {seals:#x}; "
+                f"{size_bytes} bytes and seals {_SEALS:#x} were announced"
+            )
+        return cls(region_id, size_bytes, fd)
+
+    def forget_fd(self) -> None:
+        """Close the descriptor and keep the map: nobody else is to be sent this region."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _open(self) -> mmap.mmap:
+        if self._map is None:
+            raise Closed(f"region {self.id} was closed")
+        return self._map
+
+    def memory(self) -> memoryview:
+        return memoryview(self._open())
+
+    def lease(
+        self, offset: int, size_bytes: int, give_back: Callable[[object], object], token: object
+    ) -> Lease:
+        lease = Lease((size_bytes,), "u1", self._open(), offset)
+        lease.give_back = give_back
+        lease.token = token
+        return lease
+
+    def close(self) -> None:
+        # mmap.close() refuses while views live; dropping the object unmaps with the last of them.
+        self._map = None
+        self.forget_fd()

@@ -1,0 +1,72 @@
+"""The first code of a stub, run by path under the model's own interpreter.
+
+    python -I .../stub/boot.py triton_python_backend_stub NAME WORK_FD CONTROL_FD PARENT_PID MSGPACK
+
+That interpreter may have neither moonpool nor msgpack and may be older than the runtime's. Nothing foreign is
+imported here: the standard library, moonpool's own files beside this one, and the runtime's msgpack
+(in pure Python where its compiled form does not fit). `triton_python_backend_stub` stands in the
+arguments because people and scripts look for stubs by that name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import signal
+import sys
+import types
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End this process when the runtime ends, and at once if it has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def make_importable(name: str, folder: str) -> None:
+    """Make the one package importable without adding what lies beside it to the path."""
+    package = types.ModuleType(name)
+    package.__path__ = [folder]
+    sys.modules[name] = package
+
+
+def load_msgpack(folder: str) -> None:
+    """Import the runtime's msgpack, unless this interpreter would find the very same one."""
+    spec = importlib.util.spec_from_file_location(
+        "msgpack", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no msgpack in {folder}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["msgpack"] = module
+    spec.loader.exec_module(module)
+
+
+def forget_msgpack(folder: str) -> None:
+    """Let the model import its own environment's msgpack where that is another one."""
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "msgpack"}
+    found = importlib.util.find_spec("msgpack")
+    if found is not None and found.origin == os.path.join(folder, "__init__.py"):
+        sys.modules.update(kept)
+
+
+def main() -> None:
+    """Read the arguments, become a stub, serve, and end the process."""
+    _, _, name, work_fd, control_fd, parent_pid, msgpack_folder = sys.argv
+    die_with_parent(int(parent_pid))
+    here = os.path.dirname(os.path.realpath(__file__))
+    make_importable("moonpool", os.path.dirname(here))
+    load_msgpack(msgpack_folder)
+    from moonpool.stub.handshake import shake_hands
+
+    forget_msgpack(msgpack_folder)
+    handshake = shake_hands(name, int(work_fd), int(control_fd))
+    handshake.serve()
+
+
+if __name__ == "__main__":
+    main()

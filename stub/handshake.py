@@ -1,0 +1,110 @@
+"""From a bare process to a loaded model: the order in which a stub becomes one.
+
+    runtime                         stub
+    SANDBOX, REGION, REGION  ──▶    read, give up privileges
+    START                    ──▶    read; only then import numpy and the model
+                             ◀──    LOADED, COMPLETED or FAILED
+
+`START` holds a JSON object: `mode` (`serve`, or `complete` for auto_complete_config in a process of
+its own), `instance`, `args` (what `initialize` gets), `kind` (`triton` or `native`), `file`,
+`class_name`, `version_dir`, `model_dir`, `inputs` and `outputs` (names in the order of the
+configuration, which is how tensors are numbered on the wire), `config` and `verbose`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import control_codec
+from moonpool.ipc.conversation import Conversation, Overflow
+from moonpool.ipc.errors import PeerGone, RemoteProtocolError
+from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
+from moonpool.stub import sandbox
+
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class Announced(Overflow):
+    """The regions of the first messages, before numpy is there to map them."""
+
+    def __init__(self) -> None:
+        self.fds: dict[int, tuple[int, int, int]] = {}
+
+    def load(self, region: int, offset: int, size_bytes: int) -> bytes:
+        fd, _, _ = self.fds[region]
+        return os.pread(fd, size_bytes, offset)
+
+
+def shake_hands(name: str, work_fd: int, control_fd: int) -> Handshake:
+    """Read the first control messages, put the sandbox on, and read what this stub is to be."""
+    control = Channel(socket.socket(fileno=control_fd))
+    announced = Announced()
+    conversation = Conversation(Channel(socket.socket(fileno=work_fd)), Side.STUB, announced)
+    codec = control_codec(Side.STUB)
+    level, limits = "", {}
+    while len(announced.fds) < 2:
+        packet, fds = control.receive_with_fds()
+        fields = codec.decode(packet)
+        if fields[0] == Kind.SANDBOX:
+            level, limits = fields[1], fields[2]
+        elif fields[0] == Kind.REGION:
+            announced.fds[fields[1]] = (fds[0], fields[2], fields[3])
+        else:
+            raise RemoteProtocolError(f"{Kind(fields[0]).name} came before the regions")
+    _, version, start = conversation.receive()
+    handshake = Handshake(name, conversation, control, announced)
+    if version != PROTOCOL_VERSION:
+        handshake.fail(
+            "handshake",
+            f"the runtime speaks protocol {version} and this stub {PROTOCOL_VERSION}; "
+            "both must come from one moonpool",
+        )
+    try:
+        handshake.layers = sandbox.apply(level, limits)
+    except sandbox.SandboxRefused as refused:
+        handshake.fail("sandbox", str(refused))
+    handshake.start = json.loads(start)
+    return handshake
+
+
+class Handshake:
+    """What the runtime said, and the channels to it."""
+
+    def __init__(
+        self, name: str, conversation: Conversation, control: Channel, announced: Announced
+    ) -> None:
+        self.name = name
+        self.conversation = conversation
+        self.control = control
+        self.announced = announced
+        self.layers: list[str] = []
+        self.start: dict[str, Any] = {}
+
+    def serve(self) -> None:
+        """Import what the model needs, load it, serve until the end."""
+        try:
+            import numpy  # noqa: F401
+        except ImportError as error:
+            self.fail(
+                "environment",
+                f"numpy cannot be imported by {sys.executable}: {error}; install it there",
+            )
+        from moonpool.stub.loop import Stub
+
+        Stub(self).run()
+
+    def fail(self, stage: str, message: str, traceback: str = "") -> None:
+        """Tell the runtime why this stub cannot serve, and end the process."""
+        try:
+            self.conversation.send(Kind.FAILED, stage, message[-65536:], traceback[-65536:])
+        except PeerGone:
+            pass
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
