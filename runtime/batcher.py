@@ -71,6 +71,9 @@ T = TypeVar("T")
 Entry: TypeAlias = "tuple[R, int, Hashable, int, int]"
 Lane: TypeAlias = "OrderedDict[int, Entry[R]]"
 
+# (deadline_ns, order among equal ones, level, identity of the request)
+Deadline: TypeAlias = "tuple[int, int, int, int]"
+
 _STALE_DEADLINES = 64
 _EMPTY_LEVELS = 64
 
@@ -158,7 +161,8 @@ class Queue(Generic[R]):
         self._levels: dict[int, _Level[R]] = {}
         self._lanes: list[Lane[R]] = []
         self._only = None if batching and batching.priority_levels else self._open_level(0)
-        self._deadlines: list[tuple[int, int, int]] = []
+        self._deadlines: list[Deadline] = []
+        self._timed = 0
         self._count = 0
         self._rows = 0
         # Nothing can be formed until the queue holds this many rows or this time has come, unless
@@ -224,7 +228,7 @@ class Queue(Generic[R]):
             deadline = heappop(deadlines)
             if self._stale(deadline):
                 continue
-            _, number, key = deadline
+            _, _, number, key = deadline
             level = self._levels[number]
             entry = level.waiting.pop(key)
             if level.late is None:
@@ -259,7 +263,11 @@ class Queue(Generic[R]):
         return self._greedy
 
     def _alone(self, _now_ns: int) -> list[R]:
-        return self._take(1)
+        lane = next(lane for lane in self._lanes if lane)
+        _, (request, rows, _, _, _) = lane.popitem(False)
+        self._count -= 1
+        self._rows -= rows
+        return [request]
 
     def _greedy(self, _now_ns: int) -> list[R]:
         batch: list[R] = []
@@ -291,7 +299,7 @@ class Queue(Generic[R]):
         count = rows = marked = oldest_ns = 0
         wanted: Hashable = None
         closed = False
-        delay_ns, largest = self._delay_ns, self._largest
+        delay_ns, preferred, largest = self._delay_ns, self._preferred, self._largest
         one_lane = len(self._lanes) == 1
         entries = chain.from_iterable(lane.values() for lane in self._lanes)
         for _, more, signature, arrived_ns, _ in entries:
@@ -307,10 +315,11 @@ class Queue(Generic[R]):
                 if total > self._max_rows or signature != wanted:
                     closed = True
                     break
-                oldest_ns = min(oldest_ns, arrived_ns)
+                if arrived_ns < oldest_ns:
+                    oldest_ns = arrived_ns
             count += 1
             rows = total
-            if rows in self._preferred:
+            if rows in preferred:
                 marked = count
         delay_is_over = now_ns - oldest_ns >= delay_ns
         if marked and not (delay_ns and delay_is_over):
@@ -328,14 +337,22 @@ class Queue(Generic[R]):
         self._hold_lane = next(lane for lane in reversed(self._lanes) if lane)
 
     def _take(self, count: int) -> list[R]:
-        taken: list[Entry[R]] = []
+        batch: list[R] = []
+        taken_rows = 0
         for lane in self._lanes:
-            pop = lane.popitem
-            taken += [pop(False)[1] for _ in range(min(len(lane), count - len(taken)))]
-        self._count -= len(taken)
-        self._rows -= sum([entry[1] for entry in taken])
+            wanted = count - len(batch)
+            if wanted < len(lane):
+                entries = [lane.popitem(False)[1] for _ in range(wanted)]
+            else:
+                entries = list(lane.values())
+                lane.clear()
+            for request, rows, _, _, _ in entries:
+                batch.append(request)
+                taken_rows += rows
+        self._count -= len(batch)
+        self._rows -= taken_rows
         self._hold_rows = 0
-        return [entry[0] for entry in taken]
+        return batch
 
     def _forget(self, entry: Entry[R]) -> None:
         self._count -= 1
@@ -367,10 +384,11 @@ class Queue(Generic[R]):
         if len(self._deadlines) > _STALE_DEADLINES + 4 * self._count:
             self._deadlines = [each for each in self._deadlines if not self._stale(each)]
             heapify(self._deadlines)
-        heappush(self._deadlines, (deadline_ns, number, key))
+        self._timed += 1
+        heappush(self._deadlines, (deadline_ns, self._timed, number, key))
 
-    def _stale(self, deadline: tuple[int, int, int]) -> bool:
-        deadline_ns, number, key = deadline
+    def _stale(self, deadline: Deadline) -> bool:
+        deadline_ns, _, number, key = deadline
         level = self._levels.get(number)
         entry = None if level is None else level.waiting.get(key)
         return entry is None or entry[4] != deadline_ns
