@@ -1,0 +1,129 @@
+"""A test that leaves something behind fails: a process, a descriptor, a thread, a name in /dev/shm.
+
+What a test finds when it starts is not held against it, so fixtures of a wider scope may hold
+resources open. Looking costs well under a millisecond; garbage is collected, and things that end by
+themselves are waited for, only when something seems to be left.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.waiting import Deadline, wait_until
+
+# Long enough for a process that was told to go, or was killed, to be noticed and reaped.
+GRACE_S = 3.0
+SHM = "/dev/shm"
+
+# How a path begins that may stay open, and why.
+LASTING_PATHS = {
+    "/dev/nvidia": "the CUDA driver holds its devices open until the process ends",
+    "/dev/shm/cuda.shm": "the CUDA driver keeps it until the process ends",
+}
+
+
+class Holdings:
+    """What this process holds at one moment."""
+
+    def __init__(self) -> None:
+        self.children = _children()
+        self.descriptors = _descriptors()
+        self.threads = {thread for thread in threading.enumerate() if not thread.daemon}
+        self.names = _shm_names()
+
+    def beyond(self, before: Holdings) -> list[str]:
+        """A line for each thing that is here now and was not before."""
+        descriptors = Counter(self.descriptors.values()) - Counter(before.descriptors.values())
+        return [
+            *(f"the child process {_command(pid)}" for pid in self.children - before.children),
+            *(f"the open descriptor {fd} → {target}" for fd, target in self.descriptors.items()
+              if target in descriptors),
+            *(f"the thread {thread.name!r}" for thread in self.threads - before.threads),
+            *(f"the entry {name}" for name in self.names - before.names),
+        ]  # fmt: skip
+
+
+def _children() -> set[int]:
+    """Children of every thread, ended ones that nobody has reaped included."""
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        # The thread may have ended since it was listed.
+        with suppress(FileNotFoundError), open(f"/proc/self/task/{thread}/children") as file:
+            found.update(map(int, file.read().split()))
+    return found
+
+
+def _descriptors() -> dict[int, str]:
+    """The target of each open descriptor, the one that lists them left out."""
+    found: dict[int, str] = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if not target.startswith(tuple(LASTING_PATHS)):
+                found[int(fd)] = target
+    return found
+
+
+def _shm_names() -> set[str]:
+    names = {f"{SHM}/{name}" for name in os.listdir(SHM)} if os.path.isdir(SHM) else set()
+    return {name for name in names if not name.startswith(tuple(LASTING_PATHS))}
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return str(pid)
+    ended = " (ended, never waited for)" if state == "Z" else ""
+    return f"{pid}{ended} {b' '.join(words).decode(errors='replace').strip()}"[:300]
+
+
+def _is_used_elsewhere(name: str) -> bool:
+    """Whether another program on this machine has the entry mapped: then it is that program's."""
+    for process in os.listdir("/proc"):
+        if process.isdigit() and int(process) != os.getpid():
+            # Processes end while they are being listed, and other users' are closed to us.
+            with suppress(OSError):
+                if name in Path(f"/proc/{process}/maps").read_text(errors="replace"):
+                    return True
+    return False
+
+
+def left_since(before: Holdings) -> list[str]:
+    """What the process holds that it did not hold before, after all had GRACE_S to end."""
+    if not Holdings().beyond(before):
+        return []
+    gc.collect()
+    deadline = Deadline(GRACE_S)
+    with suppress(AssertionError):
+        wait_until(lambda: not Holdings().beyond(before), deadline)
+    now = Holdings()
+    now.names = {name for name in now.names - before.names if not _is_used_elsewhere(name)}
+    return now.beyond(before)
+
+
+def _end_children(since: Holdings) -> None:
+    """Ends what was left, so that the next tests and the end of the run are not disturbed."""
+    for pid in _children() - since.children:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    before = Holdings()
+    yield
+    left = left_since(before)
+    if left:
+        _end_children(before)
+        pytest.fail("the test left behind " + "; ".join(left), pytrace=False)
