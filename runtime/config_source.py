@@ -1,0 +1,161 @@
+"""Where a configuration came from: its file, the line of each field, and errors that say so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from moonpool.ipc.errors import MoonpoolError
+
+
+class ConfigError(MoonpoolError):
+    """A configuration that cannot be used; reads `file:line: field: what`.
+
+    `file`, `line` and `field` are None, None and "" where there is nothing to name: a configuration
+    made in Python has no file, a field that the file leaves out has no line.
+    """
+
+    code = "INVALID_ARG"
+
+    def __init__(
+        self, what: str, *, field: str = "", file: str | None = None, line: int | None = None
+    ) -> None:
+        place = ":".join(str(part) for part in (file, line) if part is not None)
+        super().__init__(": ".join(part for part in (place, field, what) if part))
+        self.file = file
+        self.line = line
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The file of a configuration and the lines of its fields.
+
+    Fields are named by path: `max_batch_size`, `input[1].dims`, `parameters[KEY]`.
+    """
+
+    file: str | None = None
+    lines: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def scan(cls, file: str, text: str) -> Source:
+        """Note the lines of the fields in protobuf text that is known to be well formed."""
+        lines: dict[str, int] = {}
+        keys: dict[str, int] = {}
+        for path, offset, is_key in fields(text):
+            (keys if is_key else lines).setdefault(path, text.count("\n", 0, offset) + 1)
+        return cls(file, lines | keys)
+
+    def line(self, path: str) -> int | None:
+        """The line of a field, or of the nearest one around it that the file has."""
+        key = _indexed(path)
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return self.lines.get(key)
+
+    def error(self, path: str, what: str) -> ConfigError:
+        return ConfigError(what, field=path, file=self.file, line=self.line(path))
+
+
+# The path of a field, its offset in the text, whether the path is by the key of a map.
+_Field = tuple[str, int, bool]
+
+
+def fields(text: str) -> Iterator[_Field]:
+    """Every field of protobuf text, in order; every step of a path has an index.
+
+    The entries of a map are given twice, by number and by key.
+    """
+    scanner = _Scanner()
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if not (token.isspace() or token.startswith("#")):
+            yield from scanner.take(token, match.start())
+
+
+def field_at(text: str, offset: int) -> str:
+    """The path of the last field before an offset, "" for none; the text need not be well formed."""
+    found = ""
+    for path, start, is_key in fields(text):
+        if start > offset:
+            break
+        found = found if is_key else path
+    return found
+
+
+_TOKEN = re.compile(
+    r"\s+|\#[^\n]*"
+    r"|\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?"
+    r"|[{}<>\[\]:;,]"
+    r"|[^\s{}<>\[\]:;,\#\"']+"
+)
+
+
+_QUOTES = "\"'"
+
+
+def _indexed(path: str) -> str:
+    return ".".join(step if step.endswith("]") else step + "[0]" for step in steps(path))
+
+
+def steps(path: str) -> list[str]:
+    """The path of a field, taken apart: `input[1].dims` is `input[1]` and `dims`."""
+    # A dot inside brackets belongs to the key of a map.
+    return re.findall(r"[^.\[\]]+(?:\[[^\]]*\])?", path)
+
+
+class _Scanner:
+    """Follows the nesting of protobuf text; knows its grammar and no schema."""
+
+    def __init__(self) -> None:
+        self._prefix = ""
+        self._counts: dict[str, int] = {}
+        self._name: str | None = None
+        self._in_list = False
+        self._outer: list[tuple[str, dict[str, int], str | None, bool]] = []
+
+    def take(self, token: str, offset: int) -> Iterator[_Field]:
+        if token in ":,;-":
+            return
+        if token == "[":
+            self._in_list = True
+        elif token == "]":
+            self._in_list = False
+            self._name = None
+        elif token in "{<":
+            yield from self._open(offset)
+        elif token in "}>":
+            self._close()
+        elif self._name is not None:
+            yield from self._value(token, offset)
+        elif token[0] not in "\"'":  # a string here is the second half of the one before
+            self._name = token
+            yield f"{self._prefix}{token}[{self._counts.get(token, 0)}]", offset, False
+
+    def _open(self, offset: int) -> Iterator[_Field]:
+        name = self._name or ""
+        path = f"{self._prefix}{name}[{self._next(name)}]"
+        yield path, offset, False
+        self._outer.append((self._prefix, self._counts, self._name, self._in_list))
+        self._prefix, self._counts, self._name, self._in_list = path + ".", {}, None, False
+
+    def _close(self) -> None:
+        if self._outer:
+            self._prefix, self._counts, self._name, self._in_list = self._outer.pop()
+        if not self._in_list:
+            self._name = None
+
+    def _value(self, token: str, offset: int) -> Iterator[_Field]:
+        name = self._name or ""
+        self._next(name)
+        if name == "key":
+            entry = self._prefix.rpartition("[")[0]
+            yield f"{entry}[{token.strip(_QUOTES)}]", offset, True
+        if not self._in_list:
+            self._name = None
+
+    def _next(self, name: str) -> int:
+        index = self._counts.get(name, 0)
+        self._counts[name] = index + 1
+        return index

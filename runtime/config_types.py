@@ -1,0 +1,76 @@
+"""The parts of a model's configuration, as the rest of the runtime reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class TensorConfig:
+    """An input or an output: `datatype` is the wire name, -1 in `dims` is any size.
+
+    `dims` leaves out the batch dimension of models with a maximum batch size.  Until the model has
+    completed its configuration, `datatype` and `dims` may be empty.
+    """
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+    reshape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGroup:
+    """Instances of one kind: CPU, GPU, MODEL or AUTO; for GPU, `count` of them on each of `gpus`."""
+
+    name: str
+    kind: str
+    count: int = 1
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicy:
+    """How long and how many requests may wait; a timeout or size of 0 is none."""
+
+    timeout_action: str = "REJECT"
+    default_timeout_us: int = 0
+    allow_timeout_override: bool = False
+    max_queue_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicBatching:
+    """How requests are joined into batches; 0 priority levels is no priorities."""
+
+    preferred_batch_sizes: tuple[int, ...] = ()
+    max_queue_delay_us: int = 0
+    preserve_ordering: bool = False
+    priority_levels: int = 0
+    default_priority_level: int = 0
+    default_queue_policy: QueuePolicy = QueuePolicy()
+    priority_queue_policies: Mapping[int, QueuePolicy] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+
+    def queue_policy(self, priority_level: int) -> QueuePolicy:
+        return self.priority_queue_policies.get(priority_level, self.default_queue_policy)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPolicy:
+    """Which versions are loaded: the `count` latest, all, or the specific `versions`."""
+
+    kind: str = "latest"
+    count: int = 1
+    versions: tuple[int, ...] = ()
+
+    def choose(self, available: Iterable[int]) -> list[int]:
+        """The versions to load out of those that are there, ascending; may be empty."""
+        present = sorted(set(available))
+        if self.kind == "specific":
+            return [version for version in present if version in self.versions]
+        return present if self.kind == "all" else present[-self.count :]

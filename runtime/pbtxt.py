@@ -1,0 +1,96 @@
+"""Reads `config.pbtxt`: protobuf text, against the full schema of Triton's ModelConfig."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moonpool.runtime.config_defaults import normalise
+from moonpool.runtime.config_schema import MESSAGES
+from moonpool.runtime.config_shape import Raw, suggestion
+from moonpool.runtime.config_source import ConfigError, Source, field_at, steps
+
+# The largest real ones are some 100 kB; a model dropped here by mistake should not be parsed.
+MAX_SIZE_BYTES = 16 << 20
+
+
+def read(path: str | Path) -> Raw:
+    """The configuration in a file as the JSON that Triton prints for it.
+
+    Raises ConfigError with file, line and field.
+    """
+    return read_with_source(path)[0]
+
+
+def read_with_source(path: str | Path) -> tuple[Raw, Source]:
+    """Like `read`, and where each field stands, for errors that are found later."""
+    return parse(_text(Path(path)), str(path))
+
+
+def parse(text: str, file: str) -> tuple[Raw, Source]:
+    """Parse the text of a configuration; `file` only names it in errors."""
+    try:
+        from google.protobuf import json_format, text_format
+        from tritonclient.grpc import model_config_pb2
+    except ImportError as error:
+        what = f"reading it needs the package tritonclient[grpc] ({error}): pip install it"
+        raise ConfigError(what, file=file) from error
+    try:
+        message = text_format.Parse(text, model_config_pb2.ModelConfig())
+    except text_format.ParseError as error:
+        raise _located(error, text, file) from None
+    source = Source.scan(file, text)
+    return normalise(
+        json_format.MessageToDict(message, preserving_proto_field_name=True), source
+    ), source
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_SIZE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", file=str(path)) from error
+    if len(data) > MAX_SIZE_BYTES:
+        raise ConfigError(f"is larger than {MAX_SIZE_BYTES >> 20} MiB", file=str(path))
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        what = f"is not UTF-8 text (byte 0x{data[error.start]:02x})"
+        raise ConfigError(what, file=str(path), line=line) from None
+
+
+def _located(error: Exception, text: str, file: str) -> ConfigError:
+    """A parse error of protobuf as one that names the field."""
+    line = int(getattr(error, "GetLine", lambda: 0)() or 0)
+    column = int(getattr(error, "GetColumn", lambda: 0)() or 0)
+    what = re.sub(r"^\d+:\d+ : ", "", str(error))
+    # Protobuf quotes the whole line before some messages.
+    what = re.sub(r"^'.*': (?=[A-Z])", "", what, flags=re.DOTALL)
+    field = _readable(field_at(text, _offset(text, line, column))) if line else ""
+    unknown = re.fullmatch(r'Message type "inference\.([\w.]+)" has no field named "(.*)"\.', what)
+    if unknown:
+        kind, name = unknown.groups()
+        known = ("key", "value") if kind.endswith("Entry") else MESSAGES.get(kind, ())
+        what = f'no field "{name}" in {kind}{suggestion(name, known)}'
+    return ConfigError(what, field=field, file=file, line=line or None)
+
+
+def _readable(path: str) -> str:
+    """A path without the indices of fields that occur once."""
+    shown = []
+    fields = MESSAGES["ModelConfig"]
+    for step in steps(path):
+        name = step.partition("[")[0]
+        type_ = fields.get(name, "")
+        shown.append(step if type_.endswith("*") or type_.startswith("{") else name)
+        fields = MESSAGES.get(type_.rpartition("}")[2].rstrip("*"), {})
+    return ".".join(shown)
+
+
+def _offset(text: str, line: int, column: int) -> int:
+    start = 0
+    for _ in range(line - 1):
+        start = text.find("\n", start) + 1
+    return start + max(column - 1, 0)
