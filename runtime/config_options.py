@@ -1,0 +1,246 @@
+"""moonpool's own settings of a model: `parameters` of its configuration, in one table.
+
+`python -m moonpool.runtime.config_options` prints the table for `docs/OPTIONS.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.config_shape import suggestion
+from moonpool.runtime.config_values import (
+    COUNT,
+    LIMIT,
+    PATH,
+    PAUSE,
+    SANDBOX,
+    SECONDS,
+    SIZE,
+    THREADS,
+    TIMEOUT,
+    YES_NO,
+    Kind,
+)
+
+PREFIX = "MOONPOOL_"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What the parameters of a model ask of the runtime; None is "no limit" or "not set"."""
+
+    execution_env_path: str | None = None
+    force_cpu_only_input_tensors: bool = True
+    load_timeout_s: float | None = 120.0
+    execute_timeout_s: float | None = None
+    finalize_timeout_s: float | None = 30.0
+    sandbox: str = "standard"
+    max_restarts: int = 5
+    restart_window_s: float = 60.0
+    restart_backoff_s: float = 0.1
+    restart_backoff_max_s: float = 60.0
+    retry: bool = False
+    memory_limit_bytes: int | None = None
+    region_bytes: int = 1 << 20
+    region_limit_bytes: int | None = None
+    log_lines_per_s: int = 1000
+    threads: int | None = None
+
+    @classmethod
+    def from_parameters(cls, config: ModelConfig) -> ModelOptions:
+        """Read the parameters of a model.
+
+        Raises ConfigError for values that cannot be read and for unknown names with moonpool's
+        prefix; other parameters are the model's own business.
+        """
+        values: dict[str, object] = {}
+        known = {option.key: option for option in OPTIONS}
+        for key, text in config.parameters.items():
+            field = f"parameters[{key}]"
+            option = known.get(key)
+            if option is not None:
+                try:
+                    values[option.attribute] = option.kind.read(text.strip())
+                except ValueError as error:
+                    what = option.refusal(text) or f"{error}, not {text!r}, for {config.name}"
+                    raise config.source.error(field, what) from None
+            elif key.upper().startswith(PREFIX):
+                what = f"no such option for {config.name}{suggestion(key, known)}"
+                raise config.source.error(field, what)
+        options = cls(**values)  # type: ignore[arg-type]
+        options._check(config)
+        return options
+
+    def _check(self, config: ModelConfig) -> None:
+        if self.region_limit_bytes is not None and self.region_bytes > self.region_limit_bytes:
+            what = f"is smaller than MOONPOOL_REGION_BYTES ({self.region_bytes}) for {config.name}"
+            raise config.source.error("parameters[MOONPOOL_REGION_LIMIT_BYTES]", what)
+        if self.restart_backoff_s > self.restart_backoff_max_s:
+            what = f"is less than MOONPOOL_RESTART_BACKOFF_S ({self.restart_backoff_s:g} s)"
+            raise config.source.error(
+                "parameters[MOONPOOL_RESTART_BACKOFF_MAX_S]", f"{what} for {config.name}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One line of the table; `attribute` is the field of ModelOptions, which has the default."""
+
+    key: str
+    attribute: str
+    kind: Kind
+    meaning: str
+
+    @property
+    def default(self) -> object:
+        return getattr(ModelOptions(), self.attribute)
+
+    def refusal(self, text: str) -> str:
+        """The error text where Triton has one of its own (the stray quote is Triton's)."""
+        if self.key == "FORCE_CPU_ONLY_INPUT_TENSORS":
+            return f"Incorrect value for {self.key}: {text}'"
+        return ""
+
+
+OPTIONS = (
+    Option(
+        "EXECUTION_ENV_PATH",
+        "execution_env_path",
+        PATH,
+        "The environment whose interpreter runs the model: a virtual environment, a conda"
+        " environment, or one packed as .tar, .tar.gz or .zip. `$$TRITON_MODEL_DIRECTORY` at its"
+        " start is the model's directory. Without it, moonpool's own interpreter.",
+    ),
+    Option(
+        "FORCE_CPU_ONLY_INPUT_TENSORS",
+        "force_cpu_only_input_tensors",
+        YES_NO,
+        "Copy inputs that lie on a GPU to the CPU before the model sees them.",
+    ),
+    Option(
+        "MOONPOOL_LOAD_TIMEOUT_S",
+        "load_timeout_s",
+        TIMEOUT,
+        "How long an instance may take from its start until it is ready.",
+    ),
+    Option(
+        "MOONPOOL_EXECUTE_TIMEOUT_S",
+        "execute_timeout_s",
+        TIMEOUT,
+        "How long one batch may take; then its requests fail and the instance is restarted.",
+    ),
+    Option(
+        "MOONPOOL_FINALIZE_TIMEOUT_S",
+        "finalize_timeout_s",
+        TIMEOUT,
+        "How long `finalize` may take before the process is ended.",
+    ),
+    Option(
+        "MOONPOOL_SANDBOX",
+        "sandbox",
+        SANDBOX,
+        "What the processes of the model are kept from; strict is for untrusted models.",
+    ),
+    Option(
+        "MOONPOOL_MAX_RESTARTS",
+        "max_restarts",
+        COUNT,
+        "More restarts of an instance than this within the window make the model unavailable.",
+    ),
+    Option(
+        "MOONPOOL_RESTART_WINDOW_S",
+        "restart_window_s",
+        SECONDS,
+        "The window in which restarts are counted.",
+    ),
+    Option(
+        "MOONPOOL_RESTART_BACKOFF_S",
+        "restart_backoff_s",
+        PAUSE,
+        "The pause before the second restart; it doubles with each further one. The first restart"
+        " follows at once.",
+    ),
+    Option(
+        "MOONPOOL_RESTART_BACKOFF_MAX_S",
+        "restart_backoff_max_s",
+        PAUSE,
+        "The longest pause before a restart.",
+    ),
+    Option(
+        "MOONPOOL_RETRY",
+        "retry",
+        YES_NO,
+        "The model is idempotent: requests inside an instance that dies are tried once more.",
+    ),
+    Option(
+        "MOONPOOL_MEMORY_LIMIT_BYTES",
+        "memory_limit_bytes",
+        LIMIT,
+        "The largest address space of an instance's process.",
+    ),
+    Option(
+        "MOONPOOL_REGION_BYTES",
+        "region_bytes",
+        SIZE,
+        "Shared memory that an instance starts with in each direction.",
+    ),
+    Option(
+        "MOONPOOL_REGION_LIMIT_BYTES",
+        "region_limit_bytes",
+        LIMIT,
+        "The most shared memory that an instance may come to have in each direction.",
+    ),
+    Option(
+        "MOONPOOL_LOG_LINES_PER_S",
+        "log_lines_per_s",
+        COUNT,
+        "Lines that an instance may log in a second; the rest is counted and left out.",
+    ),
+    Option(
+        "MOONPOOL_THREADS",
+        "threads",
+        THREADS,
+        "Threads of the numeric libraries in an instance (OMP_NUM_THREADS and its like).",
+    ),
+)
+
+
+def options_table() -> str:
+    """All options as the page `docs/OPTIONS.md`."""
+    lines = [
+        "# Options of a model",
+        "",
+        "Set in the `parameters` of `config.pbtxt`:",
+        "",
+        "```",
+        'parameters { key: "MOONPOOL_EXECUTE_TIMEOUT_S" value: { string_value: "2.5" } }',
+        "```",
+        "",
+        "Sizes are bytes with an optional K, M, G or T (powers of 1024). A name that begins with",
+        "`MOONPOOL_` and is not in this table is an error.",
+        "",
+        "| Name | Value | Default | Meaning |",
+        "| --- | --- | --- | --- |",
+    ]
+    for option in OPTIONS:
+        shown = f"`{option.key}` | {option.kind.title} | {_shown(option)} | {option.meaning}"
+        lines.append(f"| {shown} |")
+    lines += ["", "<!-- Made by `python -m moonpool.runtime.config_options`. -->", ""]
+    return "\n".join(lines)
+
+
+def _shown(option: Option) -> str:
+    default = option.default
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if isinstance(default, float):
+        return f"{default:g}"
+    if option.kind is SIZE and isinstance(default, int):
+        return f"{default >> 20}M"
+    return "none" if default is None else str(default)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(options_table())

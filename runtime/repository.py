@@ -1,0 +1,160 @@
+"""A model repository on disk, read the way Triton reads one; starts nothing and writes nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime import pbtxt
+from moonpool.runtime.config import ConfigError, ModelConfig, Raw, Source, minimal
+from moonpool.runtime.config_checks import name_problem
+from moonpool.runtime.config_defaults import MODEL_FILENAME, PYTHON_BACKEND, normalise
+
+CONFIG_FILENAME = "config.pbtxt"
+
+
+class RepositoryError(MoonpoolError):
+    """A repository, or a model in it, that is missing or cannot be read."""
+
+    def __init__(self, what: str, code: str = "INVALID_ARG") -> None:
+        super().__init__(what)
+        self.code = code
+
+
+class ModelRepository:
+    """A directory whose subdirectories are models.
+
+    Nothing is kept: each call reads the disk, so a changed repository needs no new object.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+        _check_directory(self.path, "model repository")
+
+    def models(self) -> list[str]:
+        """The names of the directories, sorted; hidden ones are left out.
+
+        A directory that no model can have as its name is there too: `find` says what is wrong.
+        """
+        return [name for name in _directories(self.path) if not name.startswith((".", "__"))]
+
+    def find(self, name: str) -> ModelDirectory:
+        """The directory of a model; RepositoryError NOT_FOUND where there is none."""
+        if problem := name_problem(name):
+            raise RepositoryError(problem)
+        path = self.path / name
+        if not os.path.lexists(path):
+            raise RepositoryError(f"no model '{name}' in the repository {self.path}", "NOT_FOUND")
+        return ModelDirectory(path)
+
+
+class ModelDirectory:
+    """One model of a repository: `config.pbtxt` and the version directories."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.name = self.path.name
+        _check_directory(self.path, f"model '{self.name}'")
+
+    def read_config(self) -> tuple[Raw, Source]:
+        """The raw configuration as it stands in the file, named, or the minimal one.
+
+        As in Triton, a file that leaves out name and backend gets the directory's name, and the
+        Python backend where there is a `model.py`.  Raises ConfigError.
+        """
+        file = self.path / CONFIG_FILENAME
+        if not os.path.lexists(file):
+            self._check_python_model(file)
+            return minimal(self.name), Source()
+        raw, source = pbtxt.read_with_source(file)
+        raw["name"] = raw["name"] or self.name
+        if raw["name"] != self.name:
+            what = f"unexpected directory name '{self.name}' for model '{raw['name']}'"
+            raise source.error("name", f"{what}, directory name must equal model name")
+        unsaid = not (raw["backend"] or raw["platform"] or raw["default_model_filename"])
+        if unsaid and self._has_python_model():
+            raw = normalise({**raw, "backend": PYTHON_BACKEND}, source)
+        return raw, source
+
+    def config(self, *, partial: bool = False) -> ModelConfig:
+        """The checked configuration; `partial` as in `ModelConfig.from_dict`."""
+        raw, source = self.read_config()
+        return ModelConfig.from_dict(raw, source=source, partial=partial)
+
+    def versions(self) -> list[int]:
+        """The versions that are there, ascending: directories named by a number above 0.
+
+        Others, and numbers with leading zeros, are ignored; `ignored` lists them.
+        """
+        return sorted(int(name) for name in _directories(self.path) if _is_version(name))
+
+    def ignored(self) -> list[str]:
+        """The directories that look like versions and are none, for a warning."""
+        names = (name for name in _directories(self.path) if not _is_version(name))
+        return [name for name in names if name.isdigit()]
+
+    def chosen_versions(self, config: ModelConfig) -> list[int]:
+        """The versions that the policy of the configuration picks, ascending; at least one."""
+        available = self.versions()
+        chosen = config.version_policy.choose(available)
+        if not chosen:
+            shown = ", ".join(map(str, available)) or "none"
+            what = f"at least one version must be available under the version policy of model '{self.name}'"
+            raise RepositoryError(f"{what} (in {self.path} there are: {shown})")
+        return chosen
+
+    def version_directory(self, version: int) -> Path:
+        return self.path / str(version)
+
+    def model_file(self, version: int, filename: str = MODEL_FILENAME) -> Path:
+        """The absolute path of a version's Python file, which can be read."""
+        path = self.version_directory(version) / filename
+        if not path.is_file():
+            raise RepositoryError(f"Python model file not found in '{path}'", "NOT_FOUND")
+        if not os.access(path, os.R_OK):
+            raise RepositoryError(f"the model file '{path}' cannot be read: check its permissions")
+        return path
+
+    def _has_python_model(self) -> bool:
+        return any(
+            (self.version_directory(version) / MODEL_FILENAME).exists()
+            for version in self.versions()
+        )
+
+    def _check_python_model(self, file: Path) -> None:
+        versions = self.versions()
+        if versions and not self._has_python_model():
+            missing = self.version_directory(versions[-1]) / MODEL_FILENAME
+            raise RepositoryError(
+                f"Python model file not found in '{missing}' (and there is no {file})", "NOT_FOUND"
+            )
+        if not versions:
+            raise ConfigError(
+                f"there is neither this file nor a version directory such as {self.path / '1'}",
+                file=str(file),
+            )
+
+
+def _is_version(name: str) -> bool:
+    # Eighteen digits fit the 64-bit number that a version is.
+    return re.fullmatch(r"[1-9][0-9]{0,17}", name) is not None
+
+
+def _directories(path: Path) -> list[str]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as error:
+        raise RepositoryError(f"cannot read the directory {path}: {error.strerror}") from error
+
+
+def _check_directory(path: Path, title: str) -> None:
+    if path.is_symlink() and not path.exists():
+        target = os.readlink(path)
+        raise RepositoryError(f"{title}: {path} links to {target}, which is not there", "NOT_FOUND")
+    if not path.exists():
+        raise RepositoryError(f"{title}: there is no directory {path}", "NOT_FOUND")
+    if not path.is_dir():
+        raise RepositoryError(f"{title}: {path} is not a directory")
