@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from moonpool.ipc.errors import MoonpoolError
@@ -111,7 +112,7 @@ class ModelDirectory:
     def model_file(self, version: int, filename: str = MODEL_FILENAME) -> Path:
         """The absolute path of a version's Python file, which can be read."""
         path = self.version_directory(version) / filename
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise RepositoryError(f"Python model file not found in '{path}'", "NOT_FOUND")
         if not os.access(path, os.R_OK):
             raise RepositoryError(f"the model file '{path}' cannot be read: check its permissions")
@@ -119,7 +120,7 @@ class ModelDirectory:
 
     def _has_python_model(self) -> bool:
         return any(
-            (self.version_directory(version) / MODEL_FILENAME).exists()
+            os.path.exists(self.version_directory(version) / MODEL_FILENAME)
             for version in self.versions()
         )
 
@@ -151,10 +152,14 @@ def _directories(path: Path) -> list[str]:
 
 
 def _check_directory(path: Path, title: str) -> None:
-    if path.is_symlink() and not path.exists():
-        target = os.readlink(path)
-        raise RepositoryError(f"{title}: {path} links to {target}, which is not there", "NOT_FOUND")
-    if not path.exists():
-        raise RepositoryError(f"{title}: there is no directory {path}", "NOT_FOUND")
-    if not path.is_dir():
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        what = f"there is no directory {path}"
+        if path.is_symlink():
+            what = f"{path} links to {os.readlink(path)}, which is not there"
+        raise RepositoryError(f"{title}: {what}", "NOT_FOUND") from None
+    except OSError as error:
+        raise RepositoryError(f"{title}: cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(mode):
         raise RepositoryError(f"{title}: {path} is not a directory")
