@@ -1,0 +1,154 @@
+"""Type hints from which the configuration of moonpool's own models is read.
+
+from moonpool import Float32, Outputs
+
+class AddSub:
+    def __call__(
+        self, A: Float32["batch", 4], B: Float32["batch", 4]
+    ) -> Outputs(SUM=Float32["batch", 4], DIFFERENCE=Float32["batch", 4]):
+        return {"SUM": A + B, "DIFFERENCE": A - B}
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Optional, Union
+
+import numpy as np
+
+from moonpool.ipc.errors import BadTensor
+
+__all__ = [
+    "Bool",
+    "Bytes",
+    "Float16",
+    "Float32",
+    "Float64",
+    "Int8",
+    "Int16",
+    "Int32",
+    "Int64",
+    "Outputs",
+    "TensorType",
+    "UInt8",
+    "UInt16",
+    "UInt32",
+    "UInt64",
+]
+
+BATCH = "batch"
+Dim = Union[int, str, None]
+
+
+class TensorType:
+    """A datatype and, in brackets, dimensions.
+
+    A dimension is a number for a fixed size, a name (or None, or -1) for any size. The name
+    "batch", only ever the first, is the dimension along which moonpool joins requests.
+    """
+
+    __slots__ = ("data_type", "dims", "dtype", "is_optional", "name")
+
+    def __init__(
+        self,
+        name: str,
+        data_type: str,
+        dtype: np.dtype[np.generic],
+        dims: Optional[tuple[Dim, ...]] = None,  # noqa: UP045 - one spelling in this class
+        is_optional: bool = False,
+    ) -> None:
+        self.name = name
+        self.data_type = data_type
+        self.dtype = dtype
+        self.dims = dims
+        self.is_optional = is_optional
+
+    def __getitem__(self, dims: Dim | tuple[Dim, ...]) -> TensorType:
+        given = dims if isinstance(dims, tuple) else (dims,)
+        for place, dim in enumerate(given):
+            _check_dim(self.name, dim, place)
+        return TensorType(self.name, self.data_type, self.dtype, given, self.is_optional)
+
+    def optional(self) -> TensorType:
+        """The same, as an input that a request may leave out."""
+        return TensorType(self.name, self.data_type, self.dtype, self.dims, is_optional=True)
+
+    def __call__(self, values: object) -> np.ndarray:
+        """`Float32(values)`: an array of this datatype, as numpy makes it."""
+        # Before Python 3.11 typing takes nothing for a type that cannot be called.
+        return np.asarray(values, self.dtype)
+
+    def __or__(self, other: object) -> TensorType:
+        """`Float32[4] | None`: an input that a request may leave out."""
+        if other is not None and other is not type(None):
+            return NotImplemented
+        return self.optional()
+
+    @property
+    def is_batched(self) -> bool:
+        return bool(self.dims) and self.dims is not None and self.dims[0] == BATCH
+
+    def __repr__(self) -> str:
+        dims = "" if self.dims is None else f"[{', '.join(map(repr, self.dims)) or '()'}]"
+        return f"{self.name}{dims}"
+
+
+def _check_dim(name: str, dim: object, place: int) -> None:
+    good = dim is None or isinstance(dim, str) or (type(dim) is int and dim >= -1)
+    if not good:
+        raise BadTensor(
+            f"{name}[…]: a dimension is a number of at least 0, a name or None, not {dim!r}"
+        )
+    if dim == BATCH and place:
+        raise BadTensor(f'{name}[…]: "batch" can only be the first dimension')
+
+
+class Outputs:
+    """The outputs of a model by name, as the hint for what `__call__` returns."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, **tensors: object) -> None:
+        self.tensors = tensors
+
+
+Bool = TensorType("Bool", "TYPE_BOOL", np.dtype(np.bool_))
+UInt8 = TensorType("UInt8", "TYPE_UINT8", np.dtype(np.uint8))
+UInt16 = TensorType("UInt16", "TYPE_UINT16", np.dtype(np.uint16))
+UInt32 = TensorType("UInt32", "TYPE_UINT32", np.dtype(np.uint32))
+UInt64 = TensorType("UInt64", "TYPE_UINT64", np.dtype(np.uint64))
+Int8 = TensorType("Int8", "TYPE_INT8", np.dtype(np.int8))
+Int16 = TensorType("Int16", "TYPE_INT16", np.dtype(np.int16))
+Int32 = TensorType("Int32", "TYPE_INT32", np.dtype(np.int32))
+Int64 = TensorType("Int64", "TYPE_INT64", np.dtype(np.int64))
+Float16 = TensorType("Float16", "TYPE_FP16", np.dtype(np.float16))
+Float32 = TensorType("Float32", "TYPE_FP32", np.dtype(np.float32))
+Float64 = TensorType("Float64", "TYPE_FP64", np.dtype(np.float64))
+Bytes = TensorType("Bytes", "TYPE_STRING", np.dtype(np.object_))
+
+TENSOR_TYPES = (
+    Bool,
+    UInt8,
+    UInt16,
+    UInt32,
+    UInt64,
+    Int8,
+    Int16,
+    Int32,
+    Int64,
+    Float16,
+    Float32,
+    Float64,
+    Bytes,
+)
+
+
+def publish() -> None:
+    """Puts the names above into the package `moonpool` where it does not have them already.
+
+    In a stub that package holds nothing but `ipc` and `stub`.
+    """
+    package = sys.modules["moonpool"]
+    for name in __all__:
+        if not hasattr(package, name):
+            setattr(package, name, globals()[name])

@@ -1,0 +1,177 @@
+"""From a file to a model class, under the import rules that Triton's models rely on."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.stub import hints, pb_utils
+from moonpool.stub.report import describe, traceback_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import ModuleType
+
+CLASS_NAME = "TritonPythonModel"
+UTILITIES = ("triton_python_backend_utils", "c_python_backend_utils")
+
+
+class LoadError(MoonpoolError):
+    """The model's file could not be turned into a model.
+
+    `stage` says where: "file", "import", "class", or a name of the loop's. The text is fit for a
+    client; `traceback` is the model's own, for the log, and empty where no code of it ran.
+    """
+
+    def __init__(self, stage: str, text: str, traceback: str = "") -> None:
+        super().__init__(text)
+        self.stage = stage
+        self.traceback = traceback
+
+
+def load_triton(model_file: str, version_dir: str, model_dir: str, backend_dir: str) -> type:
+    """The class TritonPythonModel of a model of Triton's Python backend.
+
+    `model_file` is a path, or a name within `version_dir`. A file in `version_dir` is imported as
+    `<version>.<stem>`, so that it can import its neighbours both as `from . import helper` and as
+    `import helper`; a file elsewhere, which serves several models, as `<stem>`.
+
+    Changes `sys.path` and `sys.modules` for good; a process loads one model. Raises LoadError.
+    """
+    path = os.path.join(version_dir, model_file)
+    stem, in_package = _named(path), _same_folder(os.path.dirname(path), version_dir)
+    install_utilities(version_dir)
+    folders = (version_dir, model_dir) if in_package else (os.path.dirname(path),)
+    _append_to_path((*folders, backend_dir))
+    if in_package:
+        module = _import(lambda: _import_in_package(stem, version_dir), path)
+    else:
+        module = _import(lambda: importlib.import_module(stem), path)
+    model = getattr(module, CLASS_NAME, None)
+    if not isinstance(model, type):
+        raise LoadError(
+            "class",
+            f"AttributeError: module '{module.__name__}' has no attribute '{CLASS_NAME}'\n\n"
+            f"{path} must define a class of that name; it defines {_classes_of(module)}.",
+        )
+    return model
+
+
+def load_native(file: str, qualname: str | None = None) -> Callable[..., object]:
+    """The model of a file for moonpool's own models, which may be a class or a function.
+
+    Without `qualname` it is the only class in the file that defines `__call__`. The file's folder
+    is appended to `sys.path`, and `import moonpool` gives the file the names in
+    `moonpool.stub.hints`. Raises LoadError.
+    """
+    path = os.path.abspath(file)
+    stem = _named(path)
+    install_utilities(os.path.dirname(path))
+    hints.publish()
+    _append_to_path((os.path.dirname(path),))
+    module = _import(lambda: _import_file(stem, path), path)
+    return _find(module, path, qualname)
+
+
+def install_utilities(model_dir: str) -> None:
+    """Makes `import triton_python_backend_utils` and its twin work from here on."""
+    pb_utils.set_model_dir(model_dir)
+    for name in UTILITIES:
+        sys.modules[name] = pb_utils
+
+
+def _named(path: str) -> str:
+    name = os.path.basename(path)
+    if not name.endswith(".py") or name == ".py":
+        raise LoadError("file", f"Model name must end with '.py'. Model name is \"{name}\".")
+    if not os.path.isfile(path):
+        raise LoadError("file", f"Python model file not found in '{os.path.abspath(path)}'")
+    return name[: -len(".py")]
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _append_to_path(folders: Iterable[str]) -> None:
+    sys.path.extend(os.path.abspath(folder) for folder in folders)
+
+
+def _import(load: Callable[[], ModuleType], path: str) -> ModuleType:
+    try:
+        return load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # SystemExit is one of these: a model may not end its stub by being imported.
+        text = describe(error)
+        if "\nAt:\n" not in text:
+            text += f"\n\nAt:\n  {path}\n"
+        raise LoadError("import", text, traceback_of(error)) from error
+
+
+def _import_in_package(stem: str, version_dir: str) -> ModuleType:
+    """Imports `<version>.<stem>`, looking for the version in the model's own folder only.
+
+    A folder called "1" elsewhere on the path would otherwise be part of the same package.
+    """
+    parent, version = os.path.split(os.path.realpath(version_dir))
+    spec = PathFinder.find_spec(version, [parent])
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {version!r} in {parent}")
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[version] = package
+    if spec.loader is not None:
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"{version}.{stem}")
+
+
+def _import_file(stem: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _find(module: ModuleType, path: str, qualname: str | None) -> Callable[..., object]:
+    if qualname is not None:
+        found: object = module
+        for part in qualname.split("."):
+            found = getattr(found, part, None)
+        if not callable(found):
+            raise LoadError(
+                "class", f"{path} has no class or function '{qualname}'; {_classes_of(module)}."
+            )
+        return found
+    models = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and callable(vars(value).get("__call__"))
+    ]
+    if len(models) != 1:
+        names = ", ".join(model.__name__ for model in models) or "none"
+        raise LoadError(
+            "class",
+            f"{path} must have exactly one class that defines __call__, and has {names}; "
+            "name the one to use.",
+        )
+    return models[0]
+
+
+def _classes_of(module: ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    return ", ".join(names) or "no class at all"

@@ -1,0 +1,203 @@
+"""moonpool's own kind of model: `__call__` on arrays by name, presented to the loop as Triton's kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.stub.native_outputs import NativeOutputs
+from moonpool.stub.response import InferenceResponse
+from moonpool.stub.rows import cut, joined
+from moonpool.stub.signature import BadHint, Signature, signature_of
+from moonpool.stub.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from moonpool.stub.hints import TensorType
+    from moonpool.stub.model_config import Json, ModelConfig
+    from moonpool.stub.request import InferenceRequest
+
+# The most rows that are joined where hints say "batch" and the model names no max_batch_size.
+DEFAULT_MAX_BATCH_SIZE = 64
+
+
+def native_config(model: Callable[..., object], max_batch_size: int = 0) -> Json:
+    """The configuration as far as the model's hints say it, in the JSON form of `config.pbtxt`.
+
+    `max_batch_size` is what counts where the model does not say its own.
+
+    Holds `max_batch_size`, and `input`, `output` and `dynamic_batching` where there is something to
+    say. Raises BadHint.
+    """
+    signature = signature_of(model)
+    size = _max_batch_size(model, signature, max_batch_size)
+    config: Json = {"max_batch_size": size}
+    inputs = [
+        {**_tensor_config(name, tensor, size, signature), "optional": tensor.is_optional}
+        for name, tensor in signature.inputs.items()
+        if tensor is not None
+    ]
+    outputs = [
+        _tensor_config(name, tensor, size, signature) for name, tensor in signature.outputs.items()
+    ]
+    if inputs:
+        config["input"] = inputs
+    if outputs:
+        config["output"] = outputs
+    if size:
+        config["dynamic_batching"] = {}
+    return config
+
+
+def complete_config(model: Callable[..., object], config: ModelConfig) -> ModelConfig:
+    """Fills in what `config` leaves out from the model's hints, as `auto_complete_config` does.
+
+    Raises BadHint, and ValueError where hints and configuration contradict each other.
+    """
+    given = config.as_dict()
+    hinted = native_config(model, given["max_batch_size"])
+    config.set_max_batch_size(hinted["max_batch_size"])
+    for tensor in hinted.get("input", ()):
+        config.add_input(tensor)
+    for tensor in hinted.get("output", ()):
+        config.add_output(tensor)
+    if "dynamic_batching" in hinted and "sequence_batching" not in given:
+        config.set_dynamic_batching()
+    return config
+
+
+def _max_batch_size(model: Callable[..., object], signature: Signature, otherwise: int) -> int:
+    size: object = getattr(model, "max_batch_size", None)
+    if size is None:
+        if otherwise > 0:
+            return otherwise
+        return DEFAULT_MAX_BATCH_SIZE if signature.is_batched else 0
+    if type(size) is not int or size < 0:
+        raise BadHint(
+            f"{signature.where}: max_batch_size must be an integer of at least 0, not {size!r}"
+        )
+    return size
+
+
+def _tensor_config(name: str, tensor: TensorType, size: int, signature: Signature) -> Json:
+    dims = tensor.dims
+    if dims is None:
+        own: list[int] = [-1]
+    else:
+        if size and not tensor.is_batched:
+            raise BadHint(
+                f"{signature.where}: the first dimension of {tensor!r}, the hint of '{name}', must "
+                'be "batch", since the model takes batches (of max_batch_size '
+                f"{size}); write {tensor.name}['batch', …], or max_batch_size = 0"
+            )
+        # A tensor of no dimensions of its own travels as one element.
+        own = [dim if isinstance(dim, int) else -1 for dim in dims[1 if size else 0 :]] or [1]
+    return {"name": name, "data_type": tensor.data_type, "dims": own}
+
+
+class NativeAdapter:
+    """One instance of one of moonpool's own models.
+
+    `config` is the complete configuration. The requests of a batch are joined, the model is called
+    once, and what it returns is cut into the responses. Requests that differ in which inputs they
+    have, or in a dimension other than the first, are not joined with each other.
+    """
+
+    def __init__(self, model: Callable[..., object], config: Json) -> None:
+        self._model = model
+        self._config = config
+        self._name = str(config.get("name", getattr(model, "__name__", "model")))
+        self._is_batched = int(config.get("max_batch_size", 0)) > 0
+        signature = signature_of(model)
+        self._check_inputs(signature)
+        # A hint without dimensions of its own stands for an array that has one fewer than travel.
+        own = int(self._is_batched)
+        self._flat = {
+            name
+            for name, tensor in signature.inputs.items()
+            if tensor is not None and tensor.dims is not None and len(tensor.dims) == own
+        }
+        self._outputs = NativeOutputs(self._name, config, signature)
+        self._call: Callable[..., object] = model
+        self._object: object = None
+
+    def _check_inputs(self, signature: Signature) -> None:
+        configured = {tensor["name"] for tensor in self._config.get("input", ())}
+        if missing := signature.required - configured:
+            raise BadHint(
+                f"{signature.where}: the configuration of model '{self._name}' has no input "
+                f"{_listed(missing)}; give the parameter a type hint, or name the input in "
+                "config.pbtxt"
+            )
+        unknown = configured - set(signature.inputs)
+        if unknown and not signature.takes_any:
+            raise BadHint(
+                f"{signature.where} has no parameter {_listed(unknown)}, which the configuration "
+                f"of model '{self._name}' has as an input"
+            )
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Makes the model's object; its `__init__` gets the configuration if it takes an argument.
+
+        The configuration then has a further entry, "instance", with what Triton's models find in
+        the `args` of `initialize`.
+        """
+        model = self._model
+        if not isinstance(model, type):
+            return
+        import inspect
+
+        takes_config = bool(inspect.signature(model).parameters)
+        instance = {key: value for key, value in args.items() if key != "model_config"}
+        self._object = model({**self._config, "instance": instance}) if takes_config else model()
+        self._call = self._object  # type: ignore[assignment]
+
+    def execute(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
+        """One response for each request. Raises what the model raises, and InvalidReturn."""
+        if len(requests) == 1 or not self._is_batched:
+            return [self._together([request])[0] for request in requests]
+        groups: dict[object, list[int]] = {}
+        for index, request in enumerate(requests):
+            key = tuple([(t._name, *t._shape[1:]) for t in request._inputs])
+            groups.setdefault(key, []).append(index)
+        if len(groups) == 1:
+            return self._together(requests)
+        answers: dict[int, InferenceResponse] = {}
+        for indices in groups.values():
+            answers.update(zip(indices, self._together([requests[i] for i in indices])))
+        return [answers[index] for index in range(len(requests))]
+
+    def _together(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
+        arrays: dict[str, NDArray[np.generic]] = {}
+        for place, tensor in enumerate(requests[0]._inputs):
+            array = joined([request._inputs[place].as_numpy() for request in requests])
+            arrays[tensor._name] = (
+                array.reshape(array.shape[:-1]) if tensor._name in self._flat else array
+            )
+        if not self._is_batched:
+            return [_response(self._outputs.check(self._call(**arrays), None))]
+        counts = [request._inputs[0]._shape[0] for request in requests]
+        outputs = self._outputs.check(self._call(**arrays), sum(counts))
+        pieces = {name: cut(array, counts) for name, array in outputs.items()}
+        return [
+            _response({name: piece[index] for name, piece in pieces.items()})
+            for index in range(len(requests))
+        ]
+
+    def finalize(self) -> None:
+        """Calls the model's `close`, if it has one."""
+        close = getattr(self._object, "close", None)
+        if close is not None:
+            close()
+
+
+def _response(arrays: Mapping[str, NDArray[np.generic]]) -> InferenceResponse:
+    return InferenceResponse([Tensor(name, array) for name, array in arrays.items()])
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names))

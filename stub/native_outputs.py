@@ -1,0 +1,115 @@
+"""Is what one of moonpool's own models returned what its configuration says?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from moonpool.ipc.tensors import CODES, DTYPES
+from moonpool.stub.errors import InvalidReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from moonpool.stub.model_config import Json
+    from moonpool.stub.signature import Signature
+
+
+class Expected(NamedTuple):
+    """One output as the configuration has it."""
+
+    data_type: str
+    # None for strings, whose arrays may be of several dtypes.
+    dtype: np.dtype[np.generic] | None
+    dims: tuple[int, ...]
+
+
+class NativeOutputs:
+    """The outputs of a model; checks what a call returned against them."""
+
+    def __init__(self, model_name: str, config: Json, signature: Signature) -> None:
+        self._model = model_name
+        self._expected = {tensor["name"]: _expected(tensor) for tensor in config.get("output", ())}
+        own = int(int(config.get("max_batch_size", 0)) > 0)
+        for name, hint in signature.outputs.items():
+            if name in self._expected and hint.dims is not None and len(hint.dims) == own:
+                self._expected[name] = self._expected[name]._replace(dims=())
+
+    def check(self, returned: object, rows: int | None) -> dict[str, NDArray[np.generic]]:
+        """The returned arrays as they travel; `rows` is None where the model takes no batches.
+
+        Raises InvalidReturn, which says what is wrong with which output.
+        """
+        expected = self._expected
+        if not isinstance(returned, dict):
+            if len(expected) != 1 or returned is None:
+                raise self._error(
+                    f"returned {_kind(returned)}, and must return a dict with the arrays "
+                    f"{_listed(expected)}"
+                )
+            returned = dict.fromkeys(expected, returned)
+        if returned.keys() != expected.keys():
+            raise self._error(
+                f"returned the outputs {_listed(returned)}, and its configuration has "
+                f"{_listed(expected)}"
+            )
+        return {
+            name: self._array(name, expected[name], value, rows) for name, value in returned.items()
+        }
+
+    def _array(
+        self, name: str, expected: Expected, value: object, rows: int | None
+    ) -> NDArray[np.generic]:
+        array = self._converted(name, expected, value)
+        dims = expected.dims if rows is None else (rows, *expected.dims)
+        shape = array.shape
+        if len(shape) != len(dims) or any(dim not in (-1, size) for dim, size in zip(dims, shape)):
+            of_rows = "" if rows is None else f" for this batch of {rows} rows"
+            raise self._error(
+                f"returned output '{name}' of shape {list(shape)}, and its configuration asks for "
+                f"{list(dims)}{of_rows} (-1 is any size)"
+            )
+        return array if expected.dims else array.reshape((*shape, 1))
+
+    def _converted(self, name: str, expected: Expected, value: object) -> NDArray[np.generic]:
+        dtype = expected.dtype
+        if not isinstance(value, np.ndarray):
+            # Numbers and lists have no dtype of their own; torch tensors and the like do.
+            plain = isinstance(value, (bool, int, float, str, bytes, list, tuple))
+            try:
+                value = np.asarray(value, (dtype or np.object_) if plain else None)
+            except Exception as error:
+                raise self._error(
+                    f"returned {_kind(value)} as output '{name}', and it cannot be made an array "
+                    f"of {expected.data_type}: {error}"
+                ) from error
+        if dtype is None and value.dtype.kind == "U":
+            return value.astype(np.object_)
+        if value.dtype != dtype if dtype is not None else value.dtype.kind not in "OS":
+            advice = "object" if dtype is None else f"numpy.{dtype.name}"
+            raise self._error(
+                f"returned output '{name}' as {value.dtype}, and its configuration says "
+                f"{expected.data_type}; convert it: array.astype({advice})"
+            )
+        return value
+
+    def _error(self, text: str) -> InvalidReturn:
+        return InvalidReturn(f"model '{self._model}' {text}")
+
+
+def _expected(tensor: Json) -> Expected:
+    data_type = str(tensor["data_type"])
+    is_text = data_type == "TYPE_STRING"
+    dtype = None if is_text else DTYPES[CODES[data_type[len("TYPE_") :]]]
+    return Expected(data_type, dtype, tuple(int(dim) for dim in tensor["dims"]))
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _listed(names: Mapping[str, object]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "none"

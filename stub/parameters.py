@@ -1,0 +1,39 @@
+"""Parameters of a request or a response: what may be in them, and their JSON text."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Union
+
+from moonpool.stub.errors import TritonModelException
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Parameter = Union[bool, int, str]
+
+
+def checked(parameters: object) -> dict[str, Parameter] | None:
+    """A copy of the parameters that a model gave, or None where there are none.
+
+    Raises TritonModelException for what is no dict, and for keys and values of other types.
+    """
+    if parameters is None:
+        return None
+    if not isinstance(parameters, dict):
+        raise TritonModelException(f"Expect N8pybind114dictE, got {type(parameters)}")
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise TritonModelException(
+                f"Expect parameters keys to have type str, found type {type(key)}"
+            )
+        if not isinstance(value, (bool, int, str)):
+            raise TritonModelException(
+                f"Expect parameters values to have type bool/int/str, found type {type(value)}"
+            )
+    return dict(parameters)
+
+
+def as_json(parameters: Mapping[str, object] | None) -> str:
+    """The text that `parameters()` gives a model, which has to parse it."""
+    return json.dumps(parameters) if parameters else "{}"

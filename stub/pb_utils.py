@@ -1,0 +1,243 @@
+"""What a model imports as `triton_python_backend_utils`, and as `c_python_backend_utils`.
+
+Every name is there when the model's file is imported. The module works outside a stub as well,
+so a model can be tested like any other Python class:
+
+    import moonpool.stub.pb_utils as pb_utils
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.ipc.bytes_tensor import encode_bytes
+from moonpool.stub.errors import TritonError, TritonModelException
+from moonpool.stub.logger import Logger
+from moonpool.stub.model_config import Json, ModelConfig
+from moonpool.stub.not_offered import (
+    InferenceResponseSender,
+    Metric,
+    MetricFamily,
+    MetricKind,
+    ResponseIterator,
+    is_model_ready,
+    load_model,
+    unload_model,
+)
+from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
+from moonpool.stub.request import InferenceRequest, InferenceTrace
+from moonpool.stub.response import InferenceResponse
+from moonpool.stub.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+__all__ = [
+    "TRITONSERVER_MEMORY_CPU",
+    "TRITONSERVER_MEMORY_GPU",
+    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
+    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START",
+    "TRITONSERVER_REQUEST_RELEASE_ALL",
+    "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE",
+    "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
+    "TRITON_STRING_TO_NUMPY",
+    "InferenceRequest",
+    "InferenceResponse",
+    "InferenceResponseSender",
+    "InferenceTrace",
+    "Logger",
+    "MemoryType",
+    "Metric",
+    "MetricFamily",
+    "MetricKind",
+    "ModelConfig",
+    "PreferredMemory",
+    "ResponseIterator",
+    "Tensor",
+    "TritonError",
+    "TritonModelException",
+    "deserialize_bytes_tensor",
+    "empty",
+    "get_input_config_by_name",
+    "get_input_tensor_by_name",
+    "get_model_dir",
+    "get_output_config_by_name",
+    "get_output_tensor_by_name",
+    "is_model_ready",
+    "load_model",
+    "numpy_to_triton_type",
+    "serialize_byte_tensor",
+    "triton_string_to_numpy",
+    "triton_to_numpy_type",
+    "unload_model",
+    "using_decoupled_model_transaction_policy",
+]
+
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
+TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
+
+# Triton's own two tables differ in what they call a boolean, and models compare with either.
+_NUMPY_TYPES: dict[int, type] = {
+    1: np.bool_,
+    2: np.uint8,
+    3: np.uint16,
+    4: np.uint32,
+    5: np.uint64,
+    6: np.int8,
+    7: np.int16,
+    8: np.int32,
+    9: np.int64,
+    10: np.float16,
+    11: np.float32,
+    12: np.float64,
+    13: np.object_,
+}
+TRITON_STRING_TO_NUMPY: dict[str, type] = {
+    "TYPE_BOOL": bool,
+    "TYPE_UINT8": np.uint8,
+    "TYPE_UINT16": np.uint16,
+    "TYPE_UINT32": np.uint32,
+    "TYPE_UINT64": np.uint64,
+    "TYPE_INT8": np.int8,
+    "TYPE_INT16": np.int16,
+    "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64,
+    "TYPE_FP16": np.float16,
+    "TYPE_FP32": np.float32,
+    "TYPE_FP64": np.float64,
+    "TYPE_STRING": np.object_,
+}
+
+
+def triton_string_to_numpy(triton_type_string: str) -> type:
+    """numpy's type for a `data_type` of the configuration. Raises KeyError for others."""
+    return TRITON_STRING_TO_NUMPY[triton_type_string]
+
+
+def triton_to_numpy_type(data_type: int) -> type | None:
+    """numpy's type for a datatype's number, or None."""
+    return _NUMPY_TYPES.get(data_type)
+
+
+def numpy_to_triton_type(data_type: object) -> int | None:
+    """The datatype's number for a numpy type, or None. Strings are 13, as object or bytes_."""
+    for number, numpy_type in _NUMPY_TYPES.items():
+        if data_type == numpy_type:
+            return number
+    return 13 if data_type == np.bytes_ else None
+
+
+def serialize_byte_tensor(input_tensor: NDArray[np.generic]) -> bytes | tuple[()] | None:
+    """The BYTES form of an array of strings: () where it is empty, None for other dtypes."""
+    if input_tensor.size == 0:
+        return ()
+    if input_tensor.dtype.kind not in "OS":
+        return None
+    return encode_bytes(input_tensor)  # type: ignore[arg-type]
+
+
+def deserialize_bytes_tensor(encoded_tensor: bytes) -> NDArray[np.object_]:
+    """The strings in a BYTES form, as a one-dimensional object array of bytes."""
+    strings = []
+    offset = 0
+    while offset < len(encoded_tensor):
+        end = offset + 4 + int.from_bytes(encoded_tensor[offset : offset + 4], "little")
+        if end > len(encoded_tensor):
+            raise TritonModelException(
+                "Invalid bytes tensor data: string extends beyond buffer"
+                if offset + 4 <= len(encoded_tensor)
+                else "Invalid bytes tensor data: incomplete length field"
+            )
+        strings.append(bytes(encoded_tensor[offset + 4 : end]))
+        offset = end
+    array = np.empty(len(strings), np.object_)
+    array[:] = strings
+    return array
+
+
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+    """The request's input of that name, or None."""
+    for tensor in inference_request._inputs:
+        if tensor._name == name:
+            return tensor
+    return None
+
+
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+    """The response's output of that name, or None."""
+    for tensor in inference_response._outputs:
+        if tensor._name == name:
+            return tensor
+    return None
+
+
+def get_input_config_by_name(model_config: Mapping[str, object], name: str) -> Json | None:
+    """The configuration of the input of that name, from the parsed `model_config`, or None."""
+    return _config_by_name(model_config, "input", name)
+
+
+def get_output_config_by_name(model_config: Mapping[str, object], name: str) -> Json | None:
+    """The configuration of the output of that name, from the parsed `model_config`, or None."""
+    return _config_by_name(model_config, "output", name)
+
+
+def _config_by_name(model_config: Mapping[str, object], kind: str, name: str) -> Json | None:
+    tensors: list[Json] = model_config.get(kind, [])  # type: ignore[assignment]
+    for tensor in tensors:
+        if tensor["name"] == name:
+            return tensor
+    return None
+
+
+def using_decoupled_model_transaction_policy(model_config: Json) -> bool:
+    """Whether the parsed `model_config` says that the model is decoupled."""
+    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+class _Place:
+    """What the stub tells this module about the process it is in."""
+
+    model_dir = ""
+    memory: Callable[[int], NDArray[np.uint8]] | None = None
+
+
+def empty(shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[np.generic]:
+    """moonpool's own: an array for an output, in memory that the runtime reads without a copy.
+
+    It has no contents yet. Outside a stub it is an ordinary array.
+    """
+    memory = _Place.memory
+    if memory is None:
+        return np.empty(shape, dtype)
+    wanted = np.dtype(dtype)
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    size_bytes = wanted.itemsize
+    for dim in dims:
+        size_bytes *= dim
+    if wanted.hasobject or size_bytes <= 0:
+        return np.empty(dims, wanted)
+    return np.ndarray(dims, wanted, memory(size_bytes))
+
+
+def get_model_dir() -> str:
+    """The folder of the model's version, `<repository>/<model>/<version>`."""
+    return _Place.model_dir
+
+
+def set_model_dir(path: str) -> None:
+    """For the loader: what `get_model_dir` is to say."""
+    _Place.model_dir = path
+
+
+def use_memory(allocate: Callable[[int], NDArray[np.uint8]] | None) -> None:
+    """For the loop: where `empty` gets its memory from, called with the size in bytes."""
+    _Place.memory = allocate

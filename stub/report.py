@@ -1,0 +1,90 @@
+"""What to tell people of an exception: one text for the client, one for the log."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+# A model chooses these texts, and a client has to carry them.
+MAX_TEXT = 32_768
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+# Frames of these are of no use to whoever wrote the model.
+_OWN_FOLDERS = (
+    _HERE + os.sep,
+    os.path.join(os.path.dirname(_HERE), "ipc") + os.sep,
+    "<frozen importlib",
+)
+
+
+def describe(error: BaseException) -> str:
+    """What a client is told: type and message, and where in the model's files, innermost first.
+
+    moonpool's own errors speak for themselves and are given as they are.
+    """
+    if isinstance(error, MoonpoolError):
+        return _cut(str(error))
+    text = f"{type(error).__name__}: {_message(error)}"
+    frames = _model_frames(error.__traceback__)
+    if frames:
+        text += "\n\nAt:\n" + "".join(
+            f"  {frame.tb_frame.f_code.co_filename}({frame.tb_lineno}): "
+            f"{frame.tb_frame.f_code.co_name}\n"
+            for frame in reversed(frames)
+        )
+    return _cut(text)
+
+
+def traceback_of(error: BaseException) -> str:
+    """The whole Python traceback, causes included, that starts where the model's code starts."""
+    import traceback  # Imported where something has failed already, to keep the start quick.
+
+    frames = _model_frames(error.__traceback__)
+    start = frames[0] if frames else None
+    try:
+        return _cut("".join(traceback.format_exception(type(error), error, start)))
+    except Exception:
+        # The model's exception classes can break any of this.
+        return describe(error) + "\n"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as second:
+        return (
+            "<MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>\n\n"
+            f"MESSAGE UNAVAILABLE DUE TO EXCEPTION: {type(second).__name__}"
+        )
+    notes = getattr(error, "__notes__", None)
+    if isinstance(notes, list) and notes:
+        text += f"\n__notes__ (len={len(notes)}):" + "".join(f"\n{note!s:.1000}" for note in notes)
+    # What a socket or a log takes must have a UTF-8 form.
+    return text.encode("utf-8", "backslashreplace").decode() or "<EMPTY MESSAGE>"
+
+
+def _model_frames(traceback: TracebackType | None) -> list[TracebackType]:
+    frames = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+            frames.append(traceback)
+        traceback = traceback.tb_next
+    return frames
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[:MAX_TEXT]}… ({len(text) - MAX_TEXT} more characters)"
+
+
+def caller_of(depth: int) -> tuple[str, int]:
+    """File and line of the code `depth` calls above the caller of this function."""
+    frame = sys._getframe(depth + 1)
+    return frame.f_code.co_filename, frame.f_lineno

@@ -1,0 +1,242 @@
+"""A request as the model sees it, and as a model builds one for another model."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING, NoReturn, TypeVar, Union
+
+from moonpool.stub.errors import TritonModelException, as_text, not_offered
+from moonpool.stub.parameters import as_json, checked
+from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
+from moonpool.stub.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moonpool.stub.parameters import Parameter
+
+_new = object.__new__
+CorrelationId = Union[int, str]
+_T = TypeVar("_T")
+
+
+class InferenceTrace:
+    """The trace that a request belongs to, to be handed on to requests made on its behalf."""
+
+    __module__ = "c_python_backend_utils"
+    __slots__ = ("_context",)
+
+    def __init__(self, context: str | None = None) -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        """The OpenTelemetry context, or None where the request is not traced."""
+        return self._context
+
+
+_ANYWHERE = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
+_UNTRACED = InferenceTrace()
+
+
+class InferenceRequest:
+    """One request of a batch.
+
+    Models get these; the constructor is for requests to other models.
+    """
+
+    __module__ = "c_python_backend_utils"
+    __slots__ = (
+        "__weakref__",
+        "_cancelled",
+        "_correlation_id",
+        "_flags",
+        "_inputs",
+        "_model_name",
+        "_model_version",
+        "_parameters",
+        "_preferred_memory",
+        "_priority",
+        "_release_flags",
+        "_request_id",
+        "_requested_output_names",
+        "_timeout_us",
+        "_trace",
+    )
+
+    _request_id: str
+    _correlation_id: CorrelationId
+    _inputs: Sequence[Tensor]
+    _requested_output_names: Sequence[str]
+    _model_name: str
+    _model_version: int
+    _flags: int
+    _timeout_us: int
+    _priority: int
+    _release_flags: int
+    _cancelled: bool
+    _parameters: Mapping[str, Parameter] | None
+    _preferred_memory: PreferredMemory
+    _trace: InferenceTrace
+
+    def __init__(
+        self,
+        *,
+        inputs: Sequence[Tensor],
+        requested_output_names: Sequence[str],
+        model_name: str,
+        request_id: str = "",
+        correlation_id: CorrelationId = 0,
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory = _ANYWHERE,
+        trace: InferenceTrace = _UNTRACED,
+        parameters: Mapping[str, Parameter] | None = None,
+    ) -> None:
+        self._request_id = _text("request_id", request_id)
+        self._model_name = _text("model_name", model_name)
+        self._model_version = _integer("model_version", model_version)
+        self._flags = _integer("flags", flags)
+        self._timeout_us = _integer("timeout", timeout)
+        self._preferred_memory = _instance("preferred_memory", preferred_memory, PreferredMemory)
+        self._trace = _instance("trace", trace, InferenceTrace)
+        _sequence("inputs", inputs)
+        names = [
+            _text("requested_output_names", name)
+            for name in _sequence("requested_output_names", requested_output_names)
+        ]
+        self._correlation_id = _id_of_sequence(correlation_id)
+        self._parameters = checked(parameters)
+        self._inputs = list(inputs)
+        self._requested_output_names = names
+        self._priority = 0
+        self._release_flags = 0
+        self._cancelled = False
+        self._check_contents()
+
+    def _check_contents(self) -> None:
+        whose = f"for request with id '{self._request_id}' and model name '{self._model_name}'"
+        for tensor in self._inputs:
+            if tensor is None:
+                raise TritonModelException(f"Input tensor {whose} should not be empty.")
+            if not isinstance(tensor, Tensor):
+                raise _wrong_type("inputs", "a list of Tensor", tensor)
+        if "" in self._requested_output_names:
+            raise TritonModelException(f"Requested output name {whose} should not be empty.")
+
+    @classmethod
+    def from_wire(
+        cls,
+        request_id: str,
+        correlation_id: CorrelationId,
+        flags: int,
+        timeout_us: int,
+        parameters: Mapping[str, Parameter] | None,
+        requested_output_names: Sequence[str] | None,
+        inputs: Sequence[Tensor],
+        priority: int = 0,
+    ) -> InferenceRequest:
+        """A request that came from the runtime; nothing is checked or copied."""
+        request = _new(cls)
+        request._request_id = request_id
+        request._correlation_id = correlation_id
+        request._flags = flags
+        request._timeout_us = timeout_us
+        request._parameters = parameters
+        request._requested_output_names = requested_output_names or ()
+        request._inputs = inputs
+        request._priority = priority
+        request._release_flags = 0
+        request._cancelled = False
+        request._trace = _UNTRACED
+        return request
+
+    def inputs(self) -> list[Tensor]:
+        return list(self._inputs)
+
+    def request_id(self) -> str:
+        return self._request_id
+
+    def correlation_id(self) -> CorrelationId:
+        return self._correlation_id
+
+    def flags(self) -> int:
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        self._flags = _integer("flags", flags)
+
+    def timeout(self) -> int:
+        """The request's timeout in microseconds; 0 where it has none."""
+        return self._timeout_us
+
+    def parameters(self) -> str:
+        """The parameters as a JSON text."""
+        return as_json(self._parameters)
+
+    def requested_output_names(self) -> set[str]:
+        return set(self._requested_output_names)
+
+    def trace(self) -> InferenceTrace:
+        return self._trace
+
+    def is_cancelled(self) -> bool:
+        """Whether the client is known to have given the request up."""
+        return self._cancelled
+
+    def set_release_flags(self, flags: int) -> None:
+        """What is to become of the request after execute: released, or scheduled again."""
+        self._release_flags = _integer("flags", flags)
+
+    def get_response_sender(self) -> NoReturn:
+        raise not_offered("response senders (InferenceRequest.get_response_sender)")
+
+    def exec(self, decoupled: bool = False) -> NoReturn:  # noqa: ARG002 - Triton's signature
+        raise not_offered("requests to other models (InferenceRequest.exec)")
+
+    def async_exec(self, decoupled: bool = False) -> NoReturn:  # noqa: ARG002 - as above
+        raise not_offered("requests to other models (InferenceRequest.async_exec)")
+
+    def __repr__(self) -> str:
+        return f"<InferenceRequest {self._request_id!r}, inputs {list(self._inputs)!r}>"
+
+
+def _wrong_type(name: str, expected: str, value: object) -> TypeError:
+    return TypeError(
+        f"__init__(): incompatible constructor arguments. InferenceRequest takes {expected} "
+        f"as {name}, not {type(value)}"
+    )
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, (str, bytes)):
+        raise _wrong_type(name, "str", value)
+    return as_text(value)
+
+
+def _integer(name: str, value: object) -> int:
+    if not hasattr(value, "__index__"):
+        raise _wrong_type(name, "int", value)
+    return index(value)
+
+
+def _sequence(name: str, value: object) -> Sequence[object]:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong_type(name, "a list", value)
+    return value
+
+
+def _instance(name: str, value: object, kind: type[_T]) -> _T:
+    if not isinstance(value, kind):
+        raise _wrong_type(name, kind.__name__, value)
+    return value
+
+
+def _id_of_sequence(value: object) -> CorrelationId:
+    if value is None:
+        raise _wrong_type("correlation_id", "int or str", value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    raise TritonModelException("Correlation ID must be integer or string")

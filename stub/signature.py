@@ -1,0 +1,155 @@
+"""What the type hints of one of moonpool's own models say of its inputs and outputs."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Union, get_args, get_origin
+
+import numpy as np
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.stub import hints
+from moonpool.stub.hints import Outputs, TensorType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+# The name of the output where a model returns an array and no dict.
+ONLY_OUTPUT = "OUTPUT0"
+
+
+class BadHint(MoonpoolError):
+    """A model's signature or its hints cannot be understood."""
+
+    code = "INVALID_ARG"
+
+
+class Signature:
+    """The inputs and outputs of a model's `__call__`, as far as they are known."""
+
+    __slots__ = ("inputs", "outputs", "required", "takes_any", "where")
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        # Of every parameter; None for one without a hint that says its datatype.
+        self.inputs: dict[str, TensorType | None] = {}
+        self.outputs: dict[str, TensorType] = {}
+        self.required: set[str] = set()
+        self.takes_any = False
+
+    @property
+    def is_batched(self) -> bool:
+        tensors = (*self.inputs.values(), *self.outputs.values())
+        return any(tensor is not None and tensor.is_batched for tensor in tensors)
+
+
+def signature_of(model: Callable[..., object]) -> Signature:
+    """Reads the hints of a class's `__call__`, or of a function. Raises BadHint."""
+    import inspect  # Slow to import, and Triton's models do without it.
+
+    is_class = isinstance(model, type)
+    function = getattr(model, "__call__", None) if is_class else model  # noqa: B004 - of the class
+    where = f"{getattr(function, '__qualname__', repr(model))}()"
+    try:
+        found = inspect.signature(function)  # type: ignore[arg-type]
+    except (TypeError, ValueError, NameError) as error:
+        raise BadHint(f"the signature of {where} cannot be read: {error}") from error
+    signature = Signature(where)
+    names = getattr(function, "__globals__", {})
+    for parameter in list(found.parameters.values())[1 if is_class else 0 :]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            signature.takes_any = True
+        elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise BadHint(
+                f"{where}: '{parameter.name}' cannot be given by name, and inputs always are"
+            )
+        else:
+            _add_input(signature, parameter, parameter.empty, names)
+    if found.return_annotation is not found.empty:
+        signature.outputs = _outputs(found.return_annotation, names, where)
+    return signature
+
+
+def _add_input(
+    signature: Signature, parameter: object, empty: object, names: Mapping[str, object]
+) -> None:
+    name: str = parameter.name  # type: ignore[attr-defined]
+    hint: object = parameter.annotation  # type: ignore[attr-defined]
+    tensor = None
+    if hint is not empty:
+        tensor = _tensor(hint, names, f"{signature.where}: the hint of '{name}'")
+    if parameter.default is empty:  # type: ignore[attr-defined]
+        signature.required.add(name)
+    elif tensor is not None:
+        tensor = tensor.optional()
+    signature.inputs[name] = tensor
+
+
+def _outputs(hint: object, names: Mapping[str, object], where: str) -> dict[str, TensorType]:
+    hint = _evaluated(hint, names, f"{where}: the hint of what it returns")
+    if isinstance(hint, Outputs):
+        tensors: Mapping[str, object] = hint.tensors
+    elif isinstance(hint, dict):
+        tensors = hint
+    elif isinstance(hint, type) and issubclass(hint, dict):
+        # A TypedDict, whose own hints belong to the module that it was written in.
+        tensors = getattr(hint, "__annotations__", {})
+        names = vars(sys.modules[hint.__module__])
+    else:
+        tensors = {ONLY_OUTPUT: hint}
+    outputs = {}
+    for name, inner in tensors.items():
+        tensor = _tensor(inner, names, f"{where}: the hint of output '{name}'")
+        if tensor is not None:
+            outputs[name] = tensor
+    return outputs
+
+
+def _tensor(hint: object, names: Mapping[str, object], what: str) -> TensorType | None:
+    """The tensor that a hint stands for, or None where it says no datatype."""
+    hint = _evaluated(hint, names, what)
+    if isinstance(hint, TensorType):
+        return hint
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        inner = _tensor(arguments[0], names, what)
+        return None if inner is None else inner[arguments[1:]]
+    if origin is Union or type(hint).__name__ == "UnionType":
+        others = [argument for argument in arguments if argument is not type(None)]
+        inner = _tensor(others[0], names, what) if len(others) == 1 else None
+        return inner if inner is None or len(arguments) == 1 else inner.optional()
+    if origin is np.ndarray:
+        return _of_ndarray(arguments, what)
+    if hint is np.ndarray or hint is None or origin is dict or _is_any(hint):
+        return None
+    raise BadHint(
+        f"{what} is {hint!r}; write a moonpool type such as Float32['batch', 4], or "
+        "numpy.typing's NDArray[numpy.float32]"
+    )
+
+
+def _of_ndarray(arguments: tuple[object, ...], what: str) -> TensorType | None:
+    scalar = get_args(arguments[-1])[:1]
+    if not scalar or not isinstance(scalar[0], type) or scalar[0] is np.generic:
+        return None
+    for tensor in hints.TENSOR_TYPES:
+        if tensor.dtype.type is scalar[0]:
+            return tensor
+    if scalar[0] is np.bytes_:
+        return hints.Bytes
+    raise BadHint(f"{what} says {scalar[0].__name__}, which no datatype has")
+
+
+def _evaluated(hint: object, names: Mapping[str, object], what: str) -> object:
+    # typing wraps a hint that is text; what it evaluates them with refuses hints that are no types.
+    text = getattr(hint, "__forward_arg__", hint)
+    if not isinstance(text, str):
+        return hint
+    try:
+        return eval(text, dict(names))
+    except Exception as error:
+        raise BadHint(f"{what}, {text!r}, cannot be evaluated: {error}") from error
+
+
+def _is_any(hint: object) -> bool:
+    return getattr(hint, "__name__", getattr(hint, "_name", None)) == "Any"
