@@ -30,46 +30,19 @@ the owner holds one lock around every call on a queue.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.level import Level, R
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from moonpool.runtime.config import DynamicBatching, QueuePolicy
+    from moonpool.runtime.config import DynamicBatching
+    from moonpool.runtime.level import Entry, Lane
 
-
-class Request(Protocol):
-    """What the batcher reads of a request; it must not change while the request waits."""
-
-    @property
-    def batch_size(self) -> int:
-        """Rows: 1 to max_batch_size, or 1 for a model that does not batch.  Checked by the caller."""
-
-    @property
-    def priority(self) -> int:
-        """1 is the highest level, 0 the model's default; beyond the last level is the default too."""
-
-    @property
-    def timeout_us(self) -> int:
-        """0 is none.  Counts only where the policy allows it, and only if below its default."""
-
-    @property
-    def signature(self) -> Hashable:
-        """What must be equal within a batch: the shapes without the first dimension, leaving out
-        inputs that may be ragged."""
-
-
-R = TypeVar("R", bound=Request)
-T = TypeVar("T")
-
-# (request, rows, signature, arrived_ns, deadline_ns); no deadline is 0.
-Entry: TypeAlias = "tuple[R, int, Hashable, int, int]"
-Lane: TypeAlias = "OrderedDict[int, Entry[R]]"
 
 # (deadline_ns, order among equal ones, level, identity of the request)
 Deadline: TypeAlias = "tuple[int, int, int, int]"
@@ -107,38 +80,6 @@ class Formation(NamedTuple, Generic[R]):
     """Later than now.  None: only a new request or an idle instance changes anything."""
 
 
-class _Level(Generic[R]):
-    """The requests of one priority level and their policy."""
-
-    __slots__ = ("late", "limit", "may_override", "number", "timeout_us", "waiting")
-
-    def __init__(self, number: int, policy: QueuePolicy | None) -> None:
-        self.number = number
-        self.limit = policy.max_queue_size if policy else 0
-        self.timeout_us = policy.default_timeout_us if policy else 0
-        self.may_override = policy.allow_timeout_override if policy else False
-        self.waiting: Lane[R] = OrderedDict()
-        delays = policy is not None and self.timeout_us > 0 and policy.timeout_action == "DELAY"
-        self.late: Lane[R] | None = OrderedDict() if delays else None
-
-    def size(self) -> int:
-        return len(self.waiting) + (len(self.late) if self.late else 0)
-
-    def lanes(self) -> list[Lane[R]]:
-        return [self.waiting] if self.late is None else [self.waiting, self.late]
-
-    def deadline_ns(self, request: R, now_ns: int) -> int:
-        """When the request has waited too long.
-
-        As in Triton an override can only shorten the default, so where there is no default timeout
-        it has no effect at all.
-        """
-        timeout_us = self.timeout_us
-        if self.may_override and 0 < request.timeout_us < timeout_us:
-            timeout_us = request.timeout_us
-        return now_ns + timeout_us * 1000
-
-
 class Queue(Generic[R]):
     """The requests of one model version that wait for an instance.
 
@@ -158,7 +99,7 @@ class Queue(Generic[R]):
         self._preferred = preferred or [self._max_rows]
         self._largest = self._preferred[-1]
         self._next = self._policy(bool(preferred))
-        self._levels: dict[int, _Level[R]] = {}
+        self._levels: dict[int, Level[R]] = {}
         self._lanes: list[Lane[R]] = []
         self._only = None if batching and batching.priority_levels else self._open_level(0)
         self._deadlines: list[Deadline] = []
@@ -188,7 +129,7 @@ class Queue(Generic[R]):
         level = self._only or self._level_of(request)
         lane = level.waiting
         key = id(request)
-        if key in lane:
+        if key in lane or (level.late and key in level.late):
             raise ValueError(f"{request!r} is in the queue already")
         if level.limit and level.size() >= level.limit:
             raise QueueFull
@@ -359,14 +300,14 @@ class Queue(Generic[R]):
         self._rows -= entry[1]
         self._hold_rows = 0
 
-    def _level_of(self, request: R) -> _Level[R]:
+    def _level_of(self, request: R) -> Level[R]:
         batching = self._batching
         number = request.priority
         if batching is not None and not 1 <= number <= batching.priority_levels:
             number = batching.default_priority_level
         return self._levels.get(number) or self._open_level(number)
 
-    def _open_level(self, number: int) -> _Level[R]:
+    def _open_level(self, number: int) -> Level[R]:
         levels = self._levels
         # A client may name a level that nobody else uses; their number is bounded here.
         if len(levels) >= _EMPTY_LEVELS:
@@ -375,7 +316,7 @@ class Queue(Generic[R]):
         policy = None
         if batching is not None:
             policy = batching.priority_queue_policies.get(number, batching.default_queue_policy)
-        levels[number] = _Level(number, policy)
+        levels[number] = Level(number, policy)
         self._levels = dict(sorted(levels.items()))
         self._lanes = [lane for level in self._levels.values() for lane in level.lanes()]
         return self._levels[number]
@@ -410,44 +351,3 @@ def form(queue: Queue[R], now_ns: int, idle_instances: int) -> Formation[R]:
             break
         batches.append(batch)
     return Formation(batches, expired, queue.next_try_ns(held))
-
-
-class Ordering(Generic[T]):
-    """Lets results leave in the order in which their numbers were opened, for preserve_ordering.
-
-    Not thread-safe, as the queue.  Every number that was opened must be done once, with an error if
-    need be: the results behind it wait for it.
-    """
-
-    def __init__(self) -> None:
-        self._order: deque[int] = deque()
-        self._open: set[int] = set()
-        self._done: dict[int, T] = {}
-        self._last = -1
-
-    def __len__(self) -> int:
-        """Results that have not left: not handed in yet, or behind one that is not."""
-        return len(self._order)
-
-    def opened(self, number: int) -> None:
-        """Reserve the next place; numbers rise, gaps are allowed."""
-        if number <= self._last:
-            raise ValueError(f"number {number} comes after {self._last}; numbers must rise")
-        self._last = number
-        self._order.append(number)
-        self._open.add(number)
-
-    def done(self, number: int, result: T) -> list[T]:
-        """Hand in a result; return all that may leave now, in order (often none, or several)."""
-        if number not in self._open:
-            raise ValueError(f"number {number} is not open")
-        self._open.remove(number)
-        order, done = self._order, self._done
-        if number != order[0]:
-            done[number] = result
-            return []
-        order.popleft()
-        released = [result]
-        while order and order[0] in done:
-            released.append(done.pop(order.popleft()))
-        return released

@@ -1,0 +1,49 @@
+"""The order in which responses leave, for models that ask to preserve it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Ordering(Generic[T]):
+    """Lets results leave in the order in which their numbers were opened, for preserve_ordering.
+
+    Not thread-safe, as the queue.  Every number that was opened must be done once, with an error if
+    need be: the results behind it wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._order: deque[int] = deque()
+        self._open: set[int] = set()
+        self._done: dict[int, T] = {}
+        self._last = -1
+
+    def __len__(self) -> int:
+        """Results that have not left: not handed in yet, or behind one that is not."""
+        return len(self._order)
+
+    def opened(self, number: int) -> None:
+        """Reserve the next place; numbers rise, gaps are allowed."""
+        if number <= self._last:
+            raise ValueError(f"number {number} comes after {self._last}; numbers must rise")
+        self._last = number
+        self._order.append(number)
+        self._open.add(number)
+
+    def done(self, number: int, result: T) -> list[T]:
+        """Hand in a result; return all that may leave now, in order (often none, or several)."""
+        if number not in self._open:
+            raise ValueError(f"number {number} is not open")
+        self._open.remove(number)
+        order, done = self._order, self._done
+        if number != order[0]:
+            done[number] = result
+            return []
+        order.popleft()
+        released = [result]
+        while order and order[0] in done:
+            released.append(done.pop(order.popleft()))
+        return released
