@@ -1,0 +1,79 @@
+"""Whether an instance that died is started again, and when.
+
+Pure: no clock; times are monotonic seconds that the caller gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# 0.1 s doubled this often is longer than any machine lives, and no overflow.
+_DOUBLINGS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAt:
+    """Start it again at this time, which is not in the past."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Do not start it again; the reason is a clause for a person, with the instance as its subject."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """A first restart at once, then ever longer waits, and an end to it.
+
+    At most `max_restarts` restarts follow deaths within any `window_s`; 0 is no restart at all.
+    The first death in a window waits for `first_backoff_s`, the second for `backoff_s`, and each
+    further one twice as long as the one before, up to `backoff_max_s`.
+    """
+
+    max_restarts: int = 5
+    window_s: float = 60.0
+    first_backoff_s: float = 0.0
+    backoff_s: float = 0.1
+    backoff_max_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # NaN is not at least 0 either.
+            if not value >= 0:
+                raise ValueError(f"{field.name} is {value}; it must be 0 or more")
+        if self.window_s == 0:
+            raise ValueError(f"window_s is {self.window_s}; without a window no death would count")
+
+    def decide(self, deaths_s: Sequence[float], now_s: float) -> RestartAt | GiveUp:
+        """What to do after the last of these deaths, which are in order.
+
+        A failed restart counts as a death.  No more than the last `max_restarts + 1` are needed.
+        """
+        if not deaths_s:
+            raise ValueError("there is nothing to decide before the first death")
+        recent = sum(1 for death_s in deaths_s if now_s - death_s < self.window_s)
+        if recent > self.max_restarts:
+            return GiveUp(self._reason(recent))
+        return RestartAt(max(now_s, deaths_s[-1] + self.backoff_after_s(max(recent, 1))))
+
+    def backoff_after_s(self, deaths: int) -> float:
+        """How long to wait after so many deaths within the window, 1 or more."""
+        if deaths == 1:
+            return min(self.first_backoff_s, self.backoff_max_s)
+        return min(self.backoff_s * 2.0 ** min(deaths - 2, _DOUBLINGS), self.backoff_max_s)
+
+    def _reason(self, deaths: int) -> str:
+        if self.max_restarts == 0:
+            return "died, and restarts are switched off"
+        times = "once" if deaths == 1 else f"{deaths} times"
+        allowed = "1 restart is" if self.max_restarts == 1 else f"{self.max_restarts} restarts are"
+        return f"died {times} within {self.window_s:g} s, in which {allowed} allowed"

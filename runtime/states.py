@@ -1,0 +1,237 @@
+"""The states of backends, models and instances, and what may follow what.
+
+Pure: no clock, no lock.  Everything about which move is allowed stands in the tables below; the
+diagrams in the documentation are drawn from them by `draw`.
+"""
+
+# Theory of operation
+#
+# A table maps every state to the states that may follow it, each with the event that leads there.
+# Its first state is where a machine begins; a state that nothing may follow is where it ends.  A
+# machine does nothing by itself: whoever carries out a step moves it, and says why.
+#
+# Instance.  CREATED exists as an object only.  STARTING has a process that is not ready yet, READY
+# one that takes batches.  DRAINING takes no new batch and finishes the one it has; FINALIZING runs
+# the model's finalize under its deadline; STOPPED has no process and never will again.  BACKING_OFF
+# has no process and waits for the time of its restart.  FAILED has no process and is not restarted:
+# its first start failed, or the restart policy gave up.
+# A death while DRAINING or FINALIZING leads to STOPPED as well: there is nothing left to save.
+#
+# There is no EXECUTING.  The scheduler knows which instances are idle from its own list; a move for
+# every batch would cost more than the decision which batch to send, and would push everything
+# worth reading out of the story.
+#
+# Model.  The states of Triton's repository index, less UNKNOWN.  READY says that loading is over and
+# unloading has not begun; whether a request could run at this moment also depends on whether an
+# instance is READY or coming back, and is asked of the instances.  UNAVAILABLE always has its reason:
+# not loaded yet, the error of the load, that every instance gave up, or that it was unloaded.
+#
+# Backend.  READY from a successful initialize to the start of finalize.
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
+
+from moonpool.ipc.errors import MoonpoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+class BackendState(StrEnum):
+    """Where a backend is between its initialize and its finalize."""
+
+    CREATED = "CREATED"
+    INITIALIZING = "INITIALIZING"
+    READY = "READY"
+    FINALIZING = "FINALIZING"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+class ModelState(StrEnum):
+    """Where a model version is; the words of Triton's repository index."""
+
+    UNAVAILABLE = "UNAVAILABLE"
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+
+
+class InstanceState(StrEnum):
+    """Where a model instance is, through all its processes."""
+
+    CREATED = "CREATED"
+    STARTING = "STARTING"
+    READY = "READY"
+    BACKING_OFF = "BACKING_OFF"
+    DRAINING = "DRAINING"
+    FINALIZING = "FINALIZING"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+S = TypeVar("S", bound=StrEnum)
+Table: TypeAlias = "Mapping[S, Mapping[S, str]]"
+
+_B, _M, _I = BackendState, ModelState, InstanceState
+
+BACKEND: Table[BackendState] = {
+    _B.CREATED: {_B.INITIALIZING: "first model", _B.STOPPED: "never used"},
+    _B.INITIALIZING: {_B.READY: "initialize returned", _B.FAILED: "initialize failed"},
+    _B.READY: {_B.FINALIZING: "closed"},
+    _B.FINALIZING: {_B.STOPPED: "finalize ended"},
+    _B.STOPPED: {},
+    _B.FAILED: {},
+}
+
+MODEL: Table[ModelState] = {
+    _M.UNAVAILABLE: {_M.LOADING: "load", _M.UNLOADING: "unload after giving up"},
+    _M.LOADING: {
+        _M.READY: "every instance ready",
+        _M.UNAVAILABLE: "load failed",
+        _M.UNLOADING: "unload",
+    },
+    _M.READY: {_M.UNLOADING: "unload", _M.UNAVAILABLE: "every instance gave up"},
+    _M.UNLOADING: {_M.UNAVAILABLE: "unloaded"},
+}
+
+INSTANCE: Table[InstanceState] = {
+    _I.CREATED: {_I.STARTING: "load", _I.STOPPED: "load given up"},
+    _I.STARTING: {
+        _I.READY: "initialized",
+        _I.BACKING_OFF: "died or failed in a restart",
+        _I.FAILED: "first start failed, or gave up",
+        _I.FINALIZING: "unload",
+    },
+    _I.READY: {
+        _I.DRAINING: "unload",
+        _I.BACKING_OFF: "died or was killed",
+        _I.FAILED: "died, gave up",
+    },
+    _I.BACKING_OFF: {_I.STARTING: "restart", _I.STOPPED: "unload"},
+    _I.DRAINING: {_I.FINALIZING: "drained", _I.STOPPED: "died"},
+    _I.FINALIZING: {_I.STOPPED: "finalized or killed"},
+    _I.STOPPED: {},
+    _I.FAILED: {_I.STOPPED: "unload"},
+}
+
+_STORY = 32
+
+
+class InvalidMove(MoonpoolError):
+    """A step that the table does not allow; a mistake in moonpool, not of a model."""
+
+
+class Step(NamedTuple, Generic[S]):
+    """One line of a machine's story."""
+
+    at_s: float
+    """Monotonic, as the mover gave it."""
+    state: S
+    because: str
+
+
+class Machine(Generic[S]):
+    """One object's place in a table, how it came there, and who wants to know.
+
+    Not thread-safe: the owner holds one lock around `move` and `watch`.  `state` and `because` may be
+    read without it, each by itself.
+    """
+
+    def __init__(self, name: str, table: Table[S], now_s: float, because: str = "created") -> None:
+        self.name = name
+        self._table = table
+        self._step = Step(now_s, next(iter(table)), because)
+        self._story: deque[Step[S]] = deque([self._step], maxlen=_STORY)
+        self._watchers: list[Callable[[Step[S]], None]] = []
+        self._telling = False
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self._step.state} because {self._step.because}>"
+
+    @property
+    def state(self) -> S:
+        return self._step.state
+
+    @property
+    def because(self) -> str:
+        """Why the state is what it is, in words for a person."""
+        return self._step.because
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can follow any more."""
+        return not self._table[self._step.state]
+
+    @property
+    def story(self) -> tuple[Step[S], ...]:
+        """The latest steps, oldest first; the last one is the present."""
+        return tuple(self._story)
+
+    def may(self, to: S) -> bool:
+        """Whether the table allows this move now."""
+        return to in self._table[self._step.state]
+
+    def move(self, to: S, because: str, now_s: float) -> None:
+        """Go to a state that the table allows from here, then call every watcher.
+
+        Raises `InvalidMove`, and stays, where the table forbids it or a watcher tries it.  A watcher
+        that raises does not undo the move: all others are called, then its error goes on.
+        """
+        if self._telling:
+            raise InvalidMove(f"{self.name}: a watcher tried to move it to {to} ({because})")
+        if not self.may(to):
+            raise InvalidMove(
+                f"{self.name} cannot go from {self.state} to {to} ({because}); so far: {self.tell()}"
+            )
+        self._step = Step(now_s, to, because)
+        self._story.append(self._step)
+        self._wake()
+
+    def watch(self, callback: Callable[[Step[S]], None]) -> Callable[[], None]:
+        """Have every later step told to the callback; call what is returned to end that.
+
+        Callbacks run in the mover's thread under the owner's lock, in the order in which they came:
+        set an event, call a loop's `call_soon_threadsafe`, but never block or move the machine.
+        """
+        self._watchers.append(callback)
+
+        def unwatch() -> None:
+            if callback in self._watchers:
+                self._watchers.remove(callback)
+
+        return unwatch
+
+    def tell(self) -> str:
+        """The story in one line, with seconds since its first step."""
+        begin_s = self._story[0].at_s
+        return ", ".join(
+            f"{step.state} at +{step.at_s - begin_s:.3f} s ({step.because})" for step in self._story
+        )
+
+    def _wake(self) -> None:
+        error: Exception | None = None
+        self._telling = True
+        try:
+            for callback in tuple(self._watchers):
+                try:
+                    callback(self._step)
+                except Exception as raised:
+                    error = error or raised
+        finally:
+            self._telling = False
+        if error is not None:
+            raise error
+
+
+def draw(table: Table[S]) -> str:
+    """The table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {next(iter(table))}"]
+    for state, followers in table.items():
+        lines += [f"    {state} --> {to}: {event}" for to, event in followers.items()]
+        if not followers:
+            lines.append(f"    {state} --> [*]")
+    return "\n".join(lines) + "\n"
