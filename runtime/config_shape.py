@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from moonpool.runtime.config_schema import ENUMS, MESSAGES, ONE_OF
@@ -35,6 +34,8 @@ def shaped(raw: Mapping[str, object], source: Source) -> Raw:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """`; did you mean "…"?` where a known word is close, else nothing."""
+    from difflib import get_close_matches  # only ever needed on the way to an error
+
     near = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f'; did you mean "{near[0]}"?' if near else ""
 

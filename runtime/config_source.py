@@ -148,7 +148,7 @@ class _Scanner:
 
     def _value(self, token: str, offset: int) -> Iterator[_Field]:
         name = self._name or ""
-        self._next(name)
+        yield f"{self._prefix}{name}[{self._next(name)}]", offset, False
         if name == "key":
             entry = self._prefix.rpartition("[")[0]
             yield f"{entry}[{token.strip(_QUOTES)}]", offset, True

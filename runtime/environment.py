@@ -11,11 +11,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moonpool.runtime.environment_archive import BadEnvironment
-from moonpool.runtime.environment_cache import EnvironmentCache
+from moonpool.runtime.environment_error import BadEnvironment
 
-__all__ = ["BadEnvironment", "Environment", "EnvironmentCache", "resolve"]
+if TYPE_CHECKING:
+    from moonpool.runtime.environment_cache import EnvironmentCache
+
+__all__ = ["BadEnvironment", "Environment", "resolve"]
 
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 _DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -58,12 +61,19 @@ def resolve(
     base = os.environ if inherited is None else inherited
     if path.is_dir():
         return _described(path, base, path)
-    lease = (cache or EnvironmentCache()).acquire(path)
+    lease = (cache or _default_cache()).acquire(path)
     try:
         return _described(_top(lease.path), base, path, lease.release)
     except BaseException:
         lease.release()
         raise
+
+
+def _default_cache() -> EnvironmentCache:
+    # Few models have a packed environment, and what unpacks it takes a while to import.
+    from moonpool.runtime.environment_cache import EnvironmentCache
+
+    return EnvironmentCache()
 
 
 def _own_interpreter() -> Environment:

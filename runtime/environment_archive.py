@@ -18,12 +18,13 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.environment_error import BadEnvironment
 
 SIZE_LIMIT_BYTES = 64 << 30
 MEMBER_LIMIT = 500_000
@@ -33,12 +34,6 @@ _HEADER_LIMIT_BYTES = 16 << 20
 
 # In a virtual environment this link leads to the interpreter it was made with, by absolute path.
 _INTERPRETER = re.compile(r"(?:[^/]+/)?bin/python[0-9.]*")
-
-
-class BadEnvironment(MoonpoolError):
-    """An execution environment that cannot be used: says which path, and what to do."""
-
-    code = "INVALID_ARG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +141,10 @@ def unpack(archive: IO[bytes], target: Path, size_limit_bytes: int = SIZE_LIMIT_
         members = _zip_members(archive) if magic[:2] == b"PK" else _tar_members(archive, magic)
         for member, content in members:
             unpacker.add(member, content)
-    except _UNREADABLE as error:
+    except (*_UNREADABLE, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        # The decompressors raise OSErrors that have no number.
         what = "is not a .tar, .tar.gz, .tar.bz2, .tar.xz or .zip file, or a damaged one"
         raise BadEnvironment(f"{what} ({error})") from error
 
@@ -154,7 +152,6 @@ def unpack(archive: IO[bytes], target: Path, size_limit_bytes: int = SIZE_LIMIT_
 _UNREADABLE = (
     tarfile.TarError,
     zipfile.BadZipFile,
-    gzip.BadGzipFile,
     lzma.LZMAError,
     zlib.error,
     EOFError,
@@ -189,15 +186,21 @@ class _Bounded:
         return self._stream.read(size_bytes)
 
 
+# By how the file begins.
+_DECOMPRESSORS: tuple[tuple[bytes, Callable[[IO[bytes]], object]], ...] = (
+    (b"\x1f\x8b", gzip.open),
+    (b"BZh", bz2.open),
+    (b"\xfd7zXZ", lzma.open),
+    (b"", nullcontext),
+)
+
+
 def _tar_members(archive: IO[bytes], magic: bytes) -> Iterator[tuple[Member, IO[bytes] | None]]:
-    stream: IO[bytes] = archive
-    if magic.startswith(b"\x1f\x8b"):
-        stream = cast("IO[bytes]", gzip.open(archive))
-    elif magic.startswith(b"BZh"):
-        stream = cast("IO[bytes]", bz2.open(archive))
-    elif magic.startswith(b"\xfd7zXZ"):
-        stream = cast("IO[bytes]", lzma.open(archive))
-    with tarfile.open(fileobj=cast("IO[bytes]", _Bounded(stream)), mode="r:") as tar:
+    opener = next(opener for start, opener in _DECOMPRESSORS if magic.startswith(start))
+    with (
+        cast("AbstractContextManager[IO[bytes]]", opener(archive)) as stream,
+        tarfile.open(fileobj=cast("IO[bytes]", _Bounded(stream)), mode="r:") as tar,
+    ):
         for info in tar:
             kind = _tar_kind(info)
             content = tar.extractfile(info) if kind == "file" else None

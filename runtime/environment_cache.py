@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import IO
 
-from moonpool.runtime.environment_archive import SIZE_LIMIT_BYTES, BadEnvironment, unpack
+from moonpool.runtime.environment_archive import SIZE_LIMIT_BYTES, unpack
+from moonpool.runtime.environment_error import BadEnvironment
 
 
 def default_root() -> Path:
