@@ -151,11 +151,18 @@ def _float(_type: str, value: object) -> object:
 
 
 def _plain(type_: str, value: object) -> object:
-    return value if isinstance(value, bool if type_ == "bool" else str) else None
+    if type_ == "bool":
+        return value if isinstance(value, bool) else None
+    # Half a surrogate pair cannot be sent to a model.
+    return (
+        value
+        if isinstance(value, str) and value.encode(errors="ignore").decode() == value
+        else None
+    )
 
 
 def _refuse(source: Source, path: str, wanted: str, value: object, hint: str = "") -> NoReturn:
-    shown = repr(value)
+    shown = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     if len(shown) > 60:
         shown = shown[:57] + "..."
     raise source.error(path, f"{wanted}, not {shown}{hint}")

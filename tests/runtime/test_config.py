@@ -1,0 +1,503 @@
+"""Model configurations: what is accepted, what is refused and how, what is warned of."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.runtime import pbtxt
+from moonpool.runtime.config import (
+    ConfigError,
+    DynamicBatching,
+    InstanceGroup,
+    ModelConfig,
+    QueuePolicy,
+    Raw,
+    TensorConfig,
+    VersionPolicy,
+    minimal,
+    normalise,
+    unused_fields,
+)
+from moonpool.runtime.config_options import OPTIONS, ModelOptions, options_table
+from moonpool.runtime.config_values import parse_size
+
+HEAD = 'name: "m" backend: "python"\n'
+TENSORS = """\
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1, 4 ] } ]
+output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+
+
+def load(text: str, *, partial: bool = False) -> ModelConfig:
+    raw, source = pbtxt.parse(HEAD + text, "config.pbtxt")
+    return ModelConfig.from_dict(raw, source=source, partial=partial)
+
+
+def refusal(text: str, *, partial: bool = False) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(text, partial=partial)
+    return caught.value
+
+
+def options(**parameters: str) -> ModelOptions:
+    raw = minimal("m")
+    raw["parameters"] = {key: {"string_value": value} for key, value in parameters.items()}
+    return ModelOptions.from_parameters(ModelConfig.from_dict(raw, partial=True))
+
+
+class TestAccepted:
+    def test_a_plain_model(self) -> None:
+        config = load(TENSORS)
+
+        assert config.name == "m"
+        assert config.backend == "python"
+        assert config.max_batch_size == 0
+        assert config.inputs == (TensorConfig("IN", "FP32", (-1, 4)),)
+        assert config.outputs == (TensorConfig("OUT", "BYTES", (1,)),)
+        assert config.instance_groups == (InstanceGroup("m", "AUTO", 1, ()),)
+        assert config.dynamic_batching is None
+        assert config.version_policy == VersionPolicy("latest", 1)
+        assert config.default_model_filename == "model.py"
+        assert config.parameters == {}
+        assert config.decoupled is False
+
+    def test_everything_that_is_acted_on(self) -> None:
+        config = load(
+            """
+            max_batch_size: 8
+            input { name: "A" data_type: TYPE_BF16 dims: 4 optional: true }
+            input { name: "B" data_type: TYPE_BOOL dims: 1 reshape { shape: [ ] } }
+            instance_group [ { count: 2 kind: KIND_CPU }, { name: "big" kind: KIND_GPU gpus: 1 } ]
+            dynamic_batching {
+              preferred_batch_size: [ 8, 4 ] max_queue_delay_microseconds: 100
+              priority_levels: 2 default_priority_level: 2
+              default_queue_policy { allow_timeout_override: true max_queue_size: 7 }
+              priority_queue_policy { key: 1 value { timeout_action: DELAY
+                                                     default_timeout_microseconds: 5 } }
+            }
+            parameters { key: "K" value { string_value: "V" } }
+            model_transaction_policy { decoupled: true }
+            version_policy { all { } }
+            default_model_filename: "other.py"
+        """
+        )
+
+        assert config.inputs == (
+            TensorConfig("A", "BF16", (4,), optional=True),
+            TensorConfig("B", "BOOL", (1,), reshape=()),
+        )
+        assert config.instance_groups == (
+            InstanceGroup("m_0", "CPU", 2, ()),
+            InstanceGroup("big", "GPU", 1, (1,)),
+        )
+        default = QueuePolicy(allow_timeout_override=True, max_queue_size=7)
+        urgent = QueuePolicy("DELAY", 5)
+        assert config.dynamic_batching == DynamicBatching(
+            (4, 8), 100, False, 2, 2, default, {1: urgent}
+        )
+        assert config.dynamic_batching.queue_policy(1) == urgent
+        assert config.dynamic_batching.queue_policy(2) == default
+        assert config.parameters == {"K": "V"}
+        assert config.decoupled is True
+        assert config.version_policy == VersionPolicy("all", 0)
+        assert config.default_model_filename == "other.py"
+
+    def test_what_models_get_as_their_configuration_is_the_whole_of_it(self) -> None:
+        config = load(TENSORS + 'parameters { key: "ü" value { string_value: "ß" } }')
+
+        raw = json.loads(config.json)
+
+        assert raw == config.raw
+        assert raw["input"][0]["dims"] == [-1, 4]
+        assert raw["parameters"] == {"ü": {"string_value": "ß"}}
+        assert raw["instance_group"][0]["name"] == "m"
+        assert ModelConfig.from_dict(raw) == config
+
+    def test_a_model_without_inputs_or_without_outputs_is_a_model(self) -> None:
+        assert load('output { name: "O" data_type: TYPE_INT8 dims: 1 }').inputs == ()
+        assert load('input { name: "I" data_type: TYPE_INT8 dims: 1 }').outputs == ()
+
+    def test_before_completion_tensors_may_lack_what_the_model_will_say(self) -> None:
+        config = load('input { name: "I" }', partial=True)
+
+        assert config.inputs == (TensorConfig("I", "", ()),)
+        assert ModelConfig.from_dict(minimal("m"), partial=True).inputs == ()
+
+    def test_a_dict_from_python_needs_only_what_it_has_to_say(self) -> None:
+        raw: Raw = {
+            "name": "m",
+            "backend": "python",
+            "input": ({"name": "I", "data_type": "TYPE_FP16", "dims": (2, 2)},),
+        }
+        before = copy.deepcopy(raw)
+
+        config = ModelConfig.from_dict(raw)
+
+        assert config.inputs == (TensorConfig("I", "FP16", (2, 2)),)
+        assert raw == before
+
+    def test_the_most_dimensions_are_32_with_the_batch(self) -> None:
+        tensor = 'input {{ name: "I" data_type: TYPE_INT8 dims: {} }}'
+
+        assert len(load(tensor.format([1] * 32)).inputs[0].dims) == 32
+        batched = "max_batch_size: 1 " + tensor
+        assert len(load(batched.format([1] * 31)).inputs[0].dims) == 31
+        assert "33 dimensions" in str(refusal(tensor.format([1] * 33)))
+        assert "33 dimensions" in str(refusal(batched.format([1] * 32)))
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("text", "line", "field", "what"),
+        [
+            ("max_batch_size: -1", 2, "max_batch_size",
+             "'max_batch_size' must be non-negative value for m"),
+            ('default_model_filename: "model.so"', 2, "default_model_filename",
+             "Model name must end with '.py'. Model name is \"model.so\"."),
+            ('default_model_filename: "../x.py"', 2, "default_model_filename",
+             "must be a file name without directories, not '../x.py'"),
+            ("\ninput [ { data_type: TYPE_FP32 dims: 1 } ]", 3, "input[0].name",
+             "model input must specify 'name' for m"),
+            ('input {\n name: "I" dims: 1 }', 2, "input[0].data_type",
+             "model input 'I' must specify 'data_type' for m"),
+            ('output {\n name: "O" data_type: TYPE_FP32 }', 2, "output[0].dims",
+             "model output 'O' must specify 'dims' for m"),
+            ('input {\n name: "I" data_type: TYPE_FP32\n dims: [ 4, 0 ] }', 4, "input[0].dims",
+             "model input 'I' dimension must be integer >= 1, or -1 to indicate a variable-size"
+             " dimension for m"),
+            ('input { name: "I" data_type: TYPE_FP32 dims: -2 }', 2, "input[0].dims",
+             "model input 'I' dimension must be integer >= 1, or -1"),
+            (TENSORS + 'input {\n data_type: TYPE_FP32 dims: 1\n name: "IN" }', 6, "input[1].name",
+             "model input 'IN' is specified twice for m"),
+            ('input { name: "I" data_type: TYPE_FP32 dims: 4\n reshape { shape: [ 2, 3 ] } }',
+             3, "input[0].reshape", "model input 'I' has different size for dims and reshape for m"),
+            ('input { name: "I" data_type: TYPE_FP32 dims: [ -1, 4, -1 ]\n'
+             " reshape { shape: [ 4, -1 ] } }", 3, "input[0].reshape",
+             "model input 'I' has different number of variable-size dimensions for dims and reshape"),
+            ('input { name: "I" data_type: TYPE_FP32 dims: [ -1 ] reshape { shape: [ 4 ] } }',
+             2, "input[0].reshape", "model input 'I' has different size for dims and reshape"),
+            ('input { name: "I" data_type: TYPE_FP32 dims: 1 reshape { } }', 2, "input[0].reshape",
+             "model input 'I' cannot have empty reshape for non-batching model as scalar tensors"
+             " are not supported for m"),
+            ('input { name: "I" data_type: TYPE_FP32 dims: 1 reshape { shape: 0 } }', 2,
+             "input[0].reshape", "model input 'I' reshape dimensions must be integer >= 1, or -1"),
+            (TENSORS + "instance_group [ { },\n { count: -2 } ]", 5, "instance_group[1].count",
+             "instance group m_1 of model m has the negative count -2"),
+            (TENSORS + "instance_group { kind: KIND_CPU\n gpus: 0 }", 5, "instance_group[0].gpus",
+             "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs"),
+            (TENSORS + "instance_group { kind: KIND_GPU gpus: [ 0, 0 ] }", 4,
+             "instance_group[0].gpus", "instance group m_0 of model m must name each GPU once"),
+            (TENSORS + 'instance_group [ { name: "m_1" }, { } ]', 4, "instance_group[1].name",
+             "instance group m_1 of model m is specified twice"),
+            (TENSORS + 'instance_group { name: "a;b" }', 4, "instance_group[0].name",
+             "Invalid stub name: contains invalid characters"),
+            (TENSORS + "max_batch_size: 4\ndynamic_batching {\n preferred_batch_size: [ 4,\n 8 ] }",
+             7, "dynamic_batching.preferred_batch_size[1]",
+             "dynamic batching preferred size must be <= max batch size for m"),
+            (TENSORS + "dynamic_batching { preferred_batch_size: 0 }", 4,
+             "dynamic_batching.preferred_batch_size[0]",
+             "dynamic batching preferred size must be positive for m"),
+            (TENSORS + "dynamic_batching { priority_levels: 3 }", 4,
+             "dynamic_batching.default_priority_level",
+             "default priority level must be in range [1, 3] for m"),
+            (TENSORS + "dynamic_batching { priority_levels: 1 default_priority_level: 1\n"
+             "priority_queue_policy { key: 2 value { } } }", 5,
+             "dynamic_batching.priority_queue_policy[2]",
+             "priority queue policy must have priority level in range [1, 1] for m"),
+            (TENSORS + "dynamic_batching { preserve_ordering: true\n priority_levels: 2"
+             " default_priority_level: 1 }", 5, "dynamic_batching.priority_levels",
+             "Only one priority level is allowed when 'preserve_ordering' is true for m"),
+            (TENSORS + "dynamic_batching { preserve_ordering: true default_queue_policy {\n"
+             " timeout_action: DELAY default_timeout_microseconds: 1 } }", 5,
+             "dynamic_batching.default_queue_policy.timeout_action",
+             "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true"
+             " for m"),
+            ("version_policy { specific { versions: [ 1, -3 ] } }\n" + TENSORS, 2,
+             "version_policy.specific.versions", "versions must be integer >= 1 for m"),
+            ("max_batch_size: 2 output { name: \"O\" data_type: TYPE_FP32 dims: 1 }", None, "input",
+             "a model with max_batch_size > 0 needs an input to batch for m"),
+            ("", None, "input", "must specify inputs and outputs for m"),
+            ('platform: "ensemble"', 2, "platform", "'m' is an ensemble, which moonpool does not"),
+        ],
+    )  # fmt: skip
+    def test_a_mistake_is_named_by_line_and_field(
+        self, text: str, line: int | None, field: str, what: str
+    ) -> None:
+        found = refusal(text)
+
+        assert (found.file, found.line, found.field) == ("config.pbtxt", line, field)
+        place = "config.pbtxt" if line is None else f"config.pbtxt:{line}"
+        assert str(found).startswith(f"{place}: {field}: {what}")
+
+    @pytest.mark.parametrize(
+        ("name", "what"),
+        [
+            ("", "name: model configuration must specify 'name'"),
+            *((f"a{c}b", "name: Invalid stub name: contains invalid characters")
+              for c in ";|&$`<>()[]{}\\\"'*?~#!"),
+            *((name, "must be 1 to 64 letters")
+              for name in ("a/b", "..", ".", "x" * 65, "a b", "a\nb", "é", "a\0")),
+        ],
+    )  # fmt: skip
+    def test_a_name_that_could_do_harm_is_refused(self, name: str, what: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            ModelConfig.from_dict({**minimal("m"), "name": name}, partial=True)
+
+        assert what in str(caught.value)
+
+    def test_a_backend_must_be_named(self) -> None:
+        with pytest.raises(ConfigError, match="unexpected platform type 'onnx' for m"):
+            ModelConfig.from_dict({"name": "m", "platform": "onnx"})
+        with pytest.raises(ConfigError, match=r"is no name of a backend: '\.\./x'"):
+            ModelConfig.from_dict({"name": "m", "backend": "../x"})
+
+    @pytest.mark.parametrize(
+        ("change", "what"),
+        [
+            ({"max_batchsize": 1}, 'max_batchsize: no field "max_batchsize" in ModelConfig; did you'),
+            ({"max_batch_size": "x"}, "max_batch_size: must be an integer from -2147483648"),
+            ({"max_batch_size": True}, "max_batch_size: must be an integer"),
+            ({"max_batch_size": 2**31}, "max_batch_size: must be an integer"),
+            ({"input": {"name": "I"}}, "input: must be a list, not {'name': 'I'}"),
+            ({"input": ["I"]}, "input[0]: must be a message with the fields of ModelInput, not 'I'"),
+            ({"input": [{"name": 3}]}, "input[0].name: must be a string, not 3"),
+            ({"input": [{"name": "\ud800"}]}, "input[0].name: must be a string"),
+            ({"input": [{"dims": [1.5]}]}, "input[0].dims[0]: must be an integer"),
+            ({"input": [{"dims": "12"}]}, "input[0].dims: must be a list"),
+            ({"input": [{"data_type": "FP32"}]}, 'not \'FP32\'; did you mean "TYPE_FP32"?'),
+            ({"input": [{"data_type": 99}]}, "input[0].data_type: must be one of TYPE_INVALID, "),
+            ({"input": [{"optional": 1}]}, "input[0].optional: must be true or false, not 1"),
+            ({"parameters": {"K": "V"}}, "parameters[K]: must be a message with the fields of"),
+            ({"parameters": [1]}, "parameters: must be a map, not [1]"),
+            ({"dynamic_batching": {"priority_queue_policy": {"x": {}}}},
+             "dynamic_batching.priority_queue_policy[x]: must be an integer from 0"),
+            ({"dynamic_batching": {}, "sequence_batching": {}},
+             "sequence_batching: sequence_batching and dynamic_batching exclude each other"),
+            ({"version_policy": {"latest": {}, "all": {}}}, "version_policy.all: all and latest"),
+            ({"model_metrics": {"metric_control": [{"histogram_options": {"buckets": [1e999]}}]}},
+             "model_metrics.metric_control[0].histogram_options.buckets[0]: must be a finite number"),
+        ],
+    )  # fmt: skip
+    def test_a_dict_of_the_wrong_shape_is_refused(self, change: Raw, what: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            normalise({"name": "m", "backend": "python", **change})
+
+        assert what in str(caught.value)
+        assert len(str(caught.value)) < 500
+
+    @given(
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(["name", "input", "dims", "data_type", "latest", "gpus"]),
+                    inner,
+                    max_size=3,
+                )
+            ),
+            max_leaves=8,
+        ),
+        st.sampled_from(["input", "instance_group", "dynamic_batching", "version_policy", "name"]),
+    )
+    def test_whatever_a_model_makes_of_its_configuration_is_read_or_refused(
+        self, value: object, field: str
+    ) -> None:
+        try:
+            config = ModelConfig.from_dict({**minimal("m"), field: value})
+        except ConfigError:
+            return
+        assert ModelConfig.from_dict(json.loads(config.json)) == config
+
+
+class TestPlacing:
+    @pytest.mark.parametrize(
+        ("group", "present", "kind", "gpus"),
+        [
+            ("", [], "CPU", ()),
+            ("", [0, 1], "GPU", (0, 1)),
+            ("instance_group { gpus: 1 }", [0, 1], "GPU", (1,)),
+            ("instance_group { gpus: [ 1, 2 ] }", [0, 1], "CPU", ()),
+            ("instance_group { kind: KIND_GPU }", [3], "GPU", (3,)),
+            ("instance_group { kind: KIND_CPU }", [0], "CPU", ()),
+            ("instance_group { kind: KIND_MODEL }", [0], "MODEL", ()),
+        ],
+    )
+    def test_groups_go_where_triton_puts_them(
+        self, group: str, present: list[int], kind: str, gpus: tuple[int, ...]
+    ) -> None:
+        placed = load(TENSORS + group).placed(present)
+
+        assert [(g.kind, g.gpus) for g in placed.instance_groups] == [(kind, gpus)]
+        raw = json.loads(placed.json)["instance_group"][0]
+        assert (raw["kind"], raw["gpus"]) == (f"KIND_{kind}", list(gpus))
+
+    def test_a_gpu_that_is_not_there_is_named(self) -> None:
+        config = load(TENSORS + "instance_group { kind: KIND_GPU\n gpus: 4 }")
+
+        with pytest.raises(ConfigError, match=r"pbtxt:5: instance_group\[0\].gpus: .* gpu id 4\."):
+            config.placed([0, 1])
+        with pytest.raises(ConfigError, match="has kind KIND_GPU but no GPUs are available"):
+            config.placed([])
+
+
+class TestVersionPolicy:
+    @given(st.sets(st.integers(1, 10**18)), st.integers(1, 6), st.sets(st.integers(1, 20)))
+    def test_the_choice_is_sorted_and_only_of_what_is_there(
+        self, available: set[int], count: int, wanted: set[int]
+    ) -> None:
+        ordered = sorted(available)
+
+        assert VersionPolicy("latest", count).choose(available) == ordered[-count:]
+        assert VersionPolicy("all").choose(iter(available)) == ordered
+        chosen = VersionPolicy("specific", 0, tuple(wanted)).choose(available)
+        assert chosen == sorted(available & wanted)
+
+    @pytest.mark.parametrize(
+        ("text", "policy"),
+        [
+            ("", VersionPolicy("latest", 1)),
+            ("version_policy { latest { } }", VersionPolicy("latest", 1)),
+            ("version_policy { latest { num_versions: 3 } }", VersionPolicy("latest", 3)),
+            ("version_policy { }", VersionPolicy("all", 0)),
+            ("version_policy { specific { versions: [ 3, 1 ] } }", VersionPolicy("specific", 0, (3, 1))),
+        ],
+    )  # fmt: skip
+    def test_every_form_of_it_is_read(self, text: str, policy: VersionPolicy) -> None:
+        assert load(TENSORS + text).version_policy == policy
+
+
+class TestUnusedFields:
+    @pytest.mark.parametrize(
+        ("text", "fields"),
+        [
+            ("", []),
+            ("optimization { input_pinned_memory { enable: true } }", []),
+            ("model_transaction_policy { decoupled: false } response_cache { }", []),
+            ("sequence_batching { }", ["sequence_batching"]),
+            ("ensemble_scheduling { step { model_name: \"x\" } }", ["ensemble_scheduling"]),
+            ("model_transaction_policy { decoupled: true }", ["model_transaction_policy"]),
+            ("response_cache { enable: true }", ["response_cache"]),
+            ("model_warmup { name: \"w\" }", ["model_warmup"]),
+            ("optimization { eager_batching: true }", ["optimization"]),
+            ("optimization { output_pinned_memory { enable: false } }", ["optimization"]),
+            ("batch_input { kind: BATCH_ITEM_SHAPE }", ["batch_input"]),
+            ("model_operations { op_library_filename: \"x\" }", ["model_operations"]),
+            ("cc_model_filenames { key: \"a\" value: \"b\" }", ["cc_model_filenames"]),
+            ("metric_tags { key: \"a\" value: \"b\" } runtime: \"r\"", ["runtime", "metric_tags"]),
+            ("instance_group { rate_limiter { priority: 2 } } instance_group { passive: true }",
+             ["instance_group.rate_limiter", "instance_group.passive"]),
+            ("input { format: FORMAT_NHWC allow_ragged_batch: true } input { format: FORMAT_NCHW }",
+             ["input.format", "input.allow_ragged_batch"]),
+            ("output { label_filename: \"l\" reshape { } }", ["output.reshape", "output.label_filename"]),
+        ],
+    )  # fmt: skip
+    def test_what_nobody_acts_on_is_named_once(self, text: str, fields: list[str]) -> None:
+        raw, _ = pbtxt.parse(text, "config.pbtxt")
+
+        assert unused_fields(raw) == fields
+
+    def test_a_full_use_of_what_is_acted_on_gives_no_warning(self) -> None:
+        raw, _ = pbtxt.parse(
+            HEAD + TENSORS + "instance_group { count: 2 kind: KIND_GPU gpus: 1 name: \"g\" }"
+            " dynamic_batching { preferred_batch_size: 2 priority_levels: 1 default_queue_policy {"
+            " timeout_action: DELAY max_queue_size: 1 } } version_policy { specific { versions: 1 }"
+            " } parameters { key: \"a\" value { string_value: \"b\" } }",
+            "config.pbtxt",
+        )  # fmt: skip
+
+        assert unused_fields(raw) == []
+
+
+class TestOptions:
+    def test_a_model_that_says_nothing_has_the_defaults(self) -> None:
+        assert options(MINE="anything") == ModelOptions()
+        assert ModelOptions().load_timeout_s == 120
+        assert ModelOptions().execute_timeout_s is None
+
+    def test_every_option_is_read(self) -> None:
+        given = options(
+            EXECUTION_ENV_PATH="$$TRITON_MODEL_DIRECTORY/env",
+            FORCE_CPU_ONLY_INPUT_TENSORS="no",
+            MOONPOOL_LOAD_TIMEOUT_S="none",
+            MOONPOOL_EXECUTE_TIMEOUT_S="0.25",
+            MOONPOOL_FINALIZE_TIMEOUT_S=" 5 ",
+            MOONPOOL_SANDBOX="strict",
+            MOONPOOL_MAX_RESTARTS="0",
+            MOONPOOL_RESTART_WINDOW_S="1e3",
+            MOONPOOL_RESTART_BACKOFF_S="0",
+            MOONPOOL_RESTART_BACKOFF_MAX_S="10",
+            MOONPOOL_RETRY="yes",
+            MOONPOOL_MEMORY_LIMIT_BYTES="2G",
+            MOONPOOL_REGION_BYTES="64K",
+            MOONPOOL_REGION_LIMIT_BYTES="1.5M",
+            MOONPOOL_LOG_LINES_PER_S="7",
+            MOONPOOL_THREADS="1",
+        )
+
+        expected = ModelOptions(
+            "$$TRITON_MODEL_DIRECTORY/env", False, None, 0.25, 5.0, "strict", 0, 1000.0, 0.0, 10.0,
+            True, 2 << 30, 64 << 10, 3 << 19, 7, 1,
+        )  # fmt: skip
+        assert given == expected
+
+    def test_every_field_has_its_line_in_the_table(self) -> None:
+        assert [option.attribute for option in OPTIONS] == list(ModelOptions.__slots__)
+
+    @pytest.mark.parametrize(
+        ("key", "value", "what"),
+        [
+            ("MOONPOOL_LOAD_TIMEOUT_S", "-1", 'must be a number of seconds above 0, or "none", not'),
+            ("MOONPOOL_LOAD_TIMEOUT_S", "nan", "must be a number of seconds above 0"),
+            ("MOONPOOL_EXECUTE_TIMEOUT_S", "0", "must be a number of seconds above 0"),
+            ("MOONPOOL_RESTART_WINDOW_S", "none", "must be a number of seconds above 0, not 'none'"),
+            ("MOONPOOL_SANDBOX", "Strict", 'must be "off" or "standard" or "strict", not \'Strict\''),
+            ("MOONPOOL_MAX_RESTARTS", "1.5", "must be a whole number from 0 up"),
+            ("MOONPOOL_THREADS", "0", "must be a whole number from 1 up"),
+            ("MOONPOOL_RETRY", "", 'must be "yes" or "no"'),
+            ("MOONPOOL_REGION_BYTES", "0", "must be a number of bytes above 0"),
+            ("MOONPOOL_MEMORY_LIMIT_BYTES", "2X", "such as 1048576, 512K, 64M or 2G"),
+            ("MOONPOOL_REGION_LIMIT_BYTES", "1K", "is smaller than MOONPOOL_REGION_BYTES (1048576)"),
+            ("MOONPOOL_RESTART_BACKOFF_MAX_S", "0.01", "is less than MOONPOOL_RESTART_BACKOFF_S"),
+            ("MOONPOOL_EXECUTE_TIMEOUT", "1", 'did you mean "MOONPOOL_EXECUTE_TIMEOUT_S"?'),
+            ("moonpool_sandbox", "off", "no such option for m"),
+            ("EXECUTION_ENV_PATH", "", "must be the path of an environment"),
+            ("FORCE_CPU_ONLY_INPUT_TENSORS", "x",
+             "Incorrect value for FORCE_CPU_ONLY_INPUT_TENSORS: x'"),
+        ],
+    )  # fmt: skip
+    def test_a_value_that_cannot_be_is_refused(self, key: str, value: str, what: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            options(**{key: value})
+
+        assert caught.value.field == f"parameters[{key}]"
+        assert what in str(caught.value)
+
+    def test_a_mistake_is_named_by_line(self) -> None:
+        config = load(TENSORS + '\nparameters {\n key: "MOONPOOL_RETRY"\n value { } }')
+
+        with pytest.raises(ConfigError, match=r"^config.pbtxt:6: parameters\[MOONPOOL_RETRY\]: "):
+            ModelOptions.from_parameters(config)
+
+    @given(st.integers(1, 2**62), st.sampled_from(["", "K", "M", "G", "T", "k", "KiB", " mb"]))
+    def test_sizes_are_exact_in_every_unit(self, number: int, suffix: str) -> None:
+        unit = suffix.strip().upper()[:1]
+        expected = number * 1024 ** ["", "K", "M", "G", "T"].index(unit)
+
+        try:
+            size = parse_size(f"{number}{suffix}")
+        except ValueError:
+            size = None
+
+        assert size == (expected if expected < 2**63 else None)
+
+    def test_the_documented_table_is_current(self) -> None:
+        page = Path(__file__).parents[2] / "docs" / "OPTIONS.md"
+
+        assert page.read_text() == options_table()
