@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.memory import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Extents:
 class Arena:
     """Blocks for tensors, out of regions that are added as they are needed.
 
-    `create` makes a region of at least that many bytes, or raises `OutOfMemory`.
+    `create` makes a region of at least that many bytes, whole pages, or raises `OutOfMemory`.
     """
 
     __slots__ = ("_create", "_extents")
@@ -108,17 +109,12 @@ class Arena:
             block = extents.take(size)
             if block is not None:
                 return block
-        region = self._create(self._growth(size))
+        region = self._create((size + _PAGE - 1) & -_PAGE)
         self.add(region)
         block = self._extents[region.id].take(size)
         if block is None:
             raise ValueError(f"asked for a region of {size} bytes, got one of {region.size_bytes}")
         return block
-
-    def _growth(self, size_bytes: int) -> int:
-        # Doubling keeps the number of regions small, as few as log2 of what is ever in use at once.
-        size = max(size_bytes, self.size_bytes)
-        return (size + _PAGE - 1) & -_PAGE
 
     @property
     def size_bytes(self) -> int:
@@ -159,3 +155,19 @@ class Arena:
         if self._extents[region_id].live:
             raise ValueError(f"region {region_id} is in use")
         return self._extents.pop(region_id).region
+
+
+def growth_bytes(present_bytes: int, needed_bytes: int, limit_bytes: int | None) -> int:
+    """How large a region to add: as much as there is, so that there are never many, within the limit.
+
+    Raises `OutOfMemory` where not even what is needed fits.
+    """
+    if limit_bytes is None:
+        return max(present_bytes, needed_bytes)
+    left = (limit_bytes - present_bytes) // _PAGE * _PAGE
+    if needed_bytes > left:
+        raise OutOfMemory(
+            f"{needed_bytes} bytes of shared memory are needed and {present_bytes} are in use, "
+            f"{limit_bytes} are allowed; raise MOONPOOL_REGION_LIMIT_BYTES or send smaller tensors"
+        )
+    return min(max(present_bytes, needed_bytes), left)

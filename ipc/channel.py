@@ -77,20 +77,25 @@ class Channel:
         except OSError as error:
             raise self._gone(error) from error
 
+    def wait(self) -> None:
+        """Block until `receive` will not. Raises `PeerGone` where the socket itself is broken.
+
+        An exception that a signal handler raises meanwhile loses no packet.
+        """
+        if not self._inbox:
+            # One call into C: no signal handler runs between a packet's arrival and its safekeeping.
+            try:
+                self._inbox.extend(map(self._receive, _ROOM))
+            except OSError as error:
+                raise self._gone(error) from error
+
     def receive(self) -> bytes:
         """The next packet; blocks. Raises `PeerGone` at the end of the peer.
 
-        Descriptors that the peer sent along are dropped by the kernel. An exception that a signal
-        handler raises meanwhile loses no packet: the next call returns it.
+        Descriptors that the peer sent along are dropped by the kernel.
         """
-        inbox = self._inbox
-        if not inbox:
-            # One call into C: no signal handler runs between a packet's arrival and its safekeeping.
-            try:
-                inbox.extend(map(self._receive, _ROOM))
-            except OSError as error:
-                raise self._gone(error) from error
-        return self._checked(inbox.popleft())
+        self.wait()
+        return self._checked(self._inbox.popleft())
 
     def receive_ready(self) -> bytes | None:
         """The next packet if one is there, else None; never blocks. Raises `PeerGone`."""

@@ -41,6 +41,10 @@ class Conversation:
         self._codec = work_codec(us)
         self._allowed: frozenset[Kind] = frozenset({Kind.START})
 
+    def use_overflow(self, overflow: Overflow) -> None:
+        """From now on, large messages go through this memory."""
+        self._overflow = overflow
+
     def send(self, *message: Any) -> None:
         """Send a message whose turn it is.
 

@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moonpool.ipc.errors import Closed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from mmap import mmap
+    from typing import Union
+
+    Buffer = Union[mmap, bytearray]
 
 ALIGNMENT = 64
 
 
-class Lease(np.ndarray):  # type: ignore[type-arg]
+class Lease(np.ndarray):
     """The bytes of one block: `uint8`, one-dimensional; every tensor in the block is a view of it.
 
     `give_back` is called with `token` once, by whichever thread drops the last view, possibly in
@@ -46,35 +52,50 @@ class Lease(np.ndarray):  # type: ignore[type-arg]
 class Region(ABC):
     """A piece of memory of fixed size. Never resized: growth is another region."""
 
-    __slots__ = ("id", "size_bytes")
+    __slots__ = ("buffer", "id", "size_bytes")
 
     id: int
     size_bytes: int
+    # All of it, as what `np.ndarray(buffer=...)` takes; None after `close`. Views made of it keep it mapped.
+    buffer: Buffer | None
 
-    @abstractmethod
     def memory(self) -> memoryview:
         """All of it, writable. Raises `Closed` after `close`."""
+        return memoryview(self._open())
 
-    @abstractmethod
+    def _open(self) -> Buffer:
+        if self.buffer is None:
+            raise Closed(f"region {self.id} was closed")
+        return self.buffer
+
     def lease(
         self, offset: int, size_bytes: int, give_back: Callable[[object], object], token: object
     ) -> Lease:
         """A lease on a block. The memory stays mapped while the lease lives, also after `close`.
 
         The caller has checked offset and size against `size_bytes`; numpy checks them again and raises
-        TypeError.
+        TypeError. Raises `Closed` after `close`.
         """
+        lease = Lease((size_bytes,), "u1", self._open(), offset)
+        lease.give_back = give_back
+        lease.token = token
+        return lease
 
     @abstractmethod
     def close(self) -> None:
         """Let go of the region. May be called many times. Leases that are out stay valid."""
 
 
-def lease_of(array: np.ndarray) -> Lease | None:  # type: ignore[type-arg]
+def lease_of(array: np.ndarray) -> Lease | None:
     """The lease that `array` is a view of, or None where it lies in ordinary memory."""
-    base = array.base
-    while base is not None:
+    base: object = array.base
+    while isinstance(base, np.ndarray):
         if type(base) is Lease:
             return base
-        base = base.base if isinstance(base, np.ndarray) else None
+        base = base.base
     return None
+
+
+def offset_in(lease: Lease, array: np.ndarray) -> int:
+    """Where the bytes of `array`, a view of `lease`, begin in it."""
+    return int(array.__array_interface__["data"][0] - lease.__array_interface__["data"][0])

@@ -11,8 +11,8 @@ Tensors are described by rows, so that the description of a batch is small:
 
 - a *block* is `[region, offset, size]`: one lease for the reader;
 - a *tensor* is `[index, datatype, shape, block, offset, size]`: the index of the input or output in the model's
-  configuration, the datatype's code, the index of its block in the same message, the offset in the
-  region and the size, both in bytes.
+  configuration, the datatype's code, the index of its block in the same message, the offset in that
+  block and the size, both in bytes.
 """
 
 from __future__ import annotations

@@ -11,13 +11,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from typing import TYPE_CHECKING
-
-from moonpool.ipc.errors import Closed, OutOfMemory, RemoteProtocolError
-from moonpool.ipc.memory import Lease, Region
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
+from moonpool.ipc.memory import Region
 
 # fcntl has these names from Python 3.9 on, but only where it was built against a recent libc.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -27,16 +22,16 @@ _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
 class SharedRegion(Region):
     """A sealed memfd, mapped for reading and writing."""
 
-    __slots__ = ("_map", "fd")
+    __slots__ = ("fd",)
 
     def __init__(self, region_id: int, size_bytes: int, fd: int) -> None:
         """Map `fd` and own it from now on; it stays open until `close`, to be sent to a peer."""
         self.id = region_id
         self.size_bytes = size_bytes
         self.fd = fd
-        self._map: mmap.mmap | None = None
+        self.buffer = None
         try:
-            self._map = mmap.mmap(fd, size_bytes)
+            self.buffer = mmap.mmap(fd, size_bytes)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise OutOfMemory(f"cannot map {size_bytes} bytes of shared memory: {error}") from error
@@ -81,23 +76,7 @@ class SharedRegion(Region):
             os.close(self.fd)
             self.fd = -1
 
-    def _open(self) -> mmap.mmap:
-        if self._map is None:
-            raise Closed(f"region {self.id} was closed")
-        return self._map
-
-    def memory(self) -> memoryview:
-        return memoryview(self._open())
-
-    def lease(
-        self, offset: int, size_bytes: int, give_back: Callable[[object], object], token: object
-    ) -> Lease:
-        lease = Lease((size_bytes,), "u1", self._open(), offset)
-        lease.give_back = give_back
-        lease.token = token
-        return lease
-
     def close(self) -> None:
         # mmap.close() refuses while views live; dropping the object unmaps with the last of them.
-        self._map = None
+        self.buffer = None
         self.forget_fd()

@@ -48,7 +48,9 @@ def load_msgpack(folder: str) -> None:
 
 def forget_msgpack(folder: str) -> None:
     """Let the model import its own environment's msgpack where that is another one."""
-    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "msgpack"}
+    kept = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "msgpack"
+    }
     found = importlib.util.find_spec("msgpack")
     if found is not None and found.origin == os.path.join(folder, "__init__.py"):
         sys.modules.update(kept)

@@ -1,0 +1,143 @@
+"""What a backend is: seven functions around its models and their instances.
+
+They are those of Triton's TRITONBACKEND API, and are called in this order, each once, except that `execute` comes
+once a batch:
+
+    initialize
+      model_initialize                for each model version
+        model_instance_initialize     for each of its instances
+          model_instance_execute *
+        model_instance_finalize
+      model_finalize
+    finalize
+
+Every initialize that returned has its finalize, also where a later step failed. For one instance, or one
+model, no two calls run at the same time; for different ones they do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from moonpool.runtime.config import ModelConfig
+    from moonpool.runtime.config_options import ModelOptions
+    from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.source import ModelSource
+
+
+class Model:
+    """One version of a model as its backend sees it. `state` is the backend's to use."""
+
+    def __init__(
+        self, config: ModelConfig, options: ModelOptions, version: int, source: ModelSource
+    ) -> None:
+        self.config = config
+        self.options = options
+        self.version = version
+        self.source = source
+        self.state: Any = None
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    def __repr__(self) -> str:
+        return f"<Model {self.name} version {self.version}>"
+
+
+class ModelInstance:
+    """One instance of a model as its backend sees it. `state` is the backend's to use.
+
+    `kind` is CPU, GPU, MODEL or AUTO and `device_id` the GPU's number, 0 for others.
+    """
+
+    def __init__(
+        self, backend: Backend, model: Model, name: str, kind: str, device_id: int
+    ) -> None:
+        self.backend = backend
+        self.model = model
+        self.name = name
+        self.kind = kind
+        self.device_id = device_id
+        self.state: Any = None
+        # Whether the runtime gives it batches; False while it starts, drains or is broken.
+        self.accepts = False
+        self.blocks = backend.blocks
+        # Called by the backend, from any thread, when the instance broke while it executed nothing.
+        self.report_broken: Callable[[BaseException], None] = _ignored
+
+    def execute(self, requests: Sequence[InferenceRequest]) -> Pending | list[Outcome]:
+        """Hand a batch to the backend."""
+        return self.backend.model_instance_execute(self, requests)
+
+    def __repr__(self) -> str:
+        return f"<ModelInstance {self.name} {self.kind} {self.device_id}>"
+
+
+def _ignored(_: BaseException) -> None:
+    """Until somebody listens."""
+
+
+class Pending(Protocol):
+    """An answer that is on its way."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `wait` does not block."""
+
+    def wait(self) -> None:
+        """Block until the answer is there, or never will be."""
+
+    def finish(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
+        """One outcome for each request, in order; does not block. Raises what broke the instance."""
+
+
+class Backend(ABC):
+    """Subclass it and write at least `model_instance_execute`.
+
+    The other functions do nothing unless they are written. What they raise fails the load, or is
+    logged where something is being ended. `state` is the backend's to use.
+    """
+
+    # Whether `model_instance_execute` blocks until the model has run. Such executions of callers
+    # that must not block run on threads of the runtime.
+    blocks = True
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name or type(self).__name__
+        self.state: Any = None
+
+    def initialize(self) -> None:  # noqa: B027 - optional
+        """Before the first model of this backend."""
+
+    def finalize(self) -> None:  # noqa: B027 - optional
+        """After the last model, when the runtime is closed."""
+
+    def model_initialize(self, model: Model) -> None:  # noqa: B027 - optional
+        """Prepare a model version; may replace `model.config` by a completed one."""
+
+    def model_finalize(self, model: Model) -> None:  # noqa: B027 - optional
+        """After the last instance of the model version has been finalized."""
+
+    def model_instance_initialize(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
+        """Make an instance ready to execute. Instances of a model are initialized in parallel."""
+
+    def model_instance_finalize(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
+        """End an instance, which executes nothing."""
+
+    @abstractmethod
+    def model_instance_execute(
+        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
+    ) -> Pending | list[Outcome]:
+        """Run one batch: either the outcomes in order, or a `Pending` that will have them.
+
+        An outcome is a `Response` or an exception. An exception that is raised fails all requests of
+        the batch; `PeerGone` and `ProtocolError` say that the instance is broken and took nothing.
+        """
+
+    def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:  # noqa: ARG002
+        """What to tell callers of an instance that broke; may block for a second."""
+        return error

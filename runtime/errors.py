@@ -1,0 +1,90 @@
+"""What callers of the runtime have to expect, by what they can do about it.
+
+Every class derives from `MoonpoolError` and carries one of Triton's codes in `.code`.
+"""
+
+from __future__ import annotations
+
+from moonpool.ipc.errors import Closed, MoonpoolError
+
+CODES = (
+    "UNKNOWN",
+    "INTERNAL",
+    "NOT_FOUND",
+    "INVALID_ARG",
+    "UNAVAILABLE",
+    "UNSUPPORTED",
+    "ALREADY_EXISTS",
+    "CANCELLED",
+)
+
+
+class InvalidRequest(MoonpoolError):
+    """The request does not fit the model: names, datatypes, shapes. Correct it."""
+
+    code = "INVALID_ARG"
+
+
+class ModelNotFound(MoonpoolError):
+    """No such model or version is loaded."""
+
+    code = "NOT_FOUND"
+
+
+class ModelUnavailable(MoonpoolError):
+    """The model is loading, unloading or has failed for good; the text says why. Try later."""
+
+    code = "UNAVAILABLE"
+
+
+class AlreadyLoaded(MoonpoolError):
+    """A model of that name is loaded. Unload it first."""
+
+    code = "ALREADY_EXISTS"
+
+
+class LoadFailed(MoonpoolError):
+    """A model could not be loaded. `stage` says where in its life, `traceback` is the model's own."""
+
+    def __init__(self, message: str, *, stage: str = "load", traceback: str = "") -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.traceback = traceback
+
+
+class ModelError(MoonpoolError):
+    """The model answered this request with an error; `code` is the model's."""
+
+    def __init__(self, message: str, code: str = "INTERNAL") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class StubDied(MoonpoolError):
+    """The process of the instance ended while it had this request. Others are not touched."""
+
+
+class RequestTimedOut(MoonpoolError, TimeoutError):
+    """The time that was set for this request has passed. The model may still be executing it."""
+
+    code = "UNAVAILABLE"
+
+
+class ExecuteTimedOut(MoonpoolError, TimeoutError):
+    """The model took longer than its limit for one execute; its process was ended."""
+
+    code = "UNAVAILABLE"
+
+
+class RequestCancelled(MoonpoolError):
+    """The request was cancelled before it was answered."""
+
+    code = "CANCELLED"
+
+
+class RuntimeClosed(Closed):
+    """The runtime was closed; make another."""
+
+
+class BackendError(MoonpoolError):
+    """A backend broke its contract, or one of its functions raised; the cause is chained."""

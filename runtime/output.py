@@ -1,0 +1,121 @@
+"""What a stub prints, as log lines of the runtime: whole, marked with the instance, harmless, not too many."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("moonpool.stub")
+_READ_BYTES = 1 << 16
+_LINE_BYTES = 8192
+# Other than newline and tab; a terminal obeys some of them.
+_CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if code != 9}
+
+
+def harmless(text: str) -> str:
+    """The text with control characters shown rather than obeyed."""
+    return text.translate(_CONTROL)
+
+
+class Budget:
+    """How many lines may be logged: so many a second, saved up for one second at most."""
+
+    def __init__(self, lines_per_s: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lines_per_s = lines_per_s
+        self._clock = clock
+        self._left = float(lines_per_s)
+        self._at = clock()
+        self.dropped = 0
+
+    def spend(self) -> bool:
+        """Whether one more line may be logged; counts those that may not."""
+        now = self._clock()
+        self._left = min(self._lines_per_s, self._left + (now - self._at) * self._lines_per_s)
+        self._at = now
+        if self._left < 1:
+            self.dropped += 1
+            return False
+        self._left -= 1
+        return True
+
+
+class Output:
+    """The read end of a stub's output. For the reactor's thread, but for `tail`."""
+
+    def __init__(self, instance: str, fd: int, lines_per_s: int) -> None:
+        """Own `fd` from now on."""
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self._instance = instance
+        self._budget = Budget(lines_per_s)
+        self._rest = b""
+        self._tail: list[str] = []
+
+    def ready(self) -> bool:
+        """Log what is there; False at the end of the output."""
+        try:
+            data = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        if not data:
+            self.flush()
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._line(line)
+        if len(self._rest) > _LINE_BYTES:
+            self._line(self._rest)
+            self._rest = b""
+        return True
+
+    def log(self, level: int, message: str, file: str, line: int) -> None:
+        """A line that the model logged on purpose."""
+        if self._allowed():
+            where = f" ({os.path.basename(harmless(file))}:{line})" if line else ""
+            for part in message.rstrip("\n").split("\n"):
+                _log.log(level, "[%s] %s%s", self._instance, harmless(part), where)
+
+    def _line(self, line: bytes) -> None:
+        if not self._allowed():
+            return
+        cut = len(line) > _LINE_BYTES
+        text = harmless(line[:_LINE_BYTES].decode("utf-8", "backslashreplace").rstrip("\r"))
+        self._tail = [*self._tail[-19:], text]
+        _log.info("[%s] %s%s", self._instance, text, " … (cut)" if cut else "")
+
+    def _allowed(self) -> bool:
+        dropped = self._budget.dropped
+        if not self._budget.spend():
+            return False
+        if dropped:
+            self._budget.dropped = 0
+            _log.warning("[%s] %d lines were left out: too many a second", self._instance, dropped)
+        return True
+
+    def flush(self) -> None:
+        """Log what has no end of line yet, and how much was left out."""
+        if self._rest:
+            self._line(self._rest)
+            self._rest = b""
+        if self._budget.dropped:
+            _log.warning(
+                "[%s] %d lines were left out: too many a second", self._instance, self._budget.dropped
+            )
+            self._budget.dropped = 0
+
+    def tail(self) -> list[str]:
+        """The last lines, for explaining why a stub did not start."""
+        return list(self._tail)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,126 @@
+"""The process of a stub: started, watched, ended and reaped without ever naming it by a pid that may be another's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgpack
+
+import moonpool
+from moonpool.runtime.spawner import spawn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_BOOT = str(Path(moonpool.__path__[0]).resolve() / "stub" / "boot.py")
+_MSGPACK = str(Path(msgpack.__file__).parent)
+
+
+class StubProcess:
+    """A child process. Any thread may call any method."""
+
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        *,
+        work_fd: int,
+        control_fd: int,
+        output_fd: int,
+        environment: Mapping[str, str],
+        folder: str,
+    ) -> None:
+        """Start it. Raises OSError where the interpreter cannot be started."""
+        arguments = [
+            python,
+            "-I",
+            _BOOT,
+            "triton_python_backend_stub",
+            name,
+            str(work_fd),
+            str(control_fd),
+            str(os.getpid()),
+            _MSGPACK,
+        ]
+        process = spawn(
+            arguments,
+            environment=environment,
+            folder=folder,
+            output_fd=output_fd,
+            fds=(work_fd, control_fd),
+        )
+        self.pid = process.pid
+        self.pidfd = os.pidfd_open(process.pid)
+        self._reaping = threading.Lock()
+        self._exit_code: int | None = None
+        # Reaped by its pidfd below; Popen must not try to, nor warn that nobody did.
+        process.returncode = 0
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens where the process is gone."""
+        with self._reaping:
+            if self._exit_code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        """End it at once, with what it started in its session."""
+        with self._reaping:
+            if self._exit_code is None:
+                # Not reaped, so the pid, which is its group's number too, is still its own.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code, negative for a signal; None if it is still there after so long. Reaps it."""
+        if self._exit_code is None:
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            if not poll.poll(timeout_s * 1000):
+                return None
+            self._reap()
+        return self._exit_code
+
+    def _reap(self) -> None:
+        with self._reaping:
+            if self._exit_code is not None:
+                return
+            # What it started in its own session goes with it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            try:
+                result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+            except ChildProcessError:  # somebody reaps all children of this process
+                warnings.warn(
+                    f"stub process {self.pid} was reaped by somebody else", RuntimeWarning, stacklevel=2
+                )
+                self._exit_code = 0
+            else:
+                code = result.si_status if result else 0
+                by_signal = result is not None and result.si_code != os.CLD_EXITED
+                self._exit_code = -code if by_signal else code
+            os.close(self.pidfd)
+
+    def __repr__(self) -> str:
+        if self._exit_code is None:
+            return f"<stub process {self.pid}, running>"
+        return f"<stub process {self.pid}, {exit_in_words(self._exit_code)}>"
+
+
+def exit_in_words(code: int) -> str:
+    """`exited with 3`, `killed by SIGSEGV`."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,88 @@
+"""The runtime's side of shared memory: the regions of one stub, and those that callers write into themselves."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.ipc.arena import Arena, growth_bytes
+from moonpool.ipc.errors import Closed
+from moonpool.ipc.region import SharedRegion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from moonpool.ipc.arena import Block
+    from moonpool.ipc.memory import Lease
+
+_numbers = itertools.count(1)
+
+
+def new_region(present_bytes: int, needed_bytes: int, limit_bytes: int | None) -> SharedRegion:
+    """A region with a number that no other region of this process has. Raises `OutOfMemory`."""
+    size_bytes = growth_bytes(present_bytes, needed_bytes, limit_bytes)
+    return SharedRegion.create(next(_numbers), size_bytes)
+
+
+class CallerMemory:
+    """Where `Runtime.empty` puts arrays: all stubs of the model may read them. Thread-safe.
+
+    Regions are sent to a stub when a request first lies in them.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._regions: dict[int, SharedRegion] = {}
+        self._arena = Arena(self._create)
+        # Blocks whose arrays are gone, appended by whichever thread dropped the last view.
+        self._returned: deque[object] = deque()
+        self.give_back: Callable[[object], object] = self._returned.append
+        self._closed = False
+
+    def _create(self, needed_bytes: int) -> SharedRegion:
+        region = new_region(self._arena.size_bytes, needed_bytes, self._limit_bytes)
+        self._regions[region.id] = region
+        return region
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: np.dtype[np.generic], size_bytes: int
+    ) -> NDArray[np.generic]:
+        """An array whose bytes are whatever was there before. Raises `OutOfMemory`, `Closed`."""
+        with self._lock:
+            if self._closed:
+                raise Closed("the model was unloaded")
+            self._collect()
+            block = self._arena.allocate(size_bytes)
+        lease = block.region.lease(block.offset, block.size_bytes, self.give_back, block)
+        return np.ndarray(shape, dtype, lease)
+
+    def _collect(self) -> None:
+        while self._returned:
+            block: Block = self._returned.popleft()  # type: ignore[assignment]
+            self._arena.release(block)
+
+    def find(self, lease: Lease) -> tuple[SharedRegion, Block] | None:
+        """The region and block of a lease of ours, None for one of somebody else's."""
+        if lease.give_back is not self.give_back:
+            return None
+        block: Block = lease.token  # type: ignore[assignment]
+        return self._regions[block.region.id], block
+
+    @property
+    def size_bytes(self) -> int:
+        """All regions together."""
+        return self._arena.size_bytes
+
+    def close(self) -> None:
+        """Let go of the regions; arrays that are out stay valid."""
+        with self._lock:
+            self._closed = True
+            for region in self._regions.values():
+                region.close()

@@ -1,0 +1,379 @@
+"""Requests of one model version on their way into its instances.
+
+The scheduler holds the queue and the idle instances under one lock, asks `batcher.form` what to do whenever
+either changes, and starts what it says. Callers, event loops and the reactor carry the executions out
+(`runtime.execution`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
+from moonpool.runtime.batcher import Queue, QueueTimeout, form
+from moonpool.runtime.errors import BackendError, ModelUnavailable
+from moonpool.runtime.execution import Execution
+from moonpool.runtime.ordering import Ordering
+from moonpool.runtime.request import Response
+from moonpool.runtime.statistics import Statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
+
+    from moonpool.runtime.backend import Model, ModelInstance
+    from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.request import InferenceRequest, Outcome
+
+
+class Scheduler:
+    """All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        reactor: Reactor,
+        executor: Executor,
+        on_lost: Callable[[ModelInstance, list[InferenceRequest], BaseException], None],
+    ) -> None:
+        """`on_lost` is told of an instance that broke, and the requests that were in it, if any."""
+        config = model.config
+        self.reactor = reactor
+        self.statistics = Statistics(model.name, str(model.version))
+        self._executor = executor
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: Queue[InferenceRequest] = Queue(config.max_batch_size, config.dynamic_batching)
+        batching = config.dynamic_batching
+        # Where no batch is worth waiting for, a request that meets an idle instance goes into it.
+        self._direct = batching is None or not batching.max_queue_delay_us
+        ordered = batching is not None and batching.preserve_ordering
+        self._ordering: Ordering[tuple[InferenceRequest, Outcome]] | None = (
+            Ordering() if ordered else None
+        )
+        self._numbers: dict[int, int] = {}
+        self._started = 0
+        self._idle: list[ModelInstance] = []
+        self._busy: dict[ModelInstance, Execution] = {}
+        self._refusal: MoonpoolError | None = ModelUnavailable(
+            f"Request for model '{model.name}' which is loading"
+        )
+        self._wake_at_ns: int | None = None
+
+    # Requests
+
+    def submit(self, request: InferenceRequest) -> Execution | None:
+        """Take a request in. Returns an execution, claimed, that the caller should drive, if there is one.
+
+        Raises `QueueFull`, and `ModelUnavailable` with the reason.
+        """
+        with self._lock:
+            if self._refusal is not None:
+                raise type(self._refusal)(*self._refusal.args)
+            now_ns = time.monotonic_ns()
+            request.queued_ns = now_ns
+            if self._direct and self._idle and not len(self._queue):
+                started = [self._start(self._idle.pop(), [request], now_ns)]
+                expired: list[InferenceRequest] = []
+            else:
+                self._queue.add(request, now_ns)
+                started, expired = self._form(now_ns)
+        self._reject(expired)
+        return self._launch(started, request)
+
+    def leave(self, request: InferenceRequest) -> None:
+        """The caller does not wait any more: a queued request is dropped, an executing one ignored."""
+        with self._lock:
+            request.left = True
+            released = self._ordered([request], [_LEFT]) if self._queue.remove(request) else []
+            self._changed.notify_all()
+        self._resolve(released)
+
+    def _form(self, now_ns: int) -> tuple[list[Execution], list[InferenceRequest]]:
+        """What to do now; with the lock held."""
+        if not len(self._queue):
+            return [], []
+        formation = form(self._queue, now_ns, len(self._idle))
+        if formation.wake_at_ns is not None and formation.wake_at_ns != self._wake_at_ns:
+            self._wake_at_ns = formation.wake_at_ns
+            self.reactor.call_at(formation.wake_at_ns / 1e9, self._poke)
+        started = [self._start(self._idle.pop(), batch, now_ns) for batch in formation.batches]
+        return started, formation.expired
+
+    def _start(
+        self, instance: ModelInstance, batch: list[InferenceRequest], now_ns: int
+    ) -> Execution:
+        execution = Execution(self, instance, batch, now_ns)
+        self._busy[instance] = execution
+        if self._ordering is not None:
+            for request in batch:
+                if id(request) not in self._numbers:  # it is, when it is tried once more
+                    self._started += 1
+                    self._numbers[id(request)] = self._started
+                    self._ordering.opened(self._started)
+        return execution
+
+    def _poke(self) -> None:
+        """The time has come at which a batch is sent though it is not full, or a request expires."""
+        with self._lock:
+            self._wake_at_ns = None
+            # The clock of the timer may be a little early; asking then sets another one.
+            started, expired = self._form(time.monotonic_ns())
+        self._reject(expired)
+        self._launch(started, None)
+
+    # Executions
+
+    def _launch(
+        self, executions: list[Execution], mine: InferenceRequest | None
+    ) -> Execution | None:
+        """Send batches; returns, claimed, the one that holds `mine`. Others find a driver."""
+        own = None
+        for execution in executions:
+            is_own = mine is not None and mine in execution.requests
+            if execution.instance.blocks and not is_own:
+                self._executor.submit(self._send, execution)
+            elif self._send(execution):
+                if is_own and execution.claim():
+                    own = execution
+                else:
+                    self._appoint(execution)
+        return own
+
+    def _appoint(self, execution: Execution) -> None:
+        for request in execution.requests:
+            if request.waiter.appoint(execution):
+                return
+        execution.claim()
+        execution.drive_in_reactor()
+
+    def _send(self, execution: Execution) -> bool:
+        """Give a batch to its instance; False where that was the end of it already."""
+        instance = execution.instance
+        try:
+            result = instance.execute(execution.requests)
+        except (PeerGone, ProtocolError) as error:
+            self._lose(execution, error, delivered=False)
+            return False
+        except Exception as error:
+            outcome = error if isinstance(error, MoonpoolError) else _broken(instance, error)
+            outcomes = [outcome] * len(execution.requests)
+            # Not from here: settling starts the next batch, and that may fail here again.
+            self.reactor.call_soon(lambda: self._settle(execution, outcomes))
+            return False
+        execution.sent_ns = time.monotonic_ns()
+        if isinstance(result, list):
+            self._settle(execution, result)
+            return False
+        execution.pending = result
+        return True
+
+    def finish(self, execution: Execution) -> None:
+        """Read the answer of an execution that the caller has claimed, and hand out the outcomes."""
+        answered_ns = time.monotonic_ns()
+        try:
+            outcomes = execution.pending.finish(execution.requests)
+        except Exception as error:
+            self._lose(execution, error, delivered=True)
+            return
+        self._settle(execution, outcomes, answered_ns)
+
+    def _settle(
+        self, execution: Execution, outcomes: Sequence[Outcome], answered_ns: int | None = None
+    ) -> None:
+        """The instance is free again: start the next batch, then hand out these outcomes."""
+        requests, instance = execution.requests, execution.instance
+        if len(outcomes) != len(requests):
+            error = BackendError(f"{len(outcomes)} responses to {len(requests)} requests")
+            outcomes = [error] * len(requests)
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            self._record(execution, outcomes, answered_ns or now_ns, now_ns)
+            del self._busy[instance]
+            if instance.accepts:
+                self._idle.append(instance)
+            started, expired = self._form(now_ns)
+            resolved = self._ordered(requests, outcomes)
+            self._changed.notify_all()
+        self._reject(expired)
+        self._launch(started, None)
+        self._resolve(resolved)
+
+    def _record(
+        self, execution: Execution, outcomes: Sequence[Outcome], answered_ns: int, now_ns: int
+    ) -> None:
+        requests = execution.requests
+        now_ms = time.time_ns() // 1_000_000
+        good = rows = total_rows = success_ns = queue_ns = fail_ns = 0
+        for request, outcome in zip(requests, outcomes, strict=True):
+            total_rows += request.batch_size
+            if isinstance(outcome, Response):
+                good += 1
+                rows += request.batch_size
+                success_ns += now_ns - request.queued_ns
+                queue_ns += execution.started_ns - request.queued_ns
+            else:
+                fail_ns += now_ns - request.queued_ns
+        sent_ns = execution.sent_ns
+        self.statistics.record_batch(
+            now_ms,
+            total_rows,
+            good,
+            rows,
+            success_ns,
+            queue_ns,
+            sent_ns - execution.started_ns,
+            answered_ns - sent_ns,
+            now_ns - answered_ns,
+        )
+        if good < len(requests):
+            self.statistics.record_failures(now_ms, len(requests) - good, fail_ns)
+
+    def _lose(self, execution: Execution, error: BaseException, *, delivered: bool) -> None:
+        """The instance broke. What it had not been given yet is queued again."""
+        instance, requests = execution.instance, execution.requests
+        with self._lock:
+            self._busy.pop(instance, None)
+            self._changed.notify_all()
+        if not delivered:
+            self._on_lost(instance, [], error)
+            self.retry(requests)
+        else:
+            self._on_lost(instance, requests, error)
+
+    # Outcomes
+
+    def fail(self, requests: Sequence[InferenceRequest], error: MoonpoolError) -> None:
+        """Give requests that are in no instance any more an error."""
+        if not requests:
+            return
+        now_ns = time.monotonic_ns()
+        fail_ns = sum(now_ns - request.queued_ns for request in requests)
+        with self._lock:
+            self.statistics.record_failures(time.time_ns() // 1_000_000, len(requests), fail_ns)
+            resolved = self._ordered(requests, [error] * len(requests))
+        self._resolve(resolved)
+
+    def retry(self, requests: Sequence[InferenceRequest]) -> None:
+        """Queue requests again that an instance could not answer."""
+        refused: list[InferenceRequest] = []
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            for request in requests:
+                request.attempts += 1
+                if self._refusal is None:
+                    try:
+                        self._queue.add(request, now_ns)
+                    except MoonpoolError:
+                        refused.append(request)
+                else:
+                    refused.append(request)
+            refusal = self._refusal or ModelUnavailable("Exceeds maximum queue size")
+            started, expired = self._form(now_ns)
+        self._reject(expired)
+        self.fail(refused, refusal)
+        self._launch(started, None)
+
+    def _reject(self, expired: list[InferenceRequest]) -> None:
+        if expired:
+            self.fail(expired, QueueTimeout())
+
+    def _ordered(
+        self, requests: Sequence[InferenceRequest], outcomes: Sequence[Outcome]
+    ) -> list[tuple[InferenceRequest, Outcome]]:
+        pairs = list(zip(requests, outcomes, strict=True))
+        if self._ordering is None:
+            return pairs
+        released = []
+        for request, outcome in pairs:
+            number = self._numbers.pop(id(request), None)
+            if number is None:  # never in a batch, so nobody waits behind it
+                released.append((request, outcome))
+            else:
+                released += self._ordering.done(number, (request, outcome))
+        return released
+
+    @staticmethod
+    def _resolve(pairs: list[tuple[InferenceRequest, Outcome]]) -> None:
+        for request, outcome in pairs:
+            if not request.left:
+                request.waiter.resolve(outcome)
+
+    # Instances
+
+    def open(self) -> None:
+        """Accept requests from now on."""
+        with self._lock:
+            self._refusal = None
+
+    def refuse(self, error: MoonpoolError) -> None:
+        """Accept no more requests; what is queued stays."""
+        with self._lock:
+            self._refusal = error
+            self._changed.notify_all()
+
+    def drop(self, error: MoonpoolError) -> None:
+        """Fail everything that is queued."""
+        with self._lock:
+            dropped = self._queue.drain()
+            self._changed.notify_all()
+        self.fail(dropped, error)
+
+    def add(self, instance: ModelInstance) -> None:
+        """An instance that is ready."""
+        with self._lock:
+            self._idle.append(instance)
+            started, expired = self._form(time.monotonic_ns())
+        self._reject(expired)
+        self._launch(started, None)
+
+    def take(self, instance: ModelInstance) -> bool:
+        """Take an instance out if it is idle; whoever takes it must `add` it again, or end it."""
+        with self._lock:
+            if instance not in self._idle:
+                return False
+            self._idle.remove(instance)
+            return True
+
+    def wait_empty(self, deadline: float) -> bool:
+        """Wait until nothing is queued and nothing executes; False at the deadline."""
+        with self._lock:
+            return self._changed.wait_for(
+                lambda: not len(self._queue) and not self._busy,
+                max(0.0, deadline - time.monotonic()),
+            )
+
+    def wait_idle(self, instance: ModelInstance, deadline: float) -> bool:
+        """Wait until an instance executes nothing; False at the deadline."""
+        with self._lock:
+            return self._changed.wait_for(
+                lambda: instance not in self._busy, max(0.0, deadline - time.monotonic())
+            )
+
+    def overdue(self, limit_s: float) -> list[ModelInstance]:
+        """The instances that have been executing one batch for longer than that."""
+        since_ns = time.monotonic_ns() - int(limit_s * 1e9)
+        with self._lock:
+            return [i for i, execution in self._busy.items() if execution.started_ns < since_ns]
+
+    @property
+    def queued(self) -> int:
+        """How many requests wait for an instance."""
+        return len(self._queue)
+
+    @property
+    def executing(self) -> int:
+        """How many instances execute."""
+        return len(self._busy)
+
+
+_LEFT = ModelUnavailable("the caller left")
+
+
+def _broken(instance: ModelInstance, error: Exception) -> MoonpoolError:
+    wrapped = BackendError(f"executing in {instance.name} failed: {error!r}")
+    wrapped.__cause__ = error
+    return wrapped

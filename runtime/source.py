@@ -1,0 +1,65 @@
+"""Where the code of a model comes from: a version directory of a repository, a file, or a class."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.runtime.errors import LoadFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What the stub is told to load. `kind` is `triton` or `native`."""
+
+    kind: str
+    file: Path
+    class_name: str | None
+    # `<repository>/<model>` and `<repository>/<model>/<version>`; for a lone file, its folder.
+    model_directory: Path
+    version_directory: Path
+
+
+def of_file(path: str | os.PathLike[str]) -> ModelSource:
+    """The source that is one Python file: Triton's kind if it defines `TritonPythonModel`."""
+    file = Path(os.path.abspath(path))
+    if not file.is_file():
+        raise LoadFailed(f"Python model file not found in '{file}'", stage="find")
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise LoadFailed(f"cannot read '{file}': {error.strerror}", stage="find") from error
+    kind = "triton" if "TritonPythonModel" in text else "native"
+    return ModelSource(kind, file, None, file.parent, file.parent)
+
+
+def of_class(model_class: type) -> ModelSource:
+    """The source of a class: the file that it is defined in, which the stub imports anew.
+
+    A class without a file, as in a notebook's cell, is written to no file here: it is refused with
+    the advice to put it into one.
+    """
+    try:
+        found = inspect.getsourcefile(model_class)
+    except (TypeError, OSError):
+        found = None
+    if found is None or not os.path.isfile(found):
+        module = sys.modules.get(model_class.__module__)
+        where = getattr(module, "__file__", None) or "an interactive session"
+        raise LoadFailed(
+            f"class {model_class.__qualname__} is defined in {where}; a stub is another process and "
+            "imports the model from its file, so put the class into a file and load that",
+            stage="find",
+        )
+    if "<locals>" in model_class.__qualname__:
+        raise LoadFailed(
+            f"class {model_class.__qualname__} is defined inside a function; a stub cannot reach it "
+            "there, so move it to the top level of its file",
+            stage="find",
+        )
+    kind = "triton" if model_class.__name__ == "TritonPythonModel" else "native"
+    file = Path(os.path.abspath(found))
+    return ModelSource(kind, file, model_class.__qualname__, file.parent, file.parent)

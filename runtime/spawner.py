@@ -1,0 +1,76 @@
+"""The one thread that starts processes.
+
+A stub asks the kernel to be killed when its parent goes (PR_SET_PDEATHSIG), and the kernel takes "parent" to
+be the *thread* that made it. So stubs are made by a thread that lives as long as this process does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_Task = tuple["Future[subprocess.Popen[bytes]]", "Callable[[], subprocess.Popen[bytes]]"]
+
+
+class _Spawner:
+    """Made at the first start, and again in a process that was forked from one that had it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+
+    def submit(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._pid != os.getpid():
+                self._pid = os.getpid()
+                self._tasks = SimpleQueue()
+                threading.Thread(target=self._run, name="moonpool-spawner", daemon=True).start()
+        future: Future[subprocess.Popen[bytes]] = Future()
+        self._tasks.put((future, start))
+        return future.result()
+
+    def _run(self) -> None:
+        tasks = self._tasks
+        while True:
+            future, start = tasks.get()
+            try:
+                future.set_result(start())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+_spawner = _Spawner()
+
+
+def spawn(
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: str,
+    output_fd: int,
+    fds: Sequence[int],
+) -> subprocess.Popen[bytes]:
+    """Start a process that has nothing of ours but `fds`, `output_fd` as its output, and a session of its own.
+
+    Raises OSError where the program cannot be started. The caller reaps it.
+    """
+    return _spawner.submit(
+        lambda: subprocess.Popen(
+            list(arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
+            env=dict(environment),
+            cwd=folder,
+            pass_fds=tuple(fds),
+            start_new_session=True,
+        )
+    )

@@ -1,0 +1,101 @@
+"""How a caller waits for its outcome, and how it is asked to drive an execution meanwhile.
+
+Whoever waits for an answer anyway may as well wait on the stub's socket itself: a hand-over
+between threads costs more than the trip to the stub and back. So when a batch is sent, one of the callers in
+it is appointed to receive the answer for all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.errors import RequestTimedOut
+
+if TYPE_CHECKING:
+    from moonpool.runtime.execution import Execution
+    from moonpool.runtime.request import Outcome
+
+
+class Waiter:
+    """What the scheduler knows of a caller."""
+
+    __slots__ = ()
+
+    def resolve(self, outcome: Outcome) -> None:
+        """Here is the outcome. Called once, from any thread."""
+        raise NotImplementedError
+
+    def appoint(self, execution: Execution) -> bool:  # noqa: ARG002 - what the others use
+        """Whether this caller will drive the execution. Called from any thread."""
+        return False
+
+
+class ThreadWaiter(Waiter):
+    """A thread that blocks."""
+
+    __slots__ = ("_bell", "_execution", "_gone", "outcome")
+
+    def __init__(self) -> None:
+        # A bare lock is the cheapest thing that a thread can wait on with a time limit.
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._execution: Execution | None = None
+        self._gone = False
+        self.outcome: Outcome | None = None
+
+    def resolve(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self._ring()
+
+    def appoint(self, execution: Execution) -> bool:
+        self._execution = execution
+        if self._gone and execution.claim():
+            # The thread left just before, and did not see it; another one may be appointed.
+            self._execution = None
+            execution.offer()
+            return False
+        self._ring()
+        return True
+
+    def _ring(self) -> None:
+        try:
+            self._bell.release()
+        except RuntimeError:  # it rings already
+            return
+
+    def wait(self, deadline: float | None) -> Outcome:
+        """Block until the outcome is there; drives executions that this thread is appointed to.
+
+        Raises `RequestTimedOut` at `deadline` (seconds of `time.monotonic`).
+        """
+        try:
+            while self.outcome is None:
+                timeout_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+                if not self._bell.acquire(timeout=timeout_s):
+                    raise RequestTimedOut("Request timeout expired")
+                execution, self._execution = self._execution, None
+                if execution is not None and execution.claim():
+                    execution.drive(deadline)
+        except BaseException:
+            self._gone = True
+            execution = self._execution
+            if execution is not None and execution.claim():
+                execution.drive_in_reactor()
+            raise
+        return self.outcome
+
+
+class FutureWaiter(Waiter):
+    """Nobody blocks: the outcome goes into a `concurrent.futures.Future`."""
+
+    __slots__ = ("future",)
+
+    def __init__(self) -> None:
+        self.future: Future[Outcome] = Future()
+
+    def resolve(self, outcome: Outcome) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(outcome)

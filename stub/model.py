@@ -1,0 +1,117 @@
+"""A loaded model as the loop drives it: Triton's class, or moonpool's own kind made to look like one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from moonpool.stub import loader, logger, pb_utils
+from moonpool.stub.errors import InvalidReturn
+from moonpool.stub.execute import validate_execute_return
+from moonpool.stub.loader import LoadError
+from moonpool.stub.model_config import ModelConfig
+from moonpool.stub.native import NativeAdapter, native_config
+from moonpool.stub.report import describe, traceback_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from moonpool.stub.regions import Regions
+    from moonpool.stub.request import InferenceRequest
+    from moonpool.stub.response import InferenceResponse
+
+
+class Model:
+    """The model's class and, when it serves, the one object of it."""
+
+    def __init__(self, start: dict[str, Any], model_class: Any) -> None:
+        self._start = start
+        self._class = model_class
+        self._instance = start["instance"]
+        self._object: Any = None
+        self._execute: Callable[[list[InferenceRequest]], object] = self._no_execute
+
+    def initialize(self) -> None:
+        """Make the object and call its `initialize`. Raises `LoadError`."""
+        start = self._start
+        try:
+            if start["kind"] == "native":
+                self._object = NativeAdapter(self._class, start["config"])
+            else:
+                self._object = self._class()
+            if hasattr(self._object, "initialize"):
+                self._object.initialize(start["args"])
+        except BaseException as error:  # a model may raise anything, SystemExit included
+            raise LoadError("initialize", describe(error), traceback_of(error)) from error
+        self._execute = getattr(self._object, "execute", self._no_execute)
+        # The libraries that the model imported may have brought `logging` with them only now.
+        logger.adopt_logging()
+
+    def _no_execute(self, requests: list[InferenceRequest]) -> object:  # noqa: ARG002 - as execute
+        raise InvalidReturn(
+            f"Python model {self._start['file']} does not implement `execute` method."
+        )
+
+    def execute(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
+        """The responses, one for each request. Raises what the model raises, and `InvalidReturn`."""
+        returned = self._execute(requests)
+        validate_execute_return(returned, requests, self._instance, False)
+        if returned is None:
+            return [None] * len(requests)
+        return returned  # type: ignore[return-value]
+
+    def failure(self, described: str) -> str:
+        """What each client of a batch is told when `execute` raised."""
+        return (
+            f"Failed to process the request(s) for model '{self._instance}', message: {described}"
+        )
+
+    def complete(self) -> dict[str, Any]:
+        """The configuration as the model completes it. Raises `LoadError`."""
+        config: dict[str, Any] = self._start["config"]
+        try:
+            if self._start["kind"] == "native":
+                return {**config, **native_config(self._class)}
+            return self._auto_complete(config)
+        except LoadError:
+            raise
+        except BaseException as error:
+            raise LoadError("auto_complete_config", describe(error), traceback_of(error)) from error
+
+    def _auto_complete(self, config: dict[str, Any]) -> dict[str, Any]:
+        if not hasattr(self._class, "auto_complete_config"):
+            return config
+        completed = self._class.auto_complete_config(ModelConfig(json.dumps(config)))
+        if not isinstance(completed, ModelConfig):
+            raise LoadError(
+                "auto_complete_config",
+                f"auto_complete_config function in model '{config.get('name')}' must return a valid "
+                "pb.ModelConfig object.",
+            )
+        result: dict[str, Any] = completed.as_dict()
+        return result
+
+    def finalize(self) -> None:
+        """Call the model's `finalize`, if it has one. Raises what that raises."""
+        if hasattr(self._object, "finalize"):
+            self._object.finalize()
+
+
+def load_model(start: dict[str, Any], regions: Regions) -> Model:
+    """Import the model and, unless it is only to complete its configuration, initialize it.
+
+    Raises `LoadError` with the stage, the text for the client and the traceback for the log.
+    """
+    pb_utils.use_memory(regions.empty)
+    if start["kind"] == "native":
+        model_class = loader.load_native(start["file"], start["class_name"])
+    else:
+        model_class = loader.load_triton(
+            start["file"], start["version_dir"], start["model_dir"], start["backend_dir"]
+        )
+    logger.adopt_logging()
+    model = Model(start, model_class)
+    if start["mode"] == "serve":
+        model.initialize()
+    return model

@@ -1,0 +1,137 @@
+"""The regions that the runtime has sent, and the memory for answers.
+
+The control thread adds regions; the main thread reads tensors from them and allocates answers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.arena import Arena
+from moonpool.ipc.conversation import Overflow
+from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
+from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.region import SharedRegion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moonpool.ipc.arena import Block
+    from moonpool.ipc.memory import Lease, Region
+
+# The runtime sends a region before the message that needs it; the wait covers threads' switching.
+_ARRIVAL_S = 30.0
+
+
+class Regions(Overflow):
+    """What the stub knows of shared memory."""
+
+    def __init__(self, send_control: Callable[..., None]) -> None:
+        self._send_control = send_control
+        self._arrived = threading.Condition()
+        self._granted: queue.SimpleQueue[SharedRegion | str] = queue.SimpleQueue()
+        self._requests: dict[int, SharedRegion] = {}
+        # Blocks of answers that came back: (region, offset), appended by any thread.
+        self.returned: deque[object] = deque()
+        # Kept, because each look at a bound method makes another object of it.
+        self.give_back = self.returned.append
+        self.arena = Arena(self._grow)
+
+    def add_first(self, region_id: int, size_bytes: int, fd: int, writer: int) -> None:
+        """One of the regions of the handshake."""
+        region = self._adopt(region_id, size_bytes, fd)
+        if writer == Side.STUB:
+            self.arena.add(region)
+        else:
+            self._requests[region_id] = region
+
+    def arrive(self, region_id: int, size_bytes: int, fd: int, writer: int) -> None:
+        """A region that was sent later. Called by the control thread."""
+        region = self._adopt(region_id, size_bytes, fd)
+        if writer == Side.STUB:
+            self._granted.put(region)
+            return
+        with self._arrived:
+            self._requests[region_id] = region
+            self._arrived.notify_all()
+
+    def refuse(self, reason: str) -> None:
+        """The runtime gives no more memory. Called by the control thread."""
+        self._granted.put(reason)
+
+    def forget(self, region_id: int) -> None:
+        """The runtime does not use a region any more. Called by the control thread."""
+        with self._arrived:
+            region = self._requests.pop(region_id, None)
+        if region is not None:
+            region.close()
+
+    @staticmethod
+    def _adopt(region_id: int, size_bytes: int, fd: int) -> SharedRegion:
+        region = SharedRegion.adopt(region_id, size_bytes, fd)
+        region.forget_fd()
+        return region
+
+    def request_region(self, region_id: int) -> Region:
+        """A region that holds requests; waits for it where the message overtook it."""
+        region = self._requests.get(region_id)
+        if region is None:
+            with self._arrived:
+                if not self._arrived.wait_for(lambda: region_id in self._requests, _ARRIVAL_S):
+                    raise RemoteProtocolError(f"region {region_id} was named but not sent")
+                region = self._requests[region_id]
+        return region
+
+    def _grow(self, size_bytes: int) -> Region:
+        self._send_control(Kind.GROW, size_bytes)
+        answer = self._granted.get(timeout=_ARRIVAL_S)
+        if isinstance(answer, str):
+            raise OutOfMemory(answer)
+        return answer
+
+    def collect(self) -> None:
+        """Make free what came back. For the main thread, which owns the arena."""
+        returned, arena = self.returned, self.arena
+        while returned:
+            region_id, offset = returned.popleft()  # type: ignore[misc]
+            block = arena.find(region_id, offset)
+            if block is not None:
+                arena.release(block)
+
+    def allocate(self, size_bytes: int) -> Block:
+        """A block for an answer. Raises `OutOfMemory` with the runtime's reason."""
+        if self.returned:
+            self.collect()
+        try:
+            return self.arena.allocate(size_bytes)
+        except OutOfMemory:
+            # What clients dropped meanwhile came along with the refusal.
+            if not self.returned:
+                raise
+            self.collect()
+            return self.arena.allocate(size_bytes)
+
+    def empty(self, size_bytes: int) -> Lease:
+        """A block as a lease of the model's."""
+        block = self.allocate(size_bytes)
+        place = (block.region.id, block.offset)
+        return block.region.lease(block.offset, size_bytes, self.give_back, place)
+
+    def store(self, packet: bytes) -> tuple[int, int, int]:
+        """A message too large for a packet; the runtime releases the block when it has copied it."""
+        block = self.allocate(len(packet))
+        block.region.memory()[block.offset : block.offset + len(packet)] = packet
+        return block.region.id, block.offset, len(packet)
+
+    def load(self, region: int, offset: int, size_bytes: int) -> bytes:
+        return bytes(self.request_region(region).memory()[offset : offset + size_bytes])
+
+    def retire_idle(self) -> None:
+        """Give back the regions that no answer lies in. For an idle stub's main thread."""
+        self.collect()
+        for region_id in self.arena.idle():
+            self.arena.retire(region_id).close()
+            self._send_control(Kind.RETIRE, region_id)
