@@ -31,6 +31,8 @@ MEMBER_LIMIT = 500_000
 _CHUNK_BYTES = 1 << 20
 _LINK_LIMIT_BYTES = 4096
 _HEADER_LIMIT_BYTES = 16 << 20
+# What removes directories recurses.
+_DEPTH_LIMIT = 128
 
 # In a virtual environment this link leads to the interpreter it was made with, by absolute path.
 _INTERPRETER = re.compile(r"(?:[^/]+/)?bin/python[0-9.]*")
@@ -167,6 +169,8 @@ def _relative(name: str) -> str:
     steps = [step for step in name.split("/") if step not in ("", ".")]
     if ".." in steps:
         raise BadEnvironment(f"Path contains '..': '{name}'")
+    if len(steps) > _DEPTH_LIMIT:
+        raise BadEnvironment(f"'{name[:60]}...' lies deeper than {_DEPTH_LIMIT} directories")
     if "\0" in name:
         raise BadEnvironment(f"Path contains a NUL byte: {name!r}")
     return "/".join(steps)
