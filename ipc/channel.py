@@ -7,11 +7,12 @@ own file description: flags that the peer sets on its end change nothing here.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections import deque
 
-from moonpool.ipc.errors import Closed, PeerGone, RemoteProtocolError
+from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
 
 MAX_PACKET_BYTES = 32 * 1024
 _ROOM = (
@@ -47,7 +48,8 @@ class Channel:
     def send(self, packet: bytes) -> None:
         """Hand a packet to the kernel; never blocks.
 
-        Raises `PeerGone`, and `BlockingIOError` when the peer has not read what was sent before.
+        Raises `PeerGone`, `LocalProtocolError` for what no packet can hold, and `BlockingIOError` when
+        the peer has not read what was sent before.
         """
         try:
             self._send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -141,6 +143,8 @@ class Channel:
     def _gone(self, error: OSError) -> Exception:
         if self._socket.fileno() < 0:
             return Closed("this end of the channel was closed")
+        if error.errno in (errno.EMSGSIZE, errno.EBADF):  # EBADF: the descriptor to be sent
+            return LocalProtocolError(f"a packet cannot be sent: {error.strerror}")
         return PeerGone(f"the peer closed the channel ({error.strerror})")
 
     def wake(self) -> None:

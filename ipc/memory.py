@@ -90,7 +90,8 @@ def lease_of(array: np.ndarray) -> Lease | None:
     """The lease that `array` is a view of, or None where it lies in ordinary memory."""
     base: object = array.base
     while isinstance(base, np.ndarray):
-        if type(base) is Lease:
+        # Slices and copies of a lease are of its class, but hold no block and have no token.
+        if type(base) is Lease and hasattr(base, "token"):
             return base
         base = base.base
     return None

@@ -2,8 +2,8 @@
 
 A memfd has no name that anyone could guess, does not count against `/dev/shm`, and is gone with the
 last process that has it. It is sealed against shrinking and growing, so that a peer cannot make the
-other side's next access a SIGBUS, and all of it is allocated when it is made, so that a machine that
-is out of memory says so then and with an error.
+other side's next access a SIGBUS, and all of it is allocated when it is made, after a look at how much
+memory is left, so that a machine that is out of memory says so then and with an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
+from moonpool.ipc.headroom import headroom_bytes
 from moonpool.ipc.memory import Region
 
 # fcntl has these names from Python 3.9 on, but only where it was built against a recent libc.
@@ -39,14 +41,22 @@ class SharedRegion(Region):
     @classmethod
     def create(cls, region_id: int, size_bytes: int) -> SharedRegion:
         """A new region. Raises `OutOfMemory` where the machine has not that much."""
-        fd = os.memfd_create(f"moonpool-{region_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Nothing limits a memfd: fallocate goes on until the kernel kills somebody for the memory.
+        room = headroom_bytes()
+        if room is not None and size_bytes > room:
+            raise OutOfMemory(
+                f"cannot set aside {size_bytes} bytes of shared memory: {room} bytes are left"
+            )
+        fd = -1
         try:
+            fd = os.memfd_create(f"moonpool-{region_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(fd, 0, size_bytes)
             fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-        except OSError as error:
-            os.close(fd)
+        except (OSError, OverflowError) as error:
+            if fd >= 0:
+                os.close(fd)
             raise OutOfMemory(
-                f"cannot set aside {size_bytes} bytes of shared memory: {error.strerror}"
+                f"cannot set aside {size_bytes} bytes of shared memory: {error}"
             ) from error
         return cls(region_id, size_bytes, fd)
 
@@ -77,6 +87,7 @@ class SharedRegion(Region):
             self.fd = -1
 
     def close(self) -> None:
-        # mmap.close() refuses while views live; dropping the object unmaps with the last of them.
+        # numpy holds no buffer, so mmap.close() would unmap under living leases; dropping the object
+        # unmaps with the last of them.
         self.buffer = None
         self.forget_fd()
