@@ -17,6 +17,7 @@ from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from typing_extensions import CapsuleType
 
 _NAME = b"dltensor"
 # The capsule keeps a pointer to this name, so it must live for ever.
@@ -81,7 +82,7 @@ class _Foreign(np.ndarray):
             managed.deleter(ctypes.addressof(managed))
 
 
-def export(tensor: Tensor) -> object:
+def export(tensor: Tensor) -> CapsuleType:
     """A capsule named "dltensor" that keeps the tensor's memory alive."""
     if tensor._datatype == BYTES:
         raise TritonModelException("DLPack does not have support for string tensors.")
@@ -95,7 +96,7 @@ def export(tensor: Tensor) -> object:
     return capsule
 
 
-def _capsule(array: NDArray[np.generic]) -> object:
+def _capsule(array: NDArray[np.generic]) -> CapsuleType:
     if not array.flags.writeable:
         # DLPack has no word for memory that must not be written to.
         array = array.copy()

@@ -1,24 +1,25 @@
 """Type hints from which the configuration of moonpool's own models is read.
 
-from moonpool import Float32, Outputs
+from moonpool import Batch, Float32, Outputs
 
 class AddSub:
     def __call__(
-        self, A: Float32["batch", 4], B: Float32["batch", 4]
-    ) -> Outputs(SUM=Float32["batch", 4], DIFFERENCE=Float32["batch", 4]):
+        self, A: Float32[Batch, 4], B: Float32[Batch, 4]
+    ) -> Outputs(SUM=Float32[Batch, 4], DIFFERENCE=Float32[Batch, 4]):
         return {"SUM": A + B, "DIFFERENCE": A - B}
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Optional, Union
+from typing import Union
 
 import numpy as np
 
 from moonpool.ipc.errors import BadTensor
 
 __all__ = [
+    "Batch",
     "Bool",
     "Bytes",
     "Float16",
@@ -36,15 +37,17 @@ __all__ = [
     "UInt64",
 ]
 
-BATCH = "batch"
+# The first dimension, where moonpool joins the rows of several requests. A name and not a number, so
+# that formatters, which take quotes off hints, leave it alone; "batch" in quotes means the same.
+Batch = "batch"
 Dim = Union[int, str, None]
 
 
 class TensorType:
     """A datatype and, in brackets, dimensions.
 
-    A dimension is a number for a fixed size, a name (or None, or -1) for any size. The name
-    "batch", only ever the first, is the dimension along which moonpool joins requests.
+    A dimension is a number for a fixed size; `:` (or -1, or None, or a name in quotes) for any size;
+    or, only ever the first, `Batch`.
     """
 
     __slots__ = ("data_type", "dims", "dtype", "is_optional", "name")
@@ -54,7 +57,7 @@ class TensorType:
         name: str,
         data_type: str,
         dtype: np.dtype[np.generic],
-        dims: Optional[tuple[Dim, ...]] = None,  # noqa: UP045 - one spelling in this class
+        dims: tuple[Dim, ...] | None = None,
         is_optional: bool = False,
     ) -> None:
         self.name = name
@@ -63,10 +66,9 @@ class TensorType:
         self.dims = dims
         self.is_optional = is_optional
 
-    def __getitem__(self, dims: Dim | tuple[Dim, ...]) -> TensorType:
-        given = dims if isinstance(dims, tuple) else (dims,)
-        for place, dim in enumerate(given):
-            _check_dim(self.name, dim, place)
+    def __getitem__(self, dims: Dim | slice | tuple[Dim | slice, ...]) -> TensorType:
+        parts = dims if isinstance(dims, tuple) else (dims,)
+        given = tuple([_dim(self.name, dim, place) for place, dim in enumerate(parts)])
         return TensorType(self.name, self.data_type, self.dtype, given, self.is_optional)
 
     def optional(self) -> TensorType:
@@ -86,21 +88,25 @@ class TensorType:
 
     @property
     def is_batched(self) -> bool:
-        return bool(self.dims) and self.dims is not None and self.dims[0] == BATCH
+        return bool(self.dims) and self.dims is not None and self.dims[0] == Batch
 
     def __repr__(self) -> str:
-        dims = "" if self.dims is None else f"[{', '.join(map(repr, self.dims)) or '()'}]"
-        return f"{self.name}{dims}"
+        if self.dims is None:
+            return self.name
+        dims = ["Batch" if dim == Batch else ":" if dim is None else repr(dim) for dim in self.dims]
+        return f"{self.name}[{', '.join(dims) or '()'}]"
 
 
-def _check_dim(name: str, dim: object, place: int) -> None:
-    good = dim is None or isinstance(dim, str) or (type(dim) is int and dim >= -1)
-    if not good:
-        raise BadTensor(
-            f"{name}[…]: a dimension is a number of at least 0, a name or None, not {dim!r}"
-        )
-    if dim == BATCH and place:
-        raise BadTensor(f'{name}[…]: "batch" can only be the first dimension')
+def _dim(name: str, dim: object, place: int) -> Dim:
+    if dim == Batch and place:
+        raise BadTensor(f"{name}[…]: Batch can only be the first dimension")
+    if dim is None or dim == slice(None) or (type(dim) is int and dim == -1):
+        return None
+    if isinstance(dim, str) or (type(dim) is int and dim >= 0):
+        return dim
+    raise BadTensor(
+        f"{name}[…]: a dimension is Batch, a number of at least 0, or `:` for any size; not {dim!r}"
+    )
 
 
 class Outputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -51,7 +50,7 @@ def load_triton(model_file: str, version_dir: str, model_dir: str, backend_dir: 
     if in_package:
         module = _import(lambda: _import_in_package(stem, version_dir), path)
     else:
-        module = _import(lambda: importlib.import_module(stem), path)
+        module = _import(lambda: _import_module(stem), path)
     model = getattr(module, CLASS_NAME, None)
     if not isinstance(model, type):
         raise LoadError(
@@ -128,7 +127,13 @@ def _import_in_package(stem: str, version_dir: str) -> ModuleType:
     sys.modules[version] = package
     if spec.loader is not None:
         spec.loader.exec_module(package)
-    return importlib.import_module(f"{version}.{stem}")
+    return _import_module(f"{version}.{stem}")
+
+
+def _import_module(name: str) -> ModuleType:
+    # importlib.import_module would stand in every traceback.
+    __import__(name)
+    return sys.modules[name]
 
 
 def _import_file(stem: str, path: str) -> ModuleType:
@@ -148,7 +153,8 @@ def _find(module: ModuleType, path: str, qualname: str | None) -> Callable[..., 
             found = getattr(found, part, None)
         if not callable(found):
             raise LoadError(
-                "class", f"{path} has no class or function '{qualname}'; {_classes_of(module)}."
+                "class",
+                f"{path} has no class or function '{qualname}'; it defines {_classes_of(module)}.",
             )
         return found
     models = [

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moonpool.stub.model_config import Json, ModelConfig
     from moonpool.stub.request import InferenceRequest
 
-# The most rows that are joined where hints say "batch" and the model names no max_batch_size.
+# The most rows that are joined where hints say Batch and the model names no max_batch_size.
 DEFAULT_MAX_BATCH_SIZE = 64
 
 
@@ -91,8 +91,8 @@ def _tensor_config(name: str, tensor: TensorType, size: int, signature: Signatur
         if size and not tensor.is_batched:
             raise BadHint(
                 f"{signature.where}: the first dimension of {tensor!r}, the hint of '{name}', must "
-                'be "batch", since the model takes batches (of max_batch_size '
-                f"{size}); write {tensor.name}['batch', …], or max_batch_size = 0"
+                f"be Batch, since the model takes batches (its max_batch_size is {size}); write "
+                f"{tensor.name}[Batch, …], or max_batch_size = 0"
             )
         # A tensor of no dimensions of its own travels as one element.
         own = [dim if isinstance(dim, int) else -1 for dim in dims[1 if size else 0 :]] or [1]

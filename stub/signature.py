@@ -123,14 +123,16 @@ def _tensor(hint: object, names: Mapping[str, object], what: str) -> TensorType 
     if hint is np.ndarray or hint is None or origin is dict or _is_any(hint):
         return None
     raise BadHint(
-        f"{what} is {hint!r}; write a moonpool type such as Float32['batch', 4], or "
+        f"{what} is {hint!r}; write a moonpool type such as Float32[Batch, 4], or "
         "numpy.typing's NDArray[numpy.float32]"
     )
 
 
 def _of_ndarray(arguments: tuple[object, ...], what: str) -> TensorType | None:
     scalar = get_args(arguments[-1])[:1]
-    if not scalar or not isinstance(scalar[0], type) or scalar[0] is np.generic:
+    if not scalar or scalar[0] is np.generic or not isinstance(scalar[0], type):
+        return None
+    if _is_any(scalar[0]):  # a class since Python 3.11
         return None
     for tensor in hints.TENSOR_TYPES:
         if tensor.dtype.type is scalar[0]:
@@ -146,9 +148,11 @@ def _evaluated(hint: object, names: Mapping[str, object], what: str) -> object:
     if not isinstance(text, str):
         return hint
     try:
-        return eval(text, dict(names))
+        inner = eval(text, dict(names))
     except Exception as error:
         raise BadHint(f"{what}, {text!r}, cannot be evaluated: {error}") from error
+    # Text again for a hint in quotes in a file where all hints are text.
+    return _evaluated(inner, names, what)
 
 
 def _is_any(hint: object) -> bool:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+    from typing_extensions import CapsuleType
 
 _new = object.__new__
 
@@ -110,7 +111,7 @@ class Tensor:
             self._strings = self._decoded()
         return self._strings
 
-    def to_dlpack(self) -> object:
+    def to_dlpack(self) -> CapsuleType:
         """A DLPack capsule over the tensor's own memory, which it keeps alive."""
         from moonpool.stub import dlpack
 
@@ -123,7 +124,7 @@ class Tensor:
 
         return dlpack.load(name, tensor)
 
-    def __dlpack__(self, *, stream: object = None, **_: object) -> object:
+    def __dlpack__(self, *, stream: object = None, **_: object) -> CapsuleType:
         return self.to_dlpack()
 
     def __dlpack_device__(self) -> tuple[int, int]:

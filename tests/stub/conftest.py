@@ -1,0 +1,29 @@
+"""What tests of the model's side share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import moonpool.stub.pb_utils as pb_utils
+
+
+@pytest.fixture
+def imports() -> Iterator[None]:
+    """Undoes what loading a model does to the process's imports."""
+    path, modules = list(sys.path), dict(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - set(modules):
+        # What the standard library and numpy loaded meanwhile stays, as others refer to it.
+        if not _is_installed(name):
+            del sys.modules[name]
+    sys.modules.update(modules)
+    pb_utils.set_model_dir("")
+
+
+def _is_installed(name: str) -> bool:
+    top = name.partition(".")[0]
+    return top in sys.stdlib_module_names or top in ("numpy", "moonpool")

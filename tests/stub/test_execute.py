@@ -1,0 +1,91 @@
+"""What `execute` may return, and what the model is told otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.stub.errors import InvalidReturn
+from moonpool.stub.execute import validate_execute_return
+from moonpool.stub.request import InferenceRequest
+from moonpool.stub.response import InferenceResponse
+
+
+def requests(count: int) -> list[InferenceRequest]:
+    return [InferenceRequest.from_wire("", 0, 0, 0, None, None, []) for _ in range(count)]
+
+
+def refusal(returned: object, given: list[InferenceRequest], decoupled: bool = False) -> str:
+    with pytest.raises(InvalidReturn) as caught:
+        validate_execute_return(returned, given, "M_0_0", decoupled)
+    return str(caught.value)
+
+
+def test_a_list_of_as_many_responses_is_valid() -> None:
+    validate_execute_return([InferenceResponse(), InferenceResponse()], requests(2), "M_0_0", False)
+
+
+def test_none_is_valid_for_all_and_for_one() -> None:
+    validate_execute_return(None, requests(2), "M_0_0", False)
+    validate_execute_return([None, InferenceResponse()], requests(2), "M_0_0", False)
+
+
+def test_a_subclass_of_a_response_is_a_response() -> None:
+    class Mine(InferenceResponse):
+        pass
+
+    validate_execute_return([Mine()], requests(1), "M_0_0", False)
+
+
+def test_what_is_no_list_is_refused() -> None:
+    assert refusal((), requests(0)) == (
+        "Expected a list in the execute return, found type '<class 'tuple'>'."
+    )
+
+
+def test_another_length_is_refused() -> None:
+    assert refusal([InferenceResponse()], requests(2)) == (
+        "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+        "InferenceRequest(s) size is:2, and InferenceResponse(s) size is:1\n"
+    )
+
+
+def test_an_entry_of_another_type_is_refused() -> None:
+    assert refusal([InferenceResponse(), "text"], requests(2)) == (
+        "Expected an 'InferenceResponse' object in the execute function return list, "
+        "found type '<class 'str'>'."
+    )
+
+
+def test_a_response_for_a_rescheduled_request_is_refused() -> None:
+    given = requests(1)
+    given[0].set_release_flags(2)
+
+    assert refusal([InferenceResponse()], given) == (
+        "Expected a None object in the execute function return list for reschduled request, "
+        "found type '<class 'c_python_backend_utils.InferenceResponse'>'."
+    )
+
+
+def test_rescheduling_needs_a_model_that_is_configured_for_it() -> None:
+    given = requests(1)
+    given[0].set_release_flags(2)
+
+    assert refusal([None], given).startswith(
+        "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not"
+    )
+
+
+def test_a_released_request_is_answered_as_any_other() -> None:
+    given = requests(1)
+    given[0].set_release_flags(1)
+
+    validate_execute_return([InferenceResponse()], given, "M_0_0", False)
+
+
+def test_a_decoupled_model_returns_nothing() -> None:
+    validate_execute_return(None, requests(1), "M_0_0", True)
+
+    assert refusal([InferenceResponse()], requests(1), decoupled=True) == (
+        "Python model 'M_0_0' is using the decoupled mode and the execute function must return "
+        "None."
+    )

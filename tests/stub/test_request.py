@@ -1,0 +1,138 @@
+"""Requests, as models get them and as models make them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moonpool.stub.errors import TritonModelException
+from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
+from moonpool.stub.request import InferenceRequest
+from moonpool.stub.tensor import Tensor
+
+
+def request(**changes: Any) -> InferenceRequest:
+    required: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "m"}
+    return InferenceRequest(**{**required, **changes})
+
+
+def test_a_request_from_the_runtime_says_what_it_was_given() -> None:
+    tensor = Tensor("X", np.zeros(1))
+    one = InferenceRequest.from_wire("id", "seq", 3, 1_000, {"a": 1}, ("Y", "Z"), [tensor], 2)
+
+    assert (one.request_id(), one.correlation_id(), one.flags()) == ("id", "seq", 3)
+    assert one.timeout() == 1_000
+    assert one.requested_output_names() == {"Y", "Z"}
+    assert json.loads(one.parameters()) == {"a": 1}
+    assert one.inputs() == [tensor]
+    assert one.inputs() is not one.inputs()
+    assert one.trace().get_context() is None
+    assert not one.is_cancelled()
+
+
+def test_parameters_are_a_json_text_also_where_there_are_none() -> None:
+    assert InferenceRequest.from_wire("", 0, 0, 0, None, None, []).parameters() == "{}"
+
+
+def test_the_loop_can_mark_a_request_as_cancelled() -> None:
+    one = InferenceRequest.from_wire("", 0, 0, 0, None, None, [])
+    one._cancelled = True
+
+    assert one.is_cancelled()
+
+
+def test_the_constructor_has_tritons_defaults() -> None:
+    one = request(timeout=11_000_000_000)
+
+    assert (one.request_id(), one.correlation_id(), one.flags()) == ("", 0, 0)
+    assert one.timeout() == 11_000_000_000
+    one.set_flags(2)
+    assert one.flags() == 2
+
+
+@pytest.mark.parametrize("missing", ["inputs", "requested_output_names", "model_name"])
+def test_what_is_required_is_required(missing: str) -> None:
+    given: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "m"}
+    del given[missing]
+
+    with pytest.raises(TypeError, match=missing):
+        InferenceRequest(**given)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "request_id",
+        "correlation_id",
+        "inputs",
+        "requested_output_names",
+        "model_name",
+        "model_version",
+        "flags",
+        "timeout",
+        "preferred_memory",
+        "trace",
+    ],
+)
+def test_none_is_a_type_error_for_all_but_the_parameters(name: str) -> None:
+    request(parameters=None)
+
+    with pytest.raises(TypeError):
+        request(**{name: None})
+
+
+def test_other_wrong_types_are_type_errors() -> None:
+    with pytest.raises(TypeError):
+        request(requested_output_names=[None])
+    with pytest.raises(TypeError):
+        request(inputs=[np.zeros(1)])
+    with pytest.raises(TypeError):
+        request(flags="1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"inputs": [None]},
+            "Input tensor for request with id '' and model name 'm' should not be empty.",
+        ),
+        (
+            {"requested_output_names": [""]},
+            "Requested output name for request with id '' and model name 'm' should not be empty.",
+        ),
+        ({"correlation_id": 1.5}, "Correlation ID must be integer or string"),
+        ({"parameters": []}, "Expect N8pybind114dictE, got <class 'list'>"),
+        (
+            {"parameters": {1: "a"}},
+            "Expect parameters keys to have type str, found type <class 'int'>",
+        ),
+        (
+            {"parameters": {"a": 1.5}},
+            "Expect parameters values to have type bool/int/str, found type <class 'float'>",
+        ),
+    ],
+)
+def test_wrong_values_are_refused_in_tritons_words(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(TritonModelException) as caught:
+        request(**changes)
+
+    assert str(caught.value) == text
+
+
+def test_a_wish_for_memory_is_taken() -> None:
+    memory = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_GPU, 1)
+
+    request(preferred_memory=memory)
+    wrong: Any = 2
+    with pytest.raises(TypeError):
+        PreferredMemory(wrong)
+
+
+def test_what_is_not_offered_yet_says_so() -> None:
+    for call in (request().exec, request().async_exec, request().get_response_sender):
+        with pytest.raises(TritonModelException, match=r"^moonpool does not offer .* yet\.$"):
+            call()
