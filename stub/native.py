@@ -28,7 +28,7 @@ DEFAULT_MAX_BATCH_SIZE = 64
 def native_config(model: Callable[..., object], max_batch_size: int = 0) -> Json:
     """The configuration as far as the model's hints say it, in the JSON form of `config.pbtxt`.
 
-    `max_batch_size` is what counts where the model does not say its own.
+    `max_batch_size` is what the configuration says so far; the model's own is the most it can be.
 
     Holds `max_batch_size`, and `input`, `output` and `dynamic_batching` where there is something to
     say. Raises BadHint.
@@ -80,7 +80,8 @@ def _max_batch_size(model: Callable[..., object], signature: Signature, otherwis
         raise BadHint(
             f"{signature.where}: max_batch_size must be an integer of at least 0, not {size!r}"
         )
-    return size
+    # A configuration may ask for smaller batches than the model can take.
+    return otherwise if 0 < otherwise < size else size
 
 
 def _tensor_config(name: str, tensor: TensorType, size: int, signature: Signature) -> Json:

@@ -95,6 +95,16 @@ def test_the_model_says_how_large_its_batches_are() -> None:
     assert native_config(One)["input"][0]["dims"] == [-1, 2]
 
 
+def test_the_configuration_may_ask_for_smaller_batches_but_not_for_larger_ones() -> None:
+    class Eight(AddSub):
+        max_batch_size = 8
+
+    smaller = ModelConfig('{"name": "m", "max_batch_size": 4}')
+    assert complete_config(Eight, smaller).as_dict()["max_batch_size"] == 4
+    with pytest.raises(ValueError, match="configuration specified max_batch_size 9, but"):
+        complete_config(Eight, ModelConfig('{"name": "m", "max_batch_size": 9}'))
+
+
 def test_a_wrong_size_and_a_missing_batch_are_refused() -> None:
     class Wrong(AddSub):
         max_batch_size = -1
