@@ -107,7 +107,7 @@ def _outputs(hint: object, names: Mapping[str, object], where: str) -> dict[str,
 
 def _tensor(hint: object, names: Mapping[str, object], what: str) -> TensorType | None:
     """The tensor that a hint stands for, or None where it says no datatype."""
-    hint = _evaluated(hint, names, what)
+    hint = _unaliased(_evaluated(hint, names, what))
     if isinstance(hint, TensorType):
         return hint
     origin, arguments = get_origin(hint), get_args(hint)
@@ -140,6 +140,16 @@ def _of_ndarray(arguments: tuple[object, ...], what: str) -> TensorType | None:
     if scalar[0] is np.bytes_:
         return hints.Bytes
     raise BadHint(f"{what} says {scalar[0].__name__}, which no datatype has")
+
+
+def _unaliased(hint: object) -> object:
+    """What an alias made by the statement `type` stands for; numpy's NDArray is one by now."""
+    arguments = get_args(hint)
+    alias = get_origin(hint) if arguments else hint
+    if type(alias).__name__ != "TypeAliasType":
+        return hint
+    value = alias.__value__  # type: ignore[union-attr]
+    return _unaliased(value[arguments] if arguments else value)
 
 
 def _evaluated(hint: object, names: Mapping[str, object], what: str) -> object:

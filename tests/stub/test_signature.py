@@ -4,7 +4,7 @@ from __future__ import annotations
 import __future__
 
 from collections.abc import Callable
-from typing import Annotated, Any, Optional, TypedDict, Union
+from typing import Annotated, Any, Optional, TypedDict, TypeVar, Union
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from moonpool.stub.signature import BadHint, signature_of
 # The hints of this file are text, as `from __future__ import annotations` makes them; those of
 # models made from source below are objects. Both must be understood.
 # ruff: noqa: N803
-# mypy: disable-error-code="valid-type, name-defined, type-arg, misc, syntax"
+# mypy: disable-error-code="valid-type, name-defined, type-arg, misc, syntax, attr-defined"
 
 
 class AddSub:
@@ -109,6 +109,20 @@ def test_a_hint_is_understood_as_an_object_and_as_text(
     hint: str, expected: object, flags: int
 ) -> None:
     assert inputs_of(f"(X: {hint})", flags) == {"X": expected}
+
+
+def test_an_alias_stands_for_its_value() -> None:
+    from typing_extensions import TypeAliasType
+
+    scalar = TypeVar("scalar", bound=np.generic)
+    generic = TypeAliasType("generic", NDArray[scalar], type_params=(scalar,))
+    function = made("(X, Y)")
+    function.__annotations__.update(X=TypeAliasType("Rows", Float32[4]), Y=generic[np.int8])
+
+    assert {name: described(t) for name, t in signature_of(function).inputs.items()} == {
+        "X": ("TYPE_FP32", (4,)),
+        "Y": ("TYPE_INT8", None),
+    }
 
 
 def test_a_parameter_without_a_hint_is_known_by_name() -> None:
