@@ -1,0 +1,350 @@
+"""What every kind of memory promises, tried on each kind there is.
+
+Whoever adds a kind adds a line to `KINDS`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from moonpool.ipc.errors import Closed
+from moonpool.ipc.heap import HeapRegion
+from moonpool.ipc.memory import Lease, Region, lease_of, offset_in
+from moonpool.ipc.region import SharedRegion
+
+ID = 7
+SIZE_BYTES = 8192
+
+
+def _heap() -> Region:
+    return HeapRegion(ID, SIZE_BYTES)
+
+
+def _created() -> Region:
+    return SharedRegion.create(ID, SIZE_BYTES)
+
+
+def _adopted() -> Region:
+    made = SharedRegion.create(ID, SIZE_BYTES)
+    region = SharedRegion.adopt(ID, SIZE_BYTES, os.dup(made.fd))
+    made.close()
+    return region
+
+
+def _adopted_and_forgotten() -> Region:
+    region = SharedRegion.adopt(ID, SIZE_BYTES, SharedRegion.create(ID, SIZE_BYTES).fd)
+    region.forget_fd()
+    return region
+
+
+KINDS: dict[str, Callable[[], Region]] = {
+    "heap": _heap,
+    "created": _created,
+    "adopted": _adopted,
+    "adopted, descriptor forgotten": _adopted_and_forgotten,
+}
+
+
+@pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
+def region(request: pytest.FixtureRequest) -> Iterator[Region]:
+    made: Region = request.param()
+    yield made
+    made.close()
+
+
+class Returns:
+    """Counts what leases give back."""
+
+    def __init__(self) -> None:
+        self.tokens: list[object] = []
+
+    def __call__(self, token: object) -> None:
+        self.tokens.append(token)
+
+
+@pytest.fixture
+def returned() -> Returns:
+    return Returns()
+
+
+def test_a_region_tells_its_number_and_its_size(region: Region) -> None:
+    assert (region.id, region.size_bytes) == (ID, SIZE_BYTES)
+    assert len(region.memory()) == SIZE_BYTES
+
+
+def test_a_new_region_is_all_zeros_and_writable(region: Region) -> None:
+    assert bytes(region.memory()) == bytes(SIZE_BYTES)
+
+    region.memory()[-1] = 255
+
+    assert region.memory()[SIZE_BYTES - 1] == 255
+
+
+def test_a_lease_is_the_bytes_of_its_block(region: Region, returned: Returns) -> None:
+    region.memory()[128:132] = b"moon"
+
+    lease = region.lease(128, 64, returned, "block")
+
+    assert lease.dtype == np.uint8
+    assert (lease.shape, lease.nbytes) == ((64,), 64)
+    assert lease[:4].tobytes() == b"moon"
+
+
+def test_what_is_written_through_a_view_of_a_lease_is_in_the_region(
+    region: Region, returned: Returns
+) -> None:
+    lease = region.lease(64, 32, returned, "block")
+    tensor = np.ndarray((2, 2), np.float32, lease, 16)
+
+    tensor[...] = [[1, 2], [3, 4]]
+
+    assert np.frombuffer(region.memory(), np.float32, 4, 80).tolist() == [1, 2, 3, 4]
+
+
+def test_a_lease_may_reach_to_the_last_byte(region: Region, returned: Returns) -> None:
+    lease = region.lease(SIZE_BYTES - 64, 64, returned, "last")
+
+    lease[-1] = 9
+
+    assert region.memory()[SIZE_BYTES - 1] == 9
+
+
+def test_a_lease_of_nothing_at_the_end_is_a_lease(region: Region, returned: Returns) -> None:
+    lease = region.lease(SIZE_BYTES, 0, returned, "empty")
+    assert lease.size == 0
+    del lease
+
+    assert returned.tokens == ["empty"]
+
+
+@pytest.mark.parametrize(
+    ("offset", "size_bytes"),
+    [(0, SIZE_BYTES + 1), (SIZE_BYTES, 1), (SIZE_BYTES - 8, 9), (2**62, 64), (64, 2**62)],
+)
+def test_a_lease_beyond_the_region_is_refused_and_gives_nothing_back(
+    region: Region, returned: Returns, offset: int, size_bytes: int
+) -> None:
+    with pytest.raises(TypeError):
+        region.lease(offset, size_bytes, returned, "block")
+    gc.collect()
+
+    assert returned.tokens == []
+
+
+def test_a_lease_gives_its_block_back_once_when_it_is_dropped(
+    region: Region, returned: Returns
+) -> None:
+    token = (ID, 64)
+    lease = region.lease(64, 64, returned, token)
+    assert returned.tokens == []
+    del lease
+    gc.collect()
+
+    assert returned.tokens == [token]
+    assert returned.tokens[0] is token
+
+
+def test_a_lease_lives_as_long_as_its_last_view(region: Region, returned: Returns) -> None:
+    lease = region.lease(0, 64, returned, "block")
+    first = np.ndarray((8,), np.float32, lease, 0)
+    second = np.ndarray((8,), np.float32, lease, 32)
+    del lease
+    del first
+    assert returned.tokens == []
+    del second
+
+    assert returned.tokens == ["block"]
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda array: array[1:],
+        lambda array: array.reshape(2, -1),
+        lambda array: array.view(np.int32),
+        lambda array: array.T,
+        lambda array: np.asarray(array),
+        lambda array: np.frombuffer(array, np.uint8),
+        lambda array: memoryview(array),
+        lambda array: array.flat,
+        lambda array: np.broadcast_to(array, (3, *array.shape)),
+        lambda array: np.from_dlpack(array),
+    ],
+    ids=["slice", "reshape", "view", "T", "asarray", "frombuffer", "memoryview", "flat",
+         "broadcast", "dlpack"],
+)  # fmt: skip
+def test_views_of_views_hold_the_block(
+    region: Region, returned: Returns, derive: Callable[[object], object]
+) -> None:
+    lease = region.lease(0, 64, returned, "block")
+    tensor = np.ndarray((16,), np.float32, lease)
+    derived = derive(tensor[...][0:16])
+    del lease, tensor
+    gc.collect()
+    assert returned.tokens == []
+    del derived
+    gc.collect()
+
+    assert returned.tokens == ["block"]
+
+
+def test_slices_and_copies_of_a_lease_give_nothing_back(region: Region, returned: Returns) -> None:
+    lease = region.lease(0, 64, returned, "block")
+    copy = lease.copy()
+    total = lease + lease
+
+    for short_lived in (lease[:8], lease[8:][:8], lease.view(np.int64), copy, total):
+        assert isinstance(short_lived, Lease)
+    del short_lived, copy, total
+    gc.collect()
+    assert returned.tokens == []
+    del lease
+
+    assert returned.tokens == ["block"]
+
+
+def test_a_copy_does_not_hold_the_block(region: Region, returned: Returns) -> None:
+    lease = region.lease(0, 64, returned, "block")
+    tensor = np.ndarray((16,), np.float32, lease)
+    copy = tensor.copy()
+    del lease, tensor
+
+    assert returned.tokens == ["block"]
+    assert copy.tolist() == [0.0] * 16
+
+
+def test_a_lease_in_a_reference_cycle_comes_back_with_the_collector(
+    region: Region, returned: Returns
+) -> None:
+    cycle: list[object] = [region.lease(0, 64, returned, "block")]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+
+    assert returned.tokens == ["block"]
+
+
+def test_a_lease_may_be_dropped_by_another_thread(region: Region) -> None:
+    dropped_by: list[object] = []
+    box: list[object] = [
+        region.lease(0, 64, lambda _: dropped_by.append(threading.current_thread()), "block")
+    ]
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+
+    assert dropped_by == [thread]
+
+
+def test_views_dropped_by_many_threads_give_the_block_back_once(
+    region: Region, returned: Returns
+) -> None:
+    lease = region.lease(0, 64, returned, "block")
+    boxes = [[lease[i:], np.ndarray((4,), np.uint8, lease, i)] for i in range(8)]
+    del lease
+    start = threading.Barrier(8)
+
+    def drop(box: list[np.ndarray]) -> None:
+        start.wait(10)
+        box.clear()
+
+    threads = [threading.Thread(target=drop, args=(box,)) for box in boxes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert returned.tokens == ["block"]
+
+
+def test_two_leases_on_one_block_each_give_it_back(region: Region, returned: Returns) -> None:
+    first = region.lease(0, 64, returned, "first")
+    second = region.lease(0, 64, returned, "second")
+    first[0] = 5
+    assert second[0] == 5
+    del first
+    assert returned.tokens == ["first"]
+    del second
+
+    assert returned.tokens == ["first", "second"]
+
+
+def test_a_closed_region_refuses(region: Region, returned: Returns) -> None:
+    region.close()
+
+    with pytest.raises(Closed, match=f"region {ID} was closed"):
+        region.memory()
+    with pytest.raises(Closed, match=f"region {ID} was closed"):
+        region.lease(0, 64, returned, "block")
+    assert region.buffer is None
+    assert returned.tokens == []
+
+
+def test_a_region_may_be_closed_many_times(region: Region) -> None:
+    region.close()
+    region.close()
+
+    assert region.buffer is None
+
+
+def test_the_memory_of_a_lease_stays_valid_after_close(region: Region, returned: Returns) -> None:
+    tensor = np.ndarray((8,), np.int64, region.lease(64, 64, returned, "block"))
+    tensor[...] = np.arange(8)
+    region.close()
+    gc.collect()
+
+    assert tensor.tolist() == list(range(8))
+    tensor[0] = 41
+    assert tensor.sum() == 41 + sum(range(8))
+    assert returned.tokens == []
+    del tensor
+    assert returned.tokens == ["block"]
+
+
+def test_a_plain_view_of_a_closed_region_stays_valid(region: Region) -> None:
+    view = np.ndarray((SIZE_BYTES,), np.uint8, region.buffer)
+    region.close()
+    gc.collect()
+
+    view[...] = 1
+    assert int(view.sum()) == SIZE_BYTES
+
+
+def test_the_lease_of_an_array_is_found_through_all_its_views(
+    region: Region, returned: Returns
+) -> None:
+    lease = region.lease(64, 64, returned, "block")
+    tensor = np.ndarray((4,), np.float32, lease, 16)
+    plain = lease[4:].view(np.ndarray)
+
+    for array in (tensor, tensor[1:], tensor.reshape(2, 2)[1:].T, lease[8:], plain, plain[2:]):
+        assert lease_of(array) is lease
+
+
+def test_ordinary_memory_has_no_lease(region: Region, returned: Returns) -> None:
+    lease = region.lease(0, 64, returned, "block")
+    tensor = np.ndarray((4,), np.float32, lease)
+
+    assert lease_of(np.zeros(3)) is None
+    assert lease_of(np.zeros(3)[1:]) is None
+    assert lease_of(np.frombuffer(region.memory(), np.uint8)) is None
+    assert lease_of(tensor.copy()[1:]) is None
+    assert lease_of((tensor + 1)[1:]) is None
+    # Of the class, but without a block.
+    assert lease_of(lease.copy()[1:].view(np.ndarray)) is None
+
+
+def test_the_offset_of_a_view_in_its_lease_is_told(region: Region, returned: Returns) -> None:
+    lease = region.lease(128, 64, returned, "block")
+    tensor = np.ndarray((12,), np.float32, lease, 16)
+
+    assert offset_in(lease, lease) == 0
+    assert offset_in(lease, tensor) == 16
+    assert offset_in(lease, tensor[3:]) == 28
+    assert offset_in(lease, tensor.reshape(3, 4)[:, 1:]) == 20
