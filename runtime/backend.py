@@ -66,6 +66,8 @@ class ModelInstance:
         self.state: Any = None
         # Whether the runtime gives it batches; False while it starts, drains or is broken.
         self.accepts = False
+        # False once it broke; its finalize then has only to clean up.
+        self.is_healthy = True
         self.blocks = backend.blocks
         # Called by the backend, from any thread, when the instance broke while it executed nothing.
         self.report_broken: Callable[[BaseException], None] = _ignored
@@ -141,3 +143,9 @@ class Backend(ABC):
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:  # noqa: ARG002
         """What to tell callers of an instance that broke; may block for a second."""
         return error
+
+    def abort(self, instance: ModelInstance, reason: BaseException) -> None:
+        """The instance has executed for too long: break it, so that `explain` says `reason`. Does not block."""
+
+    def tidy(self, instance: ModelInstance) -> None:
+        """Give back what an instance, idle at the moment, has not needed lately. Does not block."""

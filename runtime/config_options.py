@@ -13,6 +13,7 @@ from moonpool.runtime.config_shape import suggestion
 from moonpool.runtime.config_values import (
     COUNT,
     LIMIT,
+    NAMES,
     PATH,
     PAUSE,
     SANDBOX,
@@ -47,6 +48,7 @@ class ModelOptions:
     region_limit_bytes: int | None = None
     log_lines_per_s: int = 1000
     threads: int | None = None
+    environment: tuple[str, ...] = ()
 
     @classmethod
     def from_parameters(cls, config: ModelConfig) -> ModelOptions:
@@ -204,6 +206,13 @@ OPTIONS = (
         THREADS,
         "Threads of the numeric libraries in an instance (OMP_NUM_THREADS and its like).",
     ),
+    Option(
+        "MOONPOOL_ENVIRONMENT",
+        "environment",
+        NAMES,
+        "Environment variables of the runtime that an instance may see beside the harmless ones (PATH,"
+        " HOME, LANG, OMP_*, CUDA_* and their like); `*` stands for any characters.",
+    ),
 )
 
 
@@ -239,7 +248,7 @@ def _shown(option: Option) -> str:
         return f"{default:g}"
     if option.kind is SIZE and isinstance(default, int):
         return f"{default >> 20}M"
-    return "none" if default is None else str(default)
+    return "none" if default in (None, ()) else str(default)
 
 
 if __name__ == "__main__":

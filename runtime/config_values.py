@@ -90,3 +90,7 @@ LIMIT = Kind("size, none", _or_none(parse_size))
 COUNT = Kind("number", _number(0))
 THREADS = Kind("number, none", _or_none(_number(1)))
 PATH = Kind("path", _path)
+NAMES = Kind(
+    "names, separated by commas",
+    lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+)

@@ -6,6 +6,7 @@ channel (`runtime.control`) and hands blocks back through queues.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,7 @@ class Link(Overflow):
         self._batch = 0
         self._lent: list[tuple[Place, object]] = []
         self._overflowed: Block | None = None
+        self._idle: dict[int, int] = {}
         first = new_region(0, region_bytes, region_limit_bytes)
         self._arena.add(first)
         self._request_regions[first.id] = first
@@ -115,7 +117,7 @@ class Link(Overflow):
                 np.ndarray(data.shape, data.dtype, buffer, start + at)[...] = data
         self._batch += 1
         try:
-            self.conversation.send(_EXECUTE, self._batch, self._take_released(), blocks, rows)
+            self.conversation.send(_EXECUTE, self._batch, self.take_released(), blocks, rows)
         except BaseException:
             self._end_loans(())
             raise
@@ -182,10 +184,12 @@ class Link(Overflow):
         self._request_regions[region.id] = region
         return region
 
-    def _take_released(self) -> list[object]:
+    def take_released(self) -> list[object]:
+        """The places that callers let go of since the last time. From any thread."""
         released = []
-        while self.released:
-            released.append(self.released.popleft())
+        with contextlib.suppress(IndexError):
+            while True:
+                released.append(self.released.popleft())
         return released
 
     # Up
@@ -320,15 +324,16 @@ class Link(Overflow):
 
     # Memory that nobody needs for now
 
-    def idle_regions(self) -> dict[int, int]:
-        """Request regions beyond the first that hold nothing, with how often they were used."""
+    def tidy(self, tell: Callable[[int], None]) -> None:
+        """Give up request regions that were not used since the last time; `tell` tells the stub."""
         self._collect()
-        return self._arena.idle()
-
-    def retire(self, region_id: int) -> None:
-        """Stop using an idle request region. The caller tells the stub."""
-        self._arena.retire(region_id)
-        self._request_regions.pop(region_id).close()
+        idle = self._arena.idle()
+        for region_id, uses in idle.items():
+            if self._idle.get(region_id) == uses:
+                self._arena.retire(region_id)
+                tell(region_id)
+                self._request_regions.pop(region_id).close()
+        self._idle = idle
 
     def size_bytes(self) -> int:
         """All shared memory of this stub."""

@@ -54,6 +54,7 @@ class Output:
         self._instance = instance
         self._budget = Budget(lines_per_s)
         self._rest = b""
+        self._seen = 0
         self._tail: list[str] = []
 
     def ready(self) -> bool:
@@ -67,6 +68,7 @@ class Output:
         if not data:
             self.flush()
             return False
+        self._seen += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._line(line)
@@ -74,6 +76,14 @@ class Output:
             self._line(self._rest)
             self._rest = b""
         return True
+
+    def drain(self) -> None:
+        """Log all that is there now."""
+        while self.fd >= 0:
+            seen = self._seen
+            if not self.ready() or seen == self._seen:
+                break
+        self.flush()
 
     def log(self, level: int, message: str, file: str, line: int) -> None:
         """A line that the model logged on purpose."""
@@ -106,7 +116,9 @@ class Output:
             self._rest = b""
         if self._budget.dropped:
             _log.warning(
-                "[%s] %d lines were left out: too many a second", self._instance, self._budget.dropped
+                "[%s] %d lines were left out: too many a second",
+                self._instance,
+                self._budget.dropped,
             )
             self._budget.dropped = 0
 

@@ -101,14 +101,21 @@ class StubProcess:
                 result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
             except ChildProcessError:  # somebody reaps all children of this process
                 warnings.warn(
-                    f"stub process {self.pid} was reaped by somebody else", RuntimeWarning, stacklevel=2
+                    f"stub process {self.pid} was reaped by somebody else",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
                 self._exit_code = 0
             else:
                 code = result.si_status if result else 0
                 by_signal = result is not None and result.si_code != os.CLD_EXITED
                 self._exit_code = -code if by_signal else code
+
+    def close(self) -> None:
+        """Close the pidfd. The process has been waited for."""
+        if self.pidfd >= 0:
             os.close(self.pidfd)
+            self.pidfd = -1
 
     def __repr__(self) -> str:
         if self._exit_code is None:

@@ -235,14 +235,14 @@ class Scheduler:
     def _lose(self, execution: Execution, error: BaseException, *, delivered: bool) -> None:
         """The instance broke. What it had not been given yet is queued again."""
         instance, requests = execution.instance, execution.requests
+        self._on_lost(instance, requests if delivered else [], error)
         with self._lock:
-            self._busy.pop(instance, None)
+            # It may be restarted and busy again by now.
+            if self._busy.get(instance) is execution:
+                del self._busy[instance]
             self._changed.notify_all()
         if not delivered:
-            self._on_lost(instance, [], error)
             self.retry(requests)
-        else:
-            self._on_lost(instance, requests, error)
 
     # Outcomes
 
@@ -359,6 +359,15 @@ class Scheduler:
         with self._lock:
             return [i for i, execution in self._busy.items() if execution.started_ns < since_ns]
 
+    def rescue(self) -> None:
+        """Drive what nobody drives: an event loop may end between being asked and doing it."""
+        since_ns = time.monotonic_ns() - _STRANDED_NS
+        with self._lock:
+            stranded = [e for e in self._busy.values() if e.started_ns < since_ns]
+        for execution in stranded:
+            if not execution.instance.blocks and execution.claim():
+                execution.drive_in_reactor()
+
     @property
     def queued(self) -> int:
         """How many requests wait for an instance."""
@@ -370,6 +379,7 @@ class Scheduler:
         return len(self._busy)
 
 
+_STRANDED_NS = 1_000_000_000
 _LEFT = ModelUnavailable("the caller left")
 
 

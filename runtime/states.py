@@ -103,15 +103,11 @@ INSTANCE: Table[InstanceState] = {
     _I.STARTING: {
         _I.READY: "initialized",
         _I.BACKING_OFF: "died or failed in a restart",
-        _I.FAILED: "first start failed, or gave up",
+        _I.FAILED: "first start failed",
         _I.FINALIZING: "unload",
     },
-    _I.READY: {
-        _I.DRAINING: "unload",
-        _I.BACKING_OFF: "died or was killed",
-        _I.FAILED: "died, gave up",
-    },
-    _I.BACKING_OFF: {_I.STARTING: "restart", _I.STOPPED: "unload"},
+    _I.READY: {_I.DRAINING: "unload", _I.BACKING_OFF: "died or was killed"},
+    _I.BACKING_OFF: {_I.STARTING: "restart", _I.STOPPED: "unload", _I.FAILED: "gave up"},
     _I.DRAINING: {_I.FINALIZING: "drained", _I.STOPPED: "died"},
     _I.FINALIZING: {_I.STOPPED: "finalized or killed"},
     _I.STOPPED: {},

@@ -10,7 +10,7 @@ from moonpool.stub.errors import InvalidReturn
 from moonpool.stub.execute import validate_execute_return
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model_config import ModelConfig
-from moonpool.stub.native import NativeAdapter, native_config
+from moonpool.stub.native import NativeAdapter, complete_config
 from moonpool.stub.report import describe, traceback_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Model:
         config: dict[str, Any] = self._start["config"]
         try:
             if self._start["kind"] == "native":
-                return {**config, **native_config(self._class)}
+                return complete_config(self._class, ModelConfig(json.dumps(config))).as_dict()
             return self._auto_complete(config)
         except LoadError:
             raise

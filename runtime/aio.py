@@ -1,0 +1,179 @@
+"""Callers in an asyncio event loop: the loop itself waits on the stub's socket.
+
+Handing an answer from another thread to an event loop costs more than the trip to the stub; so the loop
+watches the sockets of the stubs that execute for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.errors import RequestTimedOut
+from moonpool.runtime.waiter import Waiter
+
+if TYPE_CHECKING:
+    from moonpool.runtime.execution import Execution
+    from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.scheduler import Scheduler
+
+
+class _Watched:
+    """One stub's socket in one loop, under a descriptor number that only the loop uses.
+
+    The socket's own number may be closed by another thread and be given to another file while the
+    loop still watches it; this one cannot.
+    """
+
+    __slots__ = ("execution", "fd", "original")
+
+    def __init__(self, original: int) -> None:
+        self.original = original
+        self.fd = os.dup(original)
+        self.execution: Execution | None = None
+
+
+class LoopDriver:
+    """Drives executions in one event loop. All methods are for the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._watched: dict[object, _Watched] = {}
+
+    def drive(self, execution: Execution) -> None:
+        """Wait for the answer of an execution that is claimed for this loop."""
+        link = execution.pending
+        watched = self._watched.get(link)
+        if watched is None:
+            watched = self._watched[link] = _Watched(link.fileno())
+            self._loop.add_reader(watched.fd, self._readable, link, watched)
+        watched.execution = execution
+
+    def _readable(self, link: object, watched: _Watched) -> None:
+        execution, watched.execution = watched.execution, None
+        if execution is None:
+            # Somebody else's answer, or the end of the stub. Whoever comes next adds it again.
+            self._forget(link)
+        else:
+            execution.finish()
+
+    def _forget(self, link: object) -> None:
+        watched = self._watched.pop(link)
+        with contextlib.suppress(RuntimeError, ReferenceError):  # the loop is closed, or gone
+            self._loop.remove_reader(watched.fd)
+        os.close(watched.fd)
+
+    def hand_over(self, request: InferenceRequest) -> None:
+        """A caller leaves; if this loop drives the execution that it is in, the reactor does from now on.
+
+        The loop may be about to end, and the others in the batch still wait.
+        """
+        for link, watched in list(self._watched.items()):
+            execution = watched.execution
+            if execution is not None and request in execution.requests:
+                watched.execution = None
+                self._forget(link)
+                execution.drive_in_reactor()
+
+    def close(self) -> None:
+        """The loop has ended."""
+        for watched in self._watched.values():
+            if watched.execution is not None:
+                watched.execution.drive_in_reactor()
+            os.close(watched.fd)
+        self._watched.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopDriver] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _driver_of(loop: asyncio.AbstractEventLoop) -> LoopDriver:
+    driver = _drivers.get(loop)
+    if driver is None:
+        # A proxy: the driver must not keep the loop that keeps it.
+        driver = _drivers[loop] = LoopDriver(weakref.proxy(loop))
+    return driver
+
+
+class LoopWaiter(Waiter):
+    """A task that awaits a future of its loop."""
+
+    __slots__ = ("_driver", "_loop", "future")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._driver = _driver_of(loop)
+        self.future: asyncio.Future[Outcome] = loop.create_future()
+
+    def _is_here(self) -> bool:
+        return asyncio._get_running_loop() is self._loop
+
+    def resolve(self, outcome: Outcome) -> None:
+        if self._is_here():
+            self._set(outcome)
+        else:
+            self._elsewhere(self._set, outcome)
+
+    def _set(self, outcome: Outcome) -> None:
+        if not self.future.done():
+            self.future.set_result(outcome)
+
+    def appoint(self, execution: Execution) -> bool:
+        if self._is_here():
+            if not execution.claim():
+                return True
+            self._driver.drive(execution)
+            return True
+        return self._elsewhere(self._drive_if_claimed, execution)
+
+    def _drive_if_claimed(self, execution: Execution) -> None:
+        if self.future.done():
+            # Left meanwhile.
+            if execution.claim():
+                execution.drive_in_reactor()
+        elif execution.claim():
+            self._driver.drive(execution)
+
+    def _elsewhere(self, callback: object, argument: object) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(callback, argument)  # type: ignore[arg-type]
+        except RuntimeError:  # the loop is closed: nobody waits there any more
+            return False
+        return True
+
+    def leave(self, request: InferenceRequest) -> None:
+        """The task does not wait any more."""
+        self._driver.hand_over(request)
+
+
+async def wait_for_outcome(
+    scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None
+) -> Outcome:
+    """Submit a request and await its outcome. Cancelling the task cancels the request.
+
+    Raises what `Scheduler.submit` raises, and `RequestTimedOut`.
+    """
+    waiter = LoopWaiter(asyncio.get_running_loop())
+    request.waiter = waiter
+    execution = scheduler.submit(request)
+    if execution is not None:
+        waiter._driver.drive(execution)
+    try:
+        if timeout_s is None:
+            return await waiter.future
+        async with asyncio.timeout(timeout_s):
+            return await waiter.future
+    except TimeoutError:
+        raise RequestTimedOut("Request timeout expired") from None
+    finally:
+        if not waiter.future.done() or waiter.future.cancelled():
+            waiter.leave(request)
+            scheduler.leave(request)

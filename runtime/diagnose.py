@@ -1,0 +1,74 @@
+"""Why a stub did not start, or is gone, in a sentence that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from moonpool.runtime.process import exit_in_words
+
+_SIGKILL, _SIGSEGV, _SIGSYS = -9, -11, -31
+
+
+def start_failure(python: str, error: OSError) -> str:
+    """The interpreter could not be started at all."""
+    if error.errno == errno.ENOENT:
+        if os.path.lexists(python):
+            target = os.path.realpath(python)
+            return (
+                f"the interpreter {python} cannot be started: it needs {target} or a loader, which "
+                "is not there; make the environment again on this machine"
+            )
+        return f"there is no interpreter {python}; check EXECUTION_ENV_PATH"
+    if error.errno == errno.EACCES:
+        return f"the interpreter {python} is not executable for this user; check its permissions"
+    if error.errno == errno.ENOEXEC:
+        return f"{python} is no program for this machine; check EXECUTION_ENV_PATH"
+    return f"the interpreter {python} cannot be started: {error.strerror}"
+
+
+def death_in_words(code: int, python: str, tail: list[str], *, oom_killed: bool) -> str:
+    """`was killed by SIGSEGV`, with the likely cause and the last words where they help."""
+    words = exit_in_words(code)
+    words = f"was {words}" if code < 0 else words
+    if code == _SIGKILL:
+        if oom_killed:
+            return f"{words}: the kernel's out-of-memory killer was at work"
+        return f"{words} by somebody else than moonpool, often the kernel's out-of-memory killer"
+    if code == _SIGSYS:
+        return f"{words}: it made a system call that its sandbox does not allow"
+    if code >= 0 and tail:
+        last = _last_words(tail)
+        if "No module named" in last or "SyntaxError" in last:
+            return f"{words}; {python} said: {last}"
+        return f"{words}; its last words were: {last}"
+    return words
+
+
+def _last_words(tail: list[str]) -> str:
+    for line in reversed(tail):
+        if line.strip():
+            return line.strip()[:500]
+    return "nothing"
+
+
+def oom_kills() -> int:
+    """How many processes of this machine, or container, the out-of-memory killer has ended."""
+    total = 0
+    for path, key in ((Path("/proc/vmstat"), "oom_kill"), *_cgroup_events()):
+        try:
+            lines = path.read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.split()[0] == key)
+    return total
+
+
+def _cgroup_events() -> list[tuple[Path, str]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    paths = [line.split("::", 1)[1] for line in lines if line.startswith("0::")]
+    return [(Path("/sys/fs/cgroup" + path) / "memory.events", "oom_kill") for path in paths]

@@ -1,0 +1,137 @@
+"""One model version from load to unload: what holds its backend's model, its scheduler and its supervisor together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.backend import Model, ModelInstance
+from moonpool.runtime.config import unused_fields
+from moonpool.runtime.errors import ModelUnavailable
+from moonpool.runtime.scheduler import Scheduler
+from moonpool.runtime.signature import Signature
+from moonpool.runtime.states import MODEL, InstanceState, Machine, ModelState
+from moonpool.runtime.supervisor import Supervisor, as_load_failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
+    from moonpool.runtime.backend import Backend
+    from moonpool.runtime.reactor import Reactor
+
+_log = logging.getLogger("moonpool")
+
+
+class HostedModel:
+    """Loads once, unloads once. `load` and `unload` block; the rest is for any thread at any time."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: Model,
+        reactor: Reactor,
+        executor: Executor,
+        tell: Callable[[str, str, str], None],
+    ) -> None:
+        self.model = model
+        self.scheduler: Scheduler
+        self.signature: Signature
+        self.supervisor: Supervisor
+        self._backend = backend
+        self._reactor = reactor
+        self._executor = executor
+        self._tell = tell
+        self._lock = threading.Lock()
+        self.machine = Machine(str(self), MODEL, time.monotonic(), "not loaded yet")
+
+    def _move(self, state: ModelState, because: str) -> None:
+        with self._lock:
+            self.machine.move(state, because, time.monotonic())
+        self._tell(str(self), str(state), because)
+
+    def load(self) -> None:
+        """Prepare the model, start its instances, serve. Raises `LoadFailed`, `ConfigError` and their like."""
+        self._move(ModelState.LOADING, "load")
+        try:
+            self._backend.model_initialize(self.model)
+            try:
+                self._start()
+            except BaseException:
+                self._finalize_model()
+                raise
+        except Exception as error:
+            failure = as_load_failure(error, f"model '{self.model.name}'")
+            self._move(ModelState.UNAVAILABLE, str(failure))
+            if failure is error:
+                raise
+            raise failure from error
+        self._move(ModelState.READY, "every instance is ready")
+        self.scheduler.open()
+
+    def _start(self) -> None:
+        model = self.model
+        for field in unused_fields(model.config.raw):
+            _log.warning("model '%s': %s has no effect in moonpool yet", model.name, field)
+        instances = self._instances()
+        self.signature = Signature(model.config)
+        self.supervisor = Supervisor(self._backend, model, instances, self._reactor, self._tell)
+        self.scheduler = Scheduler(model, self._reactor, self._executor, self.supervisor.lost)
+        self.supervisor.serve(self.scheduler)
+        self.supervisor.start_all()
+
+    def _instances(self) -> list[ModelInstance]:
+        model = self.model
+        instances = []
+        for group in model.config.instance_groups:
+            number = 0
+            for device_id in group.gpus or (0,):
+                for _ in range(group.count):
+                    name = f"{group.name}_{number}"
+                    number += 1
+                    instances.append(
+                        ModelInstance(self._backend, model, name, group.kind, device_id)
+                    )
+        return instances
+
+    def unload(self, drain_timeout_s: float) -> None:
+        """Refuse new requests, finish those that are there, finalize. Requests over the time get an error."""
+        self._move(ModelState.UNLOADING, "unload")
+        error = ModelUnavailable(f"Request for model '{self.model.name}' which is being unloaded")
+        self.scheduler.refuse(error)
+        if not self.scheduler.wait_empty(time.monotonic() + drain_timeout_s):
+            _log.warning(
+                "%s: %d requests are still queued and %d instances execute after %g s",
+                self,
+                self.scheduler.queued,
+                self.scheduler.executing,
+                drain_timeout_s,
+            )
+            self.scheduler.drop(error)
+        self.supervisor.stop_all()
+        self.scheduler.drop(error)
+        self._finalize_model()
+        self._move(ModelState.UNAVAILABLE, "unloaded")
+
+    def _finalize_model(self) -> None:
+        try:
+            self._backend.model_finalize(self.model)
+        except Exception as error:
+            _log.exception("finalizing %s failed: %s", self, error)
+
+    def why_not_ready(self) -> str | None:
+        """None if a request could run now, else why not."""
+        if self.machine.state is not ModelState.READY:
+            return f"{self.machine.state}: {self.machine.because}"
+        seats = self.supervisor.seats
+        if any(seat.machine.state is InstanceState.READY for seat in seats):
+            return None
+        return "; ".join(f"{seat.instance.name} {seat.machine.because}" for seat in seats)
+
+    def __str__(self) -> str:
+        return f"{self.model.name}:{self.model.version}"
+
+    def __repr__(self) -> str:
+        return repr(self.machine)

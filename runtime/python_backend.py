@@ -1,0 +1,177 @@
+"""The built-in backend: every instance is a stub, a process of its own that runs a Python model."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moonpool.ipc.errors import PeerGone
+from moonpool.runtime.backend import Backend, Model, ModelInstance
+from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.environment import Environment, resolve
+from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.regions import CallerMemory
+from moonpool.runtime.stub_handle import StubHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moonpool.runtime.link import Link
+    from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.request import InferenceRequest
+
+# What a stub may see of the runtime's environment; anything else may be a secret.
+_ALLOWED = (
+    "PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE LC_* TZ TMPDIR LD_LIBRARY_PATH XDG_CACHE_HOME "
+    "CUDA_* NVIDIA_* OMP_* MKL_* OPENBLAS_* NUMEXPR_* TORCH_* HF_HOME HF_HUB_OFFLINE TRANSFORMERS_*"
+).split()
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass
+class _ModelState:
+    """What all instances of a model share."""
+
+    environment: Environment
+    caller_memory: CallerMemory
+
+
+class PythonBackend(Backend):
+    """Runs Triton's Python models and moonpool's own kind."""
+
+    blocks = False
+
+    def __init__(self, reactor: Reactor, *, verbose: bool = False) -> None:
+        super().__init__("python")
+        self._reactor = reactor
+        self._verbose = verbose
+
+    def model_initialize(self, model: Model) -> None:
+        """Find the interpreter, and let the model complete its configuration in a process of its own."""
+        environment = resolve(model.options.execution_env_path, model.source.model_directory)
+        limit = model.options.region_limit_bytes
+        model.state = _ModelState(environment, CallerMemory(limit))
+        try:
+            self._complete(model)
+        except BaseException:
+            self.model_finalize(model)
+            raise
+
+    def _complete(self, model: Model) -> None:
+        name = f"{model.name}_auto_complete"
+        deadline = _deadline(model.options.load_timeout_s)
+        stub = StubHandle(self._reactor, name, *self._process(model), model.options)
+        try:
+            message = stub.start(self._start(model, name, "CPU", 0, "complete"), deadline)
+            stub.finalize(model.options.finalize_timeout_s)
+        finally:
+            stub.end()
+        completed = json.loads(message[1])
+        if not isinstance(completed, dict):
+            raise LoadFailed(f"the completed configuration of {model.name} is no dictionary")
+        completed["name"] = model.name
+        model.config = ModelConfig.from_dict(completed, source=model.config.source)
+
+    def model_finalize(self, model: Model) -> None:
+        state: _ModelState = model.state
+        state.caller_memory.close()
+        state.environment.release()
+
+    def model_instance_initialize(self, instance: ModelInstance) -> None:
+        """Start the stub and wait until its model is initialized."""
+        model = instance.model
+        deadline = _deadline(model.options.load_timeout_s)
+        stub = StubHandle(self._reactor, instance.name, *self._process(model), model.options)
+        try:
+            kind, device = instance.kind, instance.device_id
+            stub.start(self._start(model, instance.name, kind, device, "serve"), deadline)
+        except BaseException:
+            stub.end()
+            raise
+        stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
+        stub.on_exit = lambda: instance.report_broken(PeerGone("the stub has ended"))
+        instance.state = stub
+
+    def model_instance_finalize(self, instance: ModelInstance) -> None:
+        stub: StubHandle = instance.state
+        try:
+            if instance.is_healthy:
+                stub.finalize(instance.model.options.finalize_timeout_s)
+        finally:
+            stub.end()
+
+    def model_instance_execute(
+        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
+    ) -> Link:
+        link: Link = instance.state.link
+        link.execute(requests)
+        return link
+
+    def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
+        stub: StubHandle = instance.state
+        return stub.explain(error, "execute")
+
+    def abort(self, instance: ModelInstance, reason: BaseException) -> None:
+        stub: StubHandle = instance.state
+        stub.abort(reason)
+
+    def tidy(self, instance: ModelInstance) -> None:
+        stub: StubHandle = instance.state
+        stub.tidy()
+
+    @staticmethod
+    def memory_of(model: Model) -> CallerMemory:
+        """Where callers write arrays for this model in place."""
+        state: _ModelState = model.state
+        return state.caller_memory
+
+    def _process(self, model: Model) -> tuple[str, dict[str, str]]:
+        """Interpreter and environment variables of a stub."""
+        environment: Environment = model.state.environment
+        allowed = ["*"] if model.options.sandbox == "off" else _ALLOWED
+        allowed = [*allowed, *model.options.environment]
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed)
+        }
+        variables |= environment.variables
+        if model.options.threads is not None:
+            variables |= dict.fromkeys(_THREADS, str(model.options.threads))
+        return str(environment.python), variables
+
+    def _start(
+        self, model: Model, instance: str, kind: str, device_id: int, mode: str
+    ) -> dict[str, Any]:
+        config, source = model.config, model.source
+        return {
+            "mode": mode,
+            "instance": instance,
+            "kind": source.kind,
+            "file": str(source.file),
+            "class_name": source.class_name,
+            "version_dir": str(source.version_directory),
+            "model_dir": str(source.model_directory),
+            "backend_dir": "",
+            "inputs": [tensor.name for tensor in config.inputs],
+            "outputs": [tensor.name for tensor in config.outputs],
+            "config": config.raw,
+            "verbose": self._verbose,
+            "args": {
+                "model_config": config.json,
+                "model_instance_kind": kind,
+                "model_instance_name": instance,
+                "model_instance_device_id": str(device_id),
+                "model_repository": str(source.model_directory),
+                "model_version": str(model.version),
+                "model_name": model.name,
+            },
+        }
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s

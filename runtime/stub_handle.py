@@ -1,0 +1,309 @@
+"""One stub as the runtime holds it: its process, its two channels, its output, its memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import control_codec, encode
+from moonpool.ipc.errors import MoonpoolError, OutOfMemory, PeerGone, ProtocolError
+from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
+from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
+from moonpool.runtime.errors import LoadFailed, StubDied
+from moonpool.runtime.link import Link
+from moonpool.runtime.output import Output
+from moonpool.runtime.process import StubProcess
+from moonpool.runtime.regions import new_region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from moonpool.ipc.region import SharedRegion
+    from moonpool.runtime.config_options import ModelOptions
+    from moonpool.runtime.reactor import Reactor
+
+_log = logging.getLogger("moonpool")
+_LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
+# From the wish that a stub ends, with the stacks of its threads in the log, to the order.
+GRACE_S = 0.25
+# How long a process that closed its channel may take to be gone.
+_EXIT_S = 1.0
+
+
+class StubHandle:
+    """Starts a stub and holds it until `end`. Methods that wait are not for the reactor's thread."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        name: str,
+        python: str,
+        environment: Mapping[str, str],
+        options: ModelOptions,
+    ) -> None:
+        """Start the process. Raises `LoadFailed` where it cannot be started, `OutOfMemory`."""
+        self.name = name
+        # Told, on the reactor's thread, when the process has ended.
+        self.on_exit: Callable[[], None] = _nothing
+        self._reactor = reactor
+        self._python = python
+        self._options = options
+        self._reason: BaseException | None = None
+        self._oom_kills = oom_kills()
+        self._codec = control_codec(Side.RUNTIME)
+        self._sending = threading.Lock()
+        self._announced: list[SharedRegion] = []
+        work, work_end = Channel.pair()
+        self._control, control_end = Channel.pair()
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        self._output = Output(name, read_fd, options.log_lines_per_s)
+        try:
+            self._send(Kind.SANDBOX, options.sandbox, self._limits())
+            self.link = Link(
+                work,
+                self._send_region,
+                region_bytes=options.region_bytes,
+                region_limit_bytes=options.region_limit_bytes,
+            )
+            self.process = StubProcess(
+                name,
+                python,
+                work_fd=work_end.fileno(),
+                control_fd=control_end.fileno(),
+                output_fd=write_fd,
+                environment=environment,
+                folder=os.getcwd(),
+            )
+        except BaseException as error:
+            work.close()
+            self._control.close()
+            self._output.close()
+            if isinstance(error, OSError):
+                raise LoadFailed(start_failure(python, error), stage="start") from error
+            raise
+        finally:
+            work_end.close()
+            control_end.close()
+            os.close(write_fd)
+        reactor.watch(self._output.fd, self._read_output)
+        reactor.watch(self._control.fileno(), self._read_control)
+        reactor.watch(self.process.pidfd, self._exited)
+
+    def _limits(self) -> dict[str, int]:
+        memory = self._options.memory_limit_bytes
+        return {} if memory is None else {"memory_bytes": memory}
+
+    # Life
+
+    def start(self, start: Mapping[str, Any], deadline: float | None) -> list[Any]:
+        """Say what the stub is to be; returns the fields of LOADED or COMPLETED.
+
+        Raises `LoadFailed` with the model's own words, or with why there are none.
+        """
+        try:
+            text = json.dumps(start)
+            self.link.conversation.send(Kind.START, PROTOCOL_VERSION, text)
+            message = self._receive(deadline)
+        except TimeoutError:
+            self._stop(grace_s=GRACE_S)
+            raise LoadFailed(
+                f"Stub process '{self.name}' was not ready in time and was ended; raise "
+                "MOONPOOL_LOAD_TIMEOUT_S if it needs longer, or see its stacks in the log",
+                stage="initialize",
+            ) from None
+        except (PeerGone, ProtocolError) as error:
+            raise LoadFailed(str(self.explain(error, "start")), stage="start") from error
+        if message[0] == Kind.FAILED:
+            raise LoadFailed(message[2], stage=message[1], traceback=message[3])
+        return message
+
+    def _receive(self, deadline: float | None) -> list[Any]:
+        poll = select.poll()
+        poll.register(self.link.fileno(), select.POLLIN)
+        left_ms = None
+        if deadline is not None:
+            left_ms = max(0.0, deadline - time.monotonic()) * 1000
+        if not poll.poll(left_ms):
+            raise TimeoutError
+        return self.link.conversation.receive()
+
+    def finalize(self, timeout_s: float | None) -> None:
+        """Let the model finalize, and wait for the process to end; ends it when it takes too long."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            self.link.conversation.send(Kind.FINALIZE)
+            message = self._receive(deadline)
+            if message[1]:
+                _log.info("[%s] finalize failed: %s\n%s", self.name, message[1], message[2])
+            left_s = _EXIT_S if deadline is None else max(_EXIT_S, deadline - time.monotonic())
+            if self.process.wait(left_s) is not None:
+                return
+            _log.warning("[%s] finalized, but the process does not end; killing it", self.name)
+        except TimeoutError:
+            _log.warning("[%s] finalize took longer than %s s; killing it", self.name, timeout_s)
+        except MoonpoolError as error:
+            _log.warning("[%s] died in finalize: %s", self.name, self.explain(error, "finalize"))
+        self._stop(grace_s=GRACE_S)
+
+    def abort(self, reason: BaseException) -> None:
+        """End the process soon, for this reason; does not wait."""
+        if self._reason is None:
+            self._reason = reason
+            self.process.signal(signal.SIGTERM)
+            self._reactor.call_later(GRACE_S, self.process.kill)
+
+    def explain(self, error: BaseException, doing: str) -> BaseException:
+        """Why the stub is gone, or is about to be; waits for it to end, and ends it."""
+        if self._reason is None and isinstance(error, ProtocolError):
+            self._reason = StubDied(
+                f"Stub process '{self.name}' broke the protocol and was ended: {error}"
+            )
+        code = self.process.wait(GRACE_S + _EXIT_S if self._reason else _EXIT_S)
+        if code is None:
+            self.process.kill()
+            self.process.wait(_EXIT_S)
+        if self._reason is not None:
+            return self._reason
+        words = "closed its channel" if code is None else self._death(code)
+        return StubDied(f"Stub process '{self.name}' is not healthy. It {words} during {doing}.")
+
+    def _death(self, code: int) -> str:
+        self._flush_output()
+        killed = oom_kills() > self._oom_kills
+        return death_in_words(code, self._python, self._output.tail(), oom_killed=killed)
+
+    def _stop(self, grace_s: float) -> None:
+        self.process.signal(signal.SIGTERM)
+        if self.process.wait(grace_s) is None:
+            self.process.kill()
+            self.process.wait(_EXIT_S)
+
+    def end(self) -> None:
+        """End the process if it is there still, and give up everything. May be called many times."""
+        self.process.kill()
+        if self.process.wait(10 * _EXIT_S) is None:
+            _log.error("[%s] cannot be killed: %r", self.name, self.process)
+        self._on_reactor(self._close)
+
+    def _on_reactor(self, action: Callable[[], None]) -> None:
+        done = threading.Event()
+
+        def act() -> None:
+            try:
+                action()
+            finally:
+                done.set()
+
+        self._reactor.call_soon(act)
+        done.wait()
+
+    def _close(self) -> None:
+        """On the reactor's thread, so that no descriptor is closed while it is watched."""
+        if self._output.fd < 0:
+            return
+        for fd in (self._output.fd, self._control.fileno(), self.process.pidfd, self.link.fileno()):
+            self._reactor.forget(fd)
+        self._output.drain()
+        self._output.close()
+        self._control.close()
+        self.link.conversation.channel.wake()
+        self.link.conversation.channel.close()
+        self.link.close()
+        self.process.close()
+
+    # On the reactor's thread
+
+    def _exited(self) -> None:
+        self._reactor.forget(self.process.pidfd)
+        # What the stub started may hold its channel open; whoever waits on it must wake up now.
+        self.link.conversation.channel.wake()
+        self.on_exit()
+
+    def _read_output(self) -> None:
+        if not self._output.ready():
+            self._reactor.forget(self._output.fd)
+
+    def _flush_output(self) -> None:
+        self._on_reactor(self._output.drain)
+
+    def _read_control(self) -> None:
+        try:
+            for _ in range(64):  # then others have their turn
+                packet = self._control.receive_ready()
+                if packet is None:
+                    return
+                self._handle(self._codec.decode(packet))
+        except PeerGone:
+            self._reactor.forget(self._control.fileno())
+        except ProtocolError as error:
+            self._reactor.forget(self._control.fileno())
+            _log.error("[%s] broke the protocol and is ended: %s", self.name, error)
+            self._reason = StubDied(
+                f"Stub process '{self.name}' broke the protocol and was ended: {error}"
+            )
+            self.process.kill()
+
+    def _handle(self, fields: list[Any]) -> None:
+        kind = fields[0]
+        if kind == Kind.LOG:
+            self._output.log(_LEVELS[fields[1]], fields[2], fields[3], fields[4])
+        elif kind == Kind.GROW:
+            # Setting memory aside takes a millisecond for every few megabytes.
+            threading.Thread(target=self._grow, args=(fields[1],), name="moonpool-grow").start()
+        elif kind == Kind.RETIRE:
+            region = self.link.response_regions.pop(fields[1], None)
+            if region is None or not self.link.response_regions:
+                raise ProtocolError(f"region {fields[1]} is not the stub's to retire")
+            region.close()
+        else:
+            raise ProtocolError(f"{Kind(kind).name} is not handled by the runtime")
+
+    # Sending on the control channel, from any thread
+
+    def _send(self, *message: object) -> None:
+        with self._sending:
+            self._control.send(encode(*message))
+
+    def _send_region(self, region: SharedRegion, writer: Side) -> None:
+        with self._sending:
+            packet = encode(Kind.REGION, region.id, region.size_bytes, writer)
+            self._control.send_fd(packet, region.fd)
+
+    def _grow(self, needed_bytes: int) -> None:
+        """Give the stub another region for its answers, with word of all that is free again."""
+        link, limit = self.link, self._options.region_limit_bytes
+        try:
+            released = link.take_released()
+            if released:
+                self._send(Kind.RELEASE, released)
+            present = sum(region.size_bytes for region in list(link.response_regions.values()))
+            try:
+                region = new_region(present, needed_bytes, limit)
+            except OutOfMemory as error:
+                self._send(Kind.REFUSED, str(error))
+                return
+            link.response_regions[region.id] = region
+            self._send_region(region, Side.STUB)
+        except (PeerGone, BlockingIOError, MoonpoolError) as error:
+            _log.debug("[%s] is gone before it could grow: %s", self.name, error)
+
+    def tidy(self) -> None:
+        """Give back memory that was not needed lately. For whoever holds the idle instance."""
+        self.link.tidy(lambda region_id: self._send(Kind.RETIRE, region_id))
+        released = self.link.take_released() if len(self.link.response_regions) > 1 else []
+        if released:
+            self._send(Kind.RELEASE, released)
+
+    def __repr__(self) -> str:
+        return f"<Stub {self.name} {self.process!r}>"
+
+
+def _nothing() -> None:
+    """Until somebody wants to know."""

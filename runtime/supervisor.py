@@ -1,0 +1,294 @@
+"""The instances of one model version: started together, watched, restarted, ended.
+
+An instance that breaks is in exactly one hand at that moment: idle in the scheduler, or in the hand of whoever
+drives its batch. That hand reports it here, once, and a thread of its own takes care of it: finds out what
+happened, tells the callers, cleans up, waits as the restart policy says, starts it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import BackendError, ExecuteTimedOut, LoadFailed, ModelUnavailable
+from moonpool.runtime.restart import GiveUp, RestartPolicy
+from moonpool.runtime.states import INSTANCE, InstanceState, Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from moonpool.runtime.backend import Backend, Model, ModelInstance
+    from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.request import InferenceRequest
+    from moonpool.runtime.scheduler import Scheduler
+
+_log = logging.getLogger("moonpool")
+_S = InstanceState
+# An execution over its limit is noticed after this part of the limit more, at the latest.
+_CHECKS_PER_LIMIT = 20
+_TIDY_S = 5.0
+
+
+class Seat:
+    """An instance, where it is in its life, and when it died."""
+
+    def __init__(self, instance: ModelInstance, deaths: int) -> None:
+        self.instance = instance
+        self.machine = Machine(instance.name, INSTANCE, time.monotonic())
+        self.deaths_s: deque[float] = deque(maxlen=deaths)
+        self.restarts = 0
+        self.recovery: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.machine!r} restarts={self.restarts}>"
+
+
+class Supervisor:
+    """Owns the instances of a model version. Any thread may call any method."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: Model,
+        instances: Sequence[ModelInstance],
+        reactor: Reactor,
+        tell: Callable[[str, str, str], None],
+    ) -> None:
+        """`tell` gets the name, state and reason of an instance whenever they change."""
+        options = model.options
+        self._policy = RestartPolicy(
+            max_restarts=options.max_restarts,
+            window_s=options.restart_window_s,
+            backoff_s=options.restart_backoff_s,
+            backoff_max_s=options.restart_backoff_max_s,
+        )
+        self._backend = backend
+        self._model = model
+        self._reactor = reactor
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self.seats = [Seat(i, options.max_restarts + 1) for i in instances]
+        self._seat_of = {seat.instance: seat for seat in self.seats}
+        self._scheduler: Scheduler | None = None
+
+    def serve(self, scheduler: Scheduler) -> None:
+        """From now on, ready instances go to this scheduler."""
+        self._scheduler = scheduler
+        for seat in self.seats:
+            seat.instance.report_broken = self._reporter(seat.instance)
+
+    def _reporter(self, instance: ModelInstance) -> Callable[[BaseException], None]:
+        def report(error: BaseException) -> None:
+            # Busy instances are reported by whoever drives them, starting ones by their start.
+            if self._scheduler is not None and self._scheduler.take(instance):
+                self.lost(instance, [], error)
+
+        return report
+
+    def _move(self, seat: Seat, state: InstanceState, because: str) -> None:
+        with self._lock:
+            seat.machine.move(state, because, time.monotonic())
+        self._tell(seat.instance.name, str(state), because)
+
+    # Start
+
+    def start_all(self) -> None:
+        """Initialize all instances in parallel. On failure finalizes those that started, and raises.
+
+        Raises `LoadFailed` with the first failure.
+        """
+        with ThreadPoolExecutor(len(self.seats), "moonpool-start") as pool:
+            errors = [error for error in pool.map(self._first_start, self.seats) if error]
+        if errors:
+            self.stop_all()
+            raise errors[0]
+        if self._model.options.execute_timeout_s is not None:
+            self._check_overdue()
+        self._tidy()
+
+    def _first_start(self, seat: Seat) -> BaseException | None:
+        self._move(seat, _S.STARTING, "load")
+        try:
+            self._backend.model_instance_initialize(seat.instance)
+        except Exception as error:
+            wrapped = as_load_failure(error, seat.instance.name)
+            self._move(seat, _S.FAILED, str(wrapped))
+            return wrapped
+        self._ready(seat, "initialized")
+        return None
+
+    def _ready(self, seat: Seat, because: str) -> None:
+        instance = seat.instance
+        instance.is_healthy = instance.accepts = True
+        self._move(seat, _S.READY, because)
+        if self._scheduler is not None:
+            self._scheduler.add(instance)
+
+    # Failure
+
+    def lost(
+        self, instance: ModelInstance, requests: Sequence[InferenceRequest], error: BaseException
+    ) -> None:
+        """An instance broke, and with it these requests. Does not block."""
+        seat = self._seat_of[instance]
+        instance.accepts = instance.is_healthy = False
+        seat.recovery = threading.Thread(
+            target=self._recover,
+            args=(seat, requests, error),
+            name=f"moonpool-recover-{instance.name}",
+            daemon=True,
+        )
+        seat.recovery.start()
+
+    def _recover(
+        self, seat: Seat, requests: Sequence[InferenceRequest], error: BaseException
+    ) -> None:
+        seat.deaths_s.append(time.monotonic())
+        reason = self._backend.explain(seat.instance, error)
+        _log.error("[%s] %s", seat.instance.name, reason)
+        is_draining = seat.machine.state is _S.DRAINING
+        self._move(seat, _S.STOPPED if is_draining else _S.BACKING_OFF, str(reason))
+        self._tell_callers(requests, as_moonpool_error(reason))
+        self._finalize(seat)
+        if is_draining:
+            return
+        while not self._restart(seat):
+            seat.deaths_s.append(time.monotonic())
+
+    def _tell_callers(self, requests: Sequence[InferenceRequest], reason: MoonpoolError) -> None:
+        if self._scheduler is None:
+            return
+        again = []
+        if self._model.options.retry and not isinstance(reason, ExecuteTimedOut):
+            again = [request for request in requests if not request.attempts]
+        self._scheduler.fail([request for request in requests if request not in again], reason)
+        if again:
+            self._scheduler.retry(again)
+
+    def _restart(self, seat: Seat) -> bool:
+        """Try once; False if the try failed and another one is due."""
+        decision = self._policy.decide(list(seat.deaths_s), time.monotonic())
+        if isinstance(decision, GiveUp):
+            self._give_up(seat, decision.reason)
+            return True
+        if self._stopping.wait(max(0.0, decision.at_s - time.monotonic())):
+            self._move(seat, _S.STOPPED, "unload")
+            return True
+        self._move(seat, _S.STARTING, f"restart after: {seat.machine.because}")
+        try:
+            self._backend.model_instance_initialize(seat.instance)
+        except Exception as error:
+            _log.error("[%s] restart failed: %s", seat.instance.name, error)
+            self._move(seat, _S.BACKING_OFF, f"restart failed: {error}")
+            return False
+        seat.restarts += 1
+        self._ready(seat, "restarted")
+        return True
+
+    def _give_up(self, seat: Seat, reason: str) -> None:
+        last = seat.machine.because
+        self._move(seat, _S.FAILED, f"{reason}; the last time: {last}")
+        if self._scheduler is None or any(s.machine.state is not _S.FAILED for s in self.seats):
+            return
+        error = ModelUnavailable(
+            f"Request for model '{self._model.name}' which has no instance left: "
+            f"{seat.instance.name} {seat.machine.because}"
+        )
+        self._scheduler.refuse(error)
+        self._scheduler.drop(error)
+
+    # Watching
+
+    def _check_overdue(self) -> None:
+        limit_s = self._model.options.execute_timeout_s
+        if limit_s is None or self._scheduler is None or self._stopping.is_set():
+            return
+        for instance in self._scheduler.overdue(limit_s):
+            self._backend.abort(
+                instance,
+                ExecuteTimedOut(
+                    f"Stub process '{instance.name}' took longer than {limit_s:g} s to execute a "
+                    "batch and was ended"
+                ),
+            )
+        self._reactor.call_later(limit_s / _CHECKS_PER_LIMIT, self._check_overdue)
+
+    def _tidy(self) -> None:
+        if self._scheduler is None or self._stopping.is_set():
+            return
+        self._scheduler.rescue()
+        for seat in self.seats:
+            instance = seat.instance
+            if self._scheduler.take(instance):
+                try:
+                    self._backend.tidy(instance)
+                except (MoonpoolError, OSError) as error:
+                    self.lost(instance, [], error)
+                else:
+                    self._scheduler.add(instance)
+        self._reactor.call_later(_TIDY_S, self._tidy)
+
+    # End
+
+    def stop_all(self) -> None:
+        """Finalize all instances in parallel; those that execute are waited for first, if need be ended."""
+        self._stopping.set()
+        with ThreadPoolExecutor(len(self.seats), "moonpool-stop") as pool:
+            list(pool.map(self._stop, self.seats))
+
+    def _stop(self, seat: Seat) -> None:
+        if seat.recovery is not None:
+            seat.recovery.join()
+        if seat.machine.state is _S.READY:
+            self._move(seat, _S.DRAINING, "unload")
+            self._drain(seat)
+            if seat.recovery is not None:
+                seat.recovery.join()
+        if seat.machine.state is _S.DRAINING:
+            self._move(seat, _S.FINALIZING, "drained")
+            self._finalize(seat)
+        if not seat.machine.ended:
+            self._move(seat, _S.STOPPED, "unload")
+
+    def _drain(self, seat: Seat) -> None:
+        """Take an instance out of the scheduler once it executes nothing."""
+        scheduler, instance = self._scheduler, seat.instance
+        if scheduler is None:
+            return
+        instance.accepts = False
+        if scheduler.take(instance):
+            return
+        if not scheduler.wait_idle(instance, time.monotonic()):
+            error = ModelUnavailable(f"model '{self._model.name}' is being unloaded")
+            self._backend.abort(instance, error)
+            scheduler.wait_idle(instance, time.monotonic() + 10.0)
+
+    def _finalize(self, seat: Seat) -> None:
+        try:
+            self._backend.model_instance_finalize(seat.instance)
+        except Exception as error:
+            _log.exception("[%s] finalizing the instance failed: %s", seat.instance.name, error)
+
+
+def as_load_failure(error: Exception, subject: str) -> MoonpoolError:
+    """What a load raises: moonpool's own errors as they are, others as `LoadFailed`."""
+    if isinstance(error, MoonpoolError):
+        return error
+    failure = LoadFailed(f"{subject} cannot be initialized: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def as_moonpool_error(error: BaseException) -> MoonpoolError:
+    """What callers get: moonpool's own errors as they are, others wrapped."""
+    if isinstance(error, MoonpoolError):
+        return error
+    wrapped = BackendError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
