@@ -88,11 +88,14 @@ class Channel:
             # One call into C: no signal handler runs between a packet's arrival and its safekeeping.
             try:
                 self._inbox.extend(map(self._receive, _ROOM))
+            except ConnectionResetError:
+                # Told once, ahead of what the peer sent before it ended with packets unread.
+                self.wait()
             except OSError as error:
                 raise self._gone(error) from error
 
     def receive(self) -> bytes:
-        """The next packet; blocks. Raises `PeerGone` at the end of the peer.
+        """The next packet; blocks. Raises `PeerGone` at the end of the peer, after its last packet.
 
         Descriptors that the peer sent along are dropped by the kernel.
         """
@@ -107,6 +110,8 @@ class Channel:
             packet = self._receive(_ROOM[0], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
+        except ConnectionResetError:  # as in `wait`
+            return self.receive_ready()
         except OSError as error:
             raise self._gone(error) from error
         return self._checked(packet)
@@ -120,6 +125,8 @@ class Channel:
             packet, ancillary, _, _ = self._socket.recvmsg(
                 _ROOM[0], socket.CMSG_SPACE(_MAX_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
             )
+        except ConnectionResetError:  # as in `wait`
+            return self.receive_with_fds()
         except OSError as error:
             raise self._gone(error) from error
         fds = array.array("i")

@@ -1,0 +1,452 @@
+"""Packets: order, limits, ends, descriptors, signals."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+from tests.waiting import wait_until
+
+from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
+from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
+
+Ends = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ours, theirs = Channel.pair()
+    other = Channel(theirs)
+    yield ours, other
+    ours.close()
+    other.close()
+
+
+def _with_fds(channel: Channel) -> bytes:
+    packet, fds = channel.receive_with_fds()
+    assert fds == []
+    return packet
+
+
+def _ready(channel: Channel) -> bytes:
+    packet = channel.receive_ready()
+    assert packet is not None
+    return packet
+
+
+RECEIVES = {"receive": Channel.receive, "receive_ready": _ready, "receive_with_fds": _with_fds}
+in_every_way = pytest.mark.parametrize("receive", RECEIVES.values(), ids=RECEIVES.keys())
+Receive = Callable[[Channel], bytes]
+
+
+def _fill(channel: Channel) -> list[bytes]:
+    """Send until the peer would have to read."""
+    sent: list[bytes] = []
+    for number in range(100_000):
+        packet = b"%d" % number
+        try:
+            channel.send(packet)
+        except BlockingIOError:
+            assert sent
+            return sent
+        sent.append(packet)
+    raise AssertionError("the channel took 100,000 packets that nobody read")
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _is_blocked(thread: threading.Thread) -> bool:
+    with open(f"/proc/self/task/{thread.native_id}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "S"
+
+
+@in_every_way
+def test_packets_arrive_whole_and_in_order(ends: Ends, receive: Receive) -> None:
+    ours, theirs = ends
+    packets = [b"a", b"", b"bc" * 1000, b"\0", bytes(range(256))]
+    for packet in filter(None, packets):
+        ours.send(packet)
+
+    assert [receive(theirs) for _ in range(4)] == list(filter(None, packets))
+
+
+@in_every_way
+def test_both_ends_may_send(ends: Ends, receive: Receive) -> None:
+    ours, theirs = ends
+    ours.send(b"down")
+    theirs.send_waiting(b"up")
+
+    assert (receive(theirs), receive(ours)) == (b"down", b"up")
+
+
+@in_every_way
+def test_a_packet_of_the_largest_size_arrives(ends: Ends, receive: Receive) -> None:
+    ours, theirs = ends
+    ours.send(b"x" * MAX_PACKET_BYTES)
+
+    assert receive(theirs) == b"x" * MAX_PACKET_BYTES
+
+
+@in_every_way
+@pytest.mark.parametrize("beyond", [1, 2, 65536])
+def test_a_larger_packet_is_against_the_rules(ends: Ends, receive: Receive, beyond: int) -> None:
+    ours, theirs = ends
+    ours.send(b"x" * (MAX_PACKET_BYTES + beyond))
+
+    with pytest.raises(RemoteProtocolError, match=f"more than {MAX_PACKET_BYTES} bytes"):
+        receive(theirs)
+
+
+def test_what_no_packet_can_hold_is_not_sent(ends: Ends) -> None:
+    ours, theirs = ends
+
+    with pytest.raises(LocalProtocolError, match="Message too long"):
+        ours.send(bytes(16 << 20))
+    assert theirs.receive_ready() is None
+
+
+@in_every_way
+def test_the_end_of_the_peer_comes_after_its_last_packet(ends: Ends, receive: Receive) -> None:
+    ours, theirs = ends
+    theirs.send(b"last words")
+    theirs.close()
+
+    assert receive(ours) == b"last words"
+    for _ in range(3):
+        with pytest.raises(PeerGone, match="the peer closed the channel"):
+            receive(ours)
+
+
+@in_every_way
+def test_a_peer_that_ends_with_packets_unread_is_heard_to_the_end(
+    ends: Ends, receive: Receive
+) -> None:
+    ours, theirs = ends
+    ours.send(b"never read")
+    theirs.send(b"last")
+    theirs.send(b"words")
+    theirs.close()
+
+    assert [receive(ours), receive(ours)] == [b"last", b"words"]
+    with pytest.raises(PeerGone):
+        receive(ours)
+
+
+def test_sending_to_a_peer_that_is_gone_is_told(ends: Ends) -> None:
+    ours, theirs = ends
+    theirs.close()
+
+    with pytest.raises(PeerGone, match="Broken pipe"):
+        ours.send(b"x")
+    with pytest.raises(PeerGone, match="Broken pipe"):
+        ours.send_waiting(b"x")
+    with pytest.raises(PeerGone, match="Broken pipe"):
+        ours.send_fd(b"x", 0)
+
+
+def test_the_death_of_the_peers_process_is_told() -> None:
+    ours, theirs = Channel.pair()
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    with theirs:
+        command = [sys.executable, "-I", "-c", program]
+        child = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+
+    with pytest.raises(PeerGone):
+        ours.receive()
+    assert child.wait(10) == -signal.SIGKILL
+    ours.close()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda channel: channel.send(b"x"),
+        lambda channel: channel.send_waiting(b"x"),
+        lambda channel: channel.send_fd(b"x", 0),
+        Channel.wait,
+        *RECEIVES.values(),
+    ],
+    ids=["send", "send_waiting", "send_fd", "wait", *RECEIVES],
+)
+def test_a_channel_that_this_side_closed_says_so(
+    ends: Ends, use: Callable[[Channel], object]
+) -> None:
+    ours, _ = ends
+    ours.close()
+    ours.close()
+
+    with pytest.raises(Closed, match="this end of the channel was closed"):
+        use(ours)
+    assert ours.fileno() == -1
+
+
+def test_sending_never_blocks_on_a_peer_that_does_not_read(ends: Ends) -> None:
+    ours, theirs = ends
+    sent = _fill(ours)
+    with pytest.raises(BlockingIOError):
+        ours.send_fd(b"x", 0)
+
+    received = [theirs.receive() for _ in sent]
+    ours.send(b"more")
+
+    assert received == sent
+    assert theirs.receive() == b"more"
+
+
+def test_sending_on_the_stubs_side_waits_until_the_peer_reads(ends: Ends) -> None:
+    ours, theirs = ends
+    sent = _fill(ours)
+    thread = threading.Thread(target=ours.send_waiting, args=(b"at last",))
+    thread.start()
+    wait_until(lambda: _is_blocked(thread), what="the sender to block")
+    received = [theirs.receive() for _ in range(len(sent) + 1)]
+    thread.join()
+
+    assert received == [*sent, b"at last"]
+
+
+def test_a_peer_cannot_make_this_side_block(ends: Ends) -> None:
+    ours, theirs = ends
+    flags = fcntl.fcntl(theirs.fileno(), fcntl.F_GETFL)
+    fcntl.fcntl(theirs.fileno(), fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
+
+    _fill(ours)
+    assert ours.receive_ready() is None
+
+
+def test_a_channel_blocks_even_where_its_socket_did_not() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.setblocking(False)
+    channel = Channel(theirs)
+    thread = threading.Thread(target=channel.wait)
+    thread.start()
+    wait_until(lambda: _is_blocked(thread), what="the receiver to block")
+    ours.send(b"x")
+    thread.join()
+
+    assert channel.receive() == b"x"
+    ours.close()
+    channel.close()
+
+
+def test_nothing_there_is_told_at_once(ends: Ends) -> None:
+    ours, _ = ends
+
+    assert ours.receive_ready() is None
+
+
+def test_the_descriptor_is_readable_when_a_packet_or_the_end_can_be_received(ends: Ends) -> None:
+    ours, theirs = ends
+    poll = select.poll()
+    poll.register(ours.fileno(), select.POLLIN)
+    assert poll.poll(0) == []
+    theirs.send(b"x")
+    assert poll.poll(0)
+    ours.receive()
+    assert poll.poll(0) == []
+    theirs.close()
+
+    assert poll.poll(0)
+
+
+def test_what_was_waited_for_is_received_without_a_look_at_the_socket(ends: Ends) -> None:
+    ours, theirs = ends
+    for packet in (b"1", b"2", b"3"):
+        theirs.send(packet)
+    ours.wait()
+    ours.wait()
+
+    assert [ours.receive_ready(), ours.receive(), ours.receive_ready()] == [b"1", b"2", b"3"]
+
+
+def test_descriptors_that_nobody_asked_for_are_dropped(ends: Ends) -> None:
+    ours, theirs = ends
+    before = _descriptors()
+    for receive in (Channel.receive, _ready):
+        watched, sent = os.pipe()
+        theirs.send_fd(b"with a gift", sent)
+        os.close(sent)
+        assert receive(ours) == b"with a gift"
+
+        # End of file: nobody has the other end any more.
+        assert os.read(watched, 1) == b""
+        os.close(watched)
+    assert _descriptors() == before
+
+
+def test_a_descriptor_that_is_asked_for_is_another_one_for_the_same_thing(ends: Ends) -> None:
+    ours, theirs = ends
+    reading, writing = os.pipe()
+    ours.send_fd(b"take this", writing)
+    packet, (received,) = theirs.receive_with_fds()
+    os.write(received, b"through")
+
+    assert packet == b"take this"
+    assert received != writing
+    assert not os.get_inheritable(received)
+    assert os.read(reading, 7) == b"through"
+    for fd in (reading, writing, received):
+        os.close(fd)
+
+
+def test_a_descriptor_that_is_closed_cannot_be_sent(ends: Ends) -> None:
+    ours, theirs = ends
+
+    with pytest.raises(LocalProtocolError, match="Bad file descriptor"):
+        ours.send_fd(b"x", -1)
+    assert theirs.receive_ready() is None
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 200])
+def test_more_descriptors_than_expected_do_not_leak(count: int) -> None:
+    raw, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs = Channel(end)
+    before = _descriptors()
+    fds = array.array("i", [raw.fileno()] * count)
+    raw.sendmsg([b"many"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    packet, received = theirs.receive_with_fds()
+
+    assert packet == b"many"
+    assert len(received) == min(count, 16) == _descriptors() - before
+    for fd in received:
+        os.close(fd)
+    raw.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("packet", [b"", b"x" * (MAX_PACKET_BYTES + 1)], ids=["empty", "too large"])
+def test_the_descriptors_of_a_packet_that_is_refused_are_closed(ends: Ends, packet: bytes) -> None:
+    ours, theirs = ends
+    before = _descriptors()
+    ours.send_fd(packet, 0)
+
+    with pytest.raises((PeerGone, RemoteProtocolError)):
+        theirs.receive_with_fds()
+    assert _descriptors() == before
+
+
+def test_a_thread_that_blocks_is_woken(ends: Ends) -> None:
+    ours, _ = ends
+    told: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            ours.receive()
+        except PeerGone as error:
+            told.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    wait_until(lambda: _is_blocked(thread), what="the receiver to block")
+    ours.wake()
+    thread.join(10)
+
+    assert len(told) == 1
+
+
+def test_waking_is_harmless_at_any_time(ends: Ends) -> None:
+    ours, theirs = ends
+    theirs.close()
+    ours.wake()
+    ours.wake()
+    ours.close()
+    ours.wake()
+
+
+def test_the_peer_of_a_woken_channel_sees_its_end(ends: Ends) -> None:
+    ours, theirs = ends
+    ours.wake()
+
+    with pytest.raises(PeerGone):
+        theirs.receive()
+
+
+class Rang(Exception):
+    """What the signal handler raises."""
+
+
+@pytest.fixture
+def ringing() -> Iterator[list[int]]:
+    """While the list says [1], the next SIGUSR1 raises `Rang` in the main thread."""
+    armed = [0]
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        if armed[0]:
+            armed[0] = 0
+            raise Rang
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield armed
+    armed[0] = 0
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_exception_of_a_signal_handler_ends_the_wait(ends: Ends, ringing: list[int]) -> None:
+    ours, theirs = ends
+    main = threading.main_thread()
+
+    def ring() -> None:
+        wait_until(lambda: ringing[0] and _is_blocked(main), what="the receiver to block")
+        signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+
+    thread = threading.Thread(target=ring)
+    thread.start()
+    ringing[0] = 1
+    with pytest.raises(Rang):
+        ours.receive()
+    thread.join()
+    theirs.send(b"afterwards")
+
+    assert ours.receive() == b"afterwards"
+
+
+def test_an_exception_of_a_signal_handler_loses_no_packet(ends: Ends, ringing: list[int]) -> None:
+    rounds = 3000
+    ours, theirs = ends
+    main = threading.main_thread().ident or 0
+    chance = random.Random(1)
+    rang = 0
+
+    def send_and_ring() -> None:
+        for number in range(rounds):
+            rings_first = chance.random() < 0.5
+            if rings_first:
+                signal.pthread_kill(main, signal.SIGUSR1)
+            theirs.send_waiting(b"%d" % number)
+            if not rings_first:
+                signal.pthread_kill(main, signal.SIGUSR1)
+            if not select.select([theirs], [], [], 5)[0]:
+                theirs.wake()  # the packet was lost: end the wait for it
+                return
+            theirs.receive()
+
+    thread = threading.Thread(target=send_and_ring)
+    thread.start()
+    received: list[int] = []
+    while len(received) < rounds:
+        try:
+            ringing[0] = 1
+            ours.wait()
+            ringing[0] = 0
+        except Rang:
+            rang += 1
+            continue
+        received.append(int(ours.receive()))
+        ours.send(b"next")
+    thread.join()
+
+    assert received == list(range(rounds))
+    assert rang > rounds / 100  # or nothing was tried
