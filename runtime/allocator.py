@@ -66,7 +66,7 @@ def allocate(
             f"the allocator's buffer for output {name!r} must be writable and hold "
             f"{raw.nbytes} bytes: {error}"
         ) from error
-    lease = Lease((raw.nbytes,), "u1", memory)
+    lease = Lease((raw.nbytes,), "u1", memory)  # type: ignore[arg-type]
     lease.give_back = lambda token: allocator.release(token, userp)
     lease.token = buffer
     lease[...] = raw

@@ -144,8 +144,8 @@ class Backend(ABC):
         """What to tell callers of an instance that broke; may block for a second."""
         return error
 
-    def abort(self, instance: ModelInstance, reason: BaseException) -> None:
+    def abort(self, instance: ModelInstance, reason: BaseException) -> None:  # noqa: B027 - optional
         """The instance has executed for too long: break it, so that `explain` says `reason`. Does not block."""
 
-    def tidy(self, instance: ModelInstance) -> None:
+    def tidy(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """Give back what an instance, idle at the moment, has not needed lately. Does not block."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moonpool.ipc.arena import Arena, Block
+from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import BadTensor, RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
 from moonpool.ipc.messages import Kind, Side
-from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE
 from moonpool.runtime.allocator import allocate
 from moonpool.runtime.errors import CODES, ModelError

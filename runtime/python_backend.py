@@ -25,10 +25,31 @@ if TYPE_CHECKING:
     from moonpool.runtime.request import InferenceRequest
 
 # What a stub may see of the runtime's environment; anything else may be a secret.
-_ALLOWED = (
-    "PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE LC_* TZ TMPDIR LD_LIBRARY_PATH XDG_CACHE_HOME "
-    "CUDA_* NVIDIA_* OMP_* MKL_* OPENBLAS_* NUMEXPR_* TORCH_* HF_HOME HF_HUB_OFFLINE TRANSFORMERS_*"
-).split()
+_ALLOWED = [
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "TERM",
+    "LANG",
+    "LANGUAGE",
+    "LC_*",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "XDG_CACHE_HOME",
+    "CUDA_*",
+    "NVIDIA_*",
+    "OMP_*",
+    "MKL_*",
+    "OPENBLAS_*",
+    "NUMEXPR_*",
+    "TORCH_*",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_*",
+]
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 

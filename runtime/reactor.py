@@ -101,10 +101,12 @@ class Reactor:
             self._epoll.register(fd, select.EPOLLIN)
 
     def _run(self) -> None:
-        while self._running:
+        while True:
             self._run_soon()
             self._run_due()
-            if not self._running or self._soon:
+            if not self._running:
+                return
+            if self._soon:
                 continue
             # epoll's timeouts are whole milliseconds; a batch may wait for a few microseconds.
             self._timer.set(self._later[0][0] if self._later else None)

@@ -16,9 +16,9 @@ Parameter = bool | int | float | str
 
 
 class Placement(NamedTuple):
-    """One input as it is going to be placed."""
+    """One input as it is going to be placed; `number` is its index in the configuration."""
 
-    index: int
+    number: int
     datatype: int
     shape: list[int]
     # Typed array; for BYTES and raw BF16 the bytes of the wire as uint8.

@@ -35,7 +35,6 @@ from moonpool.runtime.reactor import Reactor
 from moonpool.runtime.repository import ModelDirectory, ModelRepository
 from moonpool.runtime.request import NO_DETAILS, Details, Response
 from moonpool.runtime.source import ModelSource, of_class, of_file
-from moonpool.runtime.states import ModelState
 from moonpool.runtime.waiter import FutureWaiter, ThreadWaiter
 
 if TYPE_CHECKING:
@@ -538,6 +537,3 @@ def _result(outcome: Outcome) -> Response:
         return outcome
     # Each caller raises an object of its own: one error may belong to a whole batch.
     raise outcome.with_traceback(None)
-
-
-__all__ = ["ModelState", "Runtime", "exit_on_sigterm"]

@@ -58,10 +58,10 @@ class Signature:
         """A request for the scheduler. Raises `InvalidRequest`, in Triton's words where it has some."""
         if len(inputs) != len(self._in_order):
             self._check_count(inputs)
-        placements = []
+        placements: list[Placement] = []
         batch_size = 1
         signature: Hashable = None
-        shapes = []
+        shapes: list[tuple[int, tuple[int, ...]]] = []
         for spec in self._in_order:
             value = inputs.get(spec.name)
             if value is None:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.errors import RequestTimedOut
+from moonpool.runtime.request import Response
 
 if TYPE_CHECKING:
     from moonpool.runtime.execution import Execution
@@ -94,8 +95,12 @@ class FutureWaiter(Waiter):
     __slots__ = ("future",)
 
     def __init__(self) -> None:
-        self.future: Future[Outcome] = Future()
+        self.future: Future[Response] = Future()
 
     def resolve(self, outcome: Outcome) -> None:
-        if self.future.set_running_or_notify_cancel():
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Response):
             self.future.set_result(outcome)
+        else:
+            self.future.set_exception(outcome)

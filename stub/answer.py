@@ -84,7 +84,7 @@ class Answer:
                 raise UnexpectedOutput(
                     f"unexpected inference output '{tensor._name}' for model '{self._model}'"
                 )
-            data = tensor._array if tensor._wire is None else tensor._wire
+            data: np.ndarray = tensor._array if tensor._wire is None else tensor._wire  # type: ignore[assignment]
             size_bytes = data.nbytes
             row = [index, tensor._datatype, list(tensor._shape), 0, 0, size_bytes]
             if data.base is None or not self._lies_there(data, row):
@@ -110,15 +110,15 @@ class Answer:
         lease = lease_of(data)
         if lease is None:
             return False
-        region_id, offset = place = lease.token  # type: ignore[misc]
+        place: tuple[int, int] = lease.token  # type: ignore[assignment]
         if place not in self._batch.places:
-            block = self._regions.arena.find(region_id, offset)
+            block = self._regions.arena.find(*place)
             if block is None or lease.give_back is not self._regions.give_back:
                 return False  # an input that the model kept from an earlier batch
             block.holds += 1
         row[3] = len(self._blocks)
         row[4] = offset_in(lease, data)
-        self._blocks.append([region_id, offset, lease.size])
+        self._blocks.append([*place, lease.size])
         return True
 
 

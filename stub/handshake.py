@@ -13,6 +13,7 @@ configuration, which is how tensors are numbered on the wire), `config` and `ver
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -101,10 +102,8 @@ class Handshake:
 
     def fail(self, stage: str, message: str, traceback: str = "") -> None:
         """Tell the runtime why this stub cannot serve, and end the process."""
-        try:
+        with contextlib.suppress(PeerGone):
             self.conversation.send(Kind.FAILED, stage, message[-65536:], traceback[-65536:])
-        except PeerGone:
-            pass
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

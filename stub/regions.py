@@ -96,8 +96,8 @@ class Regions(Overflow):
         """Make free what came back. For the main thread, which owns the arena."""
         returned, arena = self.returned, self.arena
         while returned:
-            region_id, offset = returned.popleft()  # type: ignore[misc]
-            block = arena.find(region_id, offset)
+            place: tuple[int, int] = returned.popleft()  # type: ignore[assignment]
+            block = arena.find(*place)
             if block is not None:
                 arena.release(block)
 

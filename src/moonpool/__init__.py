@@ -1,5 +1,60 @@
-"""Models served from sealed processes, over shared memory."""
+"""Models served from sealed processes, over shared memory.
 
-from moonpool.runtime.runtime import Runtime
+`Runtime` is the way in. Every error that it raises derives from `MoonpoolError` and carries one of Triton's
+codes in `.code`. The hints (`Float32`, `Batch`, `Outputs`, ...) are for models; see
+`docs/NATIVE_MODELS.md`.
+"""
 
-__all__ = ["Runtime"]
+from moonpool.ipc.errors import MoonpoolError, OutOfMemory
+from moonpool.runtime.allocator import ResponseAllocator
+from moonpool.runtime.backend import Backend, Model, ModelInstance
+from moonpool.runtime.batcher import QueueFull, QueueTimeout
+from moonpool.runtime.config import ConfigError
+from moonpool.runtime.errors import (
+    AlreadyLoaded,
+    ExecuteTimedOut,
+    InvalidRequest,
+    LoadFailed,
+    ModelError,
+    ModelNotFound,
+    ModelUnavailable,
+    RequestCancelled,
+    RequestTimedOut,
+    RuntimeClosed,
+    StubDied,
+)
+from moonpool.runtime.repository import RepositoryError
+from moonpool.runtime.request import Response
+from moonpool.runtime.runtime import Runtime, exit_on_sigterm
+
+# The hints are what `moonpool.stub.hints` puts into this module, here as in a stub.
+from moonpool.stub.hints import *  # noqa: F403
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyLoaded",
+    "Backend",
+    "ConfigError",
+    "ExecuteTimedOut",
+    "InvalidRequest",
+    "LoadFailed",
+    "Model",
+    "ModelError",
+    "ModelInstance",
+    "ModelNotFound",
+    "ModelUnavailable",
+    "MoonpoolError",
+    "OutOfMemory",
+    "QueueFull",
+    "QueueTimeout",
+    "RepositoryError",
+    "RequestCancelled",
+    "RequestTimedOut",
+    "Response",
+    "ResponseAllocator",
+    "Runtime",
+    "RuntimeClosed",
+    "StubDied",
+    "exit_on_sigterm",
+]
