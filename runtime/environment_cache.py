@@ -1,11 +1,14 @@
 """Unpacked environments on disk, each once, under the hash of its archive.
 
     <root>/<sha256>         the environment; appears by rename, so it is whole or not there
-    <root>/<sha256>.lock    held shared by whoever uses it, exclusively by whoever makes or removes
-                            it; its time is that of the last use
+    <root>/<sha256>.lock    held shared by whoever uses it, exclusively by whoever removes it; its
+                            time is that of the last use
+    <root>/<sha256>.making  held exclusively by whoever unpacks or removes it
     <root>/.<sha256>.*      one being made or removed; what a killed process left, the next removes
 
 The locks belong to open files, so the kernel drops them when a process dies, however it dies.
+There are two because a use lasts: one that came to unpack it and was second must not wait until
+the first has used it.
 """
 
 from __future__ import annotations
@@ -83,20 +86,29 @@ class EnvironmentCache:
         """Remove environments that nobody uses and nobody has used for so long; their paths."""
         if not self.root.is_dir():
             return []
-        removed = []
-        for lock in sorted(self.root.glob("*.lock")):
-            path = self.root / lock.stem
-            descriptor = _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if descriptor is None:
-                continue
-            try:
-                if time.time() - os.fstat(descriptor).st_mtime >= older_than_s:
-                    self._discard(path)
-                    lock.unlink()
-                    removed.append(path)
-            finally:
-                os.close(descriptor)
-        return removed
+        locks = sorted(self.root.glob("*.lock"))
+        return [self.root / lock.stem for lock in locks if self._remove(lock, older_than_s)]
+
+    def _remove(self, lock: Path, older_than_s: float) -> bool:
+        using = _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if using is None:
+            return False
+        making = None
+        try:
+            if time.time() - os.fstat(using).st_mtime < older_than_s:
+                return False
+            marker = lock.with_suffix(".making")
+            making = _lock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if making is None:
+                return False
+            self._discard(self.root / lock.stem)
+            marker.unlink()
+            lock.unlink()
+            return True
+        finally:
+            os.close(using)
+            if making is not None:
+                os.close(making)
 
     def _lease(self, digest: str) -> Lease | None:
         descriptor = _lock(self.root / f"{digest}.lock", fcntl.LOCK_SH)
@@ -109,7 +121,7 @@ class EnvironmentCache:
         return None
 
     def _unpack_once(self, digest: str, archive: IO[bytes]) -> None:
-        descriptor = _lock(self.root / f"{digest}.lock", fcntl.LOCK_EX)
+        descriptor = _lock(self.root / f"{digest}.making", fcntl.LOCK_EX)
         if descriptor is None:
             return
         try:

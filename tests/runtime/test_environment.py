@@ -13,12 +13,13 @@ import time
 import venv
 import zipfile
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from moonpool.runtime.environment import BadEnvironment, Environment, resolve
 from moonpool.runtime.environment_archive import unpack
-from moonpool.runtime.environment_cache import EnvironmentCache, default_root
+from moonpool.runtime.environment_cache import EnvironmentCache, Lease, default_root
 
 MODEL = Path("/models/m")
 
@@ -44,6 +45,32 @@ def packed(made: Path) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path) -> EnvironmentCache:
     return EnvironmentCache(tmp_path / "cache")
+
+
+class AllAtOnce(EnvironmentCache):
+    """A cache in which all threads see that an environment is missing, and one is much the fastest.
+
+    The others come to unpack it when the first has done so and is using it.
+    """
+
+    def __init__(self, root: Path, threads: int) -> None:
+        super().__init__(root)
+        self._barrier = threading.Barrier(threads, timeout=30)
+        self._first = threading.Lock()
+        self._in_use = threading.Event()
+
+    def _lease(self, digest: str) -> Lease | None:
+        lease = super()._lease(digest)
+        if lease is None:
+            self._barrier.wait()
+        else:
+            self._in_use.set()
+        return lease
+
+    def _unpack_once(self, digest: str, archive: IO[bytes]) -> None:
+        if not self._first.acquire(blocking=False):
+            self._in_use.wait(30)
+        super()._unpack_once(digest, archive)
 
 
 def facts(environment: Environment) -> dict[str, str]:
@@ -221,8 +248,8 @@ class TestPacked:
 
 
 class TestCache:
-    def test_threads_that_come_at_once_unpack_once(
-        self, packed: Path, cache: EnvironmentCache, monkeypatch: pytest.MonkeyPatch
+    def test_threads_that_come_at_once_unpack_once_and_none_waits_for_a_release(
+        self, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         unpacked: list[Path] = []
 
@@ -231,9 +258,12 @@ class TestCache:
             unpack(archive, target, limit)
 
         monkeypatch.setattr("moonpool.runtime.environment_cache.unpack", counted)
+        cache = AllAtOnce(tmp_path / "cache", 4)
         found: list[Environment] = []
         threads = [
-            threading.Thread(target=lambda: found.append(resolve(str(packed), MODEL, cache=cache)))
+            threading.Thread(
+                target=lambda: found.append(resolve(str(packed), MODEL, cache=cache)), daemon=True
+            )
             for _ in range(4)
         ]
         for thread in threads:
@@ -241,9 +271,9 @@ class TestCache:
         for thread in threads:
             thread.join(30)
 
+        assert len(found) == 4
         assert len(unpacked) == 1
         assert len({environment.python for environment in found}) == 1
-        assert len(found) == 4
         for environment in found:
             environment.release()
 
@@ -317,7 +347,7 @@ class TestCache:
 
         again = resolve(str(packed), MODEL, cache=cache)
 
-        assert {path.suffix for path in cache.root.iterdir()} == {"", ".lock"}
+        assert {path.suffix for path in cache.root.iterdir()} == {"", ".lock", ".making"}
         again.release()
 
     def test_a_failure_leaves_nothing_half_done(
@@ -331,7 +361,7 @@ class TestCache:
         ):
             resolve(str(path), MODEL, cache=cache)
 
-        assert [p.suffix for p in cache.root.iterdir()] == [".lock"]
+        assert {p.suffix for p in cache.root.iterdir()} == {".lock", ".making"}
 
     def test_a_cache_that_others_may_write_is_not_used(self, packed: Path, tmp_path: Path) -> None:
         root = tmp_path / "shared"
