@@ -262,6 +262,7 @@ class TestRefused:
             ({"input": [{"dims": [1.5]}]}, "input[0].dims[0]: must be an integer"),
             ({"input": [{"dims": "12"}]}, "input[0].dims: must be a list"),
             ({"input": [{"data_type": "FP32"}]}, 'not \'FP32\'; did you mean "TYPE_FP32"?'),
+            ({"input": [{"data_type": True}]}, "input[0].data_type: must be one of TYPE_INVALID, "),
             ({"input": [{"data_type": 99}]}, "input[0].data_type: must be one of TYPE_INVALID, "),
             ({"input": [{"optional": 1}]}, "input[0].optional: must be true or false, not 1"),
             ({"parameters": {"K": "V"}}, "parameters[K]: must be a message with the fields of"),

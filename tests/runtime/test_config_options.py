@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moonpool.runtime import pbtxt
@@ -99,6 +99,7 @@ def test_a_mistake_is_named_by_line() -> None:
         ModelOptions.from_parameters(config)
 
 
+@example(2**53 + 1, "")
 @given(st.integers(1, 2**62), st.sampled_from(["", "K", "M", "G", "T", "k", "KiB", " mb"]))
 def test_sizes_are_exact_in_every_unit(number: int, suffix: str) -> None:
     unit = suffix.strip().upper()[:1]

@@ -389,9 +389,12 @@ class TestCache:
         assert default_root() == Path("/home/someone/.cache/moonpool/environments")
 
     def test_the_time_of_the_last_use_counts(self, packed: Path, cache: EnvironmentCache) -> None:
-        resolve(str(packed), MODEL, cache=cache).release()
+        environment = resolve(str(packed), MODEL, cache=cache)
         lock = next(cache.root.glob("*.lock"))
-        os.utime(lock, (time.time() - 100, time.time() - 100))
+        os.utime(lock, (0, 0))
+        environment.release()
 
+        assert time.time() - lock.stat().st_mtime < 50
+        os.utime(lock, (time.time() - 100, time.time() - 100))
         assert cache.remove_unused(older_than_s=200) == []
         assert len(cache.remove_unused(older_than_s=50)) == 1
