@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-import moonpool
 from moonpool.runtime.spawner import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_BOOT = str(Path(moonpool.__path__[0]).resolve() / "stub" / "boot.py")
+_BOOT = str(Path(__file__).resolve().parents[1] / "stub" / "boot.py")
 _MSGPACK = str(Path(msgpack.__file__).parent)
 
 

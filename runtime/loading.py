@@ -1,0 +1,73 @@
+"""From what a caller names (a repository's model, a directory, a file, a class) to models ready to be hosted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moonpool.runtime.backend import Model
+from moonpool.runtime.config import ModelConfig, Source, minimal
+from moonpool.runtime.config_options import ModelOptions
+from moonpool.runtime.errors import ModelNotFound
+from moonpool.runtime.repository import ModelDirectory
+from moonpool.runtime.source import ModelSource, of_class, of_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moonpool.runtime.repository import ModelRepository
+
+
+def models_of(
+    name: str,
+    source: str | os.PathLike[str] | type | None,
+    repository: ModelRepository | None,
+    instances: int | None,
+    override: Mapping[str, Any] | None,
+) -> list[Model]:
+    """The versions of a model that are to be loaded, ascending; at least one.
+
+    Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.
+    """
+    changes = dict(override or {})
+    if instances is not None:
+        changes["instance_group"] = [{"kind": "KIND_AUTO", "count": instances}]
+    if isinstance(source, type):
+        return [_model(name, of_class(source), minimal(name), None, 1, changes)]
+    if source is not None and not Path(source).is_dir():
+        return [_model(name, of_file(source), minimal(name), None, 1, changes)]
+    if source is not None:
+        return _versions(name, ModelDirectory(source), changes)
+    if repository is None:
+        raise ModelNotFound(
+            f"model '{name}': the runtime has no repository; give a directory, file or class"
+        )
+    return _versions(name, repository.find(name), changes)
+
+
+def _versions(name: str, directory: ModelDirectory, changes: Mapping[str, Any]) -> list[Model]:
+    raw, source = directory.read_config()
+    config = ModelConfig.from_dict({**raw, "name": name}, source=source, partial=True)
+    filename = config.default_model_filename or "model.py"
+    models = []
+    for version in directory.chosen_versions(config):
+        file = directory.model_file(version, filename)
+        folder = directory.version_directory(version)
+        where = ModelSource(of_file(file).kind, file, None, directory.path, folder)
+        models.append(_model(name, where, raw, source, version, changes))
+    return models
+
+
+def _model(
+    name: str,
+    where: ModelSource,
+    raw: Mapping[str, Any],
+    source: Source | None,
+    version: int,
+    changes: Mapping[str, Any],
+) -> Model:
+    merged = {**raw, **changes, "name": name}
+    # There is no support for GPUs yet; AUTO is CPU.
+    config = ModelConfig.from_dict(merged, source=source, partial=True).placed(())
+    return Model(config, ModelOptions.from_parameters(config), version, where)

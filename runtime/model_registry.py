@@ -1,0 +1,208 @@
+"""The models and backends of one runtime, by name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import (
+    AlreadyLoaded,
+    LoadFailed,
+    ModelNotFound,
+    ModelUnavailable,
+    RuntimeClosed,
+)
+from moonpool.runtime.hosted_model import HostedModel
+from moonpool.runtime.python_backend import PythonBackend
+from moonpool.runtime.reactor import Reactor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from moonpool.runtime.backend import Backend, Model
+
+_log = logging.getLogger("moonpool")
+
+
+class ModelRegistry:
+    """Loads and unloads; initializes each backend before its first model. Thread-safe."""
+
+    def __init__(
+        self,
+        backends: Iterable[Backend],
+        drain_timeout_s: float,
+        verbose: bool,
+        listener: Callable[[str, str, str], object] | None,
+    ) -> None:
+        self._drain_timeout_s = drain_timeout_s
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._models: dict[str, dict[int, HostedModel]] = {}
+        self._latest: dict[str, HostedModel] = {}
+        # Being loaded or unloaded: the name is taken.
+        self._moving: set[str] = set()
+        self._closed = False
+        self._disowned = False
+        self._reactor = Reactor()
+        self._executor = ThreadPoolExecutor(32, "moonpool-execute")
+        self._backends: dict[str, Backend] = {backend.name: backend for backend in backends}
+        self._backends.setdefault("python", PythonBackend(self._reactor, verbose=verbose))
+        self._initialized: list[Backend] = []
+        self._backend_lock = threading.Lock()
+
+    def load(self, name: str, prepare: Callable[[], Sequence[Model]]) -> None:
+        """Load what `prepare` finds under this name.
+
+        Raises what that raises, `LoadFailed` and its like, `AlreadyLoaded`, `RuntimeClosed`.
+        """
+        with self._lock:
+            self._check_open()
+            if name in self._models or name in self._moving:
+                raise AlreadyLoaded(f"model '{name}' is loaded already; unload it first")
+            self._moving.add(name)
+        loaded: list[HostedModel] = []
+        try:
+            loaded = self._load_versions(prepare())
+        finally:
+            with self._lock:
+                self._moving.discard(name)
+                if loaded:
+                    self._models[name] = {hosted.model.version: hosted for hosted in loaded}
+                    self._latest[name] = loaded[-1]
+                self._changed.notify_all()
+
+    def _load_versions(self, models: Sequence[Model]) -> list[HostedModel]:
+        loaded: list[HostedModel] = []
+        try:
+            for model in models:
+                backend = self.backend_of(model)
+                self._initialize(backend)
+                hosted = HostedModel(backend, model, self._reactor, self._executor, self._tell)
+                hosted.load()
+                loaded.append(hosted)
+        except BaseException:
+            for hosted in loaded:
+                hosted.unload(0.0)
+            raise
+        return loaded
+
+    def backend_of(self, model: Model) -> Backend:
+        """The backend that the model's configuration names. Raises `LoadFailed`."""
+        name = model.config.backend or "python"
+        backend = self._backends.get(name)
+        if backend is None:
+            known = ", ".join(sorted(self._backends))
+            raise LoadFailed(
+                f"model '{model.name}' asks for the backend '{name}', which there is not; there "
+                f"are: {known}",
+                stage="backend",
+            )
+        return backend
+
+    def _initialize(self, backend: Backend) -> None:
+        with self._backend_lock:
+            if backend in self._initialized:
+                return
+            try:
+                backend.initialize()
+            except MoonpoolError:
+                raise
+            except Exception as error:
+                raise LoadFailed(
+                    f"backend '{backend.name}' cannot be initialized: {error}", stage="backend"
+                ) from error
+            self._initialized.append(backend)
+
+    def _tell(self, subject: str, state: str, because: str) -> None:
+        _log.debug("%s is %s: %s", subject, state, because)
+        if self._listener is not None:
+            try:
+                self._listener(subject, state, because)
+            except Exception:
+                _log.exception("the listener failed")
+
+    def unload(self, name: str) -> None:
+        """Drain and finalize all versions. Raises `ModelNotFound`."""
+        with self._lock:
+            versions = self._models.pop(name, None)
+            self._latest.pop(name, None)
+            if versions is None:
+                raise ModelNotFound(f"model '{name}' is not loaded")
+            self._moving.add(name)
+        try:
+            for hosted in versions.values():
+                hosted.unload(self._drain_timeout_s)
+        finally:
+            with self._lock:
+                self._moving.discard(name)
+                self._changed.notify_all()
+
+    def names(self) -> dict[str, list[int]]:
+        """The names of the loaded models, each with its versions."""
+        with self._lock:
+            return {name: sorted(versions) for name, versions in self._models.items()}
+
+    def find(self, name: str, version: int | None = None) -> HostedModel:
+        """A model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`."""
+        hosted = self._latest.get(name)
+        if hosted is not None and (version is None or hosted.model.version == version):
+            return hosted
+        hosted = self._models.get(name, {}).get(-1 if version is None else version)
+        if hosted is not None:
+            return hosted
+        self._check_open()
+        if name in self._models:
+            raise ModelNotFound(
+                f"Request for unknown model: '{name}' version {version} is not at ready state"
+            )
+        if name in self._moving:
+            raise ModelUnavailable(f"Request for model '{name}' which is loading or unloading")
+        raise ModelNotFound(f"Request for unknown model: '{name}' is not found")
+
+    def close(self) -> None:
+        """Unload everything, also what is being loaded, and finalize the backends.
+
+        A second call returns when the first has done so.
+        """
+        if self._disowned:  # and the lock may have been held in the moment of the fork
+            return
+        with self._lock:
+            first = not self._closed
+            self._closed = True
+            self._changed.wait_for(lambda: not self._moving)
+            names = list(self._models)
+        if not first:
+            return
+        if names:
+            with ThreadPoolExecutor(len(names), "moonpool-unload") as pool:
+                list(pool.map(self.unload, names))
+        for backend in self._initialized:
+            try:
+                backend.finalize()
+            except Exception:
+                _log.exception("finalizing backend '%s' failed", backend.name)
+        self._executor.shutdown()
+        self._reactor.close()
+
+    def disown(self) -> None:
+        """This is a fork of the process that the models belong to: forget them."""
+        self._closed = True
+        self._models, self._latest, self._moving = {}, {}, set()
+        self._initialized = []
+        self._disowned = True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            if self._disowned:
+                raise RuntimeClosed(
+                    "the runtime belongs to the process that made it, not its forks"
+                )
+            raise RuntimeClosed("the runtime was closed; make another")
