@@ -1,19 +1,16 @@
-"""Packets: order, limits, ends, descriptors, signals."""
+"""Packets: order, limits, ends, waiting."""
 
 from __future__ import annotations
 
-import array
 import fcntl
 import os
-import random
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 
 import pytest
 from tests.waiting import wait_until
@@ -22,15 +19,6 @@ from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
 
 Ends = tuple[Channel, Channel]
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    ours, theirs = Channel.pair()
-    other = Channel(theirs)
-    yield ours, other
-    ours.close()
-    other.close()
 
 
 def _with_fds(channel: Channel) -> bytes:
@@ -62,10 +50,6 @@ def _fill(channel: Channel) -> list[bytes]:
             return sent
         sent.append(packet)
     raise AssertionError("the channel took 100,000 packets that nobody read")
-
-
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def _is_blocked(thread: threading.Thread) -> bool:
@@ -272,72 +256,6 @@ def test_what_was_waited_for_is_received_without_a_look_at_the_socket(ends: Ends
     assert [ours.receive_ready(), ours.receive(), ours.receive_ready()] == [b"1", b"2", b"3"]
 
 
-def test_descriptors_that_nobody_asked_for_are_dropped(ends: Ends) -> None:
-    ours, theirs = ends
-    before = _descriptors()
-    for receive in (Channel.receive, _ready):
-        watched, sent = os.pipe()
-        theirs.send_fd(b"with a gift", sent)
-        os.close(sent)
-        assert receive(ours) == b"with a gift"
-
-        # End of file: nobody has the other end any more.
-        assert os.read(watched, 1) == b""
-        os.close(watched)
-    assert _descriptors() == before
-
-
-def test_a_descriptor_that_is_asked_for_is_another_one_for_the_same_thing(ends: Ends) -> None:
-    ours, theirs = ends
-    reading, writing = os.pipe()
-    ours.send_fd(b"take this", writing)
-    packet, (received,) = theirs.receive_with_fds()
-    os.write(received, b"through")
-
-    assert packet == b"take this"
-    assert received != writing
-    assert not os.get_inheritable(received)
-    assert os.read(reading, 7) == b"through"
-    for fd in (reading, writing, received):
-        os.close(fd)
-
-
-def test_a_descriptor_that_is_closed_cannot_be_sent(ends: Ends) -> None:
-    ours, theirs = ends
-
-    with pytest.raises(LocalProtocolError, match="Bad file descriptor"):
-        ours.send_fd(b"x", -1)
-    assert theirs.receive_ready() is None
-
-
-@pytest.mark.parametrize("count", [1, 16, 17, 200])
-def test_more_descriptors_than_expected_do_not_leak(count: int) -> None:
-    raw, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    theirs = Channel(end)
-    before = _descriptors()
-    fds = array.array("i", [raw.fileno()] * count)
-    raw.sendmsg([b"many"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-    packet, received = theirs.receive_with_fds()
-
-    assert packet == b"many"
-    assert len(received) == min(count, 16) == _descriptors() - before
-    for fd in received:
-        os.close(fd)
-    raw.close()
-    theirs.close()
-
-
-@pytest.mark.parametrize("packet", [b"", b"x" * (MAX_PACKET_BYTES + 1)], ids=["empty", "too large"])
-def test_the_descriptors_of_a_packet_that_is_refused_are_closed(ends: Ends, packet: bytes) -> None:
-    ours, theirs = ends
-    before = _descriptors()
-    ours.send_fd(packet, 0)
-
-    with pytest.raises((PeerGone, RemoteProtocolError)):
-        theirs.receive_with_fds()
-    assert _descriptors() == before
-
-
 def test_a_thread_that_blocks_is_woken(ends: Ends) -> None:
     ours, _ = ends
     told: list[Exception] = []
@@ -372,81 +290,3 @@ def test_the_peer_of_a_woken_channel_sees_its_end(ends: Ends) -> None:
 
     with pytest.raises(PeerGone):
         theirs.receive()
-
-
-class Rang(Exception):
-    """What the signal handler raises."""
-
-
-@pytest.fixture
-def ringing() -> Iterator[list[int]]:
-    """While the list says [1], the next SIGUSR1 raises `Rang` in the main thread."""
-    armed = [0]
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        if armed[0]:
-            armed[0] = 0
-            raise Rang
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    yield armed
-    armed[0] = 0
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_an_exception_of_a_signal_handler_ends_the_wait(ends: Ends, ringing: list[int]) -> None:
-    ours, theirs = ends
-    main = threading.main_thread()
-
-    def ring() -> None:
-        wait_until(lambda: ringing[0] and _is_blocked(main), what="the receiver to block")
-        signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
-
-    thread = threading.Thread(target=ring)
-    thread.start()
-    ringing[0] = 1
-    with pytest.raises(Rang):
-        ours.receive()
-    thread.join()
-    theirs.send(b"afterwards")
-
-    assert ours.receive() == b"afterwards"
-
-
-def test_an_exception_of_a_signal_handler_loses_no_packet(ends: Ends, ringing: list[int]) -> None:
-    rounds = 3000
-    ours, theirs = ends
-    main = threading.main_thread().ident or 0
-    chance = random.Random(1)
-    rang = 0
-
-    def send_and_ring() -> None:
-        for number in range(rounds):
-            rings_first = chance.random() < 0.5
-            if rings_first:
-                signal.pthread_kill(main, signal.SIGUSR1)
-            theirs.send_waiting(b"%d" % number)
-            if not rings_first:
-                signal.pthread_kill(main, signal.SIGUSR1)
-            if not select.select([theirs], [], [], 5)[0]:
-                theirs.wake()  # the packet was lost: end the wait for it
-                return
-            theirs.receive()
-
-    thread = threading.Thread(target=send_and_ring)
-    thread.start()
-    received: list[int] = []
-    while len(received) < rounds:
-        try:
-            ringing[0] = 1
-            ours.wait()
-            ringing[0] = 0
-        except Rang:
-            rang += 1
-            continue
-        received.append(int(ours.receive()))
-        ours.send(b"next")
-    thread.join()
-
-    assert received == list(range(rounds))
-    assert rang > rounds / 100  # or nothing was tried
