@@ -1,0 +1,363 @@
+"""The work channel in order: who may say what, and what is too large for a packet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.ipc.described import messages
+
+from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
+from moonpool.ipc.codec import encode
+from moonpool.ipc.conversation import Conversation, Overflow
+from moonpool.ipc.errors import (
+    LocalProtocolError,
+    OutOfMemory,
+    PeerGone,
+    ProtocolError,
+    RemoteProtocolError,
+)
+from moonpool.ipc.messages import WORK, Kind, Side
+
+LARGE = "x" * (MAX_PACKET_BYTES + 1)
+SPOKEN = [kind for kind in WORK if kind is not Kind.INDIRECT]
+
+
+class Shelf(Overflow):
+    """Memory that both ends see: what one stores the other loads, once."""
+
+    def __init__(self) -> None:
+        self.packets: dict[tuple[int, int, int], bytes] = {}
+        self.stored = 0
+
+    def store(self, packet: bytes) -> tuple[int, int, int]:
+        self.stored += 1
+        place = (7, 64 * self.stored, len(packet))
+        self.packets[place] = packet
+        return place
+
+    def load(self, region: int, offset: int, size_bytes: int) -> bytes:
+        try:
+            return self.packets.pop((region, offset, size_bytes))
+        except KeyError:
+            raise RemoteProtocolError("nothing lies there") from None
+
+
+class Pair:
+    """Both ends of a work channel."""
+
+    def __init__(self) -> None:
+        ours, theirs = Channel.pair()
+        self.shelf = Shelf()
+        self.ends = {
+            Side.RUNTIME: Conversation(ours, Side.RUNTIME, self.shelf),
+            Side.STUB: Conversation(Channel(theirs), Side.STUB, self.shelf),
+        }
+
+    @property
+    def runtime(self) -> Conversation:
+        return self.ends[Side.RUNTIME]
+
+    @property
+    def stub(self) -> Conversation:
+        return self.ends[Side.STUB]
+
+    def say(self, *message: Any) -> list[Any]:
+        """Send from the side whose message it is; what the other side received."""
+        sender = WORK[message[0]].sender or Side.RUNTIME
+        self.ends[sender].send(*message)
+        return self.ends[_other(sender)].receive()
+
+    def close(self) -> None:
+        for end in self.ends.values():
+            end.channel.close()
+
+
+def _other(side: Side) -> Side:
+    return Side.STUB if side is Side.RUNTIME else Side.RUNTIME
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def least(kind: Kind) -> list[Any]:
+    """The shortest message of a kind."""
+    fields: dict[Kind, list[Any]] = {
+        Kind.START: [1, "{}"],
+        Kind.COMPLETED: ["{}"],
+        Kind.LOADED: [{}],
+        Kind.FAILED: ["load", "no", ""],
+        Kind.EXECUTE: [1, [], [], []],
+        Kind.ANSWER: [1, [], [], [], []],
+        Kind.FINALIZE: [],
+        Kind.FINALIZED: ["", ""],
+        Kind.INDIRECT: [7, 64, 100],
+    }
+    return [kind, *fields[kind]]
+
+
+PATHS: dict[Kind | None, list[Kind]] = {
+    None: [],
+    Kind.START: [Kind.START],
+    Kind.COMPLETED: [Kind.START, Kind.COMPLETED],
+    Kind.LOADED: [Kind.START, Kind.LOADED],
+    Kind.FAILED: [Kind.START, Kind.FAILED],
+    Kind.EXECUTE: [Kind.START, Kind.LOADED, Kind.EXECUTE],
+    Kind.ANSWER: [Kind.START, Kind.LOADED, Kind.EXECUTE, Kind.ANSWER],
+    Kind.FINALIZE: [Kind.START, Kind.LOADED, Kind.FINALIZE],
+    Kind.FINALIZED: [Kind.START, Kind.LOADED, Kind.FINALIZE, Kind.FINALIZED],
+}
+AFTER = pytest.mark.parametrize("said", PATHS, ids=lambda kind: f"after {getattr(kind, 'name', 0)}")
+NEXT = pytest.mark.parametrize("kind", WORK, ids=lambda kind: f"comes {kind.name}")
+
+
+def allowed_after(said: Kind | None) -> frozenset[Kind]:
+    return frozenset({Kind.START}) if said is None else WORK[said].followers
+
+
+def test_a_whole_life_in_order(pair: Pair) -> None:
+    life = ["START", "LOADED", "EXECUTE", "ANSWER", "EXECUTE", "ANSWER", "FINALIZE", "FINALIZED"]
+
+    for name in life:
+        message = least(Kind[name])
+        assert pair.say(*message) == message
+
+
+@AFTER
+@NEXT
+def test_only_what_the_table_allows_is_sent(pair: Pair, said: Kind | None, kind: Kind) -> None:
+    for earlier in PATHS[said]:
+        pair.say(*least(earlier))
+    for side in Side:
+        if kind in allowed_after(said) and WORK[kind].sender is side:
+            continue
+        with pytest.raises(LocalProtocolError, match=f"{kind.name} may not be sent now"):
+            pair.ends[side].send(*least(kind))
+
+        assert pair.ends[_other(side)].channel.receive_ready() is None
+    if kind in allowed_after(said):
+        assert pair.say(*least(kind)) == least(kind)
+
+
+@AFTER
+@NEXT
+def test_only_what_the_table_allows_is_accepted(pair: Pair, said: Kind | None, kind: Kind) -> None:
+    for earlier in PATHS[said]:
+        pair.say(*least(earlier))
+    packet = encode(*least(kind))
+    for side in Side:
+        if kind in allowed_after(said) and WORK[kind].sender is not side:
+            continue
+        with pytest.raises(RemoteProtocolError):
+            pair.ends[side].accept(packet)
+    # What was refused changed nothing.
+    for follower in allowed_after(said):
+        assert pair.say(*least(follower)) == least(follower)
+        break
+
+
+def test_a_refusal_tells_whose_turn_it_is(pair: Pair) -> None:
+    pair.say(*least(Kind.START))
+
+    with pytest.raises(RemoteProtocolError) as refused:
+        pair.runtime.accept(encode(*least(Kind.ANSWER)))
+    assert str(refused.value) == (
+        "ANSWER came out of turn; COMPLETED or FAILED or LOADED may come next"
+    )
+    with pytest.raises(LocalProtocolError, match="COMPLETED or FAILED or LOADED may come next"):
+        pair.stub.send(*least(Kind.ANSWER))
+
+
+def test_nothing_follows_the_last_message(pair: Pair) -> None:
+    for kind in PATHS[Kind.FINALIZED]:
+        pair.say(*least(kind))
+
+    with pytest.raises(LocalProtocolError, match="nothing may come next"):
+        pair.runtime.send(*least(Kind.EXECUTE))
+
+
+def test_a_second_answer_is_refused(pair: Pair) -> None:
+    for kind in PATHS[Kind.EXECUTE]:
+        pair.say(*least(kind))
+    for _ in range(2):
+        pair.stub.channel.send(encode(*least(Kind.ANSWER)))
+    pair.runtime.receive()
+
+    with pytest.raises(RemoteProtocolError, match="ANSWER came out of turn"):
+        pair.runtime.receive()
+
+
+def test_what_cannot_be_encoded_takes_no_turn(pair: Pair) -> None:
+    with pytest.raises(LocalProtocolError, match="cannot be sent"):
+        pair.runtime.send(Kind.START, 1, object())
+
+    assert pair.say(*least(Kind.START)) == least(Kind.START)
+
+
+def test_a_large_message_goes_through_memory(pair: Pair) -> None:
+    received = pair.say(Kind.START, 1, LARGE)
+
+    assert received == [Kind.START, 1, LARGE]
+    assert pair.shelf.stored == 1
+    assert pair.shelf.packets == {}
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_only_what_no_packet_holds_goes_through_memory(pair: Pair, beyond: int) -> None:
+    frame = len(encode(Kind.START, 1, "x" * 65536)) - 65536
+    text = "x" * (MAX_PACKET_BYTES - frame + 2 + beyond)
+    packet_bytes = len(encode(Kind.START, 1, text))
+    received = pair.say(Kind.START, 1, text)
+
+    assert packet_bytes == MAX_PACKET_BYTES + beyond
+    assert received[2] == text
+    assert pair.shelf.stored == beyond
+
+
+def test_both_sides_may_be_long_winded(pair: Pair) -> None:
+    pair.say(Kind.START, 1, json.dumps({"much": LARGE}))
+
+    assert pair.say(Kind.FAILED, "load", "no", LARGE) == [Kind.FAILED, "load", "no", LARGE]
+    assert pair.shelf.stored == 2
+
+
+def test_where_no_memory_is_left_nothing_is_sent_and_the_turn_remains(pair: Pair) -> None:
+    class Full(Overflow):
+        def store(self, packet: bytes) -> tuple[int, int, int]:
+            raise OutOfMemory(f"no {len(packet)} bytes")
+
+    pair.runtime.use_overflow(Full())
+    with pytest.raises(OutOfMemory):
+        pair.runtime.send(Kind.START, 1, LARGE)
+    assert pair.stub.channel.receive_ready() is None
+    pair.runtime.use_overflow(pair.shelf)
+
+    assert pair.say(Kind.START, 1, LARGE)[2] == LARGE
+
+
+def test_a_place_where_nothing_lies_is_refused(pair: Pair) -> None:
+    pair.runtime.channel.send(encode(Kind.INDIRECT, 7, 64, 100))
+
+    with pytest.raises(RemoteProtocolError, match="nothing lies there"):
+        pair.stub.receive()
+
+
+@pytest.mark.parametrize("inner", [Kind.INDIRECT, Kind.EXECUTE, Kind.LOADED])
+def test_what_lies_in_memory_is_held_to_the_same_rules(pair: Pair, inner: Kind) -> None:
+    place = pair.shelf.store(encode(*least(inner)))
+    pair.shelf.packets[7, 64, 100] = encode(*least(Kind.START))
+    pair.runtime.channel.send(encode(Kind.INDIRECT, *place))
+
+    with pytest.raises(RemoteProtocolError, match=r"out of turn|not the peer's to send"):
+        pair.stub.receive()
+
+
+@pytest.mark.parametrize("packet", [b"", b"\xc1", b"\x91\x01", bytes(100)])
+def test_rubbish_in_memory_is_refused(pair: Pair, packet: bytes) -> None:
+    pair.runtime.channel.send(encode(Kind.INDIRECT, *pair.shelf.store(packet)))
+
+    with pytest.raises(RemoteProtocolError):
+        pair.stub.receive()
+
+
+def test_a_stub_that_answers_without_reading_is_told_apart(pair: Pair) -> None:
+    for kind in PATHS[Kind.LOADED]:
+        pair.say(*least(kind))
+    answer = encode(*least(Kind.ANSWER))
+
+    def converse_without_reading() -> None:
+        for _ in range(100_000):
+            pair.runtime.send(Kind.EXECUTE, 1, [[1, 1]] * 5000, [], [])
+            pair.runtime.accept(answer)
+
+    with pytest.raises(RemoteProtocolError, match="the stub answers without reading"):
+        converse_without_reading()
+
+
+@pytest.mark.parametrize("side", Side)
+def test_the_end_of_the_peer_is_told_to_both_sides(pair: Pair, side: Side) -> None:
+    path = PATHS[Kind.LOADED] if side is Side.RUNTIME else PATHS[Kind.START]
+    for kind in path:
+        pair.say(*least(kind))
+    pair.ends[_other(side)].channel.close()
+    kind = Kind.EXECUTE if side is Side.RUNTIME else Kind.LOADED
+
+    with pytest.raises(PeerGone):
+        pair.ends[side].send(*least(kind))
+    with pytest.raises(PeerGone):
+        pair.ends[side].receive()
+
+
+class Conversations(RuleBasedStateMachine):
+    """Two ends that say whatever the table allows, and now and then what it does not."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.pair = Pair()
+        self.said: Kind | None = None
+
+    @rule(data=st.data(), is_long=st.booleans())
+    def speak(self, data: st.DataObject, is_long: bool) -> None:
+        followers = sorted(allowed_after(self.said))
+        if not followers:
+            self.pair.close()
+            self.begin()
+            return
+        kind = data.draw(st.sampled_from(followers))
+        message = data.draw(messages("work", kind))
+        if is_long and kind in (Kind.START, Kind.COMPLETED):
+            message[-1] = LARGE
+        stored = self.pair.shelf.stored
+        packet = encode(*message)
+
+        assert repr(self.pair.say(*message)) == repr(message)
+        assert self.pair.shelf.stored - stored == (len(packet) > MAX_PACKET_BYTES)
+        self.said = kind
+
+    @rule(kind=st.sampled_from(SPOKEN), side=st.sampled_from(Side))
+    def speak_out_of_turn(self, kind: Kind, side: Side) -> None:
+        if kind in allowed_after(self.said) and WORK[kind].sender is side:
+            return
+        with pytest.raises(LocalProtocolError):
+            self.pair.ends[side].send(*least(kind))
+
+    @rule(kind=st.sampled_from(SPOKEN), side=st.sampled_from(Side))
+    def hear_out_of_turn(self, kind: Kind, side: Side) -> None:
+        if kind in allowed_after(self.said) and WORK[kind].sender is not side:
+            return
+        with pytest.raises(RemoteProtocolError):
+            self.pair.ends[side].accept(encode(*least(kind)))
+
+    @rule(packet=st.binary(max_size=20), side=st.sampled_from(Side))
+    def hear_rubbish(self, packet: bytes, side: Side) -> None:
+        # An end that took it for a message is not used again, as the other end said nothing.
+        try:
+            self.pair.ends[side].accept(packet)
+        except ProtocolError:
+            return
+        self.pair.close()
+        self.begin()
+
+    @invariant()
+    def the_ends_agree_on_what_may_come(self) -> None:
+        if hasattr(self, "pair"):
+            allowed = [end._allowed for end in self.pair.ends.values()]
+            assert allowed == [allowed_after(self.said)] * 2
+            assert self.pair.shelf.packets == {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.close()
+
+
+TestConversations = Conversations.TestCase
+TestConversations.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
