@@ -63,12 +63,13 @@ def modules(*folders: str) -> list[str]:
     return names
 
 
-def loaded_after_importing(names: list[str]) -> set[str]:
+def loaded_after_importing(names: list[str], prelude: str = "") -> set[str]:
     """What a fresh interpreter has loaded after these imports, beyond what numpy loads."""
     program = (
         "import importlib, json, sys\n"
         f"sys.path[:] = {sys.path!r}\n"
         "import numpy\n"
+        f"{prelude}\n"
         "before = set(sys.modules)\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
         "print(json.dumps(sorted(set(sys.modules) - before)))"
@@ -142,7 +143,14 @@ def test_importing_moonpool_loads_nothing_heavy() -> None:
 
 
 def test_what_runs_beside_a_model_loads_nothing_heavy() -> None:
-    loaded = loaded_after_importing(modules("ipc", "stub"))
+    # As `stub/boot.py` does it: the package is there without what its __init__ imports.
+    folder = next(iter(moonpool.__path__))
+    prelude = (
+        "import types\n"
+        "package = sys.modules['moonpool'] = types.ModuleType('moonpool')\n"
+        f"package.__path__ = [{folder!r}]"
+    )
+    loaded = loaded_after_importing(modules("ipc", "stub"), prelude)
 
     assert loaded & (HEAVY | {"dataclasses", "moonpool.runtime"}) == set()
 
