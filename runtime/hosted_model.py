@@ -77,7 +77,9 @@ class HostedModel:
             _log.warning("model '%s': %s has no effect in moonpool yet", model.name, field)
         instances = self._instances()
         self.signature = Signature(model.config)
-        self.supervisor = Supervisor(self._backend, model, instances, self._reactor, self._tell)
+        self.supervisor = Supervisor(
+            self._backend, model, instances, self._reactor, self._tell, self._give_up
+        )
         self.scheduler = Scheduler(model, self._reactor, self._executor, self.supervisor.lost)
         self.supervisor.serve(self.scheduler)
         self.supervisor.start_all()
@@ -95,6 +97,11 @@ class HostedModel:
                         ModelInstance(self._backend, model, name, group.kind, device_id)
                     )
         return instances
+
+    def _give_up(self, why: str) -> None:
+        """No instance is left. Called while the model may be on its way out already."""
+        if self.machine.state is ModelState.READY:
+            self._move(ModelState.UNAVAILABLE, f"every instance gave up: {why}")
 
     def unload(self, drain_timeout_s: float) -> None:
         """Refuse new requests, finish those that are there, finalize. Requests over the time get an error."""

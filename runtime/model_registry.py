@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from moonpool.runtime.errors import (
 from moonpool.runtime.hosted_model import HostedModel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.reactor import Reactor
+from moonpool.runtime.states import BACKEND, BackendState, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -51,7 +53,8 @@ class ModelRegistry:
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
         self._backends: dict[str, Backend] = {backend.name: backend for backend in backends}
         self._backends.setdefault("python", PythonBackend(self._reactor, verbose=verbose))
-        self._initialized: list[Backend] = []
+        now = time.monotonic()
+        self._machines = {name: Machine(name, BACKEND, now) for name in self._backends}
         self._backend_lock = threading.Lock()
 
     def load(self, name: str, prepare: Callable[[], Sequence[Model]]) -> None:
@@ -104,18 +107,34 @@ class ModelRegistry:
         return backend
 
     def _initialize(self, backend: Backend) -> None:
+        """Once, before its first model. Raises `LoadFailed`, also when it failed earlier."""
+        machine = self._machines[backend.name]
         with self._backend_lock:
-            if backend in self._initialized:
-                return
-            try:
-                backend.initialize()
-            except MoonpoolError:
-                raise
-            except Exception as error:
+            if machine.state is BackendState.CREATED:
+                machine.move(BackendState.INITIALIZING, "first model", time.monotonic())
+                try:
+                    backend.initialize()
+                except Exception as error:
+                    machine.move(BackendState.FAILED, str(error), time.monotonic())
+                    raise LoadFailed(
+                        f"backend '{backend.name}' cannot be initialized: {error}", stage="backend"
+                    ) from error
+                machine.move(BackendState.READY, "initialized", time.monotonic())
+            elif machine.state is not BackendState.READY:
                 raise LoadFailed(
-                    f"backend '{backend.name}' cannot be initialized: {error}", stage="backend"
-                ) from error
-            self._initialized.append(backend)
+                    f"backend '{backend.name}' is {machine.state}: {machine.because}",
+                    stage="backend",
+                )
+
+    def _finalize(self, backend: Backend) -> None:
+        machine = self._machines[backend.name]
+        if machine.state is BackendState.READY:
+            machine.move(BackendState.FINALIZING, "closed", time.monotonic())
+            try:
+                backend.finalize()
+            except Exception:
+                _log.exception("finalizing backend '%s' failed", backend.name)
+            machine.move(BackendState.STOPPED, "finalized", time.monotonic())
 
     def _tell(self, subject: str, state: str, because: str) -> None:
         _log.debug("%s is %s: %s", subject, state, because)
@@ -180,11 +199,8 @@ class ModelRegistry:
         if names:
             with ThreadPoolExecutor(len(names), "moonpool-unload") as pool:
                 list(pool.map(self.unload, names))
-        for backend in self._initialized:
-            try:
-                backend.finalize()
-            except Exception:
-                _log.exception("finalizing backend '%s' failed", backend.name)
+        for backend in self._backends.values():
+            self._finalize(backend)
         self._executor.shutdown()
         self._reactor.close()
 
@@ -192,7 +208,6 @@ class ModelRegistry:
         """This is a fork of the process that the models belong to: forget them."""
         self._closed = True
         self._models, self._latest, self._moving = {}, {}, set()
-        self._initialized = []
         self._disowned = True
 
     @property

@@ -89,11 +89,7 @@ BACKEND: Table[BackendState] = {
 
 MODEL: Table[ModelState] = {
     _M.UNAVAILABLE: {_M.LOADING: "load", _M.UNLOADING: "unload after giving up"},
-    _M.LOADING: {
-        _M.READY: "every instance ready",
-        _M.UNAVAILABLE: "load failed",
-        _M.UNLOADING: "unload",
-    },
+    _M.LOADING: {_M.READY: "every instance ready", _M.UNAVAILABLE: "load failed"},
     _M.READY: {_M.UNLOADING: "unload", _M.UNAVAILABLE: "every instance gave up"},
     _M.UNLOADING: {_M.UNAVAILABLE: "unloaded"},
 }
@@ -104,7 +100,6 @@ INSTANCE: Table[InstanceState] = {
         _I.READY: "initialized",
         _I.BACKING_OFF: "died or failed in a restart",
         _I.FAILED: "first start failed",
-        _I.FINALIZING: "unload",
     },
     _I.READY: {_I.DRAINING: "unload", _I.BACKING_OFF: "died or was killed"},
     _I.BACKING_OFF: {_I.STARTING: "restart", _I.STOPPED: "unload", _I.FAILED: "gave up"},

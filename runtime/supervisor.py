@@ -58,8 +58,12 @@ class Supervisor:
         instances: Sequence[ModelInstance],
         reactor: Reactor,
         tell: Callable[[str, str, str], None],
+        give_up: Callable[[str], None],
     ) -> None:
-        """`tell` gets the name, state and reason of an instance whenever they change."""
+        """`tell` gets the name, state and reason of an instance whenever they change.
+
+        `give_up` gets the reason when no instance is left, nor will be.
+        """
         options = model.options
         self._policy = RestartPolicy(
             max_restarts=options.max_restarts,
@@ -71,6 +75,7 @@ class Supervisor:
         self._model = model
         self._reactor = reactor
         self._tell = tell
+        self._give_up_model = give_up
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self.seats = [Seat(i, options.max_restarts + 1) for i in instances]
@@ -196,12 +201,13 @@ class Supervisor:
         self._move(seat, _S.FAILED, f"{reason}; the last time: {last}")
         if self._scheduler is None or any(s.machine.state is not _S.FAILED for s in self.seats):
             return
+        why = f"{seat.instance.name} {seat.machine.because}"
         error = ModelUnavailable(
-            f"Request for model '{self._model.name}' which has no instance left: "
-            f"{seat.instance.name} {seat.machine.because}"
+            f"Request for model '{self._model.name}' which has no instance left: {why}"
         )
         self._scheduler.refuse(error)
         self._scheduler.drop(error)
+        self._give_up_model(why)
 
     # Watching
 
