@@ -334,6 +334,11 @@ class Link(Overflow):
                 tell(region_id)
                 self._request_regions.pop(region_id).close()
         self._idle = idle
+        memory = self._caller_memory
+        gone = [key for key in self._announced if memory is None or key not in memory]
+        for region_id in gone:
+            self._announced.discard(region_id)
+            tell(region_id)
 
     def size_bytes(self) -> int:
         """All shared memory of this stub."""

@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import (
     AlreadyLoaded,
     LoadFailed,
@@ -17,6 +16,7 @@ from moonpool.runtime.errors import (
     RuntimeClosed,
 )
 from moonpool.runtime.hosted_model import HostedModel
+from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.reactor import Reactor
 from moonpool.runtime.states import BACKEND, BackendState, Machine
@@ -196,9 +196,7 @@ class ModelRegistry:
             names = list(self._models)
         if not first:
             return
-        if names:
-            with ThreadPoolExecutor(len(names), "moonpool-unload") as pool:
-                list(pool.map(self.unload, names))
+        in_parallel(self.unload, names, "moonpool-unload")
         for backend in self._backends.values():
             self._finalize(backend)
         self._executor.shutdown()

@@ -141,6 +141,7 @@ class PythonBackend(Backend):
         stub.abort(reason)
 
     def tidy(self, instance: ModelInstance) -> None:
+        self.memory_of(instance.model).tidy(time.monotonic())
         stub: StubHandle = instance.state
         stub.tidy()
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.arena import Block
     from moonpool.ipc.memory import Lease
 
+_KEEP_S = 5.0
 _numbers = itertools.count(1)
 
 
@@ -45,6 +46,8 @@ class CallerMemory:
         self._returned: deque[object] = deque()
         self.give_back: Callable[[object], object] = self._returned.append
         self._closed = False
+        # Regions that hold nothing: how often they had been used, and since when it was not more.
+        self._idle: dict[int, tuple[int, float]] = {}
 
     def _create(self, needed_bytes: int) -> SharedRegion:
         region = new_region(self._arena.size_bytes, needed_bytes, self._limit_bytes)
@@ -74,6 +77,25 @@ class CallerMemory:
             return None
         block: Block = lease.token  # type: ignore[assignment]
         return self._regions[block.region.id], block
+
+    def tidy(self, now_s: float) -> None:
+        """Give up regions beyond the first that nothing has lain in for a while."""
+        with self._lock:
+            self._collect()
+            idle = self._arena.idle()
+            for region_id, uses in idle.items():
+                before, since_s = self._idle.get(region_id, (uses, now_s))
+                if before != uses:
+                    since_s = now_s
+                elif now_s - since_s >= _KEEP_S:
+                    self._arena.retire(region_id)
+                    self._regions.pop(region_id).close()
+                    continue
+                self._idle[region_id] = (uses, since_s)
+            self._idle = {key: value for key, value in self._idle.items() if key in idle}
+
+    def __contains__(self, region_id: object) -> bool:
+        return region_id in self._regions
 
     @property
     def size_bytes(self) -> int:

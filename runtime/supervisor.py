@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import BackendError, ExecuteTimedOut, LoadFailed, ModelUnavailable
+from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.restart import GiveUp, RestartPolicy
 from moonpool.runtime.states import INSTANCE, InstanceState, Machine
 
@@ -108,8 +108,8 @@ class Supervisor:
 
         Raises `LoadFailed` with the first failure.
         """
-        with ThreadPoolExecutor(len(self.seats), "moonpool-start") as pool:
-            errors = [error for error in pool.map(self._first_start, self.seats) if error]
+        outcomes = in_parallel(self._first_start, self.seats, "moonpool-start")
+        errors = [outcome for outcome in outcomes if outcome is not None]
         if errors:
             self.stop_all()
             raise errors[0]
@@ -245,8 +245,7 @@ class Supervisor:
     def stop_all(self) -> None:
         """Finalize all instances in parallel; those that execute are waited for first, if need be ended."""
         self._stopping.set()
-        with ThreadPoolExecutor(len(self.seats), "moonpool-stop") as pool:
-            list(pool.map(self._stop, self.seats))
+        in_parallel(self._stop, self.seats, "moonpool-stop")
 
     def _stop(self, seat: Seat) -> None:
         if seat.recovery is not None:

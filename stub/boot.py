@@ -59,6 +59,8 @@ def forget_msgpack(folder: str) -> None:
 def main() -> None:
     """Read the arguments, become a stub, serve, and end the process."""
     _, _, name, work_fd, control_fd, parent_pid, msgpack_folder = sys.argv
+    # A model's libraries may look for arguments; these are not for them.
+    del sys.argv[1:]
     die_with_parent(int(parent_pid))
     here = os.path.dirname(os.path.realpath(__file__))
     make_importable("moonpool", os.path.dirname(here))
