@@ -45,6 +45,8 @@ _pack = (
     if msgpack.Packer.__module__ == "msgpack.fallback"
     else msgpack.Packer(autoreset=True, use_bin_type=True).pack
 )
+# A check takes up to a millisecond to make and serves every channel of the process.
+_compiled: dict[Message, Check] = {}
 
 
 class Codec:
@@ -81,7 +83,10 @@ class Codec:
             raise RemoteProtocolError(f"a message of unknown kind {fields[0]}") from error
         if message.sender is self._us:
             raise RemoteProtocolError(f"{Kind(fields[0]).name} is not the peer's to send")
-        check = self._checks[fields[0]] = compile_check(Kind(fields[0]), message)
+        check = _compiled.get(message)
+        if check is None:
+            check = _compiled[message] = compile_check(Kind(fields[0]), message)
+        self._checks[fields[0]] = check
         return check
 
 

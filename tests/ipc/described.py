@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -40,6 +41,7 @@ def receiver(channel: str, kind: Kind) -> Codec:
     return Codec(TABLES[channel], us)
 
 
+@functools.cache
 def values(spec: Spec) -> st.SearchStrategy[Any]:
     """Whatever the table allows there; long things are kept short."""
     if isinstance(spec, Int):
@@ -68,6 +70,7 @@ def values(spec: Spec) -> st.SearchStrategy[Any]:
     return st.one_of(*map(values, spec.items))
 
 
+@functools.cache
 def messages(channel: str, kind: Kind) -> st.SearchStrategy[list[Any]]:
     fields = TABLES[channel][kind].fields.values()
     return st.tuples(st.just(int(kind)), *map(values, fields)).map(list)

@@ -98,7 +98,7 @@ def spoilt(message: list[Any], path: tuple[Any, ...], how: str, junk: Any) -> An
 
 
 @EVERY_ROW
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_message_with_one_thing_wrong_is_judged_as_the_table_says(
     channel: str, kind: Kind, data: st.DataObject
@@ -139,6 +139,21 @@ def test_a_bound_is_the_last_thing_that_is_allowed(
 
     with pytest.raises(RemoteProtocolError, match=r"LOG\.it may not be"):
         check([21, beyond])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [({b"a": 1}, "a key of LOADED.facts may not be bytes"), ({"a": None}, "LOADED.facts may not be None"),
+     ({"a": b"x"}, "LOADED.facts may not be bytes"), ({"a": [1]}, "LOADED.facts may not be list"),
+     ({"a": {}}, "LOADED.facts may not be dict"), ([], "LOADED.facts may not be list")],
+    ids=["key", "nil", "bytes", "list", "dict", "no table"],
+)  # fmt: skip
+def test_a_table_has_text_for_keys_and_scalars_for_values(parameters: object, reason: str) -> None:
+    codec = work_codec(Side.RUNTIME)
+    good = {"text": "x", "number": -1, "large": 2**64 - 1, "real": 0.5, "flag": True}
+
+    assert codec.decode(encode(Kind.LOADED, good)) == [Kind.LOADED, good]
+    assert refused(codec, encode(Kind.LOADED, parameters)) == reason
 
 
 @pytest.mark.parametrize(
