@@ -17,6 +17,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.loading import models_of
 from moonpool.runtime.model_registry import ModelRegistry
+from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.repository import ModelRepository
 from moonpool.runtime.request import NO_DETAILS, Details, Response
@@ -67,8 +68,8 @@ class Runtime:
         _open_runtimes.add(self)
         if self._repository is not None:
             try:
-                for name in self._repository.models() if models is None else models:
-                    self.load(name)
+                names = self._repository.models() if models is None else list(models)
+                in_parallel(self.load, names, "moonpool-load")
             except BaseException:
                 self.close()
                 raise
