@@ -23,6 +23,7 @@ from moonpool.runtime.errors import (
     RuntimeClosed,
     StubDied,
 )
+from moonpool.runtime.progress import Progress
 from moonpool.runtime.repository import RepositoryError
 from moonpool.runtime.request import Response
 from moonpool.runtime.runtime import Runtime, exit_on_sigterm
@@ -46,6 +47,7 @@ __all__ = [
     "ModelUnavailable",
     "MoonpoolError",
     "OutOfMemory",
+    "Progress",
     "QueueFull",
     "QueueTimeout",
     "RepositoryError",
