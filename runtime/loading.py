@@ -48,7 +48,8 @@ def models_of(
 
 def _versions(name: str, directory: ModelDirectory, changes: Mapping[str, Any]) -> list[Model]:
     raw, source = directory.read_config()
-    config = ModelConfig.from_dict({**raw, "name": name}, source=source, partial=True)
+    merged = {**raw, **changes, "name": name}
+    config = ModelConfig.from_dict(merged, source=source, partial=True)
     filename = config.default_model_filename or "model.py"
     models = []
     for version in directory.chosen_versions(config):
