@@ -1,0 +1,1 @@
+"""Measurements: one file a question, numbers with their spread, nothing asserted. See README.md."""

@@ -1,0 +1,81 @@
+"""All benchmarks one after the other, each in a process of its own, and the tables of what they found."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.report import machine_in_words, read, table
+
+NAMES = (
+    "floor",
+    "latency",
+    "throughput",
+    "tensor_size",
+    "startup",
+    "memory",
+    "recovery",
+    "batching",
+    "bytes_tensors",
+    "peers",
+)
+RESULTS = Path(__file__).parent / "results"
+_TABLE = "RESULTS.md"
+
+
+def figures(folder: Path = RESULTS, *, headlines_only: bool = True) -> str:
+    """The tables of the runs in `folder` as Markdown; with `headlines_only` as the README has them."""
+    runs = [read(folder / f"{name}.jsonl") for name in NAMES if (folder / f"{name}.jsonl").exists()]
+    if not runs:
+        return f"There are no results in {folder}; make some with `python -m benchmarks.all`."
+    machines = dict.fromkeys(machine_in_words(run[0]) for run in runs)
+    tables = [table(run, headlines_only=headlines_only) for run in runs]
+    return "\n\n".join(["; ".join(machines) + ".", *tables]) + "\n"
+
+
+def run_all(names: list[str], folder: Path, *, quick: bool) -> list[str]:
+    """Run these benchmarks, with their lines to `folder`; returns the names of those that failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in names:
+        before = time.monotonic()
+        command = [sys.executable, "-m", f"benchmarks.{name}"]
+        options = ["--json", str(folder / f"{name}.jsonl"), *(["--quick"] if quick else [])]
+        ended = subprocess.run(
+            [*command, *options], stdout=subprocess.DEVNULL, cwd=RESULTS.parents[1], check=False
+        )
+        words = "done" if ended.returncode == 0 else f"failed with {ended.returncode}"
+        print(f"{name}: {words} in {time.monotonic() - before:.0f} s", file=sys.stderr)
+        if ended.returncode:
+            failed.append(name)
+    return failed
+
+
+def main() -> int:
+    """The command line; 1 if a benchmark failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"which, of {', '.join(NAMES)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="only see whether they work")
+    parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
+    parser.add_argument(
+        "--results", type=Path, help=f"where results lie; {RESULTS} by default, --quick keeps none"
+    )
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(NAMES):
+        parser.error(f"there is no benchmark {sorted(unknown)[0]!r}")
+    with tempfile.TemporaryDirectory() as room:
+        folder = arguments.results or (Path(room) if arguments.quick else RESULTS)
+        failed: list[str] = []
+        if not arguments.table:
+            failed = run_all(arguments.names or list(NAMES), folder, quick=arguments.quick)
+            (folder / _TABLE).write_text(figures(folder, headlines_only=False))
+        print(figures(folder))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""What a larger batch brings, for both kinds of model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import moonpool
+from benchmarks.hosted import MODELS
+from benchmarks.report import Report, main
+from benchmarks.rounds import in_turns
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+IN_FLIGHT = 64
+_KINDS = {"Triton's kind": MODELS / "add_sub", "moonpool's kind": MODELS / "sums.py"}
+_INPUTS = {"INPUT0": np.ones((1, 4), np.float32), "INPUT1": np.ones((1, 4), np.float32)}
+
+
+async def _rate(runtime: moonpool.Runtime, model: str, total: int) -> float:
+    left = total
+
+    async def call() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            await runtime.ainfer(model, _INPUTS)
+
+    before = time.perf_counter()
+    await asyncio.gather(*(call() for _ in range(IN_FLIGHT)))
+    return total / (time.perf_counter() - before)
+
+
+def measure(report: Report, quick: bool) -> None:
+    """64 callers, and the largest batch that is allowed."""
+    rounds, total = (1, 64) if quick else (5, 4000)
+    with moonpool.Runtime() as runtime:
+
+        def case(model: str) -> Callable[[], list[float]]:
+            return lambda: [asyncio.run(_rate(runtime, model, total))]
+
+        models = {
+            f"{kind}, batches of up to {size}": f"{index}_{size}"
+            for index, kind in enumerate(_KINDS)
+            for size in SIZES
+        }
+        for (kind, path), index in zip(_KINDS.items(), range(len(_KINDS)), strict=True):
+            for size in SIZES:
+                config = {"max_batch_size": size, "dynamic_batching": {}}
+                runtime.load(f"{index}_{size}", path, config=config)
+        series = in_turns({name: case(model) for name, model in models.items()}, rounds)
+        for name, found in series.items():
+            ends = name.endswith((" 1", " 64"))
+            report.figure(name, "requests/s", found.values, headline=ends)
+            statistics = runtime.statistics(models[name])
+            mean = statistics["inference_count"] / statistics["execution_count"]
+            report.figure(f"{name}, rows in a batch", "", [mean])
+        for kind in _KINDS:
+            small, large = (series[f"{kind}, batches of up to {n}"] for n in (1, 64))
+            report.ratio(f"{kind}, 64 over 1", large.over(small), headline=True)
+    report.note(f"{IN_FLIGHT} asyncio tasks, each with one request of one row in flight.")
+
+
+if __name__ == "__main__":
+    main("batching", "What does a larger batch bring?", measure)

@@ -1,0 +1,19 @@
+"""The models of this folder in a runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moonpool
+
+MODELS = Path(__file__).parent / "models"
+
+
+def pids(runtime: moonpool.Runtime, model: str) -> list[int]:
+    """The process numbers of a model's stubs."""
+    return [instance["pid"] for instance in runtime.instances(model)]
+
+
+def option(value: object) -> dict[str, str]:
+    """A parameter of a configuration."""
+    return {"string_value": str(value)}

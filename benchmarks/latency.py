@@ -1,0 +1,45 @@
+"""How long one caller waits for four floats to be added in a stub, against the bare ping-pong."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import moonpool
+from benchmarks.hosted import MODELS, pids
+from benchmarks.ping_pong import PingPong
+from benchmarks.placement import placed, placements
+from benchmarks.report import Report, main
+from benchmarks.rounds import calls_in_turns
+
+
+def measure(report: Report, quick: bool) -> None:
+    """`infer` and ping-pong in turns, wherever the two sides may run."""
+    rounds, calls = (1, 20) if quick else (40, 400)
+    a, b = np.ones((1, 4), np.float32), np.full((1, 4), 2, np.float32)
+    with moonpool.Runtime() as runtime, PingPong() as peer:
+        runtime.load("add_sub", MODELS / "add_sub")
+
+        def infer() -> None:
+            runtime.infer("add_sub", {"INPUT0": a, "INPUT1": b})
+
+        for placement in placements():
+            with placed(placement, [peer.pid, *pids(runtime, "add_sub")]):
+                series = calls_in_turns({"floor": peer.call, "infer": infer}, rounds, calls)
+            where = placement.name
+            free = placement.cores is None
+            report.figure(f"ping-pong, {where}", "µs", series["floor"].values)
+            report.figure(
+                f"infer add_sub of 4 floats, {where}", "µs", series["infer"].values, headline=True
+            )
+            report.ratio(
+                f"infer over ping-pong, {where}",
+                series["infer"].over(series["floor"]),
+                goal="≤ 2" if free else "",
+                headline=True,
+            )
+            added = series["infer"].minus(series["floor"])
+            report.figure(f"infer less ping-pong, {where}", "µs", added)
+
+
+if __name__ == "__main__":
+    main("latency", "How long does one caller wait for a call that does next to nothing?", measure)

@@ -1,0 +1,1 @@
+"""Ways of calling add_sub in another process, all behind one `Peer`."""

@@ -1,0 +1,124 @@
+"""iceoryx2's request-response with loaned slices, and events to wait on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peer.peer import Floats, Peer, Unavailable
+
+_READY_S = 60.0
+
+
+class Service:
+    """One node's access to the service and to the events beside it."""
+
+    def __init__(self, prefix: str) -> None:
+        iox = importlib.import_module("iceoryx2")
+        iox.set_log_level(iox.LogLevel.Error)
+        config = iox.config.default()
+        # What iceoryx2 leaves behind can be told from what others use by its prefix.
+        config.global_cfg.prefix = iox.FileName.new(prefix)
+        builder = iox.NodeBuilder.new().config(config)
+        builder = builder.signal_handling_mode(iox.SignalHandlingMode.Disabled)
+        self._node = builder.create(iox.ServiceType.Ipc)
+        payload = iox.Slice[ctypes.c_uint8]
+        self.calls = self._builder(iox, "calls").request_response(payload, payload).open_or_create()
+        self.asked = self._builder(iox, "asked").event().open_or_create()
+        self.answered = self._builder(iox, "answered").event().open_or_create()
+        self.grow = iox.AllocationStrategy.PowerOfTwo
+
+    def _builder(self, iox: Any, name: str) -> Any:
+        return self._node.service_builder(iox.ServiceName.new(name))
+
+
+class Iceoryx(Peer):
+    """A client that fills a loaned slice and waits for the event that there is an answer."""
+
+    def __init__(self) -> None:
+        try:
+            importlib.import_module("iceoryx2")
+        except ImportError as error:
+            raise Unavailable(f"{error}; pip install iceoryx2") from error
+        self._prefix = f"iox2_benchmark_{os.getpid()}_"
+        processes = multiprocessing.get_context("spawn")
+        ready = processes.Event()
+        self._process = processes.Process(target=serve, args=(self._prefix, ready))
+        self._process.start()
+        if not ready.wait(_READY_S):
+            self._process.kill()
+            self._process.join()
+            raise Unavailable(f"its server was not ready within {_READY_S} s")
+        self._service = Service(self._prefix)
+        client = self._service.calls.client_builder().initial_max_slice_len(64)
+        self._client = client.allocation_strategy(self._service.grow).create()
+        self._notifier = self._service.asked.notifier_builder().create()
+        self._listener = self._service.answered.listener_builder().create()
+
+    def call(self, a: Floats, b: Floats) -> tuple[Floats, Floats]:
+        request = self._client.loan_slice_uninit(a.nbytes + b.nbytes)
+        sent = np.frombuffer(request.payload().as_memory_view(), np.float32)
+        sent[: a.size], sent[a.size :] = a[0], b[0]
+        pending = request.assume_init().send()
+        self._notifier.notify()
+        while (response := pending.receive()) is None:
+            self._listener.blocking_wait()
+        answer = np.frombuffer(response.payload().as_memory_view(), np.float32)
+        # A response must be given back before long, so its caller copies.
+        total, difference = answer[: a.size].copy(), answer[a.size :].copy()
+        response.delete()
+        pending.delete()
+        return total[np.newaxis], difference[np.newaxis]
+
+    def close(self) -> None:
+        # A single byte is the end.
+        self._client.loan_slice_uninit(1).assume_init().send().delete()
+        self._notifier.notify()
+        self._process.join()
+        self._process.close()
+        for port in (self._client, self._notifier, self._listener):
+            port.delete()
+        del self._service
+        for path in Path("/dev/shm").glob(f"{self._prefix}*"):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+
+def serve(prefix: str, ready: Any) -> None:
+    """In the other process."""
+    service = Service(prefix)
+    builder = service.calls.server_builder().initial_max_slice_len(64)
+    server = builder.allocation_strategy(service.grow).create()
+    listener = service.asked.listener_builder().create()
+    notifier = service.answered.notifier_builder().create()
+    ready.set()
+    goes_on = True
+    while goes_on:
+        listener.blocking_wait()
+        while goes_on and (request := server.receive()) is not None:
+            goes_on = _answer(request)
+            request.delete()
+            notifier.notify()
+    for port in (server, listener, notifier):
+        port.delete()
+
+
+def _answer(request: Any) -> bool:
+    received = request.payload().as_memory_view()
+    if len(received) == 1:
+        return False
+    inputs = np.frombuffer(received, np.float32)
+    half = inputs.size // 2
+    response = request.loan_slice_uninit(len(received))
+    outputs = np.frombuffer(response.payload().as_memory_view(), np.float32)
+    np.add(inputs[:half], inputs[half:], out=outputs[:half])
+    np.subtract(inputs[:half], inputs[half:], out=outputs[half:])
+    response.assume_init().send()
+    return True

@@ -1,0 +1,77 @@
+"""What the ways of calling add_sub in another process have in common."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.rounds import time_us
+
+Floats = NDArray[np.float32]
+
+
+class Unavailable(Exception):
+    """This way cannot be measured here; the text says why."""
+
+
+class Peer(ABC):
+    """Opened when made, which may raise Unavailable; closed by leaving its context."""
+
+    @abstractmethod
+    def call(self, a: Floats, b: Floats) -> tuple[Floats, Floats]:
+        """Sum and difference, computed elsewhere. Arrays of one row."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+    def times_us(self, elements: int, count: int) -> list[float]:
+        """How long each of `count` calls takes, with that many floats in each of two inputs and outputs."""
+        a, b = self.inputs(elements)
+        total, difference = self.call(a, b)
+        if not ((total == 3).all() and (difference == -1).all()):
+            raise ValueError(f"{type(self).__name__} gave a wrong answer")
+        del total, difference
+        return time_us(lambda: self.call(a, b), count)
+
+    def inputs(self, elements: int) -> tuple[Floats, Floats]:
+        """Ones and twos."""
+        return np.full((1, elements), 1, np.float32), np.full((1, elements), 2, np.float32)
+
+    def rate(self, callers: int, total: int) -> float | None:
+        """Calls a second with so many callers at once, for the ways that more than one may use."""
+        del callers, total
+        return None
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def rate_of_threads(peer: Peer, callers: int, total: int) -> float:
+    """Calls a second of so many threads, each of which calls again and again."""
+    a, b = peer.inputs(4)
+    share = -(-total // callers)
+
+    def call() -> None:
+        for _ in range(share):
+            peer.call(a, b)
+
+    threads = [threading.Thread(target=call) for _ in range(callers)]
+    before = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return callers * share / (time.perf_counter() - before)

@@ -1,0 +1,138 @@
+"""What a benchmark found: collected in order, written as JSON lines, shown as a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.figure import Figure, figure_of
+from benchmarks.machine import Noise, facts, listen
+
+_HEAD = "| | median | p10 – p90 | goal |\n|:--|--:|--:|:--|"
+
+
+class Report:
+    """One run of one benchmark. Listens to the machine before the first measurement and after the last."""
+
+    def __init__(self, benchmark: str, question: str, quick: bool) -> None:
+        self._machine = facts()
+        self._lines: list[dict[str, object]] = [
+            {
+                "kind": "run",
+                "benchmark": benchmark,
+                "question": question,
+                "quick": quick,
+                "machine": self._machine,
+            }
+        ]
+        self._before = listen()
+
+    def figure(
+        self,
+        name: str,
+        unit: str,
+        values: Sequence[float],
+        *,
+        goal: str = "",
+        headline: bool = False,
+    ) -> Figure:
+        """Add a quantity that was measured once or more."""
+        figure = figure_of(name, unit, values, goal, headline)
+        self._lines.append({"kind": "figure", **figure._asdict()})
+        return figure
+
+    def ratio(
+        self, name: str, values: Sequence[float], *, goal: str = "", headline: bool = False
+    ) -> Figure:
+        """Add a ratio of two quantities that were measured beside each other, once a round."""
+        return self.figure(name, "", values, goal=goal, headline=headline)
+
+    def skipped(self, name: str, reason: str) -> None:
+        """Say that something could not be measured, and why."""
+        self._lines.append({"kind": "skipped", "name": name, "reason": reason})
+
+    def note(self, text: str) -> None:
+        """Say what a reader of the figures must know."""
+        self._lines.append({"kind": "note", "text": text})
+
+    def close(self) -> list[dict[str, object]]:
+        """All lines, with how noisy the machine was as the last."""
+        after = listen()
+        noise = {"before": self._before._asdict(), "after": after._asdict()}
+        noisy = self._before.is_noisy or after.is_noisy
+        return [*self._lines, {"kind": "noise", "noisy": noisy, **noise}]
+
+
+def table(lines: Iterable[Mapping[str, object]], *, headlines_only: bool = False) -> str:
+    """The lines of one run as a Markdown section."""
+    head: list[str] = []
+    rows: list[str] = []
+    tail: list[str] = []
+    for line in lines:
+        kind = line["kind"]
+        if kind == "run":
+            quick = " (quick: too short to quote)" if line["quick"] else ""
+            head = [f"### {line['benchmark']}{quick}", "", f"{line['question']}", ""]
+        elif kind == "figure" and (line["headline"] or not headlines_only):
+            rows.append(_row(line))
+        elif kind == "skipped":
+            rows.append(f"| {line['name']} | not measured: {line['reason']} | | |")
+        elif kind == "note" and not headlines_only:
+            tail.append(f"- {line['text']}")
+        elif kind == "noise" and line["noisy"]:
+            tail.append(f"- Noisy machine: {_noise_in_words(line)}.")
+    return "\n".join([*head, _HEAD, *rows, *([""] if tail else []), *tail])
+
+
+def _row(line: Mapping[str, object]) -> str:
+    fields = {key: value for key, value in line.items() if key in Figure._fields}
+    cells = Figure(**fields).cells()  # type: ignore[arg-type]
+    return f"| {' | '.join(cells)} |"
+
+
+def _noise_in_words(line: Mapping[str, object]) -> str:
+    words = []
+    for when in ("before", "after"):
+        noise = Noise(**line[when])  # type: ignore[arg-type]
+        words.append(
+            f"{when} it {noise.others} other tasks were running, {noise.stolen:.1%} of the time was "
+            f"stolen, load {noise.load}"
+        )
+    return "; ".join(words)
+
+
+def machine_in_words(line: Mapping[str, object]) -> str:
+    """A sentence on the machine of a run, from its first line."""
+    machine = line["machine"]
+    if not isinstance(machine, dict):
+        raise TypeError(f"the first line of a run has no machine, but {machine!r}")
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python "
+        f"{machine['python']}, numpy {machine['numpy']}, {str(machine['date'])[:10]}"
+    )
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    """The lines that a run has written."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main(benchmark: str, question: str, measure: Callable[[Report, bool], None]) -> None:
+    """The command line of a benchmark."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=question)
+    parser.add_argument("--quick", action="store_true", help="only see whether it works")
+    parser.add_argument("--json", metavar="FILE", help="write JSON lines; - for standard output")
+    arguments = parser.parse_args()
+    report = Report(benchmark, question, arguments.quick)
+    measure(report, arguments.quick)
+    lines = report.close()
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    if arguments.json == "-":
+        sys.stdout.write(text)
+        return
+    print(machine_in_words(lines[0]) + "\n\n" + table(lines))
+    if arguments.json:
+        Path(arguments.json).write_text(text)

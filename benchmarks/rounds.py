@@ -1,0 +1,73 @@
+"""A and B in turns: what disturbs one disturbs the other, and their ratio stays."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Series(NamedTuple):
+    """What was measured of one case: the values of each round."""
+
+    rounds: list[list[float]]
+
+    @property
+    def values(self) -> list[float]:
+        """Every value of every round."""
+        return [value for values in self.rounds for value in values]
+
+    def over(self, other: Series) -> list[float]:
+        """The ratio of the medians, a round at a time."""
+        return [
+            statistics.median(mine) / statistics.median(theirs)
+            for mine, theirs in zip(self.rounds, other.rounds, strict=True)
+        ]
+
+    def minus(self, other: Series) -> list[float]:
+        """The difference of the medians, a round at a time."""
+        return [
+            statistics.median(mine) - statistics.median(theirs)
+            for mine, theirs in zip(self.rounds, other.rounds, strict=True)
+        ]
+
+
+def time_us(call: Callable[[], object], count: int) -> list[float]:
+    """How long each of `count` calls takes."""
+    clock = time.perf_counter_ns
+    times = []
+    for _ in range(count):
+        before = clock()
+        call()
+        times.append((clock() - before) / 1000)
+    return times
+
+
+def in_turns(
+    cases: Mapping[str, Callable[[], Sequence[float]]], rounds: int
+) -> dict[str, Series]:
+    """Measure each case once a round; who is first changes from round to round.
+
+    A first round is thrown away, so that memory is mapped and caches are warm.
+    """
+    names = list(cases)
+    found = {name: Series([]) for name in names}
+    for turn in range(-1, rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            values = list(cases[name]())
+            if turn >= 0:
+                found[name].rounds.append(values)
+    return found
+
+
+def calls_in_turns(
+    cases: Mapping[str, Callable[[], object]], rounds: int, calls: int
+) -> dict[str, Series]:
+    """As `in_turns`, where a case is one call to be timed, `calls` times a round; in microseconds."""
+
+    def timed(call: Callable[[], object]) -> Callable[[], Sequence[float]]:
+        return lambda: time_us(call, calls)
+
+    return in_turns({name: timed(call) for name, call in cases.items()}, rounds)
