@@ -40,7 +40,12 @@ def in_parallel(function: Callable[[T], R], items: Sequence[T], name: str) -> li
         else:
             started.append(thread)
     for thread in started:
-        thread.join()
+        while thread.is_alive():
+            # What a signal handler raises waits, too: whoever cleans up after it must find it all done.
+            try:
+                thread.join()
+            except BaseException as error:
+                errors.insert(0, error)
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(items))]
