@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -48,6 +49,7 @@ class ModelRegistry:
         # Being loaded or unloaded: the name is taken.
         self._moving: set[str] = set()
         self._closed = False
+        self._ended = threading.Event()
         self._disowned = False
         self._reactor = Reactor()
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
@@ -187,23 +189,43 @@ class ModelRegistry:
 
         A second call returns when the first has done so.
         """
-        if self._disowned:  # and the lock may have been held in the moment of the fork
+        if self._disowned:
             return
         with self._lock:
             first = not self._closed
             self._closed = True
-            self._changed.wait_for(lambda: not self._moving)
-            names = list(self._models)
         if not first:
+            self._ended.wait()
             return
-        in_parallel(self.unload, names, "moonpool-unload")
+        try:
+            with self._lock:
+                self._changed.wait_for(lambda: not self._moving)
+                names = list(self._models)
+            try:
+                in_parallel(self._unload_if_there, names, "moonpool-unload")
+            finally:
+                self._finalize_all()
+        finally:
+            # Also where a signal handler raised: those who wait are not to wait for ever.
+            self._ended.set()
+
+    def _finalize_all(self) -> None:
+        with self._lock:
+            self._changed.wait_for(lambda: not self._moving)
         for backend in self._backends.values():
             self._finalize(backend)
         self._executor.shutdown()
         self._reactor.close()
 
+    def _unload_if_there(self, name: str) -> None:
+        with contextlib.suppress(ModelNotFound):  # somebody else unloads it
+            self.unload(name)
+
     def disown(self) -> None:
         """This is a fork of the process that the models belong to: forget them."""
+        # They may have been held in the moment of the fork, by threads that are not here.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._closed = True
         self._models, self._latest, self._moving = {}, {}, set()
         self._disowned = True
