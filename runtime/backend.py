@@ -71,6 +71,8 @@ class ModelInstance:
         self.blocks = backend.blocks
         # Called by the backend, from any thread, when the instance broke while it executed nothing.
         self.report_broken: Callable[[BaseException], None] = _ignored
+        # What was reported: nobody gives it batches any more. None again before it is restarted.
+        self.broken: BaseException | None = None
 
     def execute(self, requests: Sequence[InferenceRequest]) -> Pending | list[Outcome]:
         """Hand a batch to the backend."""

@@ -53,6 +53,10 @@ _ALLOWED = [
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
+class _EndedIdle(PeerGone):
+    """The process ended while it had no batch."""
+
+
 @dataclass
 class _ModelState:
     """What all instances of a model share."""
@@ -114,8 +118,8 @@ class PythonBackend(Backend):
             stub.end()
             raise
         stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
-        stub.on_exit = lambda: instance.report_broken(PeerGone("the stub has ended"))
         instance.state = stub
+        stub.notify_exit(lambda: instance.report_broken(_EndedIdle("the stub has ended")))
 
     def model_instance_finalize(self, instance: ModelInstance) -> None:
         stub: StubHandle = instance.state
@@ -134,7 +138,8 @@ class PythonBackend(Backend):
 
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
         stub: StubHandle = instance.state
-        return stub.explain(error, "execute")
+        doing = "while it was idle" if isinstance(error, _EndedIdle) else "during execute"
+        return stub.explain(error, doing)
 
     def abort(self, instance: ModelInstance, reason: BaseException) -> None:
         stub: StubHandle = instance.state

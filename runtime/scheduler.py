@@ -38,7 +38,7 @@ class Scheduler:
         executor: Executor,
         on_lost: Callable[[ModelInstance, list[InferenceRequest], BaseException], None],
     ) -> None:
-        """`on_lost` is told of an instance that broke, and the requests that were in it, if any."""
+        """`on_lost`, which must not block, is told of instances that broke, and the requests in them."""
         config = model.config
         self.reactor = reactor
         self.statistics = Statistics(model.name, str(model.version))
@@ -117,7 +117,7 @@ class Scheduler:
         return execution
 
     def _poke(self) -> None:
-        """The time has come at which a batch is sent though it is not full, or a request expires."""
+        """Look again: a batch may be sent though it is not full, a request expire, an instance be there."""
         with self._lock:
             self._wake_at_ns = None
             # The clock of the timer may be a little early; asking then sets another one.
@@ -192,9 +192,8 @@ class Scheduler:
         now_ns = time.monotonic_ns()
         with self._lock:
             self._record(execution, outcomes, answered_ns or now_ns, now_ns)
+            self._hand_back(instance)
             del self._busy[instance]
-            if instance.accepts:
-                self._idle.append(instance)
             started, expired = self._form(now_ns)
             resolved = self._ordered(requests, outcomes)
             self._changed.notify_all()
@@ -325,10 +324,22 @@ class Scheduler:
     def add(self, instance: ModelInstance) -> None:
         """An instance that is ready."""
         with self._lock:
+            self._hand_back(instance)
+        self._poke()
+
+    def _hand_back(self, instance: ModelInstance) -> None:
+        if instance.broken is not None:
+            self._on_lost(instance, [], instance.broken)
+        elif instance.accepts:
             self._idle.append(instance)
-            started, expired = self._form(time.monotonic_ns())
-        self._reject(expired)
-        self._launch(started, None)
+
+    def report(self, instance: ModelInstance, error: BaseException) -> None:
+        """An instance broke; it is lost at once where it is idle, else when it is handed back."""
+        with self._lock:
+            instance.broken = error
+            if instance in self._idle:
+                self._idle.remove(instance)
+                self._on_lost(instance, [], error)
 
     def take(self, instance: ModelInstance) -> bool:
         """Take an instance out if it is idle; whoever takes it must `add` it again, or end it."""

@@ -50,8 +50,8 @@ class StubHandle:
     ) -> None:
         """Start the process. Raises `LoadFailed` where it cannot be started, `OutOfMemory`."""
         self.name = name
-        # Told, on the reactor's thread, when the process has ended.
-        self.on_exit: Callable[[], None] = _nothing
+        self._on_exit: Callable[[], None] = _nothing
+        self._has_exited = False
         self._reactor = reactor
         self._python = python
         self._options = options
@@ -119,7 +119,7 @@ class StubHandle:
                 stage="initialize",
             ) from None
         except (PeerGone, ProtocolError) as error:
-            raise LoadFailed(str(self.explain(error, "start")), stage="start") from error
+            raise LoadFailed(str(self.explain(error, "during start")), stage="start") from error
         if message[0] == Kind.FAILED:
             raise LoadFailed(message[2], stage=message[1], traceback=message[3])
         return message
@@ -133,6 +133,16 @@ class StubHandle:
         if not poll.poll(left_ms):
             raise TimeoutError
         return self.link.conversation.receive()
+
+    def notify_exit(self, callback: Callable[[], None]) -> None:
+        """Run `callback` on the reactor's thread when the process has ended, also if it has already."""
+
+        def set_callback() -> None:
+            self._on_exit = callback
+            if self._has_exited:
+                callback()
+
+        self._reactor.call_soon(set_callback)
 
     def finalize(self, timeout_s: float | None) -> None:
         """Let the model finalize, and wait for the process to end; ends it when it takes too long."""
@@ -149,7 +159,9 @@ class StubHandle:
         except TimeoutError:
             _log.warning("[%s] finalize took longer than %s s; killing it", self.name, timeout_s)
         except MoonpoolError as error:
-            _log.warning("[%s] died in finalize: %s", self.name, self.explain(error, "finalize"))
+            _log.warning(
+                "[%s] died in finalize: %s", self.name, self.explain(error, "during finalize")
+            )
         self._stop(grace_s=GRACE_S)
 
     def abort(self, reason: BaseException) -> None:
@@ -172,7 +184,7 @@ class StubHandle:
         if self._reason is not None:
             return self._reason
         words = "closed its channel" if code is None else self._death(code)
-        return StubDied(f"Stub process '{self.name}' is not healthy. It {words} during {doing}.")
+        return StubDied(f"Stub process '{self.name}' is not healthy. It {words} {doing}.")
 
     def _death(self, code: int) -> str:
         self._flush_output()
@@ -224,7 +236,8 @@ class StubHandle:
         self._reactor.forget(self.process.pidfd)
         # What the stub started may hold its channel open; whoever waits on it must wake up now.
         self.link.conversation.channel.wake()
-        self.on_exit()
+        self._has_exited = True
+        self._on_exit()
 
     def _read_output(self) -> None:
         if not self._output.ready():

@@ -90,9 +90,8 @@ class Supervisor:
 
     def _reporter(self, instance: ModelInstance) -> Callable[[BaseException], None]:
         def report(error: BaseException) -> None:
-            # Busy instances are reported by whoever drives them, starting ones by their start.
-            if self._scheduler is not None and self._scheduler.take(instance):
-                self.lost(instance, [], error)
+            if self._scheduler is not None:
+                self._scheduler.report(instance, error)
 
         return report
 
@@ -108,7 +107,11 @@ class Supervisor:
 
         Raises `LoadFailed` with the first failure.
         """
-        outcomes = in_parallel(self._first_start, self.seats, "moonpool-start")
+        try:
+            outcomes = in_parallel(self._first_start, self.seats, "moonpool-start")
+        except BaseException:  # a signal handler raised; in_parallel has waited for all of them
+            self.stop_all()
+            raise
         errors = [outcome for outcome in outcomes if outcome is not None]
         if errors:
             self.stop_all()
@@ -121,7 +124,7 @@ class Supervisor:
         self._move(seat, _S.STARTING, "load")
         try:
             self._backend.model_instance_initialize(seat.instance)
-        except Exception as error:
+        except BaseException as error:  # a backend may raise SystemExit, and its siblings must end
             wrapped = as_load_failure(error, seat.instance.name)
             self._move(seat, _S.FAILED, str(wrapped))
             return wrapped
@@ -186,9 +189,10 @@ class Supervisor:
             self._move(seat, _S.STOPPED, "unload")
             return True
         self._move(seat, _S.STARTING, f"restart after: {seat.machine.because}")
+        seat.instance.broken = None
         try:
             self._backend.model_instance_initialize(seat.instance)
-        except Exception as error:
+        except BaseException as error:
             _log.error("[%s] restart failed: %s", seat.instance.name, error)
             self._move(seat, _S.BACKING_OFF, f"restart failed: {error}")
             return False
@@ -281,7 +285,7 @@ class Supervisor:
             _log.exception("[%s] finalizing the instance failed: %s", seat.instance.name, error)
 
 
-def as_load_failure(error: Exception, subject: str) -> MoonpoolError:
+def as_load_failure(error: BaseException, subject: str) -> MoonpoolError:
     """What a load raises: moonpool's own errors as they are, others as `LoadFailed`."""
     if isinstance(error, MoonpoolError):
         return error
