@@ -104,10 +104,9 @@ def _append_to_path(folders: Iterable[str]) -> None:
 def _import(load: Callable[[], ModuleType], path: str) -> ModuleType:
     try:
         return load()
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
-        # SystemExit is one of these: a model may not end its stub by being imported.
+        # SystemExit is one of these: a model may not end its stub by being imported. So is
+        # KeyboardInterrupt, which nobody but the model raises: a stub does not listen to SIGINT.
         text = describe(error)
         if "\nAt:\n" not in text:
             text += f"\n\nAt:\n  {path}\n"
