@@ -1,0 +1,114 @@
+"""`moonpool infer`: one request to one model of a repository."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
+from moonpool.runtime.cli.session import UsageError, session
+from moonpool.runtime.output import harmless
+
+if TYPE_CHECKING:
+    import argparse
+
+    from numpy.typing import NDArray
+
+NAME = "infer"
+HELP = "send one request to a model and print what it answers"
+DESCRIPTION = """\
+Load one model of a repository, send it one request, and print its outputs or write them to files.
+
+An input is JSON, or @ and a .npy file. Models that batch take rows: [[1, 2]] is one row of two.
+"""
+EXAMPLES = """\
+examples:
+  moonpool infer models add_sub --input 'INPUT0=[[1,2,3,4]]' --input 'INPUT1=[[5,6,7,8]]'
+  moonpool infer models normalise --input X=@rows.npy --output-dir results
+  moonpool infer models sentence_embedding --input 'TEXT=[["A cat sleeps."]]' --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("repository", metavar="REPO", help="the directory of the models")
+    parser.add_argument("model", metavar="MODEL", help="the model's name")
+    parser.add_argument(
+        "--input",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an input, as NAME=JSON or NAME=@FILE.npy; once for each",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--output-dir", metavar="DIR", help="write each output to DIR/NAME.npy")
+    where.add_argument("--json", action="store_true", help="print one JSON object, by output")
+    parser.add_argument("--version", metavar="N", type=int, help="the version; default the latest")
+    parser.add_argument(
+        "--timeout", metavar="S", type=float, help="how long to wait for the answer, in seconds"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    values = parse_inputs(options.input)
+    if options.timeout is not None and not options.timeout > 0:
+        raise UsageError(f"--timeout must be more than 0 seconds, not {options.timeout:g}")
+    with session(options.repository, verbose=options.verbose) as runtime:
+        runtime.load(options.model)
+        config = runtime.config(options.model, options.version)
+        outputs = runtime.infer(
+            options.model,
+            as_arrays(values, config),
+            version=options.version,
+            timeout_s=options.timeout,
+        )
+        datatypes = {tensor.name: tensor.datatype for tensor in config.outputs}
+        if options.output_dir is not None:
+            _write(outputs, Path(options.output_dir))
+        elif options.json:
+            print(json.dumps({name: _plain(array) for name, array in outputs.items()}))
+        else:
+            for name, array in outputs.items():
+                shape = ",".join(map(str, array.shape))
+                print(harmless(f"{name}  {datatypes.get(name, array.dtype)} [{shape}]"))
+                print(array)
+    return 0
+
+
+def _plain(array: NDArray[Any]) -> object:
+    """What JSON can hold: bytes become text, as UTF-8 where they are that."""
+    if array.dtype != object:
+        return array.tolist()
+    texts = [
+        item.decode("utf-8", "backslashreplace") if isinstance(item, bytes) else item
+        for item in array.ravel()
+    ]
+    return np.array(texts, dtype=object).reshape(array.shape).tolist()
+
+
+def _write(outputs: dict[str, NDArray[Any]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, array in outputs.items():
+        # The name is the model's, which may not choose where files go.
+        if "/" in name or "\0" in name or name in (".", ".."):
+            raise MoonpoolError(f"the output {name!r} has a name that no file can have")
+        path = folder / f"{name}.npy"
+        np.save(path, _storable(name, array), allow_pickle=False)
+        print(harmless(str(path)), file=sys.stdout)
+
+
+def _storable(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Bytes as numpy's fixed-length kind, the only one that a .npy file takes without pickle."""
+    if array.dtype != object:
+        return array
+    fixed = array.astype(np.bytes_)
+    if not np.array_equal(fixed.astype(object), array):
+        raise MoonpoolError(
+            f"output '{name}' has texts that end with a zero byte, which a .npy file does not keep; "
+            "print it with --json"
+        )
+    return fixed
