@@ -66,7 +66,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
-        parser.error(f"there is no benchmark {sorted(unknown)[0]!r}")
+        parser.error(f"there is no benchmark {min(unknown)!r}")
     with tempfile.TemporaryDirectory() as room:
         folder = arguments.results or (Path(room) if arguments.quick else RESULTS)
         failed: list[str] = []

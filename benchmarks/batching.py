@@ -46,7 +46,7 @@ def measure(report: Report, quick: bool) -> None:
             for index, kind in enumerate(_KINDS)
             for size in SIZES
         }
-        for (kind, path), index in zip(_KINDS.items(), range(len(_KINDS)), strict=True):
+        for index, path in enumerate(_KINDS.values()):
             for size in SIZES:
                 config = {"max_batch_size": size, "dynamic_batching": {}}
                 runtime.load(f"{index}_{size}", path, config=config)
@@ -56,7 +56,7 @@ def measure(report: Report, quick: bool) -> None:
             report.figure(name, "requests/s", found.values, headline=ends)
             statistics = runtime.statistics(models[name])
             mean = statistics["inference_count"] / statistics["execution_count"]
-            report.figure(f"{name}, rows in a batch", "", [mean])
+            report.figure(f"{name}, rows in a batch", "rows", [mean])
         for kind in _KINDS:
             small, large = (series[f"{kind}, batches of up to {n}"] for n in (1, 64))
             report.ratio(f"{kind}, 64 over 1", large.over(small), headline=True)

@@ -15,15 +15,17 @@ class Figure(NamedTuple):
     median: float
     p10: float
     p90: float
-    count: int
+    samples: int
     goal: str = ""
     # Whether it stands in the short table.
     headline: bool = False
 
     def cells(self) -> tuple[str, str, str, str]:
         """Name, median, spread and goal, as a table shows them."""
-        spread = f"{shown(self.p10)} – {shown(self.p90)}" if self.count > 1 else "one measurement"
-        return self.name, f"{shown(self.median)} {self.unit or '×'}", spread, self.goal
+        spread = (
+            f"{shown(self.p10)} to {shown(self.p90)}" if self.samples > 1 else "one measurement"
+        )
+        return self.name, f"{shown(self.median)} {self.unit or 'times'}", spread, self.goal
 
 
 def figure_of(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Looks at the run queue, and the pause between two of them.
+# Looks at the run queue, 0.3 s in all, and the pause between two of them.
 _LOOKS = 20
 _PAUSE_S = 0.015
 
@@ -51,16 +51,16 @@ class Noise(NamedTuple):
         return self.others > 0.3 or self.stolen > 0.02
 
 
-def listen() -> Noise:
-    """Look for 0.3 s at what runs on this machine beside this process, which does nothing meanwhile."""
+def listen(looks: int = _LOOKS) -> Noise:
+    """Look for a moment at what runs on this machine beside this process, which does nothing meanwhile."""
     stolen, total = _stolen_and_total()
     running = 0
-    for _ in range(_LOOKS):
+    for _ in range(looks):
         running += int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1
         time.sleep(_PAUSE_S)
     stolen_after, total_after = _stolen_and_total()
     part = (stolen_after - stolen) / max(1, total_after - total)
-    return Noise(round(os.getloadavg()[0], 2), round(running / _LOOKS, 2), round(part, 3))
+    return Noise(round(os.getloadavg()[0], 2), round(running / looks, 2), round(part, 3))
 
 
 def _stolen_and_total() -> tuple[int, int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.figure import Figure, figure_of
 from benchmarks.machine import Noise, facts, listen
 
-_HEAD = "| | median | p10 – p90 | goal |\n|:--|--:|--:|:--|"
+_HEAD = "| | median | p10 to p90 | goal |\n|:--|--:|--:|:--|"
 
 
 class Report:
@@ -28,7 +28,8 @@ class Report:
                 "machine": self._machine,
             }
         ]
-        self._before = listen()
+        self._looks = 1 if quick else 20
+        self._before = listen(self._looks)
 
     def figure(
         self,
@@ -60,7 +61,7 @@ class Report:
 
     def close(self) -> list[dict[str, object]]:
         """All lines, with how noisy the machine was as the last."""
-        after = listen()
+        after = listen(self._looks)
         noise = {"before": self._before._asdict(), "after": after._asdict()}
         noisy = self._before.is_noisy or after.is_noisy
         return [*self._lines, {"kind": "noise", "noisy": noisy, **noise}]

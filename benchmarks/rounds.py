@@ -44,9 +44,7 @@ def time_us(call: Callable[[], object], count: int) -> list[float]:
     return times
 
 
-def in_turns(
-    cases: Mapping[str, Callable[[], Sequence[float]]], rounds: int
-) -> dict[str, Series]:
+def in_turns(cases: Mapping[str, Callable[[], Sequence[float]]], rounds: int) -> dict[str, Series]:
     """Measure each case once a round; who is first changes from round to round.
 
     A first round is thrown away, so that memory is mapped and caches are warm.

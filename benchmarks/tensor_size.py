@@ -51,7 +51,7 @@ def _measure_size(
         copy_in()
         copy_out()
 
-    cases = {"two memcpy": two_copies}
+    cases: dict[str, Callable[[], object]] = {"two memcpy": two_copies}
     cases |= {way: _call(runtime, size, *how) for way, how in WAYS.items()}
     series = calls_in_turns(cases, rounds, calls)
     for way, times in series.items():

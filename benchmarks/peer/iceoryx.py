@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import importlib
 import multiprocessing
-import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ _READY_S = 60.0
 class Service:
     """One node's access to the service and to the events beside it."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, folder: str) -> None:
         iox = importlib.import_module("iceoryx2")
         iox.set_log_level(iox.LogLevel.Error)
         config = iox.config.default()
-        # What iceoryx2 leaves behind can be told from what others use by its prefix.
-        config.global_cfg.prefix = iox.FileName.new(prefix)
+        # What iceoryx2 leaves behind can be told from what others use, and removed.
+        config.global_cfg.root_path = iox.Path.new(folder)
+        config.global_cfg.prefix = iox.FileName.new(_prefix(folder))
         builder = iox.NodeBuilder.new().config(config)
         builder = builder.signal_handling_mode(iox.SignalHandlingMode.Disabled)
         self._node = builder.create(iox.ServiceType.Ipc)
@@ -47,16 +48,17 @@ class Iceoryx(Peer):
             importlib.import_module("iceoryx2")
         except ImportError as error:
             raise Unavailable(f"{error}; pip install iceoryx2") from error
-        self._prefix = f"iox2_benchmark_{os.getpid()}_"
+        self._folder = tempfile.TemporaryDirectory(prefix="iceoryx2-")
         processes = multiprocessing.get_context("spawn")
         ready = processes.Event()
-        self._process = processes.Process(target=serve, args=(self._prefix, ready))
+        self._process = processes.Process(target=serve, args=(self._folder.name, ready))
         self._process.start()
         if not ready.wait(_READY_S):
             self._process.kill()
             self._process.join()
+            self._folder.cleanup()
             raise Unavailable(f"its server was not ready within {_READY_S} s")
-        self._service = Service(self._prefix)
+        self._service = Service(self._folder.name)
         client = self._service.calls.client_builder().initial_max_slice_len(64)
         self._client = client.allocation_strategy(self._service.grow).create()
         self._notifier = self._service.asked.notifier_builder().create()
@@ -86,14 +88,19 @@ class Iceoryx(Peer):
         for port in (self._client, self._notifier, self._listener):
             port.delete()
         del self._service
-        for path in Path("/dev/shm").glob(f"{self._prefix}*"):
+        for path in Path("/dev/shm").glob(f"{_prefix(self._folder.name)}*"):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
+        self._folder.cleanup()
 
 
-def serve(prefix: str, ready: Any) -> None:
+def _prefix(folder: str) -> str:
+    return f"{Path(folder).name}_"
+
+
+def serve(folder: str, ready: Any) -> None:
     """In the other process."""
-    service = Service(prefix)
+    service = Service(folder)
     builder = service.calls.server_builder().initial_max_slice_len(64)
     server = builder.allocation_strategy(service.grow).create()
     listener = service.asked.listener_builder().create()

@@ -67,9 +67,7 @@ class Queues(Peer):
     def __init__(self) -> None:
         self._asked: Queue[tuple[Floats, Floats] | None] = _processes.Queue()
         self._answered: Queue[tuple[Floats, Floats]] = _processes.Queue()
-        self._process = _processes.Process(
-            target=serve_queues, args=(self._asked, self._answered)
-        )
+        self._process = _processes.Process(target=serve_queues, args=(self._asked, self._answered))
         self._process.start()
 
     def call(self, a: Floats, b: Floats) -> tuple[Floats, Floats]:

@@ -23,10 +23,9 @@ class TritonHttp(Peer):
     def __init__(self) -> None:
         try:
             self._http: Any = importlib.import_module("tritonclient.http")
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # RuntimeError: there, but without HTTP
             raise Unavailable(f"{error}; pip install tritonclient[http]") from error
         self._clients = threading.local()
-        self._opened: list[Any] = []
         self._files = TritonFiles()
         self._address = f"127.0.0.1:{_free_port()}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -48,7 +47,8 @@ class TritonHttp(Peer):
             "log-warning": "false",
             "pinned-memory-pool-byte-size": "0",
         }
-        command = [self._files.server, *(f"--{key}={value}" for key, value in options.items())]
+        command = [str(self._files.server)]
+        command += [f"--{key}={value}" for key, value in options.items()]
         with (self._files.folder / "server.log").open("w+") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=self._files.environment()
@@ -76,7 +76,6 @@ class TritonHttp(Peer):
             client = self._clients.client = self._http.InferenceServerClient(
                 self._address, network_timeout=600.0
             )
-            self._opened.append(client)
         return client
 
     def call(self, a: Floats, b: Floats) -> tuple[Floats, Floats]:
@@ -91,7 +90,15 @@ class TritonHttp(Peer):
     def rate(self, callers: int, total: int) -> float:
         return rate_of_threads(self, callers, total)
 
+    def leave(self) -> None:
+        client = getattr(self._clients, "client", None)
+        if client is not None:
+            client.close()
+            del self._clients.client
+
     def close(self) -> None:
+        # The server waits long for connections that are still open.
+        self.leave()
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

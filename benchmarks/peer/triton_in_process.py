@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from benchmarks.peer.peer import Floats, Peer, Unavailable
+from benchmarks.peer.peer import Peer, Unavailable
 from benchmarks.peer.triton_files import TritonFiles
 
 _SOURCE = Path(__file__).with_name("triton_caller.c")
@@ -29,7 +29,15 @@ class TritonInProcess(Peer):
             raise Unavailable("its caller is a C program, and there is no C compiler (cc)")
         program = self._files.folder / "caller"
         libraries = f"-Wl,-rpath,{self._files.libraries}"
-        command = [compiler, "-O2", "-o", program, _SOURCE, self._files.library, libraries]
+        command: list[str | Path] = [
+            compiler,
+            "-O2",
+            "-o",
+            program,
+            _SOURCE,
+            self._files.library,
+            libraries,
+        ]
         link = ["-Wl,--allow-shlib-undefined", "-lpthread"]
         built = subprocess.run([*command, *link], capture_output=True, text=True, check=False)
         if built.returncode:
@@ -61,9 +69,6 @@ class TritonInProcess(Peer):
         if not answer:
             raise ValueError("Triton's caller has ended")
         return answer
-
-    def call(self, a: Floats, b: Floats) -> tuple[Floats, Floats]:
-        raise NotImplementedError("the calls are made by a C program, which checks the answers")
 
     def times_us(self, elements: int, count: int) -> list[float]:
         # The first call after a change of size makes Triton grow its memory.

@@ -1,0 +1,108 @@
+"""Every benchmark runs and writes what it promises, so that none of them rots between two releases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks"
+QUESTIONS = (
+    "floor",
+    "latency",
+    "throughput",
+    "tensor_size",
+    "startup",
+    "memory",
+    "recovery",
+    "batching",
+    "bytes_tensors",
+    "peers",
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="only the tests are here, not the benchmarks"),
+]
+
+
+def run(*arguments: str) -> str:
+    """The output of `python -m ARGUMENTS`."""
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        pytest.fail(f"{arguments} ended with {ended.returncode}:\n{ended.stderr}", pytrace=False)
+    return ended.stdout
+
+
+def lines_of(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_benchmark_answers_its_question(name: str) -> None:
+    lines = lines_of(run(f"benchmarks.{name}", "--quick", "--json", "-"))
+    first, last = lines[0], lines[-1]
+    figures = [line for line in lines if line["kind"] == "figure"]
+
+    assert (first["kind"], first["benchmark"], first["quick"]) == ("run", name, True)
+    assert first["machine"].keys() >= {"cpu", "cores", "kernel", "python", "numpy", "date", "load"}  # type: ignore[attr-defined]
+    assert last["kind"] == "noise"
+    assert figures
+    assert [line for line in figures if not line["p10"] <= line["median"] <= line["p90"]] == []  # type: ignore[operator]
+    assert any(line["headline"] for line in figures)
+    # What could not be measured says so, instead of a figure.
+    assert all(line["reason"] for line in lines if line["kind"] == "skipped")
+
+
+def test_every_benchmark_is_among_those_that_are_tested() -> None:
+    runnable = {path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
+
+    assert runnable - {"all", "compare", "ping_pong"} == set(QUESTIONS)
+
+
+def test_every_benchmark_is_explained() -> None:
+    readme = (FOLDER / "README.md").read_text()
+
+    assert [name for name in QUESTIONS if f"`{name}`" not in readme] == []
+
+
+def test_a_benchmark_prints_a_table_for_people() -> None:
+    text = run("benchmarks.memory", "--quick")
+
+    assert "| idle stub, RSS |" in text
+    assert "too short to quote" in text
+
+
+def test_all_runs_what_it_is_told_and_renders_what_it_found(tmp_path: Path) -> None:
+    short = run("benchmarks.all", "memory", "--quick", "--results", str(tmp_path))
+    again = run("benchmarks.all", "--table", "--results", str(tmp_path))
+    whole = (tmp_path / "RESULTS.md").read_text()
+
+    assert short == again
+    assert {path.name for path in tmp_path.iterdir()} == {"memory.jsonl", "RESULTS.md"}
+    # The short table has the headlines alone.
+    assert "| idle stub, USS |" in whole
+    assert "| idle stub, USS |" not in short
+    assert "| idle stub over interpreter with numpy, RSS |" in short
+
+
+def test_all_refuses_a_benchmark_that_is_not_there() -> None:
+    command = [sys.executable, "-m", "benchmarks.all", "speed"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 2
+    assert "there is no benchmark 'speed'" in ended.stderr
