@@ -94,6 +94,11 @@ class Channel:
             except OSError as error:
                 raise self._gone(error) from error
 
+    @property
+    def has_received(self) -> bool:
+        """Whether a packet is here already, so that `receive` does not look at the socket."""
+        return bool(self._inbox)
+
     def receive(self) -> bytes:
         """The next packet; blocks. Raises `PeerGone` at the end of the peer, after its last packet.
 

@@ -95,6 +95,9 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Block until the answer is there, or never will be."""
 
+    def is_received(self) -> bool:
+        """Whether `wait` took the answer from the descriptor already, which is then not readable again."""
+
     def finish(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
         """One outcome for each request, in order; does not block. Raises what broke the instance."""
 
@@ -147,7 +150,10 @@ class Backend(ABC):
         return error
 
     def abort(self, instance: ModelInstance, reason: BaseException) -> None:  # noqa: B027 - optional
-        """The instance has executed for too long: break it, so that `explain` says `reason`. Does not block."""
+        """The instance takes too long to execute, or to start: break it, so that `explain` says `reason`.
+
+        Does not block.
+        """
 
     def tidy(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """Give back what an instance, idle at the moment, has not needed lately. Does not block."""

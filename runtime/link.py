@@ -79,10 +79,14 @@ class Link(Overflow):
         first = new_region(0, region_bytes, region_limit_bytes)
         self._arena.add(first)
         self._request_regions[first.id] = first
-        answers = new_region(0, region_bytes, region_limit_bytes)
-        self.response_regions[answers.id] = answers
-        send_region(first, Side.RUNTIME)
-        send_region(answers, Side.STUB)
+        try:
+            answers = new_region(0, region_bytes, region_limit_bytes)
+            self.response_regions[answers.id] = answers
+            send_region(first, Side.RUNTIME)
+            send_region(answers, Side.STUB)
+        except BaseException:
+            self.close()
+            raise
 
     def serve(self, output_names: list[str], caller_memory: CallerMemory) -> None:
         """From now on, batches are for a model with these outputs."""
@@ -96,6 +100,10 @@ class Link(Overflow):
     def wait(self) -> None:
         """Block until the answer, or the end of the stub, can be read. Interruptible without loss."""
         self.conversation.channel.wait()
+
+    def is_received(self) -> bool:
+        """Whether the answer was taken from the socket, by a `wait` that a signal handler ended."""
+        return self.conversation.channel.has_received
 
     # Down
 
@@ -180,8 +188,8 @@ class Link(Overflow):
 
     def _grow(self, needed_bytes: int) -> SharedRegion:
         region = new_region(self._arena.size_bytes, needed_bytes, self._region_limit_bytes)
-        self._send_region(region, Side.RUNTIME)
         self._request_regions[region.id] = region
+        self._send_region(region, Side.RUNTIME)
         return region
 
     def take_released(self) -> list[object]:

@@ -21,7 +21,7 @@ from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.repository import ModelRepository
 from moonpool.runtime.request import NO_DETAILS, Details, Response
-from moonpool.runtime.waiter import FutureWaiter, ThreadWaiter
+from moonpool.runtime.waiter import FutureWaiter, PunctualWaiter, ThreadWaiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -190,7 +190,7 @@ class Runtime:
         )
         request = hosted.signature.request(inputs, outputs, details)
         _use_allocator(request, allocator, userp)
-        waiter = request.waiter = ThreadWaiter()
+        waiter = request.waiter = ThreadWaiter() if deadline is None else PunctualWaiter()
         execution = hosted.scheduler.submit(request)
         try:
             if execution is not None:

@@ -16,7 +16,6 @@ from moonpool.runtime.batcher import Queue, QueueTimeout, form
 from moonpool.runtime.errors import BackendError, ModelUnavailable
 from moonpool.runtime.execution import Execution
 from moonpool.runtime.ordering import Ordering
-from moonpool.runtime.request import Response
 from moonpool.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -97,9 +96,11 @@ class Scheduler:
         if not len(self._queue):
             return [], []
         formation = form(self._queue, now_ns, len(self._idle))
-        if formation.wake_at_ns is not None and formation.wake_at_ns != self._wake_at_ns:
-            self._wake_at_ns = formation.wake_at_ns
-            self.reactor.call_at(formation.wake_at_ns / 1e9, self._poke)
+        wake_at_ns = formation.wake_at_ns
+        # Where the reactor comes by earlier anyway, it finds out then when to come again.
+        if wake_at_ns is not None and wake_at_ns < (self._wake_at_ns or wake_at_ns + 1):
+            self._wake_at_ns = wake_at_ns
+            self.reactor.call_at(wake_at_ns / 1e9, self._poke)
         started = [self._start(self._idle.pop(), batch, now_ns) for batch in formation.batches]
         return started, formation.expired
 
@@ -132,25 +133,27 @@ class Scheduler:
     ) -> Execution | None:
         """Send batches; returns, claimed, the one that holds `mine`. Others find a driver."""
         own = None
+        may_block = mine is not None and mine.waiter.may_block
         for execution in executions:
             is_own = mine is not None and mine in execution.requests
-            if execution.instance.blocks and not is_own:
+            if execution.instance.blocks and not (is_own and may_block):
                 self._executor.submit(self._send, execution)
-            elif self._send(execution):
-                if is_own and execution.claim():
+            elif self._send(execution, is_own=is_own):
+                if is_own:
                     own = execution
                 else:
                     self._appoint(execution)
         return own
 
     def _appoint(self, execution: Execution) -> None:
+        execution.offer()
         for request in execution.requests:
             if request.waiter.appoint(execution):
                 return
-        execution.claim()
-        execution.drive_in_reactor()
+        if execution.claim():
+            execution.drive_in_reactor()
 
-    def _send(self, execution: Execution) -> bool:
+    def _send(self, execution: Execution, *, is_own: bool = False) -> bool:
         """Give a batch to its instance; False where that was the end of it already."""
         instance = execution.instance
         try:
@@ -164,20 +167,28 @@ class Scheduler:
             # Not from here: settling starts the next batch, and that may fail here again.
             self.reactor.call_soon(lambda: self._settle(execution, outcomes))
             return False
+        except BaseException as error:  # a signal handler raised: who knows what was sent
+            self._lose(execution, error, delivered=True)
+            raise
         execution.sent_ns = time.monotonic_ns()
-        if isinstance(result, list):
-            self._settle(execution, result)
-            return False
-        execution.pending = result
-        return True
+        answers = execution.take(result)
+        if answers is None:
+            return True
+        if is_own or instance.blocks:
+            self._settle(execution, answers)
+        else:  # settling starts the next batch, and that may be answered here at once, too
+            self.reactor.call_soon(lambda: self._settle(execution, answers))
+        return False
 
     def finish(self, execution: Execution) -> None:
         """Read the answer of an execution that the caller has claimed, and hand out the outcomes."""
         answered_ns = time.monotonic_ns()
         try:
             outcomes = execution.pending.finish(execution.requests)
-        except Exception as error:
+        except BaseException as error:
             self._lose(execution, error, delivered=True)
+            if not isinstance(error, Exception):  # a signal handler raised, the answer is lost
+                raise
             return
         self._settle(execution, outcomes, answered_ns)
 
@@ -191,7 +202,7 @@ class Scheduler:
             outcomes = [error] * len(requests)
         now_ns = time.monotonic_ns()
         with self._lock:
-            self._record(execution, outcomes, answered_ns or now_ns, now_ns)
+            outcomes = execution.record(outcomes, answered_ns or now_ns, now_ns)
             self._hand_back(instance)
             del self._busy[instance]
             started, expired = self._form(now_ns)
@@ -200,36 +211,6 @@ class Scheduler:
         self._reject(expired)
         self._launch(started, None)
         self._resolve(resolved)
-
-    def _record(
-        self, execution: Execution, outcomes: Sequence[Outcome], answered_ns: int, now_ns: int
-    ) -> None:
-        requests = execution.requests
-        now_ms = time.time_ns() // 1_000_000
-        good = rows = total_rows = success_ns = queue_ns = fail_ns = 0
-        for request, outcome in zip(requests, outcomes, strict=True):
-            total_rows += request.batch_size
-            if isinstance(outcome, Response):
-                good += 1
-                rows += request.batch_size
-                success_ns += now_ns - request.queued_ns
-                queue_ns += execution.started_ns - request.queued_ns
-            else:
-                fail_ns += now_ns - request.queued_ns
-        sent_ns = execution.sent_ns
-        self.statistics.record_batch(
-            now_ms,
-            total_rows,
-            good,
-            rows,
-            success_ns,
-            queue_ns,
-            sent_ns - execution.started_ns,
-            answered_ns - sent_ns,
-            now_ns - answered_ns,
-        )
-        if good < len(requests):
-            self.statistics.record_failures(now_ms, len(requests) - good, fail_ns)
 
     def _lose(self, execution: Execution, error: BaseException, *, delivered: bool) -> None:
         """The instance broke. What it had not been given yet is queued again."""

@@ -24,6 +24,8 @@ class Waiter:
     """What the scheduler knows of a caller."""
 
     __slots__ = ()
+    # Whether a backend that blocks may execute on the thread that submits the request.
+    may_block = False
 
     def resolve(self, outcome: Outcome) -> None:
         """Here is the outcome. Called once, from any thread."""
@@ -38,6 +40,7 @@ class ThreadWaiter(Waiter):
     """A thread that blocks."""
 
     __slots__ = ("_bell", "_execution", "_gone", "outcome")
+    may_block = True
 
     def __init__(self) -> None:
         # A bare lock is the cheapest thing that a thread can wait on with a time limit.
@@ -87,6 +90,13 @@ class ThreadWaiter(Waiter):
                 execution.drive_in_reactor()
             raise
         return self.outcome
+
+
+class PunctualWaiter(ThreadWaiter):
+    """A thread that blocks until a time, so no longer in a backend either."""
+
+    __slots__ = ()
+    may_block = False
 
 
 class FutureWaiter(Waiter):
