@@ -53,6 +53,16 @@ _ALLOWED = [
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
+# What a model may say of itself; how many processes it gets, say, is not its business.
+_COMPLETABLE = (
+    "max_batch_size",
+    "input",
+    "output",
+    "dynamic_batching",
+    "model_transaction_policy",
+)
+
+
 class _EndedIdle(PeerGone):
     """The process ended while it had no batch."""
 
@@ -95,11 +105,10 @@ class PythonBackend(Backend):
             stub.finalize(model.options.finalize_timeout_s)
         finally:
             stub.end()
-        completed = json.loads(message[1])
-        if not isinstance(completed, dict):
-            raise LoadFailed(f"the completed configuration of {model.name} is no dictionary")
-        completed["name"] = model.name
-        model.config = ModelConfig.from_dict(completed, source=model.config.source)
+        completed = _object(message[1], model.name)
+        changes = {field: completed[field] for field in _COMPLETABLE if field in completed}
+        raw = {**model.config.raw, **changes}
+        model.config = ModelConfig.from_dict(raw, source=model.config.source)
 
     def model_finalize(self, model: Model) -> None:
         state: _ModelState = model.state
@@ -111,6 +120,7 @@ class PythonBackend(Backend):
         model = instance.model
         deadline = _deadline(model.options.load_timeout_s)
         stub = StubHandle(self._reactor, instance.name, *self._process(model), model.options)
+        instance.state = stub
         try:
             kind, device = instance.kind, instance.device_id
             stub.start(self._start(model, instance.name, kind, device, "serve"), deadline)
@@ -118,7 +128,6 @@ class PythonBackend(Backend):
             stub.end()
             raise
         stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
-        instance.state = stub
         stub.notify_exit(lambda: instance.report_broken(_EndedIdle("the stub has ended")))
 
     def model_instance_finalize(self, instance: ModelInstance) -> None:
@@ -142,8 +151,9 @@ class PythonBackend(Backend):
         return stub.explain(error, doing)
 
     def abort(self, instance: ModelInstance, reason: BaseException) -> None:
-        stub: StubHandle = instance.state
-        stub.abort(reason)
+        stub: StubHandle | None = instance.state
+        if stub is not None:
+            stub.abort(reason)
 
     def tidy(self, instance: ModelInstance) -> None:
         self.memory_of(instance.model).tidy(time.monotonic())
@@ -198,6 +208,18 @@ class PythonBackend(Backend):
                 "model_name": model.name,
             },
         }
+
+
+def _object(text: str, model: str) -> dict[str, Any]:
+    """The JSON object that a stub sent. Raises `LoadFailed`."""
+    subject = f"the completed configuration of model '{model}'"
+    try:
+        completed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LoadFailed(f"{subject} is no JSON: {error}", stage="auto_complete_config") from error
+    if not isinstance(completed, dict):
+        raise LoadFailed(f"{subject} is no JSON object", stage="auto_complete_config")
+    return completed
 
 
 def _deadline(timeout_s: float | None) -> float | None:

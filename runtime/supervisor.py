@@ -108,7 +108,9 @@ class Supervisor:
         Raises `LoadFailed` with the first failure.
         """
         try:
-            outcomes = in_parallel(self._first_start, self.seats, "moonpool-start")
+            outcomes = in_parallel(
+                self._first_start, self.seats, "moonpool-start", self._give_up_starting
+            )
         except BaseException:  # a signal handler raised; in_parallel has waited for all of them
             self.stop_all()
             raise
@@ -119,6 +121,13 @@ class Supervisor:
         if self._model.options.execute_timeout_s is not None:
             self._check_overdue()
         self._tidy()
+
+    def _give_up_starting(self) -> None:
+        """Somebody who waits for the start has had enough, perhaps of a model that never gets ready."""
+        for seat in self.seats:
+            if seat.machine.state is _S.STARTING:
+                reason = LoadFailed(f"the start of '{seat.instance.name}' was interrupted")
+                self._backend.abort(seat.instance, reason)
 
     def _first_start(self, seat: Seat) -> BaseException | None:
         self._move(seat, _S.STARTING, "load")

@@ -1,0 +1,56 @@
+"""Doing the same for several objects at once, also where the user has had enough."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from moonpool.runtime.parallel import in_parallel
+
+PATIENCE_S = 30.0
+
+
+def test_results_are_in_the_order_of_the_items() -> None:
+    first_may_end = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 1:
+            first_may_end.wait(PATIENCE_S)
+        else:
+            first_may_end.set()
+        return item * 10
+
+    assert in_parallel(work, [1, 2], "test") == [10, 20]
+
+
+def test_all_have_ended_when_an_exception_is_raised() -> None:
+    ended = []
+
+    def work(item: int) -> None:
+        if item == 1:
+            raise ValueError("the first")
+        ended.append(item)
+
+    with pytest.raises(ValueError, match="the first"):
+        in_parallel(work, [1, 2, 3], "test")
+
+    assert sorted(ended) == [2, 3]
+
+
+def test_an_interrupt_is_told_at_once_and_raised_when_all_have_ended() -> None:
+    told = threading.Event()
+    ended = []
+
+    def work(item: int) -> None:
+        if item == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        if told.wait(PATIENCE_S):
+            ended.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel(work, [1, 2], "test", told.set)
+
+    assert sorted(ended) == [1, 2]
