@@ -109,7 +109,9 @@ class Demo:
         self._terminal.line()
         self._terminal.line(self._terminal.paint(f"{self._number}. {text}", "bold"))
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, after_table: bool = False) -> None:
+        if after_table:
+            self._terminal.line()
         for line in textwrap.wrap(text, 78, break_long_words=False, break_on_hyphens=False):
             self._terminal.line(line)
 
@@ -117,7 +119,6 @@ class Demo:
         self._terminal.line()
         for line in table(rows, align=align, indent=4):
             self._terminal.line(line)
-        self._terminal.line()
 
     # The parts
 
@@ -162,7 +163,7 @@ class Demo:
             ],
             "<><>",
         )
-        self._say(self._verdict(rates[3] / rates[2]))
+        self._say(self._verdict(rates[3] / rates[2]), after_table=True)
 
     def _verdict(self, gain: float) -> str:
         if self._cores == 1:
@@ -245,7 +246,8 @@ class Demo:
         self._say(
             f"So isolation costs {figure(infer_us - direct_us)} µs a request here, of which "
             f"{figure(floor_us)} µs are what the kernel and two Python processes take to exchange "
-            "anything at all. A model that computes for a millisecond will not notice."
+            "anything at all. A model that computes for a millisecond will not notice.",
+            after_table=True,
         )
 
     def _farewell(self) -> None:
@@ -262,7 +264,7 @@ class Demo:
         return lambda: self._runtime.infer(model, inputs, timeout_s=_TIMEOUT_S)
 
     def _quote(self, error: MoonpoolError) -> None:
-        self._say(f"In its words: {error}")
+        self._say(f"In its words: {error}", after_table=True)
 
 
 class _Bystander:
