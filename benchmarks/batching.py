@@ -14,6 +14,7 @@ from benchmarks.report import Report, main
 from benchmarks.rounds import in_turns
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+_QUICK_SIZES = (1, 64)
 IN_FLIGHT = 64
 _KINDS = {"Triton's kind": MODELS / "add_sub", "moonpool's kind": MODELS / "sums.py"}
 _INPUTS = {"INPUT0": np.ones((1, 4), np.float32), "INPUT1": np.ones((1, 4), np.float32)}
@@ -36,6 +37,7 @@ async def _rate(runtime: moonpool.Runtime, model: str, total: int) -> float:
 def measure(report: Report, quick: bool) -> None:
     """64 callers, and the largest batch that is allowed."""
     rounds, total = (1, 64) if quick else (5, 4000)
+    sizes = _QUICK_SIZES if quick else SIZES
     with moonpool.Runtime() as runtime:
 
         def case(model: str) -> Callable[[], list[float]]:
@@ -44,10 +46,10 @@ def measure(report: Report, quick: bool) -> None:
         models = {
             f"{kind}, batches of up to {size}": f"{index}_{size}"
             for index, kind in enumerate(_KINDS)
-            for size in SIZES
+            for size in sizes
         }
         for index, path in enumerate(_KINDS.values()):
-            for size in SIZES:
+            for size in sizes:
                 config = {"max_batch_size": size, "dynamic_batching": {}}
                 runtime.load(f"{index}_{size}", path, config=config)
         series = in_turns({name: case(model) for name, model in models.items()}, rounds)

@@ -17,6 +17,7 @@ from benchmarks.report import Report, main
 from benchmarks.rounds import in_turns, time_us
 
 CALLERS = (1, 2, 4, 16, 64)
+_QUICK_CALLERS = (1, 16)
 # The ping-pong for which the goal is stated.
 _FLOOR_US = 10.0
 _INPUTS = {"INPUT0": np.ones((1, 4), np.float32), "INPUT1": np.ones((1, 4), np.float32)}
@@ -88,7 +89,7 @@ def measure(report: Report, quick: bool) -> None:
             f"instance{'s' if instances > 1 else ''}": case(run, instances, callers)
             for instances in (1, 2)
             for word, run in (("thread", with_threads), ("task", with_tasks))
-            for callers in CALLERS
+            for callers in (_QUICK_CALLERS if quick else CALLERS)
         }
         for name, series in in_turns(cases, rounds).items():
             rates = [values[0] for values in series.rounds]

@@ -106,3 +106,10 @@ def test_all_refuses_a_benchmark_that_is_not_there() -> None:
 
     assert ended.returncode == 2
     assert "there is no benchmark 'speed'" in ended.stderr
+
+
+def test_compare_sets_a_tree_beside_another() -> None:
+    table = run("benchmarks.compare", "memory", str(ROOT), "--runs", "2", "--quick")
+
+    assert table.startswith("| | before | now | change |")
+    assert "| idle stub, RSS |" in table

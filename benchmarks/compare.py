@@ -1,0 +1,114 @@
+"""One benchmark with another version of moonpool and with this one, in turns: is one faster than the other?
+
+    python -m benchmarks.compare latency HEAD~1
+    python -m benchmarks.compare latency ../other-tree --runs 8
+
+The benchmark is this tree's in both cases, moonpool that of the revision or folder, and of this tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.all import NAMES
+from benchmarks.figure import shown
+
+ROOT = Path(__file__).parents[1]
+# With three runs of each, one in ten figures that are alike would seem to differ.
+_FEWEST = 4
+# What was found of each figure: its unit, and the median of each run.
+Found = dict[str, tuple[str, list[float]]]
+
+
+def tree_of(base: str, room: Path) -> Path:
+    """The folder `base`, or the files of the git revision `base` below `room`."""
+    if Path(base).is_dir():
+        return Path(base).resolve()
+    command = ["git", "archive", "--format=tar", base]
+    packed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(room, filter="fully_trusted")
+    return room
+
+
+def run(benchmark: str, tree: Path, quick: bool, found: Found) -> None:
+    """Run it once with the moonpool of `tree`, and add the medians to `found`."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--json", "-"]
+    ended = subprocess.run(
+        [*command, *(["--quick"] if quick else [])],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tree / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    for line in map(json.loads, ended.stdout.splitlines()):
+        if line["kind"] == "figure":
+            found.setdefault(line["name"], (line["unit"], []))[1].append(line["median"])
+
+
+def verdict(before: Sequence[float], after: Sequence[float]) -> str:
+    """Whether two series of medians differ by more than they vary.
+
+    They do if every run of one lies beyond every run of the other; of two series of five that are alike, that
+    is so in one case of 126.
+    """
+    if min(len(before), len(after)) < _FEWEST:
+        return "too few runs to say"
+    if min(after) > max(before) or max(after) < min(before):
+        change = statistics.median(after) / statistics.median(before) - 1
+        return f"**{change:+.1%}**"
+    return "within noise"
+
+
+def table(before: Mapping[str, tuple[str, list[float]]], after: Found) -> str:
+    """The comparison as Markdown."""
+    rows = ["| | before | now | change |", "|:--|--:|--:|:--|"]
+    for name, (unit, values) in after.items():
+        if name not in before:
+            continue
+        cells = (_cell(before[name][1], unit), _cell(values, unit))
+        rows.append(f"| {name} | {' | '.join(cells)} | {verdict(before[name][1], values)} |")
+    return "\n".join(rows)
+
+
+def _cell(values: Sequence[float], unit: str) -> str:
+    spread = f"{shown(min(values))} to {shown(max(values))}"
+    return f"{shown(statistics.median(values))} {unit or 'times'} ({spread})"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("benchmark", choices=NAMES)
+    parser.add_argument("base", help="a git revision, or a folder with another tree")
+    parser.add_argument("--runs", type=int, default=5, help="of each; 5 by default")
+    parser.add_argument("--quick", action="store_true", help="only see whether it works")
+    arguments = parser.parse_args()
+    before: Found = {}
+    after: Found = {}
+    with tempfile.TemporaryDirectory() as room:
+        sides = [(tree_of(arguments.base, Path(room)), before), (ROOT, after)]
+        for turn in range(arguments.runs):
+            # Whoever is second finds the machine warmer: they take turns in that, too.
+            for tree, found in sides if turn % 2 == 0 else reversed(sides):
+                run(arguments.benchmark, tree, arguments.quick, found)
+    print(table(before, after))
+
+
+if __name__ == "__main__":
+    main()
