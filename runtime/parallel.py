@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,9 +29,14 @@ def in_parallel(
     """
     results: dict[int, R] = {}
     errors: list[BaseException] = []
+    waiting = [[item] for item in items]
     ended = [threading.Event() for _ in items]
 
-    def run(index: int, item: T) -> None:
+    def run(index: int) -> None:
+        try:
+            item = waiting[index].pop()
+        except IndexError:
+            return
         try:
             results[index] = function(item)
         except BaseException as error:
@@ -39,14 +45,23 @@ def in_parallel(
             ended[index].set()
 
     threads = [
-        threading.Thread(target=run, args=pair, name=f"{name}-{pair[0]}")
-        for pair in enumerate(items)
+        threading.Thread(target=run, args=(index,), name=f"{name}-{index}")
+        for index in range(len(items))
     ]
-    for index, thread in enumerate(threads):
-        try:
-            thread.start()
-        except RuntimeError:
-            run(index, items[index])
+    try:
+        for index, thread in enumerate(threads):
+            try:
+                thread.start()
+            except RuntimeError:
+                run(index)
+    except BaseException as error:  # a signal handler's; some threads run by now, the rest need not
+        errors.insert(0, error)
+        for item, event in zip(waiting, ended, strict=True):
+            with contextlib.suppress(IndexError):
+                item.pop()
+                event.set()
+        if interrupted is not None:
+            interrupted()
     for event in ended:
         # Not `Thread.join`: interrupted by a signal handler, Python 3.11 takes the thread for ended.
         while not event.is_set():

@@ -41,10 +41,11 @@ def test_all_have_ended_when_an_exception_is_raised() -> None:
 
 
 def test_an_interrupt_is_told_at_once_and_raised_when_all_have_ended() -> None:
-    told = threading.Event()
+    told, both_run = threading.Event(), threading.Barrier(2)
     ended = []
 
     def work(item: int) -> None:
+        both_run.wait(PATIENCE_S)
         if item == 1:
             os.kill(os.getpid(), signal.SIGINT)
         if told.wait(PATIENCE_S):
@@ -54,3 +55,21 @@ def test_an_interrupt_is_told_at_once_and_raised_when_all_have_ended() -> None:
         in_parallel(work, [1, 2], "test", told.set)
 
     assert sorted(ended) == [1, 2]
+
+
+def test_an_interrupt_among_the_starts_leaves_nothing_running() -> None:
+    told = threading.Event()
+    begun, ended = [], []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        if item == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        told.wait(PATIENCE_S)
+        ended.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel(work, list(range(1, 20)), "test", told.set)
+
+    assert 1 in begun
+    assert sorted(ended) == sorted(begun)
