@@ -75,7 +75,8 @@ class Codec:
         try:
             fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
         except Exception as unreadable:  # msgpack raises six unrelated classes for bad bytes
-            raise RemoteProtocolError(f"a packet that is not msgpack: {unreadable}") from unreadable
+            why = str(unreadable) or type(unreadable).__name__
+            raise RemoteProtocolError(f"a packet that is not msgpack: {why}") from unreadable
         if type(fields) is not list or not fields or type(fields[0]) is not int:
             raise RemoteProtocolError("a packet that is not an array led by a kind") from error
         message = self._table.get(fields[0])  # type: ignore[call-overload]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -13,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import control_codec, encode
-from moonpool.ipc.errors import MoonpoolError, OutOfMemory, PeerGone, ProtocolError
+from moonpool.ipc.errors import (
+    MoonpoolError,
+    OutOfMemory,
+    PeerGone,
+    ProtocolError,
+    RemoteProtocolError,
+)
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
 from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
 from moonpool.runtime.errors import LoadFailed, StubDied
@@ -23,7 +30,7 @@ from moonpool.runtime.process import StubProcess
 from moonpool.runtime.regions import new_region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from moonpool.ipc.region import SharedRegion
     from moonpool.runtime.config_options import ModelOptions
@@ -35,6 +42,7 @@ _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 GRACE_S = 0.25
 # How long a process that closed its channel may take to be gone.
 _EXIT_S = 1.0
+_MUTE = "closed its control channel and was ended"
 
 
 class StubHandle:
@@ -59,11 +67,14 @@ class StubHandle:
         self._oom_kills = oom_kills()
         self._codec = control_codec(Side.RUNTIME)
         self._sending = threading.Lock()
-        self._announced: list[SharedRegion] = []
+        # Whether the stub waits for memory, and whether there is anything left to add it to.
+        self._is_growing = False
+        self._is_closed = False
         work, work_end = Channel.pair()
         self._control, control_end = Channel.pair()
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         self._output = Output(name, read_fd, options.log_lines_per_s)
+        opened: list[Channel | Output | Link] = [work, self._control, self._output]
         try:
             self._send(Kind.SANDBOX, options.sandbox, self._limits())
             self.link = Link(
@@ -72,6 +83,7 @@ class StubHandle:
                 region_bytes=options.region_bytes,
                 region_limit_bytes=options.region_limit_bytes,
             )
+            opened.append(self.link)
             self.process = StubProcess(
                 name,
                 python,
@@ -82,9 +94,8 @@ class StubHandle:
                 folder=os.getcwd(),
             )
         except BaseException as error:
-            work.close()
-            self._control.close()
-            self._output.close()
+            for thing in opened:
+                thing.close()
             if isinstance(error, OSError):
                 raise LoadFailed(start_failure(python, error), stage="start") from error
             raise
@@ -122,6 +133,13 @@ class StubHandle:
             raise LoadFailed(str(self.explain(error, "during start")), stage="start") from error
         if message[0] == Kind.FAILED:
             raise LoadFailed(message[2], stage=message[1], traceback=message[3])
+        expected = Kind.COMPLETED if start["mode"] == "complete" else Kind.LOADED
+        if message[0] != expected:
+            raise LoadFailed(
+                f"Stub process '{self.name}' broke the protocol and was ended: "
+                f"{Kind(message[0]).name} came instead of {expected.name}",
+                stage="start",
+            )
         return message
 
     def _receive(self, deadline: float | None) -> list[Any]:
@@ -177,6 +195,7 @@ class StubHandle:
             self._reason = StubDied(
                 f"Stub process '{self.name}' broke the protocol and was ended: {error}"
             )
+            self.process.kill()
         code = self.process.wait(GRACE_S + _EXIT_S if self._reason else _EXIT_S)
         if code is None:
             self.process.kill()
@@ -218,8 +237,10 @@ class StubHandle:
 
     def _close(self) -> None:
         """On the reactor's thread, so that no descriptor is closed while it is watched."""
-        if self._output.fd < 0:
-            return
+        with self._sending:
+            if self._is_closed:
+                return
+            self._is_closed = True
         for fd in (self._output.fd, self._control.fileno(), self.process.pidfd, self.link.fileno()):
             self._reactor.forget(fd)
         self._output.drain()
@@ -255,38 +276,49 @@ class StubHandle:
                 self._handle(self._codec.decode(packet))
         except PeerGone:
             self._reactor.forget(self._control.fileno())
+            # It is ending, which is for `_exited` to see; if it is not, it can be told nothing.
+            self._reactor.call_later(_EXIT_S, lambda: self._kill(_MUTE))
         except ProtocolError as error:
             self._reactor.forget(self._control.fileno())
-            _log.error("[%s] broke the protocol and is ended: %s", self.name, error)
-            self._reason = StubDied(
-                f"Stub process '{self.name}' broke the protocol and was ended: {error}"
-            )
-            self.process.kill()
+            self._kill(f"broke the protocol and was ended: {error}")
+
+    def _kill(self, because: str) -> None:
+        """End a process that misbehaves and is still there."""
+        if self._has_exited or self._is_closed:
+            return
+        _log.error("[%s] %s", self.name, because)
+        if self._reason is None:
+            self._reason = StubDied(f"Stub process '{self.name}' {because}")
+        self.process.kill()
 
     def _handle(self, fields: list[Any]) -> None:
         kind = fields[0]
         if kind == Kind.LOG:
             self._output.log(_LEVELS[fields[1]], fields[2], fields[3], fields[4])
         elif kind == Kind.GROW:
+            if self._is_growing:
+                raise ProtocolError("GROW came before the last one was answered")
+            self._is_growing = True
             # Setting memory aside takes a millisecond for every few megabytes.
             threading.Thread(target=self._grow, args=(fields[1],), name="moonpool-grow").start()
         elif kind == Kind.RETIRE:
-            region = self.link.response_regions.pop(fields[1], None)
-            if region is None or not self.link.response_regions:
+            regions = self.link.response_regions
+            if fields[1] not in regions or len(regions) == 1:
                 raise ProtocolError(f"region {fields[1]} is not the stub's to retire")
-            region.close()
+            regions.pop(fields[1]).close()
         else:
             raise ProtocolError(f"{Kind(kind).name} is not handled by the runtime")
 
     # Sending on the control channel, from any thread
 
     def _send(self, *message: object) -> None:
-        with self._sending:
-            self._control.send(encode(*message))
+        packet = encode(*message)
+        with self._sending, _reading_peer():
+            self._control.send(packet)
 
     def _send_region(self, region: SharedRegion, writer: Side) -> None:
-        with self._sending:
-            packet = encode(Kind.REGION, region.id, region.size_bytes, writer)
+        packet = encode(Kind.REGION, region.id, region.size_bytes, writer)
+        with self._sending, _reading_peer():
             self._control.send_fd(packet, region.fd)
 
     def _grow(self, needed_bytes: int) -> None:
@@ -300,12 +332,23 @@ class StubHandle:
             try:
                 region = new_region(present, needed_bytes, limit)
             except OutOfMemory as error:
+                self._is_growing = False
                 self._send(Kind.REFUSED, str(error))
                 return
-            link.response_regions[region.id] = region
-            self._send_region(region, Side.STUB)
-        except (PeerGone, BlockingIOError, MoonpoolError) as error:
+            if self._take_in(region):
+                self._is_growing = False
+                self._send_region(region, Side.STUB)
+        except MoonpoolError as error:
             _log.debug("[%s] is gone before it could grow: %s", self.name, error)
+
+    def _take_in(self, region: SharedRegion) -> bool:
+        """Own another region for answers; False, and it is closed, where the stub has been given up."""
+        with self._sending:
+            if self._is_closed:
+                region.close()
+            else:
+                self.link.response_regions[region.id] = region
+            return not self._is_closed
 
     def tidy(self) -> None:
         """Give back memory that was not needed lately. For whoever holds the idle instance."""
@@ -316,6 +359,14 @@ class StubHandle:
 
     def __repr__(self) -> str:
         return f"<Stub {self.name} {self.process!r}>"
+
+
+@contextlib.contextmanager
+def _reading_peer() -> Iterator[None]:
+    try:
+        yield
+    except BlockingIOError as error:
+        raise RemoteProtocolError("the stub does not read its control channel") from error
 
 
 def _nothing() -> None:
