@@ -1,0 +1,222 @@
+"""Where in its life a model ends badly times how it does: what callers, the log and other models see of it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from tests.e2e.conftest import Sibling
+from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.leaks import Holdings, left_since
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import ExecuteTimedOut, LoadFailed, ModelError, StubDied
+
+DEATHS = {
+    "SIGSEGV": "was killed by SIGSEGV",
+    "SIGKILL": "was killed by SIGKILL by somebody else than moonpool",
+    "_exit 0": "exited with 0",
+    "_exit 3": "exited with 3",
+}
+RAISED = {
+    "exception": "ValueError: on purpose",
+    "SystemExit": "SystemExit: on purpose",
+    "memory": "Unable to allocate 16.0 GiB",
+    "recursion": "RecursionError: maximum recursion depth exceeded",
+}
+# Once is enough of these.
+RARE_DEATHS = {
+    "abort": "was killed by SIGABRT",
+    "SIGTERM by default": "was killed by SIGTERM",
+    "libc exit": "exited with 4",
+    "stack": "was killed by SIGSEGV",
+}
+RARE_RAISED = {
+    "KeyboardInterrupt": "KeyboardInterrupt: on purpose",
+    "unprintable": "MESSAGE UNAVAILABLE DUE TO EXCEPTION: RuntimeError",
+}
+HANGS = ("hang", "spin", "hang in C")
+
+# Places where moonpool's own code is struck: what is raised there ends the stub.
+STRUCK = ("reading the next input", "writing the output", "sending the answer")
+
+
+class Case(NamedTuple):
+    place: str
+    way: str
+    error: type[Exception] | None
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.way}"
+
+
+def load_cases() -> Iterator[Case]:
+    for place in ("import", "auto_complete_config", "__init__", "initialize"):
+        for way, words in (DEATHS | RAISED).items():
+            yield Case(place, way, LoadFailed, words)
+        yield Case(place, "hang", LoadFailed, "was not ready in time and was ended")
+    for way, words in (RARE_DEATHS | RARE_RAISED).items():
+        yield Case("initialize", way, LoadFailed, words)
+    yield Case("import", "KeyboardInterrupt", LoadFailed, "KeyboardInterrupt: on purpose")
+    yield Case("initialize", "hang in C", LoadFailed, "was not ready in time and was ended")
+
+
+def execute_cases() -> Iterator[Case]:
+    for way, words in (DEATHS | RARE_DEATHS).items():
+        yield Case("execute", way, StubDied, words)
+    for way, words in (RAISED | RARE_RAISED).items():
+        yield Case("execute", way, ModelError, words)
+    for way in HANGS:
+        yield Case("execute", way, ExecuteTimedOut, "took longer than 1 s to execute a batch")
+    for place in STRUCK:
+        for way, words in DEATHS.items():
+            yield Case(place, way, StubDied, words)
+        # An exception there is moonpool's own failure, of which the last line tells.
+        yield Case(place, "exception", StubDied, "exited with 1; its last words were: ValueError")
+        yield Case(place, "hang", ExecuteTimedOut, "took longer than 1 s to execute a batch")
+    for way in ("SIGSEGV", "_exit 3"):
+        yield Case("a thread", way, StubDied, DEATHS[way])
+    for way in ("exception", "SystemExit"):
+        yield Case("a thread", way, None, "")
+    for way, words in DEATHS.items():
+        yield Case("after the answer", way, None, words)
+
+
+def finalize_cases() -> Iterator[Case]:
+    for place in ("finalize", "atexit"):
+        for way, words in DEATHS.items():
+            yield Case(
+                place,
+                way,
+                None,
+                f"died in finalize: Stub process 'ending_0' is not healthy. It {words}",
+            )
+        yield Case(place, "hang", None, "finalize took longer than 1.0 s; killing it")
+    for way, words in RAISED.items():
+        yield Case("finalize", way, None, words)
+    yield Case("atexit", "exception", None, "ValueError: on purpose")
+    yield Case("atexit", "SystemExit", None, "SystemExit: on purpose")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_nothing_behind() -> Iterator[None]:
+    """At the end of the module: a process that is there again is another process."""
+    before = Holdings()
+    yield
+    assert left_since(before) == []
+
+
+SIGNATURE: Config = {
+    "input": [tensor("COMMAND", "STRING", 1)],
+    "output": [tensor("PID", "INT64", 1)],
+}
+# As many deaths as there are cases, each with a restart at once.
+PATIENT = {"ENVIRONMENT": "FAULT_AT", "RESTART_WINDOW_S": 0.001, "MEMORY_LIMIT_BYTES": "8G"}
+
+
+@pytest.fixture(scope="module")
+def victims(runtime: moonpool.Runtime) -> Iterator[None]:
+    """The model that is told to die, and the same with a limit to its patience."""
+    file = MODELS / "dies.py"
+    with (
+        hosted(runtime, "victim", file, SIGNATURE | options(**PATIENT)),
+        hosted(runtime, "hanged", file, SIGNATURE | options(**PATIENT, EXECUTE_TIMEOUT_S=1)),
+    ):
+        yield
+
+
+def command(runtime: moonpool.Runtime, model: str, words: str) -> int:
+    """Gives the model a command; returns the id of the process that answered."""
+    inputs = {"COMMAND": np.array([words], object)}
+    return int(runtime.infer(model, inputs, timeout_s=30.0)["PID"][0])
+
+
+@pytest.mark.usefixtures("victims")
+@pytest.mark.parametrize("case", [*load_cases(), *execute_cases(), *finalize_cases()], ids=str)
+def test_a_model_that_ends_badly_harms_nobody_else(
+    runtime: moonpool.Runtime,
+    undisturbed: Sibling,
+    case: Case,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "moonpool")
+    if case.place in ("finalize", "atexit"):
+        ends_in_finalize(runtime, case, monkeypatch, caplog)
+    elif case.error is LoadFailed:
+        ends_in_load(runtime, case, monkeypatch)
+    else:
+        ends_in_execute(runtime, case, caplog)
+    wait_until(lambda: undisturbed.answers > 0 or undisturbed.errors)
+
+
+def ends_in_load(runtime: moonpool.Runtime, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT_AT", f"{case.place}:{case.way}")
+    timeout_s = 1 if case.way in HANGS else 60
+    config = SIGNATURE | options(**PATIENT, LOAD_TIMEOUT_S=timeout_s)
+
+    with pytest.raises(LoadFailed) as caught:
+        runtime.load("newcomer", MODELS / "dies.py", config=config)
+
+    assert case.words in str(caught.value)
+    assert "newcomer" not in runtime.models()
+    if case.way in RAISED:
+        assert "dies.py" in caught.value.traceback
+
+
+def ends_in_execute(
+    runtime: moonpool.Runtime, case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = "hanged" if case.way in HANGS else "victim"
+    before = command(runtime, model, "answer")
+    restarts = runtime.instances(model)[0]["restarts"]
+
+    told = f"{case.place}:{case.way}"
+    if case.place == "reading the next input":
+        assert command(runtime, model, told) == before
+        told = "answer"
+    if case.error is None:
+        assert command(runtime, model, told) == before
+    else:
+        with pytest.raises(case.error) as caught:
+            command(runtime, model, told)
+        assert case.words in str(caught.value)
+
+    survives = case.error is ModelError or (case.place == "a thread" and case.error is None)
+    if not survives:
+        # Noticed without a request that meets it.
+        wait_until(lambda: runtime.instances(model)[0]["restarts"] == restarts + 1, 30.0)
+        assert case.words in caplog.text
+    assert (command(runtime, model, "answer") == before) == survives
+
+
+def ends_in_finalize(
+    runtime: moonpool.Runtime,
+    case: Case,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("FAULT_AT", f"{case.place}:{case.way}")
+    config = SIGNATURE | options(**PATIENT, FINALIZE_TIMEOUT_S=1 if case.way in HANGS else 60)
+    runtime.load("ending", MODELS / "dies.py", config=config)
+    command(runtime, "ending", "answer")
+
+    runtime.unload("ending")
+
+    assert case.words in caplog.text
+    assert "ending" not in runtime.models()
+
+
+def test_every_place_and_way_is_in_the_matrix() -> None:
+    cases = [*load_cases(), *execute_cases(), *finalize_cases()]
+    pairs = {(case.place, case.way) for case in cases}
+
+    assert len(pairs) == len(cases)
+    assert {place for place, _ in pairs} >= {"import", "initialize", "execute", "finalize", *STRUCK}
+    assert set(itertools.product(("import", "initialize", "execute", "finalize"), DEATHS)) <= pairs

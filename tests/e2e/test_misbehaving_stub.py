@@ -1,0 +1,290 @@
+"""A stub that breaks the protocol is ended, with a reason, and nobody else is disturbed.
+
+The stub is `tests/faults/misbehave.py`, which is started in place of the real one and misbehaves in the way
+that a request names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.leaks import Holdings, left_since
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import ExecuteTimedOut, LoadFailed, StubDied
+from moonpool.runtime import process
+
+MISBEHAVE = Path(__file__).parent.parent / "faults" / "misbehave.py"
+SIGNATURE: Config = {
+    "input": [tensor("X", "FP32", 4)],
+    "output": [tensor("Y", "FP32", -1), tensor("STRINGS", "STRING", -1)],
+}
+SEEN = {"ENVIRONMENT": "FAULT_*", "RESTART_WINDOW_S": 0.001}
+pytestmark = pytest.mark.usefixtures("undisturbed")
+X = np.zeros(4, np.float32)
+
+# What is said of each fault. Those of `FAULTS` that are not here break the protocol in words of the codec.
+WORDS = {
+    "garbage": "a packet that is not msgpack",
+    "an empty packet": "closed its channel during execute",
+    "a packet too long": "a packet of more than",
+    "a map": "not an array led by a kind",
+    "a kind that is none": "a message of unknown kind 99",
+    "too few fields": "ANSWER that is not an array of 6",
+    "a float for a number": "ANSWER.batch may not be",
+    "loaded again": "LOADED came out of turn; ANSWER may come next",
+    "finalized unasked": "FINALIZED came out of turn",
+    "the runtime's part": "FINALIZE is not the peer's to send",
+    "another batch": "an answer to batch",
+    "a response too many": "with 2 responses; batch",
+    "no responses": "with 0 responses; batch",
+    "an unknown region": "which is not the stub's to answer from",
+    "another's region": "which is not the stub's to answer from",
+    "beyond the region": "a block of 4194304 bytes at 0 in region",
+    "a block at the end of the world": f"a block of 16 bytes at {2**62}",
+    "beyond the block": "output 'Y' reaches beyond its block",
+    "beyond the block by its offset": "output 'Y' reaches beyond its block",
+    "a block that is none": "there is none such",
+    "more than was lent": "which is not the stub's to answer from",
+    "an output that is none": "there is none such",
+    "an output twice": "an output that is given twice",
+    "a shape that does not fit": "output 'Y' of shape [5] has 16 bytes",
+    "keeps what it was not given": "which it was not given",
+    "releases what it does not hold": "which it does not hold",
+    "strings that are none": "output 'STRINGS'",
+    "control garbage": "a packet that is not msgpack",
+    "control of the runtime": "REGION is not the peer's to send",
+    "a work message for control": "a message of unknown kind",
+    "retires the only region": "is not the stub's to retire",
+    "retires what is none": "is not the stub's to retire",
+    "floods growth": "before the last one was answered",
+    "closes the work channel": "closed its channel during execute",
+    "leaves a child": "exited with 7",
+    "dies": "was killed by SIGKILL",
+}
+# The names alone; the functions need the channels of a stub.
+FAULTS = [
+    line.split('"')[1]
+    for line in MISBEHAVE.read_text().partition("FAULTS: dict")[2].partition("\n}\n")[0].split("\n")
+    if line.startswith('    "')
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_nothing_behind() -> Iterator[None]:
+    """At the end of the module: a process that is there again is another process."""
+    before = Holdings()
+    yield
+    assert left_since(before) == []
+
+
+@pytest.fixture(scope="module")
+def instead_of_the_stub(
+    sibling_model: None,  # noqa: ARG001 - to be loaded before
+) -> Iterator[None]:
+    """From now on, what is started is the stub that misbehaves; the sibling is a real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT_BOOT", process._BOOT)
+        patch.setattr(process, "_BOOT", str(MISBEHAVE))
+        yield
+
+
+@pytest.fixture(scope="module")
+def rogue(
+    runtime: moonpool.Runtime,
+    instead_of_the_stub: None,  # noqa: ARG001 - to be in its place
+) -> Iterator[None]:
+    with hosted(runtime, "rogue", MODELS / "echo.py", SIGNATURE | options(**SEEN)):
+        yield
+
+
+def ask(runtime: moonpool.Runtime, fault: str = "", timeout_s: float = 30.0) -> None:
+    runtime.infer("rogue", {"X": X}, request_id=fault, timeout_s=timeout_s)
+
+
+def pid_of(runtime: moonpool.Runtime, model: str = "rogue") -> int:
+    pid = runtime.instances(model)[0]["pid"]
+    if not isinstance(pid, int):
+        raise TypeError(f"{model} has no process")
+    return pid
+
+
+def is_gone(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def comes_back(runtime: moonpool.Runtime, pid: int) -> None:
+    """Waits until another process serves."""
+    wait_until(lambda: is_gone(pid), 30.0)
+    ask(runtime)
+    assert pid_of(runtime) != pid
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("rogue")
+def test_a_stub_that_breaks_the_protocol_is_ended_with_a_reason(
+    runtime: moonpool.Runtime,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ask(runtime)
+    pid = pid_of(runtime)
+
+    with pytest.raises(StubDied) as caught:
+        ask(runtime, fault)
+
+    words = WORDS.get(fault, "broke the protocol and was ended")
+    assert words in str(caught.value)
+    assert words in caplog.text
+    assert str(caught.value).startswith("Stub process 'rogue_0' ")
+    comes_back(runtime, pid)
+
+
+def test_every_fault_that_has_words_is_a_fault() -> None:
+    assert len(FAULTS) > 40
+    assert set(WORDS) <= set(FAULTS)
+
+
+@pytest.mark.usefixtures("rogue")
+def test_a_second_answer_is_not_taken_for_the_next_batch(runtime: moonpool.Runtime) -> None:
+    ask(runtime, "answers twice")
+    pid = pid_of(runtime)
+
+    with pytest.raises(StubDied, match="an answer to batch"):
+        ask(runtime)
+
+    comes_back(runtime, pid)
+
+
+@pytest.mark.usefixtures("rogue")
+def test_a_stub_that_answers_without_reading_is_ended(runtime: moonpool.Runtime) -> None:
+    pid = pid_of(runtime)
+    ask(runtime, "answers in advance")
+
+    # The request that does not fit into the channel any more goes to the next process.
+    for _ in range(5000):
+        ask(runtime)
+        if pid_of(runtime) != pid:
+            break
+
+    comes_back(runtime, pid)
+
+
+@pytest.mark.usefixtures("rogue")
+def test_descriptors_that_a_stub_sends_are_dropped(runtime: moonpool.Runtime) -> None:
+    ask(runtime)
+    pid, before = pid_of(runtime), len(os.listdir("/proc/self/fd"))
+
+    for _ in range(5):
+        ask(runtime, "sends descriptors")
+
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert pid_of(runtime) == pid
+
+
+@pytest.mark.usefixtures("instead_of_the_stub")
+def test_a_stub_that_floods_the_log_is_heard_in_part_and_cut_off_at_its_time_limit(
+    runtime: moonpool.Runtime,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = options(**SEEN, EXECUTE_TIMEOUT_S=1, LOG_LINES_PER_S=5)
+
+    with hosted(runtime, "flood", MODELS / "echo.py", SIGNATURE | limits):
+        with pytest.raises(ExecuteTimedOut):
+            runtime.infer("flood", {"X": X}, request_id="floods the log", timeout_s=30.0)
+        runtime.infer("flood", {"X": X}, timeout_s=30.0)
+
+    assert "lines were left out: too many a second" in caplog.text
+
+
+@pytest.mark.usefixtures("rogue")
+def test_a_stub_that_closes_its_control_channel_and_lives_on_is_ended(
+    runtime: moonpool.Runtime,
+) -> None:
+    pid = pid_of(runtime)
+
+    with pytest.raises(StubDied, match="closed its control channel"):
+        ask(runtime, "closes the control channel")
+
+    comes_back(runtime, pid)
+
+
+@pytest.mark.usefixtures("rogue")
+def test_a_stub_that_asks_for_more_memory_than_there_is_is_refused(
+    runtime: moonpool.Runtime,
+) -> None:
+    pid = pid_of(runtime)
+
+    for _ in range(3):
+        with pytest.raises(moonpool.ModelError, match="cannot set aside"):
+            ask(runtime, "grows beyond all")
+
+    assert pid_of(runtime) == pid
+
+
+@pytest.mark.usefixtures("instead_of_the_stub")
+def test_memory_that_a_stub_never_lets_go_of_ends_with_the_stub(runtime: moonpool.Runtime) -> None:
+    limits = options(**SEEN, REGION_BYTES="4K", REGION_LIMIT_BYTES="8K")
+
+    def keep() -> None:
+        for _ in range(1000):
+            runtime.infer("hoarder", {"X": X}, request_id="keeps its input", timeout_s=30.0)
+
+    with hosted(runtime, "hoarder", MODELS / "echo.py", SIGNATURE | limits):
+        with pytest.raises(moonpool.OutOfMemory, match="MOONPOOL_REGION_LIMIT_BYTES"):
+            keep()
+        wait_until(lambda: runtime.is_ready("hoarder"))
+
+
+STARTS = {
+    "boot:dies": "was killed by SIGKILL",
+    "boot:never says anything": "was not ready in time and was ended",
+    "boot:closes both channels": "closed its ",
+    "boot:says garbage": "a packet that is not msgpack",
+    "complete:never says anything": "was not ready in time and was ended",
+    "complete:dies": "was killed by SIGKILL",
+    "complete:says garbage": "a packet that is not msgpack",
+    "complete:loads instead of completing": "LOADED",
+    "complete:completes with no JSON": "completed configuration",
+    "complete:completes with a number": "completed configuration",
+    "complete:completes with no end": "completed configuration",
+    "serve:never says anything": "was not ready in time and was ended",
+    "serve:dies": "was killed by SIGKILL",
+    "serve:closes both channels": "closed its ",
+    "serve:says garbage": "a packet that is not msgpack",
+    "serve:answers what was not asked": "ANSWER came out of turn; COMPLETED or FAILED or LOADED",
+    "serve:completes instead of loading": "COMPLETED",
+}
+
+
+@pytest.mark.parametrize(("fault", "words"), STARTS.items(), ids=list(STARTS))
+@pytest.mark.usefixtures("instead_of_the_stub")
+def test_a_stub_that_does_not_start_as_agreed_fails_the_load(
+    runtime: moonpool.Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    words: str,
+) -> None:
+    monkeypatch.setenv("FAULT_AT_START", fault)
+    limits = options(**SEEN, LOAD_TIMEOUT_S=1 if "in time" in words else 60)
+    before = len(os.listdir("/proc/self/fd"))
+
+    with pytest.raises(LoadFailed) as caught:
+        runtime.load("stillborn", MODELS / "echo.py", config=SIGNATURE | limits)
+
+    assert words in str(caught.value)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.usefixtures("rogue")
+def test_a_stub_cannot_ask_for_more_instances_than_the_configuration_has(
+    runtime: moonpool.Runtime,
+) -> None:
+    """`misbehave.py` completes every configuration with 64 instances."""
+    assert len(runtime.instances("rogue")) == 1

@@ -1,0 +1,319 @@
+"""A stub that knows the protocol and breaks it, by name. Started in place of `stub/boot.py`.
+
+`FAULT_BOOT` is the path of the real one, for its first steps; `FAULT_AT_START` names a fault of `STARTS`. Once
+loaded, a request whose id is a name of `FAULTS` is answered with that fault, any other one honestly:
+with a response that has no outputs.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+BOOT = runpy.run_path(os.environ["FAULT_BOOT"])
+BOOT["make_importable"]("moonpool", os.path.dirname(os.path.dirname(BOOT["__file__"])))
+BOOT["load_msgpack"](sys.argv[-1])
+
+from moonpool.ipc.channel import MAX_PACKET_BYTES  # noqa: E402
+from moonpool.ipc.codec import control_codec, encode, work_codec  # noqa: E402
+from moonpool.ipc.messages import Kind, Side  # noqa: E402
+
+HUGE = 2**62
+FP32, BYTES = 11, 13
+
+
+class Peer:
+    """Raw ends of the two channels, and what the runtime said on them."""
+
+    def __init__(self, work_fd: int, control_fd: int) -> None:
+        self.work = socket.socket(fileno=work_fd)
+        self.control = socket.socket(fileno=control_fd)
+        self.work_codec = work_codec(Side.STUB)
+        self.control_codec = control_codec(Side.STUB)
+        self.requests_region = self.answers_region = 0
+        self.answers_fd = -1
+        self.batch = 0
+        self.count = 0
+        self.blocks: list[list[int]] = []
+
+    def say(self, *message: object) -> None:
+        self.work.send(encode(*message))
+
+    def tell(self, *message: object) -> None:
+        self.control.send(encode(*message))
+
+    def hear(self) -> list[Any]:
+        packet = self.work.recv(MAX_PACKET_BYTES + 1)
+        if not packet:
+            os._exit(0)
+        return self.work_codec.decode(packet)
+
+    def hear_regions(self) -> None:
+        for _ in range(3):
+            packet, fds, _, _ = socket.recv_fds(self.control, MAX_PACKET_BYTES, 4)
+            fields = self.control_codec.decode(packet)
+            if fields[0] == Kind.REGION and fields[3] == Side.STUB:
+                self.answers_region, self.answers_fd = fields[1], fds[0]
+            elif fields[0] == Kind.REGION:
+                self.requests_region = fields[1]
+
+    def answer(
+        self,
+        blocks: object = (),
+        rows: object = (),
+        *,
+        batch: int | None = None,
+        held: object = (),
+        released: object = (),
+        responses: object = None,
+    ) -> None:
+        """An answer in which every response has these rows as outputs, unless `responses` is given."""
+        if responses is None:
+            responses = [[rows, None, None]] * self.count
+        number = self.batch if batch is None else batch
+        self.say(Kind.ANSWER, number, held, released, blocks, responses)
+
+    def output(self, shape: object = (4,), size: int = 16, **changes: object) -> None:
+        """An answer with one output at the start of the region for answers, but for these changes."""
+        fields: dict[str, object] = {
+            "region": self.answers_region,
+            "at": 0,
+            "block_size": 16,
+            "index": 0,
+            "datatype": FP32,
+            "block": 0,
+            "offset": 0,
+        }
+        fields |= changes
+        block = [fields["region"], fields["at"], fields["block_size"]]
+        row = [fields["index"], fields["datatype"], shape, fields["block"], fields["offset"], size]
+        self.answer([block], [row])
+
+
+Fault = Callable[[Peer], object]
+
+
+def hang() -> None:
+    """Stay, until the kernel or the runtime ends this process."""
+    while True:
+        time.sleep(3600)
+
+
+def twice(row: list[object]) -> Fault:
+    return lambda peer: peer.answer([[peer.answers_region, 0, 16]], [row, row])
+
+
+def send_fds(end: socket.socket, packet: bytes) -> None:
+    fds = array.array("i", [0, 1, 2] * 3)
+    end.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+
+
+def with_descriptors(peer: Peer) -> None:
+    send_fds(peer.control, encode(Kind.LOG, 0, "with descriptors", "", 0))
+    send_fds(
+        peer.work, encode(Kind.ANSWER, peer.batch, [], [], [], [[[], None, None]] * peer.count)
+    )
+
+
+def bad_strings(peer: Peer) -> None:
+    os.pwrite(peer.answers_fd, b"\xff\xff\xff\x7fabcd", 0)
+    peer.output((1,), 8, datatype=BYTES, index=1)
+
+
+def indirect_twice(peer: Peer) -> None:
+    packet = encode(Kind.INDIRECT, peer.answers_region, 0, 16)
+    os.pwrite(peer.answers_fd, packet, 0)
+    peer.say(Kind.INDIRECT, peer.answers_region, 0, len(packet))
+
+
+def closing(*names: str) -> Fault:
+    """Close these ends, and live on."""
+
+    def close(peer: Peer) -> None:
+        for name in names:
+            end: socket.socket = getattr(peer, name)
+            end.close()
+        hang()
+
+    return close
+
+
+def flood(packet: bytes) -> Fault:
+    """Send as fast as the runtime reads, for as long as it lets us."""
+
+    def send(peer: Peer) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer.control.send(packet)
+        hang()
+
+    return send
+
+
+def leave_a_child(peer: Peer) -> None:
+    """A child that holds our ends of the channels after our death, until the runtime is done with them."""
+    if os.fork() == 0:
+        os.setsid()
+        while peer.work.recv(1, socket.MSG_PEEK):
+            time.sleep(0.01)
+        os._exit(0)
+    os._exit(7)
+
+
+def grow_beyond_all(peer: Peer) -> None:
+    peer.tell(Kind.GROW, HUGE)
+    kind, reason = peer.control_codec.decode(peer.control.recv(MAX_PACKET_BYTES))
+    peer.answer(responses=[[[], None, [int(kind == Kind.REFUSED), reason]]])
+
+
+def answers_twice(peer: Peer) -> None:
+    peer.answer()
+    peer.answer()
+
+
+def answers_in_advance(peer: Peer) -> None:
+    peer.answer()
+    for batch in range(peer.batch + 1, peer.batch + 100_000):
+        peer.answer(batch=batch)
+
+
+def deep(peer: Peer) -> None:
+    """An array in an array in an array, as far as a packet goes."""
+    peer.work.send(b"\x91" * (MAX_PACKET_BYTES - 1) + b"\xc0")
+
+
+FAULTS: dict[str, Fault] = {
+    # Not a message.
+    "garbage": lambda peer: peer.work.send(b"\xc1\xff garbage"),
+    "an empty packet": lambda peer: peer.work.send(b""),
+    "a packet too long": lambda peer: peer.work.send(bytes(MAX_PACKET_BYTES + 1)),
+    "a number alone": lambda peer: peer.work.send(encode(6)[1:]),
+    "a map": lambda peer: peer.work.send(b"\x81\xa1a\x01"),
+    "no end of arrays": deep,
+    "a kind that is none": lambda peer: peer.say(99),
+    "too few fields": lambda peer: peer.say(Kind.ANSWER, peer.batch),
+    "a float for a number": lambda peer: peer.answer(batch=float(peer.batch)),  # type: ignore[arg-type]
+    "a negative number": lambda peer: peer.output(at=-64),
+    "true for a number": lambda peer: peer.output(offset=True),
+    # A message out of its order.
+    "loaded again": lambda peer: peer.say(Kind.LOADED, {}),
+    "finalized unasked": lambda peer: peer.say(Kind.FINALIZED, "", ""),
+    "the runtime's part": lambda peer: peer.say(Kind.FINALIZE),
+    "a log line for work": lambda peer: peer.say(Kind.LOG, 0, "hello", "", 0),
+    "another batch": lambda peer: peer.answer(batch=peer.batch + 1),
+    "a response too many": lambda peer: peer.answer(
+        responses=[[[], None, None]] * (peer.count + 1)
+    ),
+    "no responses": lambda peer: peer.answer(responses=[]),
+    # Memory that is not the stub's.
+    "an unknown region": lambda peer: peer.output(region=HUGE),
+    "another's region": lambda peer: peer.output(region=peer.requests_region, at=1 << 16),
+    "beyond the region": lambda peer: peer.output((1 << 20,), 1 << 22, block_size=1 << 22),
+    "a block at the end of the world": lambda peer: peer.output(at=HUGE),
+    "beyond the block": lambda peer: peer.output((8,), 32),
+    "beyond the block by its offset": lambda peer: peer.output(offset=8),
+    "a block that is none": lambda peer: peer.output(block=1),
+    "more than was lent": lambda peer: peer.answer(
+        [[peer.blocks[0][0], peer.blocks[0][1], 1 << 20]], [[0, FP32, [1 << 18], 0, 0, 1 << 20]]
+    ),
+    "an indirect message beyond": lambda peer: peer.say(
+        Kind.INDIRECT, peer.answers_region, 0, 1 << 40
+    ),
+    "an indirect message in an indirect one": indirect_twice,
+    "keeps what it was not given": lambda peer: peer.answer(held=[[peer.answers_region, 0]]),
+    "releases what it does not hold": lambda peer: peer.answer(released=[peer.blocks[0][:2]]),
+    # Tensors that are none.
+    "an output that is none": lambda peer: peer.output(index=7),
+    "an output twice": twice([0, FP32, [4], 0, 0, 16]),
+    "a shape that does not fit": lambda peer: peer.output((5,)),
+    "a huge shape": lambda peer: peer.output((HUGE, HUGE, HUGE)),
+    "a huge shape of nothing": lambda peer: peer.output((0, HUGE, HUGE), 0),
+    "no such datatype": lambda peer: peer.output(datatype=15),
+    "33 dimensions": lambda peer: peer.output((1,) * 33, 4),
+    "strings that are none": bad_strings,
+    # The control channel.
+    "control garbage": lambda peer: peer.control.send(b"\xc1"),
+    "control of the runtime": lambda peer: peer.tell(Kind.REGION, 1, 1, 1),
+    "a work message for control": lambda peer: peer.tell(Kind.FINALIZED, "", ""),
+    "retires the only region": lambda peer: peer.tell(Kind.RETIRE, peer.answers_region),
+    "retires what is none": lambda peer: peer.tell(Kind.RETIRE, HUGE),
+    "floods growth": flood(encode(Kind.GROW, 1)),
+    # Ends.
+    "closes the work channel": closing("work"),
+    "leaves a child": leave_a_child,
+    "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+# These break nothing by themselves; what becomes of them is in the tests.
+LATER: dict[str, Fault] = {
+    "answers twice": answers_twice,
+    "answers in advance": answers_in_advance,
+    "sends descriptors": with_descriptors,
+    "closes the control channel": closing("control"),
+    "floods the log": flood(encode(Kind.LOG, 3, "x" * 8000, "f" * 1000, 1)),
+    "grows beyond all": grow_beyond_all,
+    "keeps its input": lambda peer: peer.answer(held=[block[:2] for block in peer.blocks]),
+}
+
+STARTS: dict[str, Fault] = {
+    "never says anything": lambda _: hang(),
+    "closes both channels": closing("work", "control"),
+    "says garbage": lambda peer: peer.work.send(b"\xc1"),
+    "answers what was not asked": lambda peer: peer.say(Kind.ANSWER, 1, [], [], [], []),
+    "completes instead of loading": lambda peer: peer.say(Kind.COMPLETED, "{}"),
+    "loads instead of completing": lambda peer: peer.say(Kind.LOADED, {}),
+    "completes with no JSON": lambda peer: peer.say(Kind.COMPLETED, "{"),
+    "completes with a number": lambda peer: peer.say(Kind.COMPLETED, "7"),
+    "completes with no end": lambda peer: peer.say(Kind.COMPLETED, "[" * 30_000),
+    "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def serve(peer: Peer, start: dict[str, Any]) -> None:
+    if start["mode"] == "complete":
+        config = start["config"]
+        config["instance_group"] = [{"kind": "KIND_CPU", "count": 64}]
+        peer.say(Kind.COMPLETED, json.dumps(config))
+    else:
+        peer.say(Kind.LOADED, {})
+    while True:
+        message = peer.hear()
+        if message[0] == Kind.FINALIZE:
+            peer.say(Kind.FINALIZED, "", "")
+            os._exit(0)
+        _, peer.batch, _, peer.blocks, requests = message
+        peer.count = len(requests)
+        details = requests[0][1]
+        fault = (FAULTS | LATER).get(details[0]) if details else None
+        if fault is None:
+            peer.answer()
+        else:
+            fault(peer)
+
+
+def main() -> None:
+    _, _, _, work_fd, control_fd, parent_pid, _ = sys.argv
+    BOOT["die_with_parent"](int(parent_pid))
+    place, _, name = os.environ.get("FAULT_AT_START", "").partition(":")
+    if place == "boot":
+        STARTS[name](Peer(int(work_fd), int(control_fd)))
+    peer = Peer(int(work_fd), int(control_fd))
+    peer.hear_regions()
+    _, _, text = peer.hear()
+    start = json.loads(text)
+    if place == start["mode"]:
+        STARTS[name](peer)
+    serve(peer, start)
+
+
+if __name__ == "__main__":
+    main()
