@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
+# A signal that comes in the moment before a wait begins is noticed when that wait ends.
+_NOTICE_S = 0.5
 
 
 def in_parallel(
@@ -48,30 +50,28 @@ def in_parallel(
         threading.Thread(target=run, args=(index,), name=f"{name}-{index}")
         for index in range(len(items))
     ]
-    try:
-        for index, thread in enumerate(threads):
-            try:
-                thread.start()
-            except RuntimeError:
-                run(index)
-    except BaseException as error:  # a signal handler's; some threads run by now, the rest need not
-        errors.insert(0, error)
-        for item, event in zip(waiting, ended, strict=True):
-            with contextlib.suppress(IndexError):
-                item.pop()
-                event.set()
-        if interrupted is not None:
-            interrupted()
-    for event in ended:
-        # Not `Thread.join`: interrupted by a signal handler, Python 3.11 takes the thread for ended.
-        while not event.is_set():
-            # What a signal handler raises waits, too: whoever cleans up after it must find it all done.
-            try:
-                event.wait()
-            except BaseException as error:
-                errors.insert(0, error)
-                if interrupted is not None:
-                    interrupted()
+    starts = iter(enumerate(threads))
+    while True:
+        try:
+            for index, thread in starts:
+                try:
+                    thread.start()
+                except RuntimeError:
+                    run(index)
+            # Not `Thread.join`: interrupted by a signal handler, Python 3.11 takes the thread for ended.
+            for event in ended:
+                while not event.wait(_NOTICE_S):
+                    pass
+            break
+        except BaseException as error:
+            # What a signal handler raises waits: whoever cleans up after it must find it all done.
+            errors.insert(0, error)
+            for item, event in zip(waiting, ended, strict=True):
+                with contextlib.suppress(IndexError):
+                    item.pop()
+                    event.set()
+            if interrupted is not None:
+                interrupted()
     for thread in threads:
         if thread.ident is not None:
             thread.join()
