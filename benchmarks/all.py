@@ -34,7 +34,8 @@ def figures(folder: Path = RESULTS, *, headlines_only: bool = True) -> str:
         return f"There are no results in {folder}; make some with `python -m benchmarks.all`."
     machines = dict.fromkeys(machine_in_words(run[0]) for run in runs)
     tables = [table(run, headlines_only=headlines_only) for run in runs]
-    return "\n\n".join(["; ".join(machines) + ".", *tables]) + "\n"
+    words = "Medians, with the 10th and the 90th percentile in brackets"
+    return "\n\n".join([f"{words}. {'; '.join(machines)}.", *tables]) + "\n"
 
 
 def run_all(names: list[str], folder: Path, *, quick: bool) -> list[str]:

@@ -44,24 +44,21 @@ def measure(report: Report, quick: bool) -> None:
             return lambda: [asyncio.run(_rate(runtime, model, total))]
 
         models = {
-            f"{kind}, batches of up to {size}": f"{index}_{size}"
-            for index, kind in enumerate(_KINDS)
-            for size in sizes
+            (kind, size): f"{index}_{size}" for index, kind in enumerate(_KINDS) for size in sizes
         }
-        for index, path in enumerate(_KINDS.values()):
-            for size in sizes:
-                config = {"max_batch_size": size, "dynamic_batching": {}}
-                runtime.load(f"{index}_{size}", path, config=config)
-        series = in_turns({name: case(model) for name, model in models.items()}, rounds)
-        for name, found in series.items():
-            ends = name.endswith((" 1", " 64"))
-            report.figure(name, "requests/s", found.values, headline=ends)
-            statistics = runtime.statistics(models[name])
+        for (kind, size), model in models.items():
+            config = {"max_batch_size": size, "dynamic_batching": {}}
+            runtime.load(model, _KINDS[kind], config=config)
+        series = in_turns({which: case(model) for which, model in models.items()}, rounds)
+        for (kind, size), found in series.items():
+            name = f"batches of up to {size}"
+            report.figure(name, "requests/s", found.values, column=kind, headline=True)
+            statistics = runtime.statistics(models[kind, size])
             mean = statistics["inference_count"] / statistics["execution_count"]
-            report.figure(f"{name}, rows in a batch", "rows", [mean])
+            report.figure(f"{name}, on average", "rows", [mean], column=kind)
         for kind in _KINDS:
-            small, large = (series[f"{kind}, batches of up to {n}"] for n in (1, 64))
-            report.ratio(f"{kind}, 64 over 1", large.over(small), headline=True)
+            ratio = series[kind, sizes[-1]].over(series[kind, sizes[0]])
+            report.ratio("64 over 1", ratio, column=kind, headline=True)
     report.note(f"{IN_FLIGHT} asyncio tasks, each with one request of one row in flight.")
 
 

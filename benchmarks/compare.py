@@ -54,7 +54,8 @@ def run(benchmark: str, tree: Path, quick: bool, found: Found) -> None:
     )
     for line in map(json.loads, ended.stdout.splitlines()):
         if line["kind"] == "figure":
-            found.setdefault(line["name"], (line["unit"], []))[1].append(line["median"])
+            name = ", ".join(filter(None, (line["name"], line["column"])))
+            found.setdefault(name, (line["unit"], []))[1].append(line["median"])
 
 
 def verdict(before: Sequence[float], after: Sequence[float]) -> str:

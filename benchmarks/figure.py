@@ -8,9 +8,13 @@ from typing import NamedTuple
 
 
 class Figure(NamedTuple):
-    """`unit` is empty for a ratio. `goal` says what was set out to be reached, where something was."""
+    """`unit` is empty for a ratio. `goal` says what was set out to be reached, where something was.
+
+    Figures of one name in different columns stand side by side in a table.
+    """
 
     name: str
+    column: str
     unit: str
     median: float
     p10: float
@@ -20,22 +24,28 @@ class Figure(NamedTuple):
     # Whether it stands in the short table.
     headline: bool = False
 
-    def cells(self) -> tuple[str, str, str, str]:
-        """Name, median, spread and goal, as a table shows them."""
-        spread = (
-            f"{shown(self.p10)} to {shown(self.p90)}" if self.samples > 1 else "one measurement"
-        )
-        return self.name, f"{shown(self.median)} {self.unit or 'times'}", spread, self.goal
+    def cell(self) -> str:
+        """Median, spread and goal, as a table shows them."""
+        words = f"{shown(self.median)} {self.unit or 'times'}"
+        if self.samples > 1:
+            words += f" ({shown(self.p10)} to {shown(self.p90)})"
+        return f"{words}; goal {self.goal}" if self.goal else words
 
 
 def figure_of(
-    name: str, unit: str, values: Sequence[float], goal: str = "", headline: bool = False
+    name: str,
+    column: str,
+    unit: str,
+    values: Sequence[float],
+    goal: str = "",
+    headline: bool = False,
 ) -> Figure:
     """Sum `values` up; at least one is there."""
     ordered = sorted(values)
     last = len(ordered) - 1
     return Figure(
         name,
+        column,
         unit,
         statistics.median(ordered),
         ordered[round(0.1 * last)],

@@ -26,19 +26,14 @@ def measure(report: Report, quick: bool) -> None:
             with placed(placement, [peer.pid, *pids(runtime, "add_sub")]):
                 series = calls_in_turns({"floor": peer.call, "infer": infer}, rounds, calls)
             where = placement.name
-            free = placement.cores is None
-            report.figure(f"ping-pong, {where}", "µs", series["floor"].values)
-            report.figure(
-                f"infer add_sub of 4 floats, {where}", "µs", series["infer"].values, headline=True
-            )
-            report.ratio(
-                f"infer over ping-pong, {where}",
-                series["infer"].over(series["floor"]),
-                goal="≤ 2" if free else "",
-                headline=True,
-            )
-            added = series["infer"].minus(series["floor"])
-            report.figure(f"infer less ping-pong, {where}", "µs", added)
+            floor, ours = series["floor"], series["infer"]
+            report.figure("ping-pong", "µs", floor.values, column=where, headline=True)
+            name = "infer, add_sub of 4 floats"
+            report.figure(name, "µs", ours.values, column=where, headline=True)
+            goal = "≤ 2" if placement.cores is None else ""
+            ratio = ours.over(floor)
+            report.ratio("infer over ping-pong", ratio, column=where, goal=goal, headline=True)
+            report.figure("infer less ping-pong", "µs", ours.minus(floor), column=where)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def measure(report: Report, quick: bool) -> None:
     inputs = {"INPUT0": np.ones((1, 4), np.float32), "INPUT1": np.ones((1, 4), np.float32)}
     with moonpool.Runtime() as runtime, interpreters(count) as others:
         runtime.load("add_sub", MODELS / "add_sub", instances=count)
-        _compare(report, "idle stub", pids(runtime, "add_sub"), others, "≤ 10 MiB more")
+        _compare(report, "idle stub", pids(runtime, "add_sub"), others, "≤ 10 MiB")
         for _ in range(20 if quick else 2000):
             runtime.infer("add_sub", inputs)
         _compare(report, "stub after small requests", pids(runtime, "add_sub"), others, "")
@@ -71,11 +71,13 @@ def _compare(report: Report, name: str, stubs: list[int], others: list[int], goa
     ours = [memory_mib(pid) for pid in stubs]
     theirs = [memory_mib(pid) for pid in others]
     for kind in _KINDS:
-        report.figure(f"{name}, {kind}", "MiB", [found[kind] for found in ours])
-        report.figure(f"interpreter beside it, {kind}", "MiB", [found[kind] for found in theirs])
+        report.figure(name, "MiB", [found[kind] for found in ours], column=kind)
+        values = [found[kind] for found in theirs]
+        report.figure(f"interpreter beside it ({name})", "MiB", values, column=kind)
         more = [mine[kind] - other[kind] for mine, other in zip(ours, theirs, strict=True)]
-        what = f"{name} over interpreter with numpy, {kind}"
-        report.figure(what, "MiB", more, goal=goal if kind == "RSS" else "", headline=bool(goal))
+        wanted = goal if kind == "RSS" else ""
+        what = f"{name} over interpreter with numpy"
+        report.figure(what, "MiB", more, column=kind, goal=wanted, headline=bool(goal))
 
 
 if __name__ == "__main__":

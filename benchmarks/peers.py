@@ -49,11 +49,10 @@ def measure(report: Report, quick: bool) -> None:
             cases = {name: _calls(peer, elements, calls) for name, peer in opened.items()}
             series = in_turns(cases, rounds)
             for name, found in series.items():
-                report.figure(f"{size}, {name}", "µs", found.values, headline=True)
-            for name in opened:
-                if not name.startswith(("moonpool", "in this process")):
-                    ratio = series[name].over(series["moonpool"])
-                    report.ratio(f"{size}, {name}, over moonpool", ratio)
+                report.figure(name, "µs", found.values, column=size, headline=True)
+                if name != "moonpool":
+                    ratio = found.over(series["moonpool"])
+                    report.ratio(f"{name}, over moonpool", ratio, column=size)
         _many_callers(report, opened, *((1, 32) if quick else (4, 1600)))
     report.note("Two tensors of each size go there and two come back.")
     report.note("The same `model.py` runs in moonpool and in Triton.")
@@ -65,9 +64,8 @@ def _many_callers(report: Report, opened: Mapping[str, Peer], rounds: int, total
         if peer.rate(CALLERS, CALLERS) is not None:
             rates[name] = _rate(peer, total)
     for name, found in in_turns(rates, rounds).items():
-        report.figure(
-            f"4 floats, {CALLERS} callers, {name}", "requests/s", found.values, headline=True
-        )
+        where = f"4 floats, {CALLERS} callers"
+        report.figure(name, "requests/s", found.values, column=where, headline=True)
 
 
 def _calls(peer: Peer, elements: int, calls: int) -> Callable[[], Sequence[float]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from benchmarks.figure import Figure, figure_of
 from benchmarks.machine import Noise, facts, listen
 
-_HEAD = "| | median | p10 to p90 | goal |\n|:--|--:|--:|:--|"
+# The column of figures that have none.
+_ALONE = "median (10th to 90th percentile)"
 
 
 class Report:
@@ -37,19 +38,26 @@ class Report:
         unit: str,
         values: Sequence[float],
         *,
+        column: str = "",
         goal: str = "",
         headline: bool = False,
     ) -> Figure:
         """Add a quantity that was measured once or more."""
-        figure = figure_of(name, unit, values, goal, headline)
+        figure = figure_of(name, column, unit, values, goal, headline)
         self._lines.append({"kind": "figure", **figure._asdict()})
         return figure
 
     def ratio(
-        self, name: str, values: Sequence[float], *, goal: str = "", headline: bool = False
+        self,
+        name: str,
+        values: Sequence[float],
+        *,
+        column: str = "",
+        goal: str = "",
+        headline: bool = False,
     ) -> Figure:
         """Add a ratio of two quantities that were measured beside each other, once a round."""
-        return self.figure(name, "", values, goal=goal, headline=headline)
+        return self.figure(name, "", values, column=column, goal=goal, headline=headline)
 
     def skipped(self, name: str, reason: str) -> None:
         """Say that something could not be measured, and why."""
@@ -70,7 +78,7 @@ class Report:
 def table(lines: Iterable[Mapping[str, object]], *, headlines_only: bool = False) -> str:
     """The lines of one run as a Markdown section."""
     head: list[str] = []
-    rows: list[str] = []
+    cells: dict[str, dict[str, str]] = {}
     tail: list[str] = []
     for line in lines:
         kind = line["kind"]
@@ -78,20 +86,33 @@ def table(lines: Iterable[Mapping[str, object]], *, headlines_only: bool = False
             quick = " (quick: too short to quote)" if line["quick"] else ""
             head = [f"### {line['benchmark']}{quick}", "", f"{line['question']}", ""]
         elif kind == "figure" and (line["headline"] or not headlines_only):
-            rows.append(_row(line))
+            figure = _figure(line)
+            cells.setdefault(figure.name, {})[figure.column or _ALONE] = figure.cell()
         elif kind == "skipped":
-            rows.append(f"| {line['name']} | not measured: {line['reason']} | | |")
+            cells[str(line["name"])] = {"": f"not measured: {line['reason']}"}
         elif kind == "note" and not headlines_only:
             tail.append(f"- {line['text']}")
         elif kind == "noise" and line["noisy"]:
             tail.append(f"- Noisy machine: {_noise_in_words(line)}.")
-    return "\n".join([*head, _HEAD, *rows, *([""] if tail else []), *tail])
+    return "\n".join([*head, *_rows(cells), *([""] if tail else []), *tail])
 
 
-def _row(line: Mapping[str, object]) -> str:
+def _rows(cells: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """A table with a row for each name, and each column in the order in which it first comes."""
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row if column))
+    columns = columns or [_ALONE]
+    rows = [f"| | {' | '.join(columns)} |", f"|:--|{'--:|' * len(columns)}"]
+    for name, row in cells.items():
+        # What was not measured has its reason in the first column.
+        words = [row.get(column, "") for column in columns]
+        words[0] = row.get("", words[0])
+        rows.append(f"| {name} | {' | '.join(words)} |")
+    return rows
+
+
+def _figure(line: Mapping[str, object]) -> Figure:
     fields = {key: value for key, value in line.items() if key in Figure._fields}
-    cells = Figure(**fields).cells()  # type: ignore[arg-type]
-    return f"| {' | '.join(cells)} |"
+    return Figure(**fields)  # type: ignore[arg-type]
 
 
 def _noise_in_words(line: Mapping[str, object]) -> str:

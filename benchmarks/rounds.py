@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Key = TypeVar("Key")
 
 
 class Series(NamedTuple):
@@ -44,7 +46,7 @@ def time_us(call: Callable[[], object], count: int) -> list[float]:
     return times
 
 
-def in_turns(cases: Mapping[str, Callable[[], Sequence[float]]], rounds: int) -> dict[str, Series]:
+def in_turns(cases: Mapping[Key, Callable[[], Sequence[float]]], rounds: int) -> dict[Key, Series]:
     """Measure each case once a round; who is first changes from round to round.
 
     A first round is thrown away, so that memory is mapped and caches are warm.

@@ -85,25 +85,23 @@ def measure(report: Report, quick: bool) -> None:
             return windows
 
         cases = {
-            f"{callers} {word}{'s' if callers > 1 else ''}, {instances} "
-            f"instance{'s' if instances > 1 else ''}": case(run, instances, callers)
-            for instances in (1, 2)
+            (f"{callers} {word}{'s' if callers > 1 else ''}", instances): case(
+                run, instances, callers
+            )
             for word, run in (("thread", with_threads), ("task", with_tasks))
             for callers in (_QUICK_CALLERS if quick else CALLERS)
+            for instances in (1, 2)
         }
-        for name, series in in_turns(cases, rounds).items():
+        for (name, instances), series in in_turns(cases, rounds).items():
+            where = "1 instance" if instances == 1 else f"{instances} instances"
             rates = [values[0] for values in series.rounds]
-            report.figure(name, "requests/s", rates, headline=name.startswith("16 "))
+            report.figure(name, "requests/s", rates, column=where, headline=True)
             if name.startswith("16 "):
                 scaled = [values[1] for values in series.rounds]
-                report.figure(
-                    f"{name}, were a ping-pong 10 µs",
-                    "requests/s",
-                    scaled,
-                    goal="≥ 40,000" if name.endswith("1 instance") else "",
-                    headline=True,
-                )
-        report.figure("ping-pong beside them", "µs", time_us(peer.call, pings))
+                what = f"{name}, were a ping-pong 10 µs"
+                goal = "≥ 40,000" if instances == 1 else ""
+                report.figure(what, "requests/s", scaled, column=where, goal=goal, headline=True)
+        report.figure("ping-pong beside them", "µs", time_us(peer.call, pings), column="1 instance")
 
 
 if __name__ == "__main__":

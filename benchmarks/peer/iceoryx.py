@@ -31,7 +31,14 @@ class Service:
         builder = builder.signal_handling_mode(iox.SignalHandlingMode.Disabled)
         self._node = builder.create(iox.ServiceType.Ipc)
         payload = iox.Slice[ctypes.c_uint8]
-        self.calls = self._builder(iox, "calls").request_response(payload, payload).open_or_create()
+        calls = self._builder(iox, "calls").request_response(payload, payload)
+        # Memory is set aside for the most that could be under way, which by default is hundreds of
+        # payloads, and every one is used before the first is used again.
+        for most in ("max_clients", "max_servers", "max_loaned_requests"):
+            calls = getattr(calls, most)(1)
+        calls = calls.max_nodes(2).max_active_requests_per_client(1).max_response_buffer_size(1)
+        calls = calls.max_borrowed_responses_per_pending_response(1)
+        self.calls = calls.open_or_create()
         self.asked = self._builder(iox, "asked").event().open_or_create()
         self.answered = self._builder(iox, "answered").event().open_or_create()
         self.grow = iox.AllocationStrategy.PowerOfTwo
@@ -102,6 +109,7 @@ def serve(folder: str, ready: Any) -> None:
     """In the other process."""
     service = Service(folder)
     builder = service.calls.server_builder().initial_max_slice_len(64)
+    builder = builder.max_loaned_responses_per_request(1)
     server = builder.allocation_strategy(service.grow).create()
     listener = service.asked.listener_builder().create()
     notifier = service.answered.notifier_builder().create()
