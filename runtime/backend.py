@@ -142,7 +142,7 @@ class Backend(ABC):
         """Run one batch: either the outcomes in order, or a `Pending` that will have them.
 
         An outcome is a `Response` or an exception. An exception that is raised fails all requests of
-        the batch; `PeerGone` and `ProtocolError` say that the instance is broken and took nothing.
+        the batch; `PeerGone` and `RemoteProtocolError` say that the instance is broken and took nothing.
         """
 
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:  # noqa: ARG002

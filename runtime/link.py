@@ -114,21 +114,32 @@ class Link(Overflow):
         """
         if self._returned:
             self._collect()
+        released = self.take_released() if self.released else []
+        try:
+            blocks, rows = self._place(requests)
+            self._batch += 1
+            self.conversation.send(_EXECUTE, self._batch, released, blocks, rows)
+        except BaseException:
+            self.released.extend(released)
+            self._end_loans(())
+            raise
+
+    def _place(
+        self, requests: Sequence[InferenceRequest]
+    ) -> tuple[list[list[int]], list[list[Any]]]:
+        """Blocks and rows for the wire, with the inputs where they say."""
         blocks: list[list[int]] = []
         rows, total, copies = self._lay_out(requests, blocks)
-        if copies:
+        if total:
             block = self._arena.allocate(total)
             blocks[0] = [block.region.id, block.offset, total]
             self._lent.append(((block.region.id, block.offset), block))
             start, buffer = block.offset, block.region.buffer
             for data, at in copies:
                 np.ndarray(data.shape, data.dtype, buffer, start + at)[...] = data
-        self._batch += 1
-        try:
-            self.conversation.send(_EXECUTE, self._batch, self.take_released(), blocks, rows)
-        except BaseException:
-            self._end_loans(())
-            raise
+        else:
+            blocks[0] = [next(iter(self._request_regions)), 0, 0]
+        return blocks, rows
 
     def _lay_out(
         self, requests: Sequence[InferenceRequest], blocks: list[list[int]]
@@ -159,10 +170,8 @@ class Link(Overflow):
                 row[0].append([index, datatype, shape, 0, total, size_bytes])
                 if size_bytes:
                     copies.append((data, total))
-                total += size_bytes
-        if not copies:
-            region = next(iter(self._request_regions))
-            blocks[0] = [region, 0, 0]
+                # A tensor of nothing takes a byte, so that its block is one that was lent.
+                total += size_bytes or 1
         return rows, total, copies
 
     def _lies_there(

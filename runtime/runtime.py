@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.details import details_of
 from moonpool.runtime.loading import models_of
 from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.repository import ModelRepository
-from moonpool.runtime.request import NO_DETAILS, Details, Response
+from moonpool.runtime.request import Response
 from moonpool.runtime.waiter import FutureWaiter, PunctualWaiter, ThreadWaiter
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Runtime:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         hosted = self._models.find(model, version)
-        details = _details(
+        details = details_of(
             request_id, correlation_id, flags, queue_timeout_us, priority, parameters
         )
         request = hosted.signature.request(inputs, outputs, details)
@@ -237,7 +237,7 @@ class Runtime:
         from moonpool.runtime.aio import wait_for_outcome
 
         hosted = self._models.find(model, version)
-        details = _details(
+        details = details_of(
             request_id, correlation_id, flags, queue_timeout_us, priority, parameters
         )
         request = hosted.signature.request(inputs, outputs, details)
@@ -327,27 +327,6 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
-
-
-def _details(
-    request_id: str,
-    correlation_id: int | str,
-    flags: int,
-    timeout_us: int,
-    priority: int,
-    parameters: Mapping[str, Parameter] | None,
-) -> Details:
-    if not (request_id or correlation_id or flags or timeout_us or priority or parameters):
-        return NO_DETAILS
-    checked: dict[str, Parameter] = {}
-    for key, value in (parameters or {}).items():
-        if type(key) is not str or type(value) not in (bool, int, float, str):
-            raise InvalidRequest(
-                f"parameter {key!r} must be a string with a bool, int, float or str, "
-                f"not {type(value).__name__}"
-            )
-        checked[key] = value
-    return Details(request_id, correlation_id, flags, timeout_us, priority, checked or None, None)
 
 
 def _use_allocator(

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
+from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.runtime.batcher import Queue, QueueTimeout, form
 from moonpool.runtime.errors import BackendError, ModelUnavailable
 from moonpool.runtime.execution import Execution
@@ -158,7 +158,7 @@ class Scheduler:
         instance = execution.instance
         try:
             result = instance.execute(execution.requests)
-        except (PeerGone, ProtocolError) as error:
+        except (PeerGone, RemoteProtocolError) as error:
             self._lose(execution, error, delivered=False)
             return False
         except Exception as error:

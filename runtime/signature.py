@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.request import NO_DETAILS, Details, InferenceRequest, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Sequence
 
     from numpy.typing import NDArray
 
@@ -56,6 +57,11 @@ class Signature:
         details: Details = NO_DETAILS,
     ) -> InferenceRequest:
         """A request for the scheduler. Raises `InvalidRequest`, in Triton's words where it has some."""
+        if not isinstance(inputs, Mapping):
+            raise InvalidRequest(
+                f"the inputs for model '{self._model}' must be a mapping of names to arrays, not "
+                f"{type(inputs).__name__}"
+            )
         if len(inputs) != len(self._in_order):
             self._check_count(inputs)
         placements: list[Placement] = []
@@ -85,6 +91,8 @@ class Signature:
             if shape != spec.dims and not self._fits(spec, shape):
                 raise self._wrong_shape(spec, array.shape)
             placements.append(self._placement(spec, array))
+        if len(placements) != len(inputs):
+            self._check_count(inputs)
         if self._max_batch_size:
             signature = tuple(shapes)
         if outputs is not None:
