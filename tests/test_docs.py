@@ -40,7 +40,9 @@ def promises() -> list[tuple[str, str]]:
     """Each line of the specification's tables with the tests that it names."""
     page = (DOCS / "SPECIFICATION.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?!---|promise)(.+?) \| (.+?) \|$", page, flags=re.MULTILINE)
-    return [(promise, where) for promise, tests in rows for where in re.findall(r"`([^`]+)`", tests)]
+    return [
+        (promise, where) for promise, tests in rows for where in re.findall(r"`([^`]+)`", tests)
+    ]
 
 
 @pytest.mark.parametrize(("promise", "where"), promises() if DOCS.is_dir() else [])
