@@ -122,6 +122,11 @@ class Arena:
         return sum(extents.region.size_bytes for extents in self._extents.values())
 
     @property
+    def has_grown(self) -> bool:
+        """Whether there is more than the first region."""
+        return len(self._extents) > 1
+
+    @property
     def used_bytes(self) -> int:
         """All blocks in use together."""
         return sum(block.size_bytes for block in self.blocks())

@@ -20,6 +20,10 @@ _ROOM = (
 )  # one more, so that a packet that was cut short is told by its length
 _MAX_FDS = 16
 _FD_BYTES = array.array("i").itemsize
+# Plain numbers: `|` between the socket module's flags is a call that costs as much as a packet.
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
+_NO_SIGNAL = int(socket.MSG_NOSIGNAL)
+_AT_ONCE = _DONT_WAIT | _NO_SIGNAL
 
 
 class Channel:
@@ -52,7 +56,7 @@ class Channel:
         the peer has not read what was sent before.
         """
         try:
-            self._send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._send(packet, _AT_ONCE)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -61,7 +65,7 @@ class Channel:
     def send_waiting(self, packet: bytes) -> None:
         """Hand a packet to the kernel; blocks while the peer does not read. For the stub's side."""
         try:
-            self._send(packet, socket.MSG_NOSIGNAL)
+            self._send(packet, _NO_SIGNAL)
         except OSError as error:
             raise self._gone(error) from error
 
@@ -72,7 +76,7 @@ class Channel:
             self._socket.sendmsg(
                 [packet],
                 [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)],
-                socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL,
+                _AT_ONCE,
             )
         except BlockingIOError:
             raise
@@ -112,7 +116,7 @@ class Channel:
         if self._inbox:
             return self._checked(self._inbox.popleft())
         try:
-            packet = self._receive(_ROOM[0], socket.MSG_DONTWAIT)
+            packet = self._receive(_ROOM[0], _DONT_WAIT)
         except BlockingIOError:
             return None
         except ConnectionResetError:  # as in `wait`

@@ -14,6 +14,7 @@ import msgpack
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import (
     CONTROL,
+    LAYOUT,
     WORK,
     Flag,
     Int,
@@ -21,6 +22,7 @@ from moonpool.ipc.messages import (
     ListOf,
     Maybe,
     OneOf,
+    Packed,
     Raw,
     Row,
     Side,
@@ -46,7 +48,7 @@ _pack = (
     else msgpack.Packer(autoreset=True, use_bin_type=True).pack
 )
 # A check takes up to a millisecond to make and serves every channel of the process.
-_compiled: dict[Message, Check] = {}
+_compiled: dict[Message | Packed, Check] = {}
 
 
 class Codec:
@@ -114,6 +116,25 @@ def compile_check(kind: Kind, message: Message) -> Check:
     writer = _Writer(lines)
     for number, (name, spec) in enumerate(message.fields.items(), 1):
         writer.value(spec, f"m[{number}]", f"{kind.name}.{name}", 1)
+    return _compile(lines)
+
+
+def unpack_layout(packed: bytes) -> list[list[list[Any]]]:
+    """The tensors that a layout describes. Raises `RemoteProtocolError`."""
+    try:
+        layout = _unpack(packed, strict_map_key=True, max_ext_len=0)
+    except Exception as unreadable:  # as above
+        raise RemoteProtocolError(f"a layout that is not msgpack: {unreadable}") from unreadable
+    check = _compiled.get(LAYOUT)
+    if check is None:
+        lines = ["def check(m):"]
+        _Writer(lines).value(LAYOUT.item, "m", "layout", 1)
+        check = _compiled[LAYOUT] = _compile(lines)
+    check(layout)
+    return layout  # type: ignore[no-any-return]
+
+
+def _compile(lines: list[str]) -> Check:
     namespace: dict[str, Any] = {"bad": _bad, "scalars": _check_scalars, "unled": _unled}
     exec("\n".join(lines), namespace)
     return namespace["check"]  # type: ignore[no-any-return]
@@ -136,6 +157,9 @@ def _check_scalars(where: str, table: dict[str, object]) -> None:
             _bad(f"a key of {where}", key)
         if type(value) not in (str, int, float, bool):
             _bad(where, value)
+
+
+_TYPES = {Text: "str", Raw: "bytes", Packed: "bytes", Table: "dict", ListOf: "list"}
 
 
 class _Writer:
@@ -183,7 +207,7 @@ class _Writer:
             return f"type({v}) is bool"
         if isinstance(spec, Row):
             return f"type({v}) is list and len({v}) == {len(spec.fields)}"
-        type_name = {Text: "str", Raw: "bytes", Table: "dict", ListOf: "list"}[type(spec)]
+        type_name = _TYPES[type(spec)]
         return f"type({v}) is {type_name} and len({v}) <= {spec.length}"  # type: ignore[union-attr]
 
     def _put(self, depth: int, line: str) -> None:

@@ -10,6 +10,7 @@ from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import WORK, Kind, Side
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
     from moonpool.ipc.channel import Channel
@@ -32,14 +33,16 @@ class Overflow:
 class Conversation:
     """One end of a work channel. One thread at a time."""
 
-    __slots__ = ("_allowed", "_codec", "_overflow", "_us", "channel")
+    __slots__ = ("_after", "_codec", "_ours", "_overflow", "_theirs", "_us", "channel")
 
     def __init__(self, channel: Channel, us: Side, overflow: Overflow) -> None:
         self.channel = channel
         self._us = us
         self._overflow = overflow
         self._codec = work_codec(us)
-        self._allowed: frozenset[Kind] = frozenset({Kind.START})
+        # What may come next, from us and from the peer; and the same after each kind, worked out before.
+        self._ours, self._theirs = _split({Kind.START}, us)
+        self._after = {int(kind): _split(message.followers, us) for kind, message in WORK.items()}
 
     def use_overflow(self, overflow: Overflow) -> None:
         """From now on, large messages go through this memory."""
@@ -52,7 +55,7 @@ class Conversation:
         `RemoteProtocolError` where the runtime's peer does not read.
         """
         kind = message[0]
-        if kind not in self._allowed or WORK[kind].sender is not self._us:
+        if kind not in self._ours:
             raise LocalProtocolError(f"{Kind(kind).name} may not be sent now; {self._turn()}")
         packet = encode(*message)
         if len(packet) > MAX_PACKET_BYTES:
@@ -64,7 +67,7 @@ class Conversation:
                 self.channel.send(packet)
             except BlockingIOError as error:
                 raise RemoteProtocolError("the stub answers without reading") from error
-        self._allowed = WORK[kind].followers
+        self._ours, self._theirs = self._after[kind]
 
     def receive(self) -> list[Any]:
         """The next message, its kind first; blocks. Raises `PeerGone`, `RemoteProtocolError`."""
@@ -76,11 +79,22 @@ class Conversation:
         if fields[0] == _INDIRECT:
             fields = self._codec.decode(self._overflow.load(*fields[1:]))
         kind = fields[0]
-        if kind not in self._allowed or WORK[kind].sender is self._us:
+        if kind not in self._theirs:
             raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._turn()}")
-        self._allowed = WORK[kind].followers
+        self._ours, self._theirs = self._after[kind]
         return fields
 
+    @property
+    def allowed(self) -> frozenset[int]:
+        """The kinds that may come next, from either side."""
+        return self._ours | self._theirs
+
     def _turn(self) -> str:
-        names = " or ".join(sorted(kind.name for kind in self._allowed)) or "nothing"
+        names = " or ".join(sorted(Kind(kind).name for kind in self.allowed)) or "nothing"
         return f"{names} may come next"
+
+
+def _split(kinds: Iterable[Kind], us: Side) -> tuple[frozenset[int], frozenset[int]]:
+    """Those that we send, and those that the peer sends."""
+    ours = frozenset(int(kind) for kind in kinds if WORK[kind].sender is us)
+    return ours, frozenset(map(int, kinds)) - ours

@@ -12,7 +12,9 @@ Tensors are described by rows, so that the description of a batch is small:
 - a *block* is `[region, offset, size]`: one lease for the reader;
 - a *tensor* is `[index, datatype, shape, block, offset, size]`: the index of the input or output in the model's
   configuration, the datatype's code, the index of its block in the same message, the offset in that
-  block and the size, both in bytes.
+  block and the size, both in bytes;
+- a *layout* is the tensors of each request, or of each response, of a batch. It names no region, so it is the
+  same for every batch of the same shapes, and each end works out only once what a layout asks of it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import Union
 
-    Spec = Union["Int", "Text", "Raw", "Flag", "Table", "ListOf", "Row", "Maybe", "OneOf"]
+    Spec = Union["Int", "Text", "Raw", "Flag", "Table", "ListOf", "Row", "Maybe", "OneOf", "Packed"]
 
 PROTOCOL_VERSION = 1
 
@@ -142,6 +144,19 @@ class OneOf:
         self.items = items
 
 
+class Packed:
+    """Bytes that are the packed form of a thing of its own, read with `codec.Inner`.
+
+    For what is the same in message after message: whoever meets bytes again knows what they say.
+    """
+
+    __slots__ = ("item", "length")
+
+    def __init__(self, item: Spec, length: int) -> None:
+        self.item = item
+        self.length = length
+
+
 class Message:
     """A row of the table."""
 
@@ -171,11 +186,12 @@ _TENSOR = Row(
     size=_ID,
 )
 _TENSORS = ListOf(_TENSOR, 65536)
+LAYOUT = Packed(ListOf(_TENSORS, MAX_BATCH), 1 << 28)
 _BLOCKS = ListOf(_BLOCK, 2 * MAX_BATCH)
 _PLACES = ListOf(_PLACE, _LONG)
 _PARAMETERS = Maybe(Table(_SHORT))
 
-# What most requests leave at its default travels only when one of it was set.
+# What most requests leave at its default travels only where something of it was set.
 _DETAILS = Row(
     request_id=Text(_LONG),
     correlation_id=OneOf(Int(0, 2**64 - 1), Text(_SHORT)),
@@ -185,9 +201,8 @@ _DETAILS = Row(
     parameters=_PARAMETERS,
     outputs=Maybe(ListOf(Int(0, 65535), 65536)),
 )
-_REQUEST = Row(inputs=_TENSORS, details=Maybe(_DETAILS))
 _ERROR = Row(code=Int(0, 7), message=Text(_LONG))
-_RESPONSE = Row(outputs=_TENSORS, parameters=_PARAMETERS, error=Maybe(_ERROR))
+_REMARKS = Row(parameters=_PARAMETERS, error=Maybe(_ERROR))
 
 _RUNTIME, _STUB = Side.RUNTIME, Side.STUB
 
@@ -207,18 +222,21 @@ WORK: dict[Kind, Message] = {
         {"stage": Text(64), "message": Text(_LONG), "traceback": Text(_LONG)},
         (Kind.FINALIZE,),
     ),
-    # `released`: blocks of earlier answers that nobody needs any more.
+    # `released`: blocks of earlier answers that nobody needs any more. `details`: of each request, where
+    # there are some.
     Kind.EXECUTE: Message(
         _RUNTIME,
         {
             "batch": _ID,
             "released": _PLACES,
             "blocks": _BLOCKS,
-            "requests": ListOf(_REQUEST, MAX_BATCH),
+            "layout": LAYOUT,
+            "details": Maybe(ListOf(Maybe(_DETAILS), MAX_BATCH)),
         },
         (Kind.ANSWER,),
     ),
     # `held`: blocks of this batch that the model keeps. `released`: blocks it kept of earlier ones.
+    # `remarks`: on each response, where there are some; one that has an error has no outputs.
     Kind.ANSWER: Message(
         _STUB,
         {
@@ -226,7 +244,8 @@ WORK: dict[Kind, Message] = {
             "held": _PLACES,
             "released": _PLACES,
             "blocks": _BLOCKS,
-            "responses": ListOf(_RESPONSE, MAX_BATCH),
+            "layout": LAYOUT,
+            "remarks": Maybe(ListOf(Maybe(_REMARKS), MAX_BATCH)),
         },
         (Kind.EXECUTE, Kind.FINALIZE),
     ),

@@ -6,7 +6,7 @@ import operator
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.request import NO_DETAILS, Details
+from moonpool.runtime.request import Details
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,10 +26,10 @@ def details_of(
     timeout_us: int,
     priority: int,
     parameters: Mapping[str, Parameter] | None,
-) -> Details:
-    """The details of a request. Raises `InvalidRequest` for what the table of messages does not describe."""
+) -> Details | None:
+    """The details of a request, None where all are as usual. Raises `InvalidRequest` for what the table of messages does not describe."""
     if not (request_id or correlation_id or flags or timeout_us or priority or parameters):
-        return NO_DETAILS
+        return None
     if isinstance(correlation_id, str):
         correlation: int | str = _text("correlation_id", correlation_id, _SHORT)
     else:

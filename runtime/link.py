@@ -6,9 +6,7 @@ channel (`runtime.control`) and hands blocks back through queues.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +15,14 @@ from moonpool.ipc.arena import Arena, Block
 from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import BadTensor, RemoteProtocolError
-from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.memory import lease_of, offset_in
 from moonpool.ipc.messages import Kind, Side
-from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE
 from moonpool.runtime.allocator import allocate
 from moonpool.runtime.errors import CODES, ModelError
+from moonpool.runtime.layout import AnswerLayout, RequestLayout, lay_out, read_answer
 from moonpool.runtime.regions import new_region
-from moonpool.runtime.request import NO_DETAILS, Response
+from moonpool.runtime.request import Response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,11 +30,15 @@ if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.memory import Lease
     from moonpool.ipc.region import SharedRegion
+    from moonpool.runtime.layout import Output
     from moonpool.runtime.regions import CallerMemory
-    from moonpool.runtime.request import InferenceRequest, Outcome, Placement
+    from moonpool.runtime.request import InferenceRequest, Outcome, Shapes
 
 _EXECUTE = int(Kind.EXECUTE)
-_ANSWER = int(Kind.ANSWER)
+# What is remembered of batches: layouts that are small, so that none of it can take much memory.
+_MEMORABLE_REQUESTS = 128
+_MEMORABLE_BYTES = 4096
+_NO_REMARKS: list[Any] = [None]
 
 Place = tuple[int, int]
 
@@ -60,6 +63,8 @@ class Link(Overflow):
         self._region_limit_bytes = region_limit_bytes
         self._caller_memory: CallerMemory | None = None
         self._output_names: list[str] = []
+        self._layouts: Memo[tuple[Shapes, ...], RequestLayout] = Memo()
+        self._answers: Memo[bytes, AnswerLayout] = Memo()
         self._arena = Arena(self._grow)
         self._request_regions: dict[int, SharedRegion] = {}
         self._announced: set[int] = set()
@@ -114,86 +119,74 @@ class Link(Overflow):
         """
         if self._returned:
             self._collect()
-        released = self.take_released() if self.released else []
+        # The first block is for copies; where nothing is copied it is empty, in a region that there is.
+        blocks = [[next(iter(self._request_regions)), 0, 0]]
+        released = self.take_released()
         try:
-            blocks, rows = self._place(requests)
+            elsewhere = self._find_shared(requests, blocks)
+            layout = self._lay_out(requests, elsewhere)
+            if layout.size_bytes:
+                blocks[0] = self._copy(requests, layout)
+            details: list[object] | None = [request.details for request in requests]
+            if not any(details):  # type: ignore[arg-type]
+                details = None
             self._batch += 1
-            self.conversation.send(_EXECUTE, self._batch, released, blocks, rows)
+            self.conversation.send(_EXECUTE, self._batch, released, blocks, layout.packed, details)
         except BaseException:
             self.released.extend(released)
             self._end_loans(())
             raise
 
-    def _place(
-        self, requests: Sequence[InferenceRequest]
-    ) -> tuple[list[list[int]], list[list[Any]]]:
-        """Blocks and rows for the wire, with the inputs where they say."""
-        blocks: list[list[int]] = []
-        rows, total, copies = self._lay_out(requests, blocks)
-        if total:
-            block = self._arena.allocate(total)
-            blocks[0] = [block.region.id, block.offset, total]
-            self._lent.append(((block.region.id, block.offset), block))
-            start, buffer = block.offset, block.region.buffer
-            for data, at in copies:
-                np.ndarray(data.shape, data.dtype, buffer, start + at)[...] = data
-        else:
-            blocks[0] = [next(iter(self._request_regions)), 0, 0]
-        return blocks, rows
-
     def _lay_out(
+        self, requests: Sequence[InferenceRequest], elsewhere: dict[tuple[int, int], Place]
+    ) -> RequestLayout:
+        batch = tuple([request.shapes for request in requests])
+        if elsewhere:
+            return lay_out(batch, elsewhere)
+        layout = self._layouts.get(batch)
+        if layout is None:
+            layout = lay_out(batch, elsewhere)
+            if len(batch) <= _MEMORABLE_REQUESTS and all(shapes.is_shared for shapes in batch):
+                self._layouts.keep(batch, layout)
+        return layout
+
+    def _copy(self, requests: Sequence[InferenceRequest], layout: RequestLayout) -> list[int]:
+        block = self._arena.allocate(layout.size_bytes)
+        region, start = block.region, block.offset
+        self._lent.append(((region.id, start), block))
+        for i, number, offset in layout.copies:
+            data = requests[i].arrays[number]
+            np.ndarray(data.shape, data.dtype, region.buffer, start + offset)[...] = data
+        return [region.id, start, layout.size_bytes]
+
+    def _find_shared(
         self, requests: Sequence[InferenceRequest], blocks: list[list[int]]
-    ) -> tuple[list[list[Any]], int, list[tuple[np.ndarray, int]]]:
-        """Rows for the wire, the size of the block for copies, and what to copy where in it.
+    ) -> dict[tuple[int, int], Place]:
+        """The inputs that callers wrote into shared memory themselves; adds the blocks they lie in."""
+        found: dict[tuple[int, int], Place] = {}
+        for i, request in enumerate(requests):
+            if request.has_views:
+                for number, array in enumerate(request.arrays):
+                    lease = lease_of(array)
+                    if lease is not None and array.flags.c_contiguous:
+                        block = self._lend(lease)
+                        if block is not None:
+                            found[i, number] = len(blocks), offset_in(lease, array)
+                            blocks.append(block)
+        return found
 
-        The rows of one input lie back to back across the requests of a batch, so that a model which wants
-        them stacked has them stacked.
-        """
-        rows: list[list[Any]] = []
-        for request in requests:
-            details = request.details
-            rows.append([[], None if details is NO_DETAILS else details])
-        copies: list[tuple[np.ndarray, int]] = []
-        blocks.append([0, 0, 0])
-        total = 0
-        for number in range(max(len(request.inputs) for request in requests)):
-            total = (total + ALIGNMENT - 1) & -ALIGNMENT
-            for request, row in zip(requests, rows, strict=True):
-                if number >= len(request.inputs):
-                    continue
-                placement = request.inputs[number]
-                index, datatype, shape, data, size_bytes = placement
-                if data.base is not None and self._lies_there(placement, blocks, row[0]):
-                    continue
-                # Another request may have other inputs at this number.
-                total += -total % data.itemsize
-                row[0].append([index, datatype, shape, 0, total, size_bytes])
-                if size_bytes:
-                    copies.append((data, total))
-                # A tensor of nothing takes a byte, so that its block is one that was lent.
-                total += size_bytes or 1
-        return rows, total, copies
-
-    def _lies_there(
-        self, placement: Placement, blocks: list[list[int]], rows: list[list[Any]]
-    ) -> bool:
-        """Whether the caller wrote this input into shared memory itself."""
-        lease = lease_of(placement.data)
-        if lease is None or self._caller_memory is None:
-            return False
-        found = self._caller_memory.find(lease)
-        if found is None or not placement.data.flags.c_contiguous:
-            return False
+    def _lend(self, lease: Lease) -> list[int] | None:
+        """The block of a lease that all stubs of the model may read; None for any other lease."""
+        found = None if self._caller_memory is None else self._caller_memory.find(lease)
+        if found is None:
+            return None
         region, block = found
         if region.id not in self._announced:
             self._send_region(region, Side.RUNTIME)
             self._announced.add(region.id)
-        index, datatype, shape, data, size_bytes = placement
-        rows.append([index, datatype, shape, len(blocks), offset_in(lease, data), size_bytes])
-        blocks.append([region.id, block.offset, block.size_bytes])
         # The array is kept, and so its memory, until the model has let go of it.
         self._lent.append(((region.id, block.offset), lease))
-        return True
+        return [region.id, block.offset, block.size_bytes]
 
     def _grow(self, needed_bytes: int) -> SharedRegion:
         region = new_region(self._arena.size_bytes, needed_bytes, self._region_limit_bytes)
@@ -203,10 +196,12 @@ class Link(Overflow):
 
     def take_released(self) -> list[object]:
         """The places that callers let go of since the last time. From any thread."""
-        released = []
-        with contextlib.suppress(IndexError):
-            while True:
+        released: list[object] = []
+        try:
+            while self.released:
                 released.append(self.released.popleft())
+        except IndexError:  # another thread took the last one
+            return released
         return released
 
     # Up
@@ -216,17 +211,29 @@ class Link(Overflow):
 
         Raises `PeerGone`, and `RemoteProtocolError` for an answer that is not to be believed.
         """
-        message = self.conversation.receive()
-        _, batch, held, released, blocks, responses = message
-        if message[0] != _ANSWER or batch != self._batch or len(responses) != len(requests):
+        _, batch, held, released, blocks, packed, remarks = self.conversation.receive()
+        layout = self._answers.get(packed)
+        if layout is None:
+            layout = read_answer(packed, self._output_names)
+            if len(packed) <= _MEMORABLE_BYTES:
+                self._answers.keep(packed, layout)
+        count = len(layout.responses)
+        if batch != self._batch or count != len(requests):
             raise RemoteProtocolError(
-                f"an answer to batch {batch} with {len(responses)} responses; "
+                f"an answer to batch {batch} with {count} responses; "
                 f"batch {self._batch} has {len(requests)} requests"
             )
         leases = [self._open(*block) for block in blocks]
+        for block, least_bytes in layout.least_bytes.items():
+            if block >= len(leases) or least_bytes > leases[block].size:
+                raise RemoteProtocolError(layout.fault([lease.size for lease in leases]))
+        if remarks is None:
+            remarks = _NO_REMARKS * count
+        elif len(remarks) != count:
+            raise RemoteProtocolError(f"{len(remarks)} remarks on {count} responses")
         outcomes = [
-            self._outcome(response, leases, request)
-            for response, request in zip(responses, requests, strict=True)
+            self._outcome(request, outputs, remark, leases)
+            for request, outputs, remark in zip(requests, layout.responses, remarks, strict=True)
         ]
         self._end_loans(held)
         for place in released:
@@ -258,59 +265,63 @@ class Link(Overflow):
             "which is not the stub's to answer from"
         )
 
+    @staticmethod
     def _outcome(
-        self, response: list[Any], leases: list[Lease], request: InferenceRequest
+        request: InferenceRequest,
+        outputs: Sequence[Output],
+        remark: list[Any] | None,
+        leases: Sequence[Lease],
     ) -> Outcome:
-        rows, parameters, error = response
-        if error is not None:
-            return ModelError(error[1], CODES[error[0]])
-        names = self._output_names
-        outputs = {}
-        for index, datatype, shape, block, offset, size_bytes in rows:
-            if index >= len(names) or block >= len(leases):
-                raise RemoteProtocolError(f"output {index} in block {block}: there is none such")
-            lease = leases[block]
-            if offset + size_bytes > lease.size:
-                raise RemoteProtocolError(f"output {names[index]!r} reaches beyond its block")
-            if request.allocator is not None:
-                raw = lease[offset : offset + size_bytes]
-                array = allocate(request, names[index], datatype, tuple(shape), raw)
-            elif datatype == BYTES:
-                try:
-                    array = decode_bytes(lease[offset : offset + size_bytes], shape)
-                except BadTensor as bad:
-                    raise RemoteProtocolError(f"output {names[index]!r}: {bad}") from bad
-            else:
-                if prod(shape) * ITEMSIZE[datatype] != size_bytes:
-                    raise RemoteProtocolError(
-                        f"output {names[index]!r} of shape {shape} has {size_bytes} bytes"
-                    )
-                try:
-                    array = np.ndarray(shape, DTYPES[datatype], lease, offset)
-                except (TypeError, ValueError) as bad:  # a huge dimension beside an empty one
-                    raise RemoteProtocolError(f"output {names[index]!r}: {bad}") from bad
-            outputs[names[index]] = array
-        if len(outputs) != len(rows):
-            raise RemoteProtocolError("an output that is given twice")
-        return Response(outputs, parameters, request.details.request_id)
+        parameters = None
+        if remark is not None:
+            parameters, error = remark
+            if error is not None:
+                return ModelError(error[1], CODES[error[0]])
+        arrays: dict[str, np.ndarray] = {}
+        if request.allocator is not None:
+            try:
+                arrays = _allocated(request, outputs, leases)
+            except Exception as error:  # an allocator may raise anything
+                return error
+        else:
+            for name, _, shape, dtype, block, offset, size_bytes in outputs:
+                if dtype is None:
+                    raw = leases[block][offset : offset + size_bytes]
+                    arrays[name] = _strings(name, raw, shape)
+                else:
+                    arrays[name] = np.ndarray(shape, dtype, leases[block], offset)
+        details = request.details
+        return Response(arrays, parameters, "" if details is None else details.request_id)
 
     # What is lent to the stub
 
     def _end_loans(self, held: Sequence[list[int]]) -> None:
         """The batch is over: its blocks are free, but for those that the model keeps."""
         lent, self._lent = self._lent, []
-        kept = [tuple(place) for place in held]
-        for place, what in lent:
-            if place in kept:
-                kept.remove(place)
-                self._held.setdefault(place, []).append(what)
-            elif type(what) is Block:
+        if held:
+            lent = self._keep(lent, held)
+        for _, what in lent:
+            if type(what) is Block:
                 self._arena.release(what)
         if self._overflowed is not None:
             self._arena.release(self._overflowed)
             self._overflowed = None
+
+    def _keep(
+        self, lent: list[tuple[Place, object]], held: Sequence[list[int]]
+    ) -> list[tuple[Place, object]]:
+        """Note what the model keeps of what was lent to it; returns the rest."""
+        kept = [tuple(place) for place in held]
+        rest = []
+        for place, what in lent:
+            if place in kept:
+                kept.remove(place)
+                self._held.setdefault(place, []).append(what)
+            else:
+                rest.append((place, what))
         if kept:
             raise RemoteProtocolError(f"the stub keeps block {kept[0]}, which it was not given")
+        return rest
 
     def _end_loan(self, place: Place) -> None:
         kept = self._held.get(place)
@@ -366,3 +377,23 @@ class Link(Overflow):
         """Let go of all regions; responses that are out stay valid."""
         for region in [*self._request_regions.values(), *self.response_regions.values()]:
             region.close()
+
+
+def _strings(name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    try:
+        return decode_bytes(raw, shape)  # type: ignore[arg-type]
+    except BadTensor as bad:
+        raise RemoteProtocolError(f"output {name!r}: {bad}") from bad
+
+
+def _allocated(
+    request: InferenceRequest, outputs: Sequence[Output], leases: Sequence[Lease]
+) -> dict[str, np.ndarray]:
+    """The outputs in memory of the request's allocator. Raises what that raises."""
+    if request.allocator is not None:
+        request.allocator.start(request.userp)
+    arrays = {}
+    for name, datatype, shape, _, block, offset, size_bytes in outputs:
+        raw = leases[block][offset : offset + size_bytes]
+        arrays[name] = allocate(request, name, datatype, tuple(shape), raw)
+    return arrays

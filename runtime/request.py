@@ -15,19 +15,44 @@ if TYPE_CHECKING:
 Parameter = bool | int | float | str
 
 
-class Placement(NamedTuple):
-    """One input as it is going to be placed; `number` is its index in the configuration."""
+class Tensor(NamedTuple):
+    """One input as it is described to the stub; `number` is its place in the configuration."""
 
     number: int
     datatype: int
     shape: list[int]
-    # Typed array; for BYTES and raw BF16 the bytes of the wire as uint8.
-    data: NDArray[Any]
     size_bytes: int
 
 
+class Placement(NamedTuple):
+    """One input as a backend finds it; `number` is its place in the configuration."""
+
+    number: int
+    datatype: int
+    # Typed array; for BYTES the bytes of the wire as uint8.
+    data: NDArray[Any]
+
+
+class Shapes:
+    """What all requests have in common whose inputs have the same shapes.
+
+    There is one object for all such requests, which whoever works something out from them can
+    remember it by; only BYTES, whose size differs from request to request, make a new one each time.
+    """
+
+    __slots__ = ("batch_size", "is_shared", "signature", "tensors")
+
+    def __init__(
+        self, tensors: list[Tensor], batch_size: int, signature: Hashable, *, is_shared: bool
+    ) -> None:
+        self.tensors = tensors
+        self.batch_size = batch_size
+        self.signature = signature
+        self.is_shared = is_shared
+
+
 class Details(NamedTuple):
-    """What most requests leave at its default; in the order of the wire."""
+    """What most requests leave at its default, and then have none of; in the order of the wire."""
 
     request_id: str = ""
     correlation_id: int | str = 0
@@ -36,9 +61,6 @@ class Details(NamedTuple):
     priority: int = 0
     parameters: Mapping[str, Parameter] | None = None
     outputs: list[int] | None = None
-
-
-NO_DETAILS = Details()
 
 
 class Response:
@@ -73,15 +95,16 @@ class InferenceRequest:
 
     __slots__ = (
         "allocator",
+        "arrays",
         "attempts",
         "batch_size",
         "details",
-        "inputs",
+        "has_views",
         "left",
         "priority",
         "queued_ns",
+        "shapes",
         "signature",
-        "started_ns",
         "timeout_us",
         "userp",
         "waiter",
@@ -89,17 +112,24 @@ class InferenceRequest:
 
     def __init__(
         self,
-        inputs: list[Placement],
-        batch_size: int,
-        signature: Hashable,
-        details: Details = NO_DETAILS,
+        arrays: list[NDArray[Any]],
+        shapes: Shapes,
+        details: Details | None = None,
+        *,
+        has_views: bool = True,
     ) -> None:
-        self.inputs = inputs
-        self.batch_size = batch_size
-        self.signature = signature
+        # In the order of `shapes.tensors`: typed arrays, and for BYTES the bytes of the wire.
+        self.arrays = arrays
+        self.shapes = shapes
+        self.batch_size = shapes.batch_size
+        self.signature = shapes.signature
         self.details = details
-        self.priority = details.priority
-        self.timeout_us = details.timeout_us
+        self.priority = self.timeout_us = 0
+        if details is not None:
+            self.priority = details.priority
+            self.timeout_us = details.timeout_us
+        # Whether any array is a view of something, which may be shared memory.
+        self.has_views = has_views
         self.allocator: ResponseAllocator | None = None
         self.userp: object = None
         self.waiter: Waiter
@@ -107,3 +137,11 @@ class InferenceRequest:
         self.attempts = 0
         # The caller went away: nobody wants the outcome.
         self.left = False
+
+    @property
+    def inputs(self) -> list[Placement]:
+        """The inputs with what describes them, for backends."""
+        return [
+            Placement(tensor.number, tensor.datatype, array)
+            for tensor, array in zip(self.shapes.tensors, self.arrays, strict=True)
+        ]

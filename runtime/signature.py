@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moonpool.ipc.bytes_tensor import encode_bytes
 from moonpool.ipc.errors import BadTensor
-from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, MAX_DIMS, NAMES, code_of
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, ITEMSIZE, MAX_DIMS, NAMES, code_of
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.request import NO_DETAILS, Details, InferenceRequest, Placement
+from moonpool.runtime.request import Details, InferenceRequest, Shapes, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -28,12 +30,14 @@ _MAX_BYTES = 1 << 40
 class _Input:
     """One input of the configuration, ready for comparing."""
 
-    __slots__ = ("code", "dims", "index", "is_fixed", "name", "optional")
+    __slots__ = ("code", "dims", "dtype", "index", "is_fixed", "name", "optional")
 
     def __init__(self, index: int, tensor: TensorConfig) -> None:
         self.index = index
         self.name = tensor.name
         self.code = CODES[tensor.datatype]
+        # Of most arrays this very object is the dtype. BF16's is not looked for before it is needed.
+        self.dtype = np.dtype(object) if self.code == BYTES else DTYPES.get(self.code)
         self.dims = tensor.dims
         self.is_fixed = -1 not in tensor.dims
         self.optional = tensor.optional
@@ -49,55 +53,97 @@ class Signature:
         self._in_order = list(self._inputs.values())
         self._required = {t.name for t in config.inputs if not t.optional}
         self._outputs = {tensor.name: i for i, tensor in enumerate(config.outputs)}
+        self._shapes: Memo[tuple[tuple[int, ...] | None, ...], Shapes] = Memo()
 
     def request(
         self,
         inputs: Mapping[str, object],
         outputs: Sequence[str] | None = None,
-        details: Details = NO_DETAILS,
+        details: Details | None = None,
     ) -> InferenceRequest:
         """A request for the scheduler. Raises `InvalidRequest`, in Triton's words where it has some."""
-        if not isinstance(inputs, Mapping):
+        if type(inputs) is not dict and not isinstance(inputs, Mapping):
             raise InvalidRequest(
                 f"the inputs for model '{self._model}' must be a mapping of names to arrays, not "
                 f"{type(inputs).__name__}"
             )
         if len(inputs) != len(self._in_order):
             self._check_count(inputs)
-        placements: list[Placement] = []
-        batch_size = 1
-        signature: Hashable = None
-        shapes: list[tuple[int, tuple[int, ...]]] = []
+        arrays: list[NDArray[Any]] = []
+        dims: list[tuple[int, ...] | None] = []
+        has_views = False
         for spec in self._in_order:
-            value = inputs.get(spec.name)
-            if value is None:
-                if spec.name not in inputs and spec.optional:
+            array = inputs.get(spec.name)
+            # What most callers give; anything else is looked at more closely, and made an array.
+            if type(array) is not np.ndarray or array.dtype is not spec.dtype:
+                array = self._array(spec, inputs)
+                if array is None:
+                    dims.append(None)
                     continue
-                if spec.name not in inputs:
-                    self._check_count(inputs)
-                raise InvalidRequest(f"input '{spec.name}' for model '{self._model}' is None")
-            array = self._array(spec, value)
-            shape = array.shape
+            if array.base is not None:
+                has_views = True
+            arrays.append(array)
+            dims.append(array.shape)
+        if len(arrays) != len(inputs):
+            self._check_count(inputs)
+        key = tuple(dims)
+        shapes = self._shapes.get(key)
+        if shapes is None:
+            shapes = self._shapes.keep(key, self._check_shapes(key))
+        if not shapes.is_shared:
+            arrays, shapes = self._encoded(arrays, shapes)
+        if outputs is not None:
+            details = self._with_outputs(outputs, details or Details())
+        return InferenceRequest(arrays, shapes, details, has_views=has_views)
+
+    def _check_shapes(self, dims: tuple[tuple[int, ...] | None, ...]) -> Shapes:
+        """What requests with inputs of these shapes, None for those left out, have in common."""
+        tensors: list[Tensor] = []
+        batch_size = 1
+        signature: list[tuple[int, tuple[int, ...]]] = []
+        for spec, shape in zip(self._in_order, dims, strict=True):
+            if shape is None:
+                continue
+            own = shape
             if self._max_batch_size:
                 rows = self._rows(spec, shape)
-                if placements and rows != batch_size:
+                if tensors and rows != batch_size:
                     raise InvalidRequest(
                         f"input '{spec.name}' batch size does not match other inputs for "
                         f"'{self._model}': {rows} and {batch_size}"
                     )
                 batch_size = rows
-                shapes.append((spec.index, shape[1:]))
-                shape = shape[1:]
-            if shape != spec.dims and not self._fits(spec, shape):
-                raise self._wrong_shape(spec, array.shape)
-            placements.append(self._placement(spec, array))
-        if len(placements) != len(inputs):
-            self._check_count(inputs)
-        if self._max_batch_size:
-            signature = tuple(shapes)
-        if outputs is not None:
-            details = self._with_outputs(outputs, details)
-        return InferenceRequest(placements, batch_size, signature, details)
+                own = shape[1:]
+                signature.append((spec.index, own))
+            if own != spec.dims and not self._fits(spec, own):
+                raise self._wrong_shape(spec, shape)
+            size_bytes = prod(shape) * ITEMSIZE[spec.code]
+            tensors.append(Tensor(spec.index, spec.code, list(shape), size_bytes))
+        is_shared = all(tensor.datatype != BYTES for tensor in tensors)
+        return Shapes(
+            tensors,
+            batch_size,
+            tuple(signature) if self._max_batch_size else None,
+            is_shared=is_shared,
+        )
+
+    def _encoded(
+        self, arrays: list[NDArray[Any]], shapes: Shapes
+    ) -> tuple[list[NDArray[Any]], Shapes]:
+        """The same request with its strings as they travel, which says how many bytes they take."""
+        tensors = []
+        wire = []
+        for array, tensor in zip(arrays, shapes.tensors, strict=True):
+            if tensor.datatype == BYTES:
+                try:
+                    raw = encode_bytes(array, self._in_order[tensor.number].name)
+                except BadTensor as error:
+                    raise InvalidRequest(f"{error} (model '{self._model}')") from error
+                array = np.frombuffer(raw, np.uint8)
+                tensor = tensor._replace(size_bytes=array.nbytes)
+            wire.append(array)
+            tensors.append(tensor)
+        return wire, Shapes(tensors, shapes.batch_size, shapes.signature, is_shared=False)
 
     def empty_dtype(self, name: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], int]:
         """Dtype and size in bytes of an input array. Raises `InvalidRequest`."""
@@ -119,7 +165,15 @@ class Signature:
             raise InvalidRequest(f"input '{name}' of shape {list(shape)} is too large")
         return dtype, size_bytes
 
-    def _array(self, spec: _Input, value: object) -> NDArray[Any]:
+    def _array(self, spec: _Input, inputs: Mapping[str, object]) -> NDArray[Any] | None:
+        """The input as an array of its datatype; None for an optional one that is not given."""
+        value = inputs.get(spec.name)
+        if value is None:
+            if spec.name in inputs:
+                raise InvalidRequest(f"input '{spec.name}' for model '{self._model}' is None")
+            if not spec.optional:
+                self._check_count(inputs)
+            return None
         if not isinstance(value, np.ndarray):
             value = self._from_python(spec, value)
         try:
@@ -175,16 +229,6 @@ class Signature:
             f"unexpected shape for input '{spec.name}' for model '{self._model}'. "
             f"Expected {expected}, got {got}"
         )
-
-    def _placement(self, spec: _Input, array: NDArray[Any]) -> Placement:
-        shape = list(array.shape)
-        if spec.code == BYTES:
-            try:
-                wire = np.frombuffer(encode_bytes(array, spec.name), np.uint8)
-            except BadTensor as error:
-                raise InvalidRequest(f"{error} (model '{self._model}')") from error
-            return Placement(spec.index, BYTES, shape, wire, wire.nbytes)
-        return Placement(spec.index, spec.code, shape, array, array.nbytes)
 
     def _with_outputs(self, outputs: Sequence[str], details: Details) -> Details:
         indices = []

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moonpool.ipc.tensors import DTYPES
+from moonpool.ipc.codec import unpack_layout
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub.request import InferenceRequest
 from moonpool.stub.tensor import Tensor
 
@@ -18,26 +20,44 @@ if TYPE_CHECKING:
     from moonpool.stub.regions import Regions
 
 _NO_DETAILS: list[Any] = ["", 0, 0, 0, 0, None, None]
+_MEMORABLE_BYTES = 4096
 _RAW = np.dtype("u1")
 
 
 class Batch:
     """Opens batch after batch; knows which blocks the model still looks at."""
 
-    __slots__ = ("_inputs", "_let_go", "_outputs", "_regions", "_returned", "kept", "places")
+    __slots__ = (
+        "_inputs",
+        "_layouts",
+        "_let_go",
+        "_outputs",
+        "_regions",
+        "_returned",
+        "kept",
+        "places",
+    )
 
     def __init__(self, regions: Regions, start: dict[str, Any]) -> None:
         self._regions = regions
         self._inputs: list[str] = start["inputs"]
         self._outputs: list[str] = start["outputs"]
+        self._layouts: Memo[bytes, list[list[Any]]] = Memo()
         # Places of blocks, appended by whichever thread drops the last view of one.
         self._returned: deque[object] = deque()
         self._let_go = self._returned.append
         self.places: list[object] = []
         self.kept = 0
 
-    def open(self, blocks: list[list[int]], requests: list[list[Any]]) -> list[InferenceRequest]:
+    def open(
+        self, blocks: list[list[int]], packed: bytes, details: list[Any] | None
+    ) -> list[InferenceRequest]:
         """The batch as the model sees it: views on the region, writable, no copy."""
+        layout = self._layouts.get(packed)
+        if layout is None:
+            layout = self._read(packed)
+            if len(packed) <= _MEMORABLE_BYTES:
+                self._layouts.keep(packed, layout)
         leases = []
         self.places = places = []
         for region_id, offset, size_bytes in blocks:
@@ -45,20 +65,30 @@ class Batch:
             places.append(place)
             region = self._regions.request_region(region_id)
             leases.append(region.lease(offset, size_bytes, self._let_go, place))
-        return [self._request(inputs, details, leases) for inputs, details in requests]
+        if details is None:
+            return [self._request(inputs, None, leases) for inputs in layout]
+        return [self._request(inputs, each, leases) for inputs, each in zip(layout, details)]
+
+    def _read(self, packed: bytes) -> list[list[Any]]:
+        """The inputs of each request as they are viewed: strings and BF16 as the bytes that they are."""
+        requests = []
+        for rows in unpack_layout(packed):
+            inputs = []
+            for index, datatype, shape, block, offset, size_bytes in rows:
+                name, is_raw = self._inputs[index], datatype >= BYTES
+                dtype = _RAW if is_raw else DTYPES[datatype]
+                dims = (size_bytes,) if is_raw else tuple(shape)
+                inputs.append((name, datatype, tuple(shape), block, offset, dtype, dims))
+            requests.append(inputs)
+        return requests
 
     def _request(
-        self, inputs: list[list[Any]], details: list[Any] | None, leases: list[Lease]
+        self, inputs: list[Any], details: list[Any] | None, leases: list[Lease]
     ) -> InferenceRequest:
-        names = self._inputs
         tensors = []
-        for index, datatype, shape, block, offset, size_bytes in inputs:
-            lease = leases[block]
-            if datatype < 13:
-                array = np.ndarray(shape, DTYPES[datatype], lease, offset)
-            else:
-                array = np.ndarray((size_bytes,), _RAW, lease, offset)
-            tensors.append(Tensor.from_wire(names[index], datatype, shape, array))
+        for name, datatype, shape, block, offset, dtype, dims in inputs:
+            array = np.ndarray(dims, dtype, leases[block], offset)
+            tensors.append(Tensor.from_wire(name, datatype, shape, array))
         request_id, correlation_id, flags, timeout_us, priority, parameters, outputs = (
             details or _NO_DETAILS
         )

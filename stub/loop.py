@@ -82,7 +82,7 @@ class Stub:
     def _serve(self, model: Model) -> None:
         receive, send = self._conversation.receive, self._conversation.send
         while True:
-            if self._regions.arena.idle():
+            if self._regions.arena.has_grown and self._regions.arena.idle():
                 self._wait_idle()
             message = receive()
             if message[0] != _EXECUTE:
@@ -101,7 +101,7 @@ class Stub:
         batch_id = message[1]
         if message[2]:
             self._regions.returned.extend(map(tuple, message[2]))
-        requests = batch.open(message[3], message[4])
+        requests = batch.open(message[3], message[4], message[5])
         try:
             responses = model.execute(requests)
         except BaseException as error:  # a model may raise anything, SystemExit included

@@ -24,7 +24,7 @@ BOOT["make_importable"]("moonpool", os.path.dirname(os.path.dirname(BOOT["__file
 BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES  # noqa: E402
-from moonpool.ipc.codec import control_codec, encode, work_codec  # noqa: E402
+from moonpool.ipc.codec import control_codec, encode, unpack_layout, work_codec  # noqa: E402
 from moonpool.ipc.messages import Kind, Side  # noqa: E402
 
 HUGE = 2**62
@@ -74,13 +74,15 @@ class Peer:
         batch: int | None = None,
         held: object = (),
         released: object = (),
-        responses: object = None,
+        responses: list[list[Any]] | None = None,
     ) -> None:
         """An answer in which every response has these rows as outputs, unless `responses` is given."""
         if responses is None:
             responses = [[rows, None, None]] * self.count
         number = self.batch if batch is None else batch
-        self.say(Kind.ANSWER, number, held, released, blocks, responses)
+        layout = encode(*[each for each, _, _ in responses])
+        remarks = [remark for _, *remark in responses]
+        self.say(Kind.ANSWER, number, held, released, blocks, layout, remarks)
 
     def output(self, shape: object = (4,), size: int = 16, **changes: object) -> None:
         """An answer with one output at the start of the region for answers, but for these changes."""
@@ -120,7 +122,7 @@ def send_fds(end: socket.socket, packet: bytes) -> None:
 def with_descriptors(peer: Peer) -> None:
     send_fds(peer.control, encode(Kind.LOG, 0, "with descriptors", "", 0))
     send_fds(
-        peer.work, encode(Kind.ANSWER, peer.batch, [], [], [], [[[], None, None]] * peer.count)
+        peer.work, encode(Kind.ANSWER, peer.batch, [], [], [], encode(*[[]] * peer.count), None)
     )
 
 
@@ -237,6 +239,12 @@ FAULTS: dict[str, Fault] = {
     "a shape that does not fit": lambda peer: peer.output((5,)),
     "a huge shape": lambda peer: peer.output((HUGE, HUGE, HUGE)),
     "a huge shape of nothing": lambda peer: peer.output((0, HUGE, HUGE), 0),
+    "a layout that is none": lambda peer: peer.say(
+        Kind.ANSWER, peer.batch, [], [], [], b"\xc1", None
+    ),
+    "a remark too many": lambda peer: peer.say(
+        Kind.ANSWER, peer.batch, [], [], [], encode(*[[]] * peer.count), [None] * (peer.count + 1)
+    ),
     "no such datatype": lambda peer: peer.output(datatype=15),
     "33 dimensions": lambda peer: peer.output((1,) * 33, 4),
     "strings that are none": bad_strings,
@@ -268,7 +276,7 @@ STARTS: dict[str, Fault] = {
     "never says anything": lambda _: hang(),
     "closes both channels": closing("work", "control"),
     "says garbage": lambda peer: peer.work.send(b"\xc1"),
-    "answers what was not asked": lambda peer: peer.say(Kind.ANSWER, 1, [], [], [], []),
+    "answers what was not asked": lambda peer: peer.say(Kind.ANSWER, 1, [], [], [], b"\x90", None),
     "completes instead of loading": lambda peer: peer.say(Kind.COMPLETED, "{}"),
     "loads instead of completing": lambda peer: peer.say(Kind.LOADED, {}),
     "completes with no JSON": lambda peer: peer.say(Kind.COMPLETED, "{"),
@@ -290,9 +298,9 @@ def serve(peer: Peer, start: dict[str, Any]) -> None:
         if message[0] == Kind.FINALIZE:
             peer.say(Kind.FINALIZED, "", "")
             os._exit(0)
-        _, peer.batch, _, peer.blocks, requests = message
-        peer.count = len(requests)
-        details = requests[0][1]
+        _, peer.batch, _, peer.blocks, layout, requests = message
+        peer.count = len(unpack_layout(layout))
+        details = requests and requests[0]
         fault = (FAULTS | LATER).get(details[0]) if details else None
         if fault is None:
             peer.answer()

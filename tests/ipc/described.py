@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import strategies as st
 
-from moonpool.ipc.codec import Codec
+from moonpool.ipc.codec import Codec, encode
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import (
     CONTROL,
@@ -20,6 +20,7 @@ from moonpool.ipc.messages import (
     Maybe,
     Message,
     OneOf,
+    Packed,
     Raw,
     Row,
     Side,
@@ -65,6 +66,8 @@ def values(spec: Spec) -> st.SearchStrategy[Any]:
         return st.lists(values(spec.item), max_size=3)
     if isinstance(spec, Row):
         return st.tuples(*map(values, spec.fields.values())).map(list)
+    if isinstance(spec, Packed):
+        return values(spec.item).map(lambda item: encode(*item))
     if isinstance(spec, Maybe):
         return st.none() | values(spec.item)
     return st.one_of(*map(values, spec.items))
@@ -89,7 +92,7 @@ def fits(spec: Spec, value: Any) -> bool:
     if isinstance(spec, Row):
         same = type(value) is list and len(value) == len(spec.fields)
         return same and all(map(fits, spec.fields.values(), value))
-    expected = {Text: str, Raw: bytes, Table: dict, ListOf: list}[type(spec)]
+    expected = {Text: str, Raw: bytes, Packed: bytes, Table: dict, ListOf: list}[type(spec)]
     if type(value) is not expected or len(value) > spec.length:
         return False
     if isinstance(spec, ListOf):

@@ -175,11 +175,11 @@ def test_a_refusal_names_the_field_and_what_was_there(
 
 
 def test_a_refusal_names_the_field_inside_a_row() -> None:
-    tensor = [0, 15, [], 0, 0, 0]
-    packet = encode(Kind.EXECUTE, 1, [], [], [[[tensor], None]])
+    details = ["", 0, -1, 0, 0, None, None]
+    packet = encode(Kind.EXECUTE, 1, [], [], b"\x90", [None, details])
 
     reason = refused(work_codec(Side.STUB), packet)
-    assert reason == "EXECUTE.requests.inputs.datatype may not be 15"
+    assert reason == "EXECUTE.details.flags may not be -1"
 
 
 def test_a_choice_of_lists_is_refused_when_the_check_is_made() -> None:

@@ -96,8 +96,8 @@ def least(kind: Kind) -> list[Any]:
         Kind.COMPLETED: ["{}"],
         Kind.LOADED: [{}],
         Kind.FAILED: ["load", "no", ""],
-        Kind.EXECUTE: [1, [], [], []],
-        Kind.ANSWER: [1, [], [], [], []],
+        Kind.EXECUTE: [1, [], [], b"\x90", None],
+        Kind.ANSWER: [1, [], [], [], b"\x90", None],
         Kind.FINALIZE: [],
         Kind.FINALIZED: ["", ""],
         Kind.INDIRECT: [7, 64, 100],
@@ -276,7 +276,7 @@ def test_a_stub_that_answers_without_reading_is_told_apart(pair: Pair) -> None:
 
     def converse_without_reading() -> None:
         for _ in range(100_000):
-            pair.runtime.send(Kind.EXECUTE, 1, [[1, 1]] * 5000, [], [])
+            pair.runtime.send(Kind.EXECUTE, 1, [[1, 1]] * 5000, [], b"\x90", None)
             pair.runtime.accept(answer)
 
     with pytest.raises(RemoteProtocolError, match="the stub answers without reading"):
@@ -350,7 +350,7 @@ class Conversations(RuleBasedStateMachine):
     @invariant()
     def the_ends_agree_on_what_may_come(self) -> None:
         if hasattr(self, "pair"):
-            allowed = [end._allowed for end in self.pair.ends.values()]
+            allowed = [end.allowed for end in self.pair.ends.values()]
             assert allowed == [allowed_after(self.said)] * 2
             assert self.pair.shelf.packets == {}
 

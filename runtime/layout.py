@@ -1,0 +1,125 @@
+"""Where the tensors of a batch lie in its blocks: planned for requests, read from answers.
+
+Pure, and the same for all batches of the same shapes, so both are worked out once and remembered.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from moonpool.ipc.codec import encode, unpack_layout
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.memory import ALIGNMENT
+from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moonpool.runtime.request import Shapes
+
+
+class RequestLayout(NamedTuple):
+    """How the inputs of a batch are copied into one block, and how the stub is told."""
+
+    packed: bytes
+    size_bytes: int
+    # (request in the batch, input of the request, offset in the block)
+    copies: list[tuple[int, int, int]]
+
+
+def lay_out(
+    batch: Sequence[Shapes], elsewhere: Mapping[tuple[int, int], tuple[int, int]]
+) -> RequestLayout:
+    """Plan the first block of a batch; `elsewhere` are inputs that are in another block at some offset.
+
+    The rows of one input lie back to back across the requests of a batch, so that a model which wants
+    them stacked has them stacked.
+    """
+    rows: list[list[list[object]]] = [[] for _ in batch]
+    copies: list[tuple[int, int, int]] = []
+    end = 0
+    for number in range(max(len(shapes.tensors) for shapes in batch)):
+        end = (end + ALIGNMENT - 1) & -ALIGNMENT
+        for i, shapes in enumerate(batch):
+            if number >= len(shapes.tensors):
+                continue
+            index, datatype, shape, size_bytes = shapes.tensors[number]
+            if (i, number) in elsewhere:
+                block, offset = elsewhere[i, number]
+                rows[i].append([index, datatype, shape, block, offset, size_bytes])
+                continue
+            # Another request may have another input at this number.
+            end += -end % (ITEMSIZE[datatype] or 1)
+            rows[i].append([index, datatype, shape, 0, end, size_bytes])
+            if size_bytes:
+                copies.append((i, number, end))
+            # A tensor of nothing takes a byte, so that its block is one that was lent.
+            end += size_bytes or 1
+    return RequestLayout(encode(*rows), end, copies)
+
+
+class Output(NamedTuple):
+    """One output of a response, and where it lies. The dtype is None for BYTES."""
+
+    name: str
+    datatype: int
+    shape: list[int]
+    dtype: np.dtype[np.generic] | None
+    block: int
+    offset: int
+    size_bytes: int
+
+
+class AnswerLayout(NamedTuple):
+    """The outputs of each response, and how large the blocks that they lie in must be at least."""
+
+    responses: list[list[Output]]
+    least_bytes: dict[int, int]
+
+    def fault(self, sizes: Sequence[int]) -> str:
+        """What is wrong, in words, where the blocks have these sizes."""
+        for output in (output for outputs in self.responses for output in outputs):
+            if output.block >= len(sizes):
+                return f"output {output.name!r} in block {output.block}: there is none such"
+            if output.offset + output.size_bytes > sizes[output.block]:
+                return f"output {output.name!r} reaches beyond its block"
+        return "nothing"
+
+
+def read_answer(packed: bytes, names: Sequence[str]) -> AnswerLayout:
+    """What the layout of an answer says, for a model with outputs of these names.
+
+    Raises `RemoteProtocolError` for what no blocks could hold.
+    """
+    least_bytes: dict[int, int] = {}
+    responses = []
+    for rows in unpack_layout(packed):
+        outputs = [_output(row, names) for row in rows]
+        if len({output.name for output in outputs}) != len(outputs):
+            raise RemoteProtocolError("an output that is given twice")
+        for output in outputs:
+            end = output.offset + output.size_bytes
+            least_bytes[output.block] = max(end, least_bytes.get(output.block, 0))
+        responses.append(outputs)
+    return AnswerLayout(responses, least_bytes)
+
+
+def _output(row: list[Any], names: Sequence[str]) -> Output:
+    index, datatype, shape, block, offset, size_bytes = row
+    if index >= len(names):
+        raise RemoteProtocolError(f"output {index}: there is none such")
+    name = names[index]
+    if datatype == BYTES:
+        return Output(name, datatype, shape, None, block, offset, size_bytes)
+    if prod(shape) * ITEMSIZE[datatype] != size_bytes:
+        raise RemoteProtocolError(f"output {name!r} of shape {shape} has {size_bytes} bytes")
+    dtype = DTYPES[datatype]
+    if not size_bytes:
+        try:
+            np.empty(shape, dtype)
+        except (ValueError, OverflowError) as bad:  # a huge dimension beside an empty one
+            raise RemoteProtocolError(f"output {name!r} of shape {shape}: {bad}") from bad
+    return Output(name, datatype, shape, dtype, block, offset, size_bytes)
