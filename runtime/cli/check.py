@@ -140,7 +140,7 @@ def _as_finding(level: str, name: str, folder: Path, error: Exception) -> Findin
         return Finding(level, name, _environment_line(folder), _joined(text))
     # The innermost place in the model's own files; below that it is somebody else's code.
     places = [
-        (file, line) for file, line in _PLACE.findall(text) if Path(file).is_relative_to(folder)
+        (within, line) for file, line in _PLACE.findall(text) if (within := _within(file, folder))
     ]
     what = _joined(text.split("\n\nAt:\n")[0])
     if not places:
@@ -149,6 +149,14 @@ def _as_finding(level: str, name: str, folder: Path, error: Exception) -> Findin
     if not line and (match := _SYNTAX_ERROR_LINE.search(what)):
         line = match[1]
     return Finding(level, name, _shown(file, int(line) if line else None), what)
+
+
+def _within(file: str, folder: Path) -> Path | None:
+    """A file of the folder by the folder's own name, as Python may tell where it really is."""
+    for parent in (folder, folder.resolve()):
+        if Path(file).is_relative_to(parent):
+            return folder / Path(file).relative_to(parent)
+    return None
 
 
 def _environment_line(folder: Path) -> str:

@@ -163,20 +163,7 @@ class Demo:
             ],
             "<><>",
         )
-        self._say(self._verdict(rates[3] / rates[2]), after_table=True)
-
-    def _verdict(self, gain: float) -> str:
-        if self._cores == 1:
-            return (
-                "This machine has one core for us, so two instances cannot be faster than one; on "
-                "more cores they are."
-            )
-        if gain < 1.4:
-            return (
-                f"Two instances did only {gain:.2f} times the work of one: something else is using "
-                "the cores of this machine just now."
-            )
-        return f"Two instances did {gain:.2f} times the work of one."
+        self._say(verdict(rates[3] / rates[2], self._cores), after_table=True)
 
     def _crash(self) -> None:
         self._title("A model that crashes")
@@ -265,6 +252,21 @@ class Demo:
 
     def _quote(self, error: MoonpoolError) -> None:
         self._say(f"In its words: {error}", after_table=True)
+
+
+def verdict(gain: float, cores: int) -> str:
+    """What to make of it that two instances did `gain` times the work of one."""
+    if cores == 1:
+        return (
+            "This machine has one core for us, so two instances cannot do more than one; where there "
+            "are more cores, they do."
+        )
+    if gain < 1.4:
+        return (
+            f"Two instances did only {gain:.2f} times the work of one: something else is using "
+            "the cores of this machine just now."
+        )
+    return f"Two instances did {gain:.2f} times the work of one."
 
 
 class _Bystander:

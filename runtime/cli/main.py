@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return WRONG_USAGE
     except KeyboardInterrupt:
-        _complain("interrupted")
+        Terminal(sys.stderr).line("moonpool: interrupted")
         return 128 + signal.SIGINT
     except BrokenPipeError:
         # Nobody reads our output any more, as in `moonpool … | head`; Python would flush once more.

@@ -1,0 +1,100 @@
+"""`moonpool check`: one line a finding, and an exit code for CI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.runtime.cli.shell import MODELS, CommandLine, write_model
+
+IO = 'input { name: "X" data_type: TYPE_FP32 dims: 1 }\noutput { name: "Y" data_type: TYPE_FP32 dims: 1 }\n'
+TRITON = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with everything that can be wrong."""
+    repository = tmp_path_factory.mktemp("repository") / "models"
+    write_model(repository, "good", TRITON, IO)
+    write_model(repository, "misspelt", TRITON, IO + "max_bach_size: 3\n")
+    write_model(repository, "unused", TRITON, IO + "sequence_batching { }\n")
+    (repository / "unused" / "01").mkdir()
+    write_model(repository, "syntax", "x = 1\ndef f(:\n  # TritonPythonModel\n", IO)
+    write_model(repository, "needs", "import not_there\n" + TRITON, IO)
+    write_model(
+        repository, "raises", TRITON + "    def initialize(self, args):\n        1 / 0\n", IO
+    )
+    write_model(repository, "dies", "import os\nos._exit(7)\n" + TRITON, IO)
+    environment = 'parameters { key: "EXECUTION_ENV_PATH" value: { string_value: "/no/env" } }\n'
+    write_model(repository, "homeless", TRITON, IO + environment)
+    (repository / "empty").mkdir()
+    return repository
+
+
+EXPECTED = {
+    "good": r"ok: good: version 1, 1 instance, loaded in [0-9.]+ s",
+    "misspelt": r"error: misspelt: models/misspelt/config\.pbtxt:3: max_bach_size: .+",
+    "syntax": r"error: syntax: models/syntax/1/model\.py:2: SyntaxError: .+",
+    "needs": r"error: needs: models/needs/1/model\.py:1: ModuleNotFoundError: .+'not_there'",
+    "raises": r"error: raises: models/raises/1/model\.py:5: .*ZeroDivisionError: .+",
+    "dies": r"error: dies: models/dies: .+ exited with 7 .+",
+    "homeless": r"error: homeless: models/homeless/config\.pbtxt:3: .+/no/env.+",
+    "empty": r"error: empty: models/empty(/config\.pbtxt)?: .+",
+}
+
+
+def test_every_model_gets_its_line(cli: CommandLine, models: Path) -> None:
+    (cli.folder / "models").symlink_to(models)
+
+    ended = cli("check", "models")
+
+    lines = ended.stdout.splitlines()
+    by_model = {line.split(": ")[1]: line for line in lines if "unused" not in line}
+    assert [line for name, line in by_model.items() if not re.fullmatch(EXPECTED[name], line)] == []
+    assert set(by_model) == set(EXPECTED)
+    assert [line for line in lines if "unused" in line] == [
+        "warning: unused: models/unused/config.pbtxt:3: sequence_batching: has no effect in "
+        "moonpool yet",
+        "warning: unused: models/unused/01: is no version: versions are numbers above 0 without "
+        "leading zeros",
+        next(line for line in lines if line.startswith("ok: unused: version 1, 1 instance")),
+    ]
+    assert ended.returncode == 1
+    assert ended.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["good"], 0),
+        (["unused"], 0),
+        (["unused", "--strict"], 1),
+        (["homeless", "needs"], 1),
+        (["homeless", "needs", "--allow-missing"], 0),
+        (["no_such_model"], 1),
+    ],
+)
+def test_the_exit_code_is_1_for_errors(
+    cli: CommandLine, models: Path, arguments: list[str], code: int
+) -> None:
+    ended = cli("check", models, *arguments)
+
+    assert ended.returncode == code, ended.stdout
+
+
+def test_an_empty_repository_is_a_warning(cli: CommandLine) -> None:
+    ended = cli("check", ".")
+
+    assert ended.stdout.startswith("warning: ")
+    assert ended.stdout.endswith("there are no models\n")
+    assert ended.returncode == 0
+
+
+def test_the_examples_have_no_errors_whatever_is_installed(cli: CommandLine) -> None:
+    names = [path.name for path in MODELS.iterdir() if path.name != "sentence_embedding"]
+
+    ended = cli("check", MODELS, *names, "--allow-missing")
+
+    assert ended.returncode == 0, ended.stdout
+    assert "error" not in ended.stdout

@@ -1,0 +1,142 @@
+"""What all commands have in common: help, exit codes, how they end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+
+import pytest
+from tests.runtime.cli.shell import MODELS, PATIENCE_S, CommandLine, write_model
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime.cli.main import make_parser
+
+COMMANDS = ("demo", "infer", "check", "bench")
+
+
+def test_the_version_is_printed(cli: CommandLine) -> None:
+    assert cli("--version").stdout == f"moonpool {moonpool.__version__}\n"
+
+
+def test_the_help_lists_the_commands_and_exit_codes() -> None:
+    text = make_parser().format_help()
+
+    assert [command for command in COMMANDS if f"  {command} " not in text] == []
+    assert "exit codes" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        make_parser().parse_args([command, "--help"])
+
+    assert ended.value.code == 0
+    assert f"  moonpool {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["infer", "models"],
+        ["infer", "models", "m", "--input", "X"],
+        ["infer", "models", "m", "--input", "X=[1"],
+        ["infer", "models", "m", "--timeout", "-1"],
+        ["bench", "models", "m", "--concurrency", "1,none"],
+        ["bench", "models", "m", "--seconds", "0"],
+        ["demo", "--seconds", "0"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_exit_code_2_with_the_usage(
+    cli: CommandLine, arguments: list[str]
+) -> None:
+    ended = cli(*arguments)
+
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("usage: moonpool")
+
+
+@pytest.mark.parametrize("command", [["infer", "nowhere", "m"], ["check", "nowhere"]])
+def test_a_failure_is_exit_code_1_with_one_line(cli: CommandLine, command: list[str]) -> None:
+    ended = cli(*command)
+
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        f"moonpool: error: model repository: there is no directory {cli.folder}/nowhere\n"
+    )
+
+
+def first_line(process: subprocess.Popen[bytes]) -> bytes:
+    """What a process says first; it is ended if it says nothing."""
+    if process.stdout is None:
+        pytest.fail("the process was started without a pipe")
+    timer = threading.Timer(PATIENCE_S, process.kill)
+    timer.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_and_what_it_started(
+    cli: CommandLine, number: signal.Signals
+) -> None:
+    process = cli.start("demo", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        line = first_line(process)
+        process.send_signal(number)
+        _, complaint = process.communicate(timeout=PATIENCE_S)
+
+    assert line.startswith(b"moonpool")
+    assert process.returncode == 128 + number
+    assert complaint == (b"moonpool: interrupted\n" if number == signal.SIGINT else b"")
+
+
+def test_a_load_that_takes_too_long_for_the_user_can_be_interrupted(cli: CommandLine) -> None:
+    write_model(
+        cli.folder / "models",
+        "slow",
+        "import time\n"
+        "from moonpool import Float32\n"
+        "class Slow:\n"
+        "    def __init__(self):\n"
+        "        open('begun', 'w').close()\n"
+        "        time.sleep(3600)\n"
+        "    def __call__(self, X: Float32[1]) -> Float32[1]:\n"
+        "        return X\n",
+    )
+    process = cli.start(
+        "infer", "models", "slow", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    with process:
+        begun = cli.folder / "begun"
+        wait_until(lambda: begun.exists() or process.poll(), PATIENCE_S, "the construction")
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=PATIENCE_S)
+
+    assert process.returncode == 130
+    assert complaint == b"moonpool: interrupted\n"
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly(cli: CommandLine) -> None:
+    process = cli.start(
+        "check", MODELS, "primes", "normalise", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with process:
+        if process.stdout is None or process.stderr is None:
+            pytest.fail("the process was started without a pipe")
+        process.stdout.close()
+        complaint = process.stderr.read()
+        process.wait(PATIENCE_S)
+
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert complaint == b""

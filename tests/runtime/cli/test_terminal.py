@@ -1,0 +1,165 @@
+"""Colours and progress: on a terminal, and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tests.runtime.cli.shell import MODELS, PATIENCE_S, CommandLine
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime.terminal import Terminal
+
+COLOUR = re.compile(rb"\x1b\[[0-9;]+m")
+
+
+@contextlib.contextmanager
+def pseudo_terminal() -> Iterator[tuple[int, int]]:
+    """The end of the person, and the end of the program."""
+    ours, theirs = pty.openpty()
+    try:
+        yield ours, theirs
+    finally:
+        os.close(ours)
+
+
+def shown(cli: CommandLine, stream: str, *arguments: object, **variables: str) -> bytes:
+    """What a command writes to a terminal, which is its `stream`; the other one is a pipe."""
+    with pseudo_terminal() as (ours, theirs):
+        stdout = theirs if stream == "stdout" else subprocess.PIPE
+        stderr = theirs if stream == "stderr" else subprocess.PIPE
+        with cli.start(*arguments, stdout=stdout, stderr=stderr, **variables) as process:
+            os.close(theirs)
+            timer = threading.Timer(PATIENCE_S, process.kill)
+            timer.start()
+            data = b""
+            # The end of the last process that has the other end is an error here.
+            with contextlib.suppress(OSError):
+                while part := os.read(ours, 65536):
+                    data += part
+            timer.cancel()
+            timer.join()
+            process.communicate()
+    assert process.returncode == 0, data
+    return data
+
+
+def test_progress_shows_what_starts_and_what_is_ready(cli: CommandLine) -> None:
+    data = shown(cli, "stderr", "infer", MODELS, "normalise", "--input", "X=[[1,2]]")
+
+    assert "normalise_0 starting…".encode() in data
+    assert re.search(rb"normalise_0 \x1b\[32mready\x1b\[0m [0-9.]+ s\r\n", data)
+    # In the end, nothing is left in the line that changes.
+    assert data.endswith(b"\r\x1b[K")
+
+
+def test_no_color_leaves_progress_without_colours(cli: CommandLine) -> None:
+    data = shown(cli, "stderr", "infer", MODELS, "normalise", "--input", "X=[[1,2]]", NO_COLOR="1")
+
+    assert re.search(rb"normalise_0 ready [0-9.]+ s\r\n", data)
+    assert not COLOUR.search(data)
+
+
+def test_a_dumb_terminal_gets_plain_lines(cli: CommandLine) -> None:
+    data = shown(cli, "stdout", "check", MODELS, "normalise", TERM="dumb")
+
+    assert data.startswith(b"ok: normalise: ")
+    assert b"\x1b" not in data
+
+
+def test_levels_are_coloured_on_a_terminal(cli: CommandLine) -> None:
+    data = shown(cli, "stdout", "check", MODELS, "normalise")
+
+    assert data.startswith(b"\x1b[32mok\x1b[0m: normalise: ")
+
+
+class Tty(io.StringIO):
+    """A stream that takes itself for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def tty(monkeypatch: pytest.MonkeyPatch) -> Tty:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return Tty()
+
+
+def test_a_stream_that_is_no_terminal_sees_no_progress() -> None:
+    stream = io.StringIO()
+    progress = moonpool.Progress(stream)
+
+    progress("m:1", "LOADING", "load")
+    progress("m_0", "STARTING", "load")
+    progress("m_0", "FAILED", "no")
+
+    assert stream.getvalue() == ""
+
+
+def test_the_time_goes_on_while_something_starts(tty: Tty) -> None:
+    progress = moonpool.Progress(tty)
+
+    progress("m_0", "STARTING", "load")
+
+    wait_until(lambda: "m_0 starting… 0.1 s" in tty.getvalue())
+    progress("m_0", "READY", "initialized")
+    assert "ready" in tty.getvalue()
+
+
+def test_a_death_and_a_return_are_shown(tty: Tty) -> None:
+    progress = moonpool.Progress(tty)
+
+    progress("m_0", "BACKING_OFF", "was killed\nat night")
+    progress("m_0", "STARTING", "restart")
+    progress("m_0", "READY", "restarted")
+
+    assert "m_0 lost was killed\n" in tty.getvalue()
+    assert re.search(r"m_0 ready 0\.\d s\n", tty.getvalue())
+
+
+def test_what_a_model_says_cannot_command_the_terminal(tty: Tty) -> None:
+    moonpool.Progress(tty)("m_0", "FAILED", "\x1b]0;owned\x07")
+
+    assert "\x1b]" not in tty.getvalue()
+    assert "owned" in tty.getvalue()
+
+
+def test_lines_are_written_above_the_one_that_changes(tty: Tty) -> None:
+    progress = moonpool.Progress(tty)
+    progress("m_0", "STARTING", "load")
+
+    progress.say("a warning")
+
+    assert "\r\x1b[Ka warning\n\r\x1b[Km_0 starting…" in tty.getvalue()
+    progress("m_0", "STOPPED", "unload")
+
+
+def test_many_names_do_not_wrap(tty: Tty) -> None:
+    progress = moonpool.Progress(tty)
+    for number in range(50):
+        progress(f"model_{number}", "STARTING", "load")
+
+    last = tty.getvalue().rpartition("\x1b[K")[2]
+    assert len(last) < Terminal(tty).width
+    assert "…" in last
+    for number in range(50):
+        progress(f"model_{number}", "STOPPED", "unload")
+
+
+def test_a_stream_that_breaks_does_not_break_the_model(tty: Tty) -> None:
+    progress = moonpool.Progress(tty)
+    tty.close()
+
+    progress("m_0", "STARTING", "load")
+    progress("m_0", "READY", "initialized")
+    progress.say("unheard")
