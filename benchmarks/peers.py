@@ -29,7 +29,7 @@ PEERS: Mapping[str, type[Peer]] = {
     "iceoryx2 request-response": Iceoryx,
 }
 # Floats in each of the four tensors, rounds, calls a round.
-SIZES = {"4 floats": (4, 12, 200), "1 MB": (1 << 18, 6, 10), "16 MB": (1 << 22, 4, 3)}
+SIZES = {"4 floats": (4, 12, 200), "1 MB": (1 << 18, 6, 8), "16 MB": (1 << 22, 4, 2)}
 CALLERS = 16
 
 
