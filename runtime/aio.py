@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import weakref
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,16 @@ class _Watched:
     loop still watches it; this one cannot.
     """
 
-    __slots__ = ("execution", "fd", "original")
+    __slots__ = ("_poll", "execution", "fd")
 
     def __init__(self, original: int) -> None:
-        self.original = original
         self.fd = os.dup(original)
         self.execution: Execution | None = None
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+
+    def is_readable(self) -> bool:
+        return bool(self._poll.poll(0))
 
 
 class LoopDriver:
@@ -44,7 +49,12 @@ class LoopDriver:
         self._watched: dict[object, _Watched] = {}
 
     def drive(self, execution: Execution) -> None:
-        """Wait for the answer of an execution that is claimed for this loop."""
+        """Wait for the answer of an execution, and claim it when it can be read.
+
+        Not before: a loop may stop for good at any time, and then another can still claim it.
+        """
+        if not execution.is_offered:
+            return
         link = execution.pending
         watched = self._watched.get(link)
         if watched is None:
@@ -53,12 +63,16 @@ class LoopDriver:
         watched.execution = execution
 
     def _readable(self, link: object, watched: _Watched) -> None:
-        execution, watched.execution = watched.execution, None
-        if execution is None:
+        execution = watched.execution
+        if execution is not None and not watched.is_readable():
+            # What the loop has seen was the answer to somebody else, who has read it meanwhile.
+            return
+        watched.execution = None
+        if execution is not None and execution.claim():
+            execution.finish()
+        else:
             # Somebody else's answer, or the end of the stub. Whoever comes next adds it again.
             self._forget(link)
-        else:
-            execution.finish()
 
     def _forget(self, link: object) -> None:
         watched = self._watched.pop(link)
@@ -76,12 +90,13 @@ class LoopDriver:
             if execution is not None and request in execution.requests:
                 watched.execution = None
                 self._forget(link)
-                execution.drive_in_reactor()
+                if execution.claim():
+                    execution.drive_in_reactor()
 
     def close(self) -> None:
         """The loop has ended."""
         for watched in self._watched.values():
-            if watched.execution is not None:
+            if watched.execution is not None and watched.execution.claim():
                 watched.execution.drive_in_reactor()
             os.close(watched.fd)
         self._watched.clear()
@@ -90,16 +105,13 @@ class LoopDriver:
         self.close()
 
 
-_drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopDriver] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def _driver_of(loop: asyncio.AbstractEventLoop) -> LoopDriver:
-    driver = _drivers.get(loop)
+    # The loop itself keeps its driver. A table beside it would keep loops for ever: what a driver
+    # watches may refer to a request, whose future refers to its loop.
+    driver: LoopDriver | None = getattr(loop, "_moonpool_driver", None)
     if driver is None:
-        # A proxy: the driver must not keep the loop that keeps it.
-        driver = _drivers[loop] = LoopDriver(weakref.proxy(loop))
+        driver = LoopDriver(weakref.proxy(loop))
+        loop._moonpool_driver = driver  # type: ignore[attr-defined]
     return driver
 
 
@@ -128,19 +140,15 @@ class LoopWaiter(Waiter):
 
     def appoint(self, execution: Execution) -> bool:
         if self._is_here():
-            if not execution.claim():
-                return True
             self._driver.drive(execution)
             return True
-        return self._elsewhere(self._drive_if_claimed, execution)
+        return self._elsewhere(self._drive, execution)
 
-    def _drive_if_claimed(self, execution: Execution) -> None:
-        if self.future.done():
-            # Left meanwhile.
-            if execution.claim():
-                execution.drive_in_reactor()
-        elif execution.claim():
+    def _drive(self, execution: Execution) -> None:
+        if not self.future.done():
             self._driver.drive(execution)
+        elif execution.claim():  # left meanwhile
+            execution.drive_in_reactor()
 
     def _elsewhere(self, callback: object, argument: object) -> bool:
         try:
@@ -164,9 +172,10 @@ async def wait_for_outcome(
     waiter = LoopWaiter(asyncio.get_running_loop())
     request.waiter = waiter
     execution = scheduler.submit(request)
-    if execution is not None:
-        waiter._driver.drive(execution)
     try:
+        if execution is not None:
+            execution.offer()
+            waiter._driver.drive(execution)
         if timeout_s is None:
             return await waiter.future
         async with asyncio.timeout(timeout_s):

@@ -88,3 +88,13 @@ class RuntimeClosed(Closed):
 
 class BackendError(MoonpoolError):
     """A backend broke its contract, or one of its functions raised; the cause is chained."""
+
+
+def own(error: BaseException) -> BaseException:
+    """The same error as another object: one may belong to a whole batch, and each caller's traceback to it."""
+    kind = type(error)
+    other: BaseException = kind.__new__(kind, *error.args)
+    other.__dict__.update(error.__dict__)
+    other.__cause__ = error.__cause__
+    other.__suppress_context__ = True
+    return other

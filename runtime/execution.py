@@ -62,6 +62,11 @@ class Execution:
             return False
         return True
 
+    @property
+    def is_offered(self) -> bool:
+        """Whether it could be claimed at this moment."""
+        return bool(self._claims)
+
     def offer(self) -> None:
         """Whoever has it gives it up: the execution can be claimed by another."""
         self._claims.append(self)

@@ -7,6 +7,7 @@ not block; what takes long gets a thread of its own.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -83,13 +84,16 @@ class Reactor:
             self._thread.join()
             self._epoll.close()
             self._timer.close()
-            os.close(self._wake_fd)
+            # Whoever calls later must not write to a file that got its number.
+            wake_fd, self._wake_fd = self._wake_fd, -1
+            os.close(wake_fd)
 
     def _stop(self) -> None:
         self._running = False
 
     def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        with contextlib.suppress(OSError):  # closed: there is nobody to wake
+            os.eventfd_write(self._wake_fd, 1)
 
     def _push(self, when: float, callback: Callable[[], object]) -> None:
         heapq.heappush(self._later, (when, next(self._numbers), callback))
@@ -131,7 +135,7 @@ class Reactor:
     def _call(callback: Callable[[], object]) -> None:
         try:
             callback()
-        except Exception:
+        except BaseException:  # whatever it was, all stubs depend on this thread
             _log.exception("a callback of the reactor failed: %r", callback)
 
 

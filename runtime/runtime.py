@@ -15,6 +15,7 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.details import details_of
+from moonpool.runtime.errors import own
 from moonpool.runtime.loading import models_of
 from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
@@ -247,11 +248,14 @@ class Runtime:
     def submit(
         self, model: str, inputs: Mapping[str, Any], *, version: int | None = None
     ) -> Future[Response]:
-        """Send a request and return at once; the future has the response, or raises what `infer` raises."""
+        """Send a request and return at once; the future has the response, or raises what `infer` raises.
+
+        Cancelling the future cancels the request. Callbacks of the future must not block: all
+        requests may depend on the thread that they run on.
+        """
         hosted = self._models.find(model, version)
         request = hosted.signature.request(inputs)
-        waiter = FutureWaiter()
-        request.waiter = waiter
+        waiter = request.waiter = FutureWaiter(lambda: hosted.scheduler.leave(request))
         execution = hosted.scheduler.submit(request)
         if execution is not None:
             execution.drive_in_reactor()
@@ -340,5 +344,4 @@ def _use_allocator(
 def _result(outcome: Outcome) -> Response:
     if isinstance(outcome, Response):
         return outcome
-    # Each caller raises an object of its own: one error may belong to a whole batch.
-    raise outcome.with_traceback(None)
+    raise own(outcome)

@@ -168,7 +168,7 @@ class Supervisor:
     ) -> None:
         seat.deaths_s.append(time.monotonic())
         reason = self._backend.explain(seat.instance, error)
-        _log.error("[%s] %s", seat.instance.name, reason)
+        _log.error("[%s] %s", seat.instance.name, str(reason))
         is_draining = seat.machine.state is _S.DRAINING
         self._move(seat, _S.STOPPED if is_draining else _S.BACKING_OFF, str(reason))
         self._tell_callers(requests, as_moonpool_error(reason))

@@ -7,6 +7,8 @@ it is appointed to receive the answer for all of them.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from concurrent.futures import Future
@@ -16,8 +18,12 @@ from moonpool.runtime.errors import RequestTimedOut
 from moonpool.runtime.request import Response
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from moonpool.runtime.execution import Execution
     from moonpool.runtime.request import Outcome
+
+_log = logging.getLogger("moonpool")
 
 
 class Waiter:
@@ -99,18 +105,44 @@ class PunctualWaiter(ThreadWaiter):
     may_block = False
 
 
+class RequestFuture(Future[Response]):
+    """The response to come. Cancelling it takes the request out of the queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What to do when it is cancelled. Whoever pops it, cancel or the outcome, ends the future.
+        self.leave: list[Callable[[], None]] = []
+
+    def cancel(self) -> bool:
+        is_cancelled = super().cancel()
+        if is_cancelled:
+            with contextlib.suppress(IndexError):
+                leave = self.leave.pop()
+                self.set_running_or_notify_cancel()
+                leave()
+        return is_cancelled
+
+
 class FutureWaiter(Waiter):
     """Nobody blocks: the outcome goes into a `concurrent.futures.Future`."""
 
     __slots__ = ("future",)
 
-    def __init__(self) -> None:
-        self.future: Future[Response] = Future()
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self.future = RequestFuture()
+        self.future.leave.append(leave)
 
     def resolve(self, outcome: Outcome) -> None:
+        try:
+            self.future.leave.pop()
+        except IndexError:  # cancelled
+            return
         if not self.future.set_running_or_notify_cancel():
             return
-        if isinstance(outcome, Response):
-            self.future.set_result(outcome)
-        else:
-            self.future.set_exception(outcome)
+        try:
+            if isinstance(outcome, Response):
+                self.future.set_result(outcome)
+            else:
+                self.future.set_exception(outcome)
+        except SystemExit:  # the only thing that callbacks can raise through a future here
+            _log.exception("a callback of a future tried to end the thread that serves all")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.runtime.desk import Caller, office, queued
-from tests.runtime.recorder import PATIENCE_S, row, x
+from tests.runtime.recorder import PATIENCE_S, echo, row, x
 from tests.waiting import wait_until
 
 import moonpool
@@ -80,17 +80,19 @@ def test_a_time_limit_of_zero_is_over_at_once(folder: Path) -> None:
         assert runtime.infer("m", x(1))["Y"].flat[0] == 1
 
 
-def test_an_answer_that_was_received_already_is_not_waited_for_on_the_socket(folder: Path) -> None:
+def test_an_answer_that_was_received_already_is_not_waited_for_on_the_socket(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with office(folder) as (backend, runtime):
         future = runtime.submit("m", x(0))
         desk = backend.wait_for(1)
-        scheduler = runtime._models.find("m").scheduler
-        (execution,) = scheduler._busy.values()
-        desk.is_received = lambda: True  # type: ignore[method-assign]
-        desk.finish = lambda requests: [Response({"Y": r.inputs[0].data}) for r in requests]
-        execution.drive_in_reactor()
-        assert value(future) == 0
-        del desk.is_received, desk.finish
+        (execution,) = runtime._models.find("m").scheduler._busy.values()
+        with monkeypatch.context() as patch:
+            # As after a `wait` that took the answer and was then ended by a signal handler.
+            patch.setattr(desk, "is_received", lambda: True)
+            patch.setattr(desk, "finish", lambda requests: echo(desk.instance, requests))
+            execution.drive_in_reactor()
+            assert value(future) == 0
 
 
 # Instances that break
@@ -109,6 +111,24 @@ def test_a_batch_that_was_in_a_broken_instance_fails_and_the_queue_waits_for_the
         assert [value(future) for future in waiting] == [1, 2]
         assert runtime.instances("m")[0]["restarts"] == 1
     backend.check_pairs()
+
+
+def test_every_caller_of_a_broken_batch_has_an_error_object_of_its_own(folder: Path) -> None:
+    with office(folder, **batching()) as (backend, runtime):
+        first = runtime.submit("m", row(0))
+        callers = [Caller(runtime, row(i)) for i in (1, 2)]
+        queued(runtime, 2)
+        backend.wait_for(1).answer()
+        error = moonpool.ModelError("out of paper", "INVALID_ARG")
+        error.__cause__ = ValueError("no paper")
+        backend.wait_for(2).break_down(error)
+        one, other = (caller.result() for caller in callers)
+        assert value(first) == 0
+    for each in (one, other):
+        assert isinstance(each, moonpool.ModelError)
+        assert (str(each), each.code) == ("out of paper", "INVALID_ARG")
+        assert each.__cause__ is error.__cause__
+    assert one is not other
 
 
 def test_what_was_in_a_broken_instance_is_tried_once_more_where_the_model_allows_it(
