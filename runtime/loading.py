@@ -69,6 +69,10 @@ def _model(
     changes: Mapping[str, Any],
 ) -> Model:
     merged = {**raw, **changes, "name": name}
+    batching = merged.get("dynamic_batching")
+    if batching and batching.get("preferred_batch_size") == [raw["max_batch_size"]]:
+        # No more than what the directory's own maximum implied; another maximum implies another.
+        merged["dynamic_batching"] = {**batching, "preferred_batch_size": []}
     # There is no support for GPUs yet; AUTO is CPU.
     config = ModelConfig.from_dict(merged, source=source, partial=True).placed(())
     return Model(config, ModelOptions.from_parameters(config), version, where)
