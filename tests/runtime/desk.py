@@ -26,6 +26,7 @@ class Desk:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.requests: Sequence[InferenceRequest] = ()
         self.breaks: BaseException | None = None
+        self._lock = threading.Lock()
 
     @property
     def values(self) -> list[float]:
@@ -34,8 +35,9 @@ class Desk:
 
     def answer(self) -> None:
         """The batch is done."""
-        if self.fd >= 0:
-            os.eventfd_write(self.fd, 1)
+        with self._lock:
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
 
     def break_down(self, error: BaseException) -> None:
         """The instance is gone."""
@@ -43,8 +45,9 @@ class Desk:
         self.answer()
 
     def close(self) -> None:
-        os.close(self.fd)
-        self.fd = -1
+        with self._lock:
+            os.close(self.fd)
+            self.fd = -1
 
     def fileno(self) -> int:
         return self.fd
@@ -57,6 +60,7 @@ class Desk:
 
     def finish(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
         os.eventfd_read(self.fd)  # BlockingIOError where nobody answered
+        self.requests = ()
         if self.breaks is not None:
             raise self.breaks
         return echo(self.instance, requests)

@@ -28,30 +28,42 @@ class Interrupted(BaseException):
     """What the signal handler raises."""
 
 
+class Interrupts:
+    """Has SIGUSR1 raise `Interrupted` in the main thread, once for each time that it is asked to."""
+
+    def __init__(self) -> None:
+        self._noticed = threading.Event()
+
+    def handle(self, _: int, __: FrameType | None) -> None:
+        if not self._noticed.is_set():
+            self._noticed.set()
+            raise Interrupted
+
+    def when(self, condition: Callable[[], object]) -> threading.Thread:
+        """Interrupt the main thread once the condition holds."""
+        main = threading.main_thread().ident
+        assert main is not None
+        self._noticed.clear()
+
+        def send() -> None:
+            wait_until(condition)
+            # Python does not notice a signal that comes in the moment before it waits in the kernel.
+            while not self._noticed.is_set():
+                signal.pthread_kill(main, signal.SIGUSR1)
+                self._noticed.wait(0.01)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        return thread
+
+
 @pytest.fixture
-def interrupts() -> Iterator[None]:
-    """Inside, SIGUSR1 raises `Interrupted` in the main thread."""
-
-    def handle(_: int, __: FrameType | None) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    yield
+def interrupts() -> Iterator[Interrupts]:
+    interrupts = Interrupts()
+    interrupts._noticed.set()
+    before = signal.signal(signal.SIGUSR1, interrupts.handle)
+    yield interrupts
     signal.signal(signal.SIGUSR1, before)
-
-
-def interrupt_when(condition: Callable[[], object]) -> threading.Thread:
-    """Sends the signal to the main thread once the condition holds."""
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def send() -> None:
-        wait_until(condition)
-        signal.pthread_kill(main, signal.SIGUSR1)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
 
 
 # Threads
@@ -85,13 +97,13 @@ def test_a_thread_that_leaves_hands_its_batch_to_the_reactor(folder: Path) -> No
         assert first.result() == 0
 
 
-@pytest.mark.usefixtures("interrupts")
 def test_a_signal_handler_that_raises_ends_the_wait_and_nothing_else(
     folder: Path,
+    interrupts: Interrupts,
 ) -> None:
     with office(folder, **BATCHING) as (backend, runtime):
         for i in range(3):
-            thread = interrupt_when(partial(backend.wait_for, 2 * i + 1))
+            thread = interrupts.when(partial(backend.wait_for, 2 * i + 1))
             with pytest.raises(Interrupted):
                 runtime.infer("m", row(10 * i))
             thread.join()
@@ -103,14 +115,14 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_nothing_else(
         assert runtime.instances("m")[0]["restarts"] == 0
 
 
-@pytest.mark.usefixtures("interrupts")
 def test_a_signal_handler_that_raises_takes_a_queued_request_out(
     folder: Path,
+    interrupts: Interrupts,
 ) -> None:
     with office(folder) as (backend, runtime):
         first = runtime.submit("m", x(0))
         scheduler = runtime._models.find("m").scheduler
-        thread = interrupt_when(lambda: scheduler.queued == 1)
+        thread = interrupts.when(lambda: scheduler.queued == 1)
         with pytest.raises(Interrupted):
             runtime.infer("m", x(1))
         thread.join()
@@ -120,9 +132,9 @@ def test_a_signal_handler_that_raises_takes_a_queued_request_out(
         assert backend.sent == [[0]]
 
 
-@pytest.mark.usefixtures("interrupts")
 def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
     folder: Path,
+    interrupts: Interrupts,
 ) -> None:
     with office(folder, **BATCHING) as (backend, runtime):
         first = runtime.submit("m", row(0))
@@ -137,7 +149,7 @@ def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
             return True
 
         callers: list[Caller] = []
-        thread = interrupt_when(others)
+        thread = interrupts.when(others)
         with pytest.raises(Interrupted):
             runtime.infer("m", row(1))
         thread.join()
