@@ -173,6 +173,7 @@ class Message:
 MAX_BATCH = 65536
 _LONG = 1 << 20
 _SHORT = 4096
+MAX_PARAMETERS = 4096
 
 _ID = Int()
 _PLACE = Row(region=_ID, offset=_ID)
@@ -189,7 +190,7 @@ _TENSORS = ListOf(_TENSOR, 65536)
 LAYOUT = Packed(ListOf(_TENSORS, MAX_BATCH), 1 << 28)
 _BLOCKS = ListOf(_BLOCK, 2 * MAX_BATCH)
 _PLACES = ListOf(_PLACE, _LONG)
-_PARAMETERS = Maybe(Table(_SHORT))
+_PARAMETERS = Maybe(Table(MAX_PARAMETERS))
 
 # What most requests leave at its default travels only where something of it was set.
 _DETAILS = Row(

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moonpool.ipc.codec import encode
-from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.errors import LocalProtocolError, MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
+from moonpool.ipc.messages import MAX_PARAMETERS
+from moonpool.ipc.tensors import MAX_DIMS
 
 if TYPE_CHECKING:
     from typing import Any
@@ -80,6 +82,8 @@ class Answer:
                 self._fail(int(response._error.code()), response._error.message())
             else:
                 try:
+                    if response._parameters:
+                        _check_parameters(response._parameters)
                     plan = self._place(self._wanted(request, response._outputs))
                 except MoonpoolError as error:
                     self._fail(_CODES.get(error.code, INTERNAL), str(error))
@@ -135,6 +139,7 @@ class Answer:
         plan = self._plans.get(known)
         if plan is None:
             rows = [self._row(tensor, array) for tensor, array in zip(outputs, arrays)]
+            _check_names(outputs)
             plan = _Plan(rows, 1 if rows else 0, is_shared=True)
             _lay_out(plan, rows, 0)
             self._plans.keep(known, plan)
@@ -160,6 +165,7 @@ class Answer:
             else:
                 row[3:5] = len(blocks), offset_in(lease, data)
                 blocks.append([*lease.token, lease.size])  # type: ignore[misc]
+        _check_names(outputs)
         plan = _Plan(rows, len(blocks) + (1 if copied else 0), is_shared=False)
         _lay_out(plan, copied, len(blocks))
         # Where there is no room for the copies, nothing has been done yet.
@@ -174,8 +180,13 @@ class Answer:
     def _row(self, tensor: Tensor, data: np.ndarray) -> list[Any]:
         index = self._indices.get(tensor._name)
         if index is None:
-            raise UnexpectedOutput(
+            raise BadResponse(
                 f"unexpected inference output '{tensor._name}' for model '{self._model}'"
+            )
+        if len(tensor._shape) > MAX_DIMS:
+            raise BadResponse(
+                f"output '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} is "
+                "the most"
             )
         return [index, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
 
@@ -223,8 +234,27 @@ def _packed(responses: tuple[_Plan, ...]) -> bytes:
     return encode(*layout)
 
 
-class UnexpectedOutput(MoonpoolError):
-    """The model returned an output that its configuration does not have."""
+def _check_names(outputs: list[Tensor]) -> None:
+    names = {tensor._name for tensor in outputs}
+    if len(names) != len(outputs):
+        given = [tensor._name for tensor in outputs]
+        twice = next(name for name in given if given.count(name) > 1)
+        raise BadResponse(f"output '{twice}' is given twice")
+
+
+def _check_parameters(parameters: dict[str, Any]) -> None:
+    if len(parameters) > MAX_PARAMETERS:
+        raise BadResponse(
+            f"the response has {len(parameters)} parameters, and {MAX_PARAMETERS} is the most"
+        )
+    try:
+        encode(parameters)
+    except LocalProtocolError as error:
+        raise BadResponse(f"the parameters of the response: {error}") from error
+
+
+class BadResponse(MoonpoolError):
+    """The model returned what its configuration, or no message to the runtime, has room for."""
 
 
 _NO_OUTPUTS = _Plan([], 0, is_shared=True)

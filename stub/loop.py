@@ -82,7 +82,7 @@ class Stub:
     def _serve(self, model: Model) -> None:
         receive, send = self._conversation.receive, self._conversation.send
         while True:
-            if self._regions.arena.has_grown and self._regions.arena.idle():
+            if self._regions.arena.has_grown:
                 self._wait_idle()
             message = receive()
             if message[0] != _EXECUTE:
@@ -90,10 +90,13 @@ class Stub:
             send(_ANSWER, *self._execute(model, message))
 
     def _wait_idle(self) -> None:
-        """Wait for work a while; if none comes, give back the memory that the stub grew by."""
+        """Wait for work; while none comes, give back the memory that the stub grew by.
+
+        Word of what is free again may come only now, and to another thread.
+        """
         poll = select.poll()
         poll.register(self._conversation.channel.fileno(), select.POLLIN)
-        if not poll.poll(_KEEP_S * 1000):
+        while self._regions.arena.has_grown and not poll.poll(_KEEP_S * 1000):
             self._regions.retire_idle()
 
     def _execute(self, model: Model, message: list[Any]) -> tuple[object, ...]:
