@@ -533,7 +533,11 @@ def test_a_runtime_that_cannot_load_all_of_its_models_keeps_none(tmp_path: Path)
     for name in ("good", "bad"):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "1" / "model.py").write_text(ECHO_FILE.read_text())
-        (tmp_path / name / "config.pbtxt").write_text('backend: "python"\n')
+        (tmp_path / name / "config.pbtxt").write_text(
+            'backend: "python"\n'
+            'input { name: "X" data_type: TYPE_FP32 dims: -1 }\n'
+            'output { name: "OUT_X" data_type: TYPE_FP32 dims: -1 }\n'
+        )
     (tmp_path / "bad" / "1" / "model.py").write_text("import nothing_of_that_name")
 
     with pytest.raises(LoadFailed, match="No module named 'nothing_of_that_name'"):

@@ -44,6 +44,8 @@ WORDS = {
     "another batch": "an answer to batch",
     "a response too many": "with 2 responses; batch",
     "no responses": "with 0 responses; batch",
+    "a remark too many": "2 remarks on 1 responses",
+    "a layout of garbage": "a layout that is not msgpack",
     "an unknown region": "which is not the stub's to answer from",
     "another's region": "which is not the stub's to answer from",
     "beyond the region": "a block of 4194304 bytes at 0 in region",

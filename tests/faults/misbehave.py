@@ -114,6 +114,10 @@ def twice(row: list[object]) -> Fault:
     return lambda peer: peer.answer([[peer.answers_region, 0, 16]], [row, row])
 
 
+def raw_answer(peer: Peer, layout: bytes, remarks: object = None) -> None:
+    peer.say(Kind.ANSWER, peer.batch, [], [], [], layout, remarks)
+
+
 def send_fds(end: socket.socket, packet: bytes) -> None:
     fds = array.array("i", [0, 1, 2] * 3)
     end.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
@@ -216,6 +220,11 @@ FAULTS: dict[str, Fault] = {
         responses=[[[], None, None]] * (peer.count + 1)
     ),
     "no responses": lambda peer: peer.answer(responses=[]),
+    "a remark too many": lambda peer: raw_answer(peer, b"\x91\x90", [None] * 2),
+    "a remark that is none": lambda peer: raw_answer(peer, b"\x91\x90", [[None, [9, "none"]]]),
+    "a layout of garbage": lambda peer: raw_answer(peer, b"\xc1"),
+    "a layout of a number": lambda peer: raw_answer(peer, b"\x07"),
+    "a layout without end": lambda peer: raw_answer(peer, b"\x91" * 10_000 + b"\xc0"),
     # Memory that is not the stub's.
     "an unknown region": lambda peer: peer.output(region=HUGE),
     "another's region": lambda peer: peer.output(region=peer.requests_region, at=1 << 16),
@@ -239,12 +248,6 @@ FAULTS: dict[str, Fault] = {
     "a shape that does not fit": lambda peer: peer.output((5,)),
     "a huge shape": lambda peer: peer.output((HUGE, HUGE, HUGE)),
     "a huge shape of nothing": lambda peer: peer.output((0, HUGE, HUGE), 0),
-    "a layout that is none": lambda peer: peer.say(
-        Kind.ANSWER, peer.batch, [], [], [], b"\xc1", None
-    ),
-    "a remark too many": lambda peer: peer.say(
-        Kind.ANSWER, peer.batch, [], [], [], encode(*[[]] * peer.count), [None] * (peer.count + 1)
-    ),
     "no such datatype": lambda peer: peer.output(datatype=15),
     "33 dimensions": lambda peer: peer.output((1,) * 33, 4),
     "strings that are none": bad_strings,

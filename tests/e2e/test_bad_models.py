@@ -1,0 +1,508 @@
+"""Models that are written wrongly, or treat their process badly: each is told, or borne, and no other one notices."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.leaks import Holdings, left_since
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import LoadFailed, ModelError, StubDied
+from moonpool.runtime import supervisor
+
+HEAD = "import triton_python_backend_utils as pb_utils\n"
+Y: Config = {"input": [tensor("HOW", "STRING", 1)], "output": [tensor("Y", "FP32", -1)]}
+PREFIX = "Failed to process the request(s) for model 'returns_0', message: "
+
+pytestmark = pytest.mark.usefixtures("undisturbed")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_nothing_behind() -> Iterator[None]:
+    """At the end of the module: a process that is there again is another process."""
+    before = Holdings()
+    yield
+    assert left_since(before) == []
+
+
+# What is wrong with the file
+
+FILES = {
+    "a syntax error": ("class TritonPythonModel:\n  def execute(self, requests:\n", "SyntaxError"),
+    "an import error": (
+        HEAD + "import nothing_of_that_name\nclass TritonPythonModel: pass\n",
+        "ModuleNotFoundError: No module named 'nothing_of_that_name'",
+    ),
+    "no class": (
+        "# class TritonPythonModel is not here\nclass Other: pass\n",
+        "has no attribute 'TritonPythonModel'",
+    ),
+    "a class that is none": ("TritonPythonModel = 7\n", "has no attribute 'TritonPythonModel'"),
+    "bytes that are no text": ("\x00TritonPythonModel", "null bytes"),
+    "a constructor with arguments": (
+        "class TritonPythonModel:\n    def __init__(self, x): pass\n",
+        "missing 1 required positional argument: 'x'",
+    ),
+    "initialize without arguments": (
+        "class TritonPythonModel:\n    def initialize(self): pass\n",
+        "takes 1 positional argument but 2 were given",
+    ),
+    "auto_complete_config returns nothing": (
+        "class TritonPythonModel:\n    auto_complete_config = staticmethod(lambda config: None)\n",
+        "auto_complete_config function in model 'broken' must return a valid pb.ModelConfig object.",
+    ),
+    "auto_complete_config is no function": (
+        "class TritonPythonModel:\n    auto_complete_config = 7\n",
+        "'int' object is not callable",
+    ),
+    "an exception without end": (
+        "class TritonPythonModel:\n    def initialize(self, args): raise ValueError('x' * 10**7)\n",
+        "more characters)",
+    ),
+    "nothing": ("", "has none; name the one to use"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_model_fails_to_load_with_the_reason(
+    runtime: moonpool.Runtime, model_file: Callable[[str], Path], name: str
+) -> None:
+    text, words = FILES[name]
+
+    with pytest.raises(LoadFailed) as caught:
+        runtime.load("broken", model_file(text), config=Y)
+
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 100_000
+    assert "broken" not in runtime.models()
+
+
+def test_a_file_that_cannot_be_read_is_named(runtime: moonpool.Runtime, tmp_path: Path) -> None:
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "link.py").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "text.txt").write_text("class TritonPythonModel: pass")
+
+    for name in ("link.py", "text.txt"):
+        with pytest.raises(LoadFailed, match=name):
+            runtime.load("broken", tmp_path / name, config=Y)
+
+
+def test_a_model_without_execute_loads_and_says_so_at_each_request(
+    runtime: moonpool.Runtime, model_file: Callable[[str], Path]
+) -> None:
+    file = model_file("class TritonPythonModel:\n    pass\n")
+    want = (
+        "Failed to process the request(s) for model 'idle_0', message: Python model "
+        f"{file} does not implement `execute` method."
+    )
+
+    with hosted(runtime, "idle", file, Y):
+        for _ in range(2):
+            with pytest.raises(ModelError) as caught:
+                runtime.infer("idle", {"HOW": ["x"]}, timeout_s=30.0)
+            assert str(caught.value) == want
+
+
+# What is wrong with the return
+
+
+@pytest.fixture(scope="module")
+def returns(runtime: moonpool.Runtime) -> Iterator[None]:
+    with hosted(runtime, "returns", MODELS / "returns.py", Y):
+        yield
+
+
+def no_list(kind: str) -> str:
+    return f"Expected a list in the execute return, found type '<class '{kind}'>'."
+
+
+def no_match(responses: int) -> str:
+    return (
+        "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+        f"InferenceRequest(s) size is:1, and InferenceResponse(s) size is:{responses}\n"
+    )
+
+
+def no_response(kind: str) -> str:
+    return (
+        "Expected an 'InferenceResponse' object in the execute function return list, found type "
+        f"'<class '{kind}'>'."
+    )
+
+
+# In Triton's words, byte for byte.
+WRONG = {
+    "text": no_list("str"),
+    "a tuple": no_list("tuple"),
+    "a dictionary": no_list("dict"),
+    "a response without a list": no_list("c_python_backend_utils.InferenceResponse"),
+    "an array": no_list("numpy.ndarray"),
+    "a generator": no_list("generator"),
+    "False": no_list("bool"),
+    "an empty list": no_match(0),
+    "two for one": no_match(2),
+    "a list of a number": no_response("int"),
+    "a list of an array": no_response("numpy.ndarray"),
+    "a list of an error": no_response("c_python_backend_utils.TritonError"),
+    "a list of a class": no_response("type"),
+    "a list of a list": no_response("list"),
+}
+
+
+@pytest.mark.usefixtures("returns")
+@pytest.mark.parametrize("how", WRONG)
+def test_a_wrong_return_is_refused_in_triton_s_words(runtime: moonpool.Runtime, how: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        runtime.infer("returns", {"HOW": [how]}, timeout_s=30.0)
+
+    assert str(caught.value) == PREFIX + WRONG[how]
+    assert caught.value.code == "INTERNAL"
+
+
+# In moonpool's own.
+REFUSED = {
+    "nothing": "the model returned None instead of a response for this request",
+    "a list of nothing": "the model returned None instead of a response for this request",
+    "an unknown output": "unexpected inference output 'Z' for model 'returns'",
+    "an output twice": "output 'Y' is given twice",
+    "33 dimensions": "output 'Y' has 33 dimensions",
+    "a complex array": "NumPy dtype is not supported.",
+    "no array": "incompatible constructor arguments",
+    "a nameless tensor": "Tensor name cannot be an empty string.",
+    "a parameter too large": "parameter",
+    "a parameter that is no Unicode": "parameter",
+    "an error without Unicode": "on purpose",
+    "an error of a megabyte": "on purpose",
+    "an error beside outputs": "on purpose",
+}
+
+
+@pytest.mark.usefixtures("returns")
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_response_that_cannot_be_one_is_an_error_of_the_request(
+    runtime: moonpool.Runtime, how: str
+) -> None:
+    before = runtime.instances("returns")
+
+    with pytest.raises(ModelError) as caught:
+        runtime.infer("returns", {"HOW": [how]}, timeout_s=30.0)
+
+    assert REFUSED[how] in str(caught.value)
+    assert runtime.infer("returns", {"HOW": ["a response"]}, timeout_s=30.0)["Y"].tolist() == [1, 2]
+    assert runtime.instances("returns") == before
+
+
+@pytest.mark.usefixtures("returns")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "INVALID_ARG",
+        "NOT_FOUND",
+        "UNAVAILABLE",
+        "UNSUPPORTED",
+        "ALREADY_EXISTS",
+        "CANCELLED",
+        "INTERNAL",
+        "UNKNOWN",
+    ],
+)
+def test_an_error_of_the_model_keeps_its_text_and_code(
+    runtime: moonpool.Runtime, code: str
+) -> None:
+    with pytest.raises(ModelError, match=r"^on purpose$") as caught:
+        runtime.infer("returns", {"HOW": [code]}, timeout_s=30.0)
+
+    assert caught.value.code == code
+
+
+@pytest.mark.usefixtures("returns")
+def test_what_is_unusual_and_not_wrong_is_passed_on(runtime: moonpool.Runtime) -> None:
+    def ask(how: str) -> moonpool.Response:
+        return runtime.request("returns", {"HOW": [how]}, timeout_s=30.0)
+
+    assert ask("no outputs").outputs == {}
+    assert ask("another datatype").outputs["Y"].dtype == np.int64
+    assert ask("another shape").outputs["Y"].shape == (1, 2, 1)
+    assert ask("a subclass of a list").outputs["Y"].tolist() == [1, 2]
+    assert ask("a subclass of a response").outputs["Y"].tolist() == [1, 2]
+    assert ask("an array of lists").outputs["Y"].tolist() == [b"[1]", b"None"]
+    assert ask("parameters").parameters == {"x": 1, "y": "z", "w": True}
+
+
+# What is wrong with the process
+
+NUMBER: Config = {"input": [tensor("HOW", "STRING", 1)], "output": [tensor("Y", "INT64", 1)]}
+
+
+def do(runtime: moonpool.Runtime, how: str) -> int:
+    return int(runtime.infer("unruly", {"HOW": [how]}, timeout_s=50.0)["Y"][0])
+
+
+@pytest.fixture
+def unruly(runtime: moonpool.Runtime) -> Iterator[None]:
+    with hosted(runtime, "unruly", MODELS / "unruly.py", NUMBER | options(RESTART_WINDOW_S=0.001)):
+        yield
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged of the model so far."""
+    caplog.set_level(logging.DEBUG, "moonpool.stub")
+
+    def messages() -> list[str]:
+        texts = [r.getMessage() for r in caplog.records if r.name == "moonpool.stub"]
+        return [text.removeprefix("[unruly_0] ") for text in texts if "unruly_0" in text]
+
+    return messages
+
+
+@pytest.mark.usefixtures("unruly")
+def test_a_model_that_prints_100_mb_is_heard_in_part(
+    runtime: moonpool.Runtime, lines: Callable[[], list[str]]
+) -> None:
+    do(runtime, "print_100_mb")
+
+    wait_until(lambda: any("lines were left out: too many a second" in x for x in lines()), 30.0)
+    assert do(runtime, "answer") == 0
+    assert set(lines()) - {"x" * 99} == {x for x in lines() if "were left out" in x}
+
+
+@pytest.mark.usefixtures("unruly")
+def test_a_line_without_end_is_cut_and_half_a_line_is_kept_to_the_end(
+    runtime: moonpool.Runtime, lines: Callable[[], list[str]]
+) -> None:
+    do(runtime, "endless_line")
+    wait_until(lambda: any(x.startswith("yyyy") for x in lines()))
+    do(runtime, "half_a_line")
+    runtime.unload("unruly")
+    runtime.load("unruly", MODELS / "unruly.py", config=NUMBER)
+
+    assert max(len(x) for x in lines()) < 10_000
+    assert any(x.endswith(" … (cut)") for x in lines())
+    assert any(x.endswith("half a line") for x in lines())
+
+
+@pytest.mark.usefixtures("unruly")
+def test_what_a_terminal_would_obey_is_shown_and_no_line_is_another_model_s(
+    runtime: moonpool.Runtime, lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    do(runtime, "print_escapes")
+    do(runtime, "log_escapes")
+    do(runtime, "not_utf_8")
+    wait_until(lambda: len(lines()) >= 9, what="all lines")
+
+    assert "\\x1b[31mred\\x1b[0m \\x07\\x08 over\\x0dwritten \\x85 \\x9b31m end" in lines()
+    assert "first" in lines()
+    assert "second" in lines()
+    assert "caf\\xe9 \\xff\\xfe" in lines()
+    assert any(x.startswith("[sibling_0] a line of another") for x in lines())
+    every = [r.getMessage() for r in caplog.records]
+    assert [x for x in every if x.startswith("[sibling_0]")] == []
+    assert [x for x in every if not x.isprintable()] == []
+
+
+@pytest.mark.usefixtures("unruly")
+@pytest.mark.parametrize(
+    "how",
+    [
+        "replace_streams",
+        "no_streams",
+        "close_streams",
+        "close_descriptors",
+        "ignore_signals",
+        "interrupt_itself",
+        "change_place",
+        "thread",
+        "busy_thread",
+        "break_modules",
+    ],
+)
+def test_a_process_that_the_model_turned_upside_down_serves_on_and_ends(
+    runtime: moonpool.Runtime, how: str
+) -> None:
+    pid = runtime.instances("unruly")[0]["pid"]
+
+    do(runtime, how)
+    for _ in range(3):
+        assert do(runtime, "answer") == 0
+    with pytest.raises(ModelError, match="KeyError: 'nothing of that name'"):
+        do(runtime, "nothing of that name")
+
+    assert runtime.instances("unruly")[0]["pid"] == pid
+    runtime.unload("unruly")
+    assert not os.path.exists(f"/proc/{pid}")
+    runtime.load("unruly", MODELS / "unruly.py", config=NUMBER)
+
+
+@pytest.mark.usefixtures("unruly")
+def test_a_model_that_closes_all_its_descriptors_is_ended_and_comes_back(
+    runtime: moonpool.Runtime,
+) -> None:
+    with pytest.raises(StubDied, match="Stub process 'unruly_0' "):
+        do(runtime, "close_all")
+
+    assert do(runtime, "answer") == 0
+
+
+@pytest.mark.usefixtures("unruly")
+def test_deep_recursion_and_warnings_as_errors_are_the_model_s_own(
+    runtime: moonpool.Runtime,
+) -> None:
+    assert do(runtime, "deep") == 10_000
+    with pytest.raises(ModelError, match="UserWarning: on purpose"):
+        do(runtime, "warn")
+    assert do(runtime, "answer") == 0
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended: who reaps orphans takes their time."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("how", ["child", "child_with_our_descriptors"])
+@pytest.mark.parametrize("end", ["unload", "death"])
+def test_children_of_a_model_end_with_it(runtime: moonpool.Runtime, how: str, end: str) -> None:
+    with hosted(runtime, "unruly", MODELS / "unruly.py", NUMBER):
+        child = do(runtime, how)
+        assert is_running(child)
+        if end == "death":
+            do(runtime, "die_in_a_while")
+            wait_until(lambda: runtime.instances("unruly")[0]["restarts"] == 1, 30.0)
+            assert do(runtime, "answer") == 0
+
+    wait_until(lambda: not is_running(child))
+
+
+# What a model does with memory
+
+SQUARE: Config = {
+    "input": [tensor("HOW", "STRING", 1), tensor("X", "FP32", -1, -1)],
+    "output": [tensor("Y", "FP32", -1, -1), tensor("Z", "FP32", -1, -1)],
+}
+X = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.fixture(scope="module")
+def keeper(runtime: moonpool.Runtime) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "_TIDY_S", 0.05)
+        with hosted(runtime, "keeper", MODELS / "keeper.py", SQUARE | options(REGION_BYTES="4K")):
+            yield
+
+
+def handle(runtime: moonpool.Runtime, how: str, x: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    return runtime.infer("keeper", {"HOW": [how], "X": x}, timeout_s=30.0)
+
+
+def shared_bytes(runtime: moonpool.Runtime) -> int:
+    """All shared memory of the only instance of the model."""
+    seat = runtime._models.find("keeper").supervisor.seats[0]
+    return int(seat.instance.state.link.size_bytes())
+
+
+# What comes back for X.
+VIEWS: dict[str, NDArray[Any]] = {
+    "same": X,
+    "slice": X[1:],
+    "middle": X[1:2, 1:2],
+    "column": X[:, 1],
+    "transpose": X.T,
+    "backwards": X[::-1, ::-1],
+    "flat": X.reshape(-1),
+    "as integers": X.view(np.int32),
+    "as bytes": X.view(np.uint8),
+    "broadcast": np.broadcast_to(X[:1], X.shape),
+    "nothing": X[:0],
+    "of a subclass": X,
+    "mutate": X + 1,
+}
+
+
+@pytest.mark.usefixtures("keeper")
+@pytest.mark.parametrize("how", VIEWS)
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied in", "written in place"])
+def test_a_view_of_an_input_is_a_good_output(
+    runtime: moonpool.Runtime, how: str, in_place: bool
+) -> None:
+    x = X.copy()
+    if in_place:
+        x = runtime.empty("keeper", "X", X.shape)
+        x[...] = X
+
+    y = handle(runtime, how, x)["Y"]
+    others = [handle(runtime, "same", np.full((3, 4), i, np.float32))["Y"] for i in range(5)]
+
+    assert y.dtype == VIEWS[how].dtype
+    assert np.array_equal(y, VIEWS[how])
+    assert [other[0, 0] for other in others] == [0, 1, 2, 3, 4]
+    assert in_place or np.array_equal(x, X)
+
+
+@pytest.mark.usefixtures("keeper")
+@pytest.mark.parametrize("how", ["twice", "overlapping", "one array twice"])
+def test_two_outputs_may_share_their_memory(runtime: moonpool.Runtime, how: str) -> None:
+    for _ in range(3):
+        outputs = handle(runtime, how, X)
+        first = X + 1 if how == "one array twice" else X
+
+        assert np.array_equal(outputs["Y"], first)
+        assert np.array_equal(outputs["Z"], X[1:] if how == "overlapping" else first)
+
+
+@pytest.mark.usefixtures("keeper")
+def test_inputs_that_a_model_keeps_stay_what_they_were_and_are_given_back_in_the_end(
+    runtime: moonpool.Runtime,
+) -> None:
+    ones = np.ones((100, 4), np.float32)
+    size = shared_bytes(runtime)
+
+    kept = [handle(runtime, "keep", ones * i)["Y"] for i in range(20)]
+    for i in range(20):
+        assert np.array_equal(handle(runtime, "same", ones * -i)["Y"], ones * -i)
+
+    assert np.array_equal(handle(runtime, "kept", ones)["Y"], ones * sum(range(20)))
+    assert np.array_equal(handle(runtime, "first kept", ones)["Y"], ones * 0)
+    assert [y[0, 0] for y in kept] == [2 * i for i in range(20)]
+    assert shared_bytes(runtime) > size
+    handle(runtime, "forget", ones)
+    kept.clear()
+    for _ in range(2000):  # no more memory than there is already
+        handle(runtime, "same", ones)
+    wait_until(lambda: shared_bytes(runtime) <= size, 30.0)
+
+
+@pytest.mark.usefixtures("keeper")
+def test_one_tensor_given_twice_is_refused(runtime: moonpool.Runtime) -> None:
+    with pytest.raises(ModelError, match="output 'Y' is given twice"):
+        handle(runtime, "one tensor twice", X)
+
+
+@pytest.mark.usefixtures("keeper")
+def test_memory_grows_for_what_is_large_and_is_given_back(runtime: moonpool.Runtime) -> None:
+    wait_until(lambda: shared_bytes(runtime) == 8192, 30.0)
+    large = np.full((1 << 10, 1 << 11), 7, np.float32)
+
+    first = handle(runtime, "big", large)["Y"]
+    second = handle(runtime, "big", large)["Y"]
+    assert shared_bytes(runtime) > 3 * 8 << 20
+    del large
+    assert (first == 7).all()
+    assert (second == 7).all()
+    del first
+    assert (second == 7).all()
+    del second
+
+    wait_until(lambda: shared_bytes(runtime) == 8192, 30.0)
+    assert np.array_equal(handle(runtime, "same", X)["Y"], X)
