@@ -15,6 +15,7 @@ from moonpool.runtime.cli.plot import can_plot, save_plot
 from moonpool.runtime.cli.session import UsageError, session
 from moonpool.runtime.cli.table import figure, table
 from moonpool.runtime.terminal import Terminal
+from moonpool.runtime.version import VERSION
 
 if TYPE_CHECKING:
     import argparse
@@ -213,10 +214,8 @@ def _save(options: argparse.Namespace, inputs: _Inputs, measured: Sequence[_Meas
 def _report(
     options: argparse.Namespace, inputs: _Inputs, measured: Sequence[_Measured]
 ) -> dict[str, object]:
-    from moonpool import __version__
-
     return {
-        "moonpool": __version__,
+        "moonpool": VERSION,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),

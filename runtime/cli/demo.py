@@ -21,6 +21,7 @@ from moonpool.runtime.cli.ping_pong import PingPong
 from moonpool.runtime.cli.session import UsageError, session
 from moonpool.runtime.cli.table import figure, table
 from moonpool.runtime.terminal import Terminal
+from moonpool.runtime.version import VERSION
 
 if TYPE_CHECKING:
     import argparse
@@ -68,12 +69,11 @@ def run(options: argparse.Namespace) -> int:
 
 def examples() -> Path:
     """The folder of the examples, which is a part of the package. Raises `MoonpoolError`."""
-    import moonpool
-
-    folder = Path(next(iter(moonpool.__path__))) / "examples"
-    if not folder.is_dir():
-        raise MoonpoolError(f"the examples are missing from this installation: no {folder}")
-    return folder
+    spec = importlib.util.find_spec("moonpool")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (path := Path(folder) / "examples").is_dir():
+            return path
+    raise MoonpoolError("the examples are missing from this installation of moonpool")
 
 
 class Demo:
@@ -88,11 +88,9 @@ class Demo:
         self._number = 0
 
     def run(self) -> None:
-        from moonpool import __version__
-
         plural = "" if self._cores == 1 else "s"
         self._say(
-            f"moonpool {__version__} on Python {platform.python_version()} with {self._cores} "
+            f"moonpool {VERSION} on Python {platform.python_version()} with {self._cores} "
             f"processor core{plural}. All figures below are measured here and now."
         )
         self._add_sub()

@@ -20,6 +20,7 @@ from moonpool.runtime.cli.session import UsageError
 from moonpool.runtime.output import harmless
 from moonpool.runtime.runtime import exit_on_sigterm
 from moonpool.runtime.terminal import Terminal
+from moonpool.runtime.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         subparser = subparsers.add_parser(
@@ -93,19 +94,6 @@ def make_parser() -> argparse.ArgumentParser:
         )
         subparser.set_defaults(run=command.run, parser=subparser)
     return parser
-
-
-class _Version(argparse.Action):
-    """Prints the version, which is known once the package is whole."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from moonpool import __version__
-
-        print(f"moonpool {__version__}")
-        parser.exit()
 
 
 def _complain_more(error: BaseException) -> None:

@@ -27,11 +27,12 @@ from moonpool.runtime.progress import Progress
 from moonpool.runtime.repository import RepositoryError
 from moonpool.runtime.request import Response
 from moonpool.runtime.runtime import Runtime, exit_on_sigterm
+from moonpool.runtime.version import VERSION
 
 # The hints are what `moonpool.stub.hints` puts into this module, here as in a stub.
 from moonpool.stub.hints import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "AlreadyLoaded",
