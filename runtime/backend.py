@@ -155,5 +155,8 @@ class Backend(ABC):
         Does not block.
         """
 
+    def model_abort(self, model: Model, reason: BaseException) -> None:  # noqa: B027 - optional
+        """`model_initialize` takes too long: let it raise `reason` soon. Does not block."""
+
     def tidy(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """Give back what an instance, idle at the moment, has not needed lately. Does not block."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.runtime.backend import Model, ModelInstance
 from moonpool.runtime.config import unused_fields
-from moonpool.runtime.errors import ModelUnavailable
+from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.scheduler import Scheduler
 from moonpool.runtime.signature import Signature
 from moonpool.runtime.states import MODEL, InstanceState, Machine, ModelState
@@ -45,6 +45,7 @@ class HostedModel:
         self._executor = executor
         self._tell = tell
         self._lock = threading.Lock()
+        self._is_starting = False
         self.machine = Machine(str(self), MODEL, time.monotonic(), "not loaded yet")
 
     def _move(self, state: ModelState, because: str) -> None:
@@ -82,7 +83,16 @@ class HostedModel:
         )
         self.scheduler = Scheduler(model, self._reactor, self._executor, self.supervisor.lost)
         self.supervisor.serve(self.scheduler)
+        self._is_starting = True
         self.supervisor.start_all()
+
+    def give_up_loading(self) -> None:
+        """Somebody who waits for `load` on another thread has had enough: let it fail soon."""
+        if self._is_starting:
+            self.supervisor.give_up_starting()
+        else:
+            reason = LoadFailed(f"the load of {self} was interrupted")
+            self._backend.model_abort(self.model, reason)
 
     def _instances(self) -> list[ModelInstance]:
         model = self.model

@@ -48,8 +48,7 @@ def models_of(
 
 def _versions(name: str, directory: ModelDirectory, changes: Mapping[str, Any]) -> list[Model]:
     raw, source = directory.read_config()
-    merged = {**raw, **changes, "name": name}
-    config = ModelConfig.from_dict(merged, source=source, partial=True)
+    config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
     filename = config.default_model_filename or "model.py"
     models = []
     for version in directory.chosen_versions(config):
@@ -68,11 +67,16 @@ def _model(
     version: int,
     changes: Mapping[str, Any],
 ) -> Model:
+    # There is no support for GPUs yet; AUTO is CPU.
+    config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
+    config = config.placed(())
+    return Model(config, ModelOptions.from_parameters(config), version, where)
+
+
+def _merged(name: str, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = {**raw, **changes, "name": name}
     batching = merged.get("dynamic_batching")
     if batching and batching.get("preferred_batch_size") == [raw["max_batch_size"]]:
         # No more than what the directory's own maximum implied; another maximum implies another.
         merged["dynamic_batching"] = {**batching, "preferred_batch_size": []}
-    # There is no support for GPUs yet; AUTO is CPU.
-    config = ModelConfig.from_dict(merged, source=source, partial=True).placed(())
-    return Model(config, ModelOptions.from_parameters(config), version, where)
+    return merged

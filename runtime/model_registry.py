@@ -48,6 +48,7 @@ class ModelRegistry:
         self._latest: dict[str, HostedModel] = {}
         # Being loaded or unloaded: the name is taken.
         self._moving: set[str] = set()
+        self._loading: list[HostedModel] = []
         self._closed = False
         self._ended = threading.Event()
         self._disowned = False
@@ -87,13 +88,22 @@ class ModelRegistry:
                 backend = self.backend_of(model)
                 self._initialize(backend)
                 hosted = HostedModel(backend, model, self._reactor, self._executor, self._tell)
-                hosted.load()
+                self._loading.append(hosted)
+                try:
+                    hosted.load()
+                finally:
+                    self._loading.remove(hosted)
                 loaded.append(hosted)
         except BaseException:
             for hosted in loaded:
                 hosted.unload(0.0)
             raise
         return loaded
+
+    def give_up_loading(self) -> None:
+        """Somebody who waits for loads on other threads has had enough: let them fail soon."""
+        for hosted in list(self._loading):
+            hosted.give_up_loading()
 
     def backend_of(self, model: Model) -> Backend:
         """The backend that the model's configuration names. Raises `LoadFailed`."""

@@ -62,6 +62,11 @@ class StubProcess:
         # Reaped by its pidfd below; Popen must not try to, nor warn that nobody did.
         process.returncode = 0
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not been waited for yet."""
+        return self._exit_code is None
+
     def signal(self, number: int) -> None:
         """Send a signal; nothing happens where the process is gone."""
         with self._reaping:

@@ -73,6 +73,8 @@ class _ModelState:
 
     environment: Environment
     caller_memory: CallerMemory
+    # The process in which the model completes its configuration, while there is one.
+    completing: StubHandle | None = None
 
 
 class PythonBackend(Backend):
@@ -100,6 +102,7 @@ class PythonBackend(Backend):
         name = f"{model.name}_auto_complete"
         deadline = _deadline(model.options.load_timeout_s)
         stub = StubHandle(self._reactor, name, *self._process(model), model.options)
+        model.state.completing = stub
         try:
             message = stub.start(self._start(model, name, "CPU", 0, "complete"), deadline)
             stub.finalize(model.options.finalize_timeout_s)
@@ -154,6 +157,11 @@ class PythonBackend(Backend):
         stub: StubHandle | None = instance.state
         if stub is not None:
             stub.abort(reason)
+
+    def model_abort(self, model: Model, reason: BaseException) -> None:
+        state: _ModelState | None = model.state
+        if state is not None and state.completing is not None:
+            state.completing.abort(reason)
 
     def tidy(self, instance: ModelInstance) -> None:
         self.memory_of(instance.model).tidy(time.monotonic())

@@ -70,7 +70,7 @@ class Runtime:
         if self._repository is not None:
             try:
                 names = self._repository.models() if models is None else list(models)
-                in_parallel(self.load, names, "moonpool-load")
+                in_parallel(self.load, names, "moonpool-load", self._models.give_up_loading)
             except BaseException:
                 self.close()
                 raise
@@ -134,7 +134,7 @@ class Runtime:
                     "state": str(seat.machine.state),
                     "because": seat.machine.because,
                     "restarts": seat.restarts,
-                    "pid": getattr(process, "pid", None),
+                    "pid": process.pid if process is not None and process.is_running else None,
                 }
             )
         return shown

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.config import ModelConfig, TensorConfig
 
 _PYTHON_VALUES = (list, tuple, int, float, bool, str, bytes)
+# Which kinds of numbers a Python value may become; V is BF16.
+_BECOMES = {"b": "biufV", "i": "iufV", "u": "iufV", "f": "fV"}
 # However a caller names the sizes, no tensor is larger; the regions' limit comes on top.
 _MAX_BYTES = 1 << 40
 
@@ -191,6 +193,10 @@ class Signature:
         try:
             if isinstance(value, (np.generic, *_PYTHON_VALUES)):
                 dtype = np.dtype(object) if spec.code == BYTES else DTYPES[spec.code]
+                natural = np.asarray(value)
+                kinds = _BECOMES.get(natural.dtype.kind, "")
+                if spec.code != BYTES and natural.size and dtype.kind not in kinds:
+                    raise ValueError(f"{natural.dtype} does not go into {dtype} without loss")
                 return np.asarray(value, dtype)
             if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
                 return np.asarray(value)

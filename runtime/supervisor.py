@@ -32,6 +32,7 @@ _S = InstanceState
 # An execution over its limit is noticed after this part of the limit more, at the latest.
 _CHECKS_PER_LIMIT = 20
 _TIDY_S = 5.0
+_JOIN_S = 0.1
 
 
 class Seat:
@@ -109,7 +110,7 @@ class Supervisor:
         """
         try:
             outcomes = in_parallel(
-                self._first_start, self.seats, "moonpool-start", self._give_up_starting
+                self._first_start, self.seats, "moonpool-start", self.give_up_starting
             )
         except BaseException:  # a signal handler raised; in_parallel has waited for all of them
             self.stop_all()
@@ -122,7 +123,7 @@ class Supervisor:
             self._check_overdue()
         self._tidy()
 
-    def _give_up_starting(self) -> None:
+    def give_up_starting(self) -> None:
         """Somebody who waits for the start has had enough, perhaps of a model that never gets ready."""
         for seat in self.seats:
             if seat.machine.state is _S.STARTING:
@@ -261,8 +262,7 @@ class Supervisor:
         in_parallel(self._stop, self.seats, "moonpool-stop")
 
     def _stop(self, seat: Seat) -> None:
-        if seat.recovery is not None:
-            seat.recovery.join()
+        self._end_recovery(seat)
         if seat.machine.state is _S.READY:
             self._move(seat, _S.DRAINING, "unload")
             self._drain(seat)
@@ -273,6 +273,15 @@ class Supervisor:
             self._finalize(seat)
         if not seat.machine.ended:
             self._move(seat, _S.STOPPED, "unload")
+
+    def _end_recovery(self, seat: Seat) -> None:
+        """Wait until nobody tries to bring an instance back; a restart on its way is broken off."""
+        while seat.recovery is not None and seat.recovery.is_alive():
+            if seat.machine.state is _S.STARTING:
+                error = ModelUnavailable(f"model '{self._model.name}' is being unloaded")
+                self._backend.abort(seat.instance, error)
+            # The restart may have begun, and have nothing yet that could be broken off.
+            seat.recovery.join(_JOIN_S)
 
     def _drain(self, seat: Seat) -> None:
         """Take an instance out of the scheduler once it executes nothing."""
