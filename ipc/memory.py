@@ -81,6 +81,13 @@ class Region(ABC):
         lease.token = token
         return lease
 
+    def write(self, offset: int, array: np.ndarray) -> None:
+        """Copy the bytes of an array, in C order, to `offset`, which the caller has checked.
+
+        Raises `Closed` after `close`.
+        """
+        np.ndarray(array.shape, array.dtype, self._open(), offset)[...] = array
+
     @abstractmethod
     def close(self) -> None:
         """Let go of the region. May be called many times. Leases that are out stay valid."""

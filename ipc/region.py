@@ -11,10 +11,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.headroom import headroom_bytes
 from moonpool.ipc.memory import Region
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # fcntl has these names from Python 3.9 on, but only where it was built against a recent libc.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -22,6 +26,7 @@ _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
 # A large region is made for a tensor that is about to be written. Having all its pages mapped at once
 # takes a fifth of the time that it takes to find them missing one by one.
 _LARGE = 2 << 20
+_SMALL = 16 << 10
 _SHARED = mmap.MAP_SHARED
 _PRESENT = _SHARED | getattr(mmap, "MAP_POPULATE", 0)  # from Python 3.10 on
 
@@ -84,6 +89,14 @@ class SharedRegion(Region):
                 f"{size_bytes} bytes and seals {_SEALS:#x} were announced"
             )
         return cls(region_id, size_bytes, fd)
+
+    def write(self, offset: int, array: np.ndarray) -> None:
+        size_bytes = array.nbytes
+        if size_bytes <= _SMALL and array.flags.c_contiguous:
+            # A quarter of the time that numpy takes for it, but no other thread runs meanwhile.
+            self._open()[offset : offset + size_bytes] = array  # type: ignore[call-overload]
+        else:
+            super().write(offset, array)
 
     def forget_fd(self) -> None:
         """Close the descriptor and keep the map: nobody else is to be sent this region."""

@@ -155,8 +155,7 @@ class Link(Overflow):
         region, start = block.region, block.offset
         self._lent.append(((region.id, start), block))
         for i, number, offset in layout.copies:
-            data = requests[i].arrays[number]
-            np.ndarray(data.shape, data.dtype, region.buffer, start + offset)[...] = data
+            region.write(start + offset, requests[i].arrays[number])
         return [region.id, start, layout.size_bytes]
 
     def _find_shared(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.config import ModelConfig
     from moonpool.runtime.request import InferenceRequest, Outcome, Parameter
+    from moonpool.runtime.scheduler import Scheduler
 
 _open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -160,7 +161,12 @@ class Runtime:
         Raises `InvalidRequest`, `ModelNotFound`, `ModelUnavailable`, `RequestTimedOut`, `QueueFull`,
         `ModelError` with what the model said, `StubDied`.
         """
-        return self.request(model, inputs, version=version, timeout_s=timeout_s, **options).outputs
+        if options:
+            return self.request(
+                model, inputs, version=version, timeout_s=timeout_s, **options
+            ).outputs
+        hosted = self._models.find(model, version)
+        return _wait(hosted.scheduler, hosted.signature.request(inputs), timeout_s).outputs
 
     def request(
         self,
@@ -184,23 +190,13 @@ class Runtime:
         `outputs` names the outputs that are wanted, all by default. `priority` and `queue_timeout_us` are for
         the model's queue policy. `allocator` says where the outputs go; it gets `userp`.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         hosted = self._models.find(model, version)
         details = details_of(
             request_id, correlation_id, flags, queue_timeout_us, priority, parameters
         )
         request = hosted.signature.request(inputs, outputs, details)
         _use_allocator(request, allocator, userp)
-        waiter = request.waiter = ThreadWaiter() if deadline is None else PunctualWaiter()
-        execution = hosted.scheduler.submit(request)
-        try:
-            if execution is not None:
-                execution.drive(deadline)
-            outcome = waiter.wait(deadline)
-        except BaseException:
-            hosted.scheduler.leave(request)
-            raise
-        return _result(outcome)
+        return _wait(hosted.scheduler, request, timeout_s)
 
     async def ainfer(
         self,
@@ -339,6 +335,21 @@ def _use_allocator(
     if allocator is not None:
         request.allocator = allocator
         request.userp = userp
+
+
+def _wait(scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None) -> Response:
+    """Submit a request and wait for its outcome on this thread."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    waiter = request.waiter = ThreadWaiter() if deadline is None else PunctualWaiter()
+    execution = scheduler.submit(request)
+    try:
+        if execution is not None:
+            execution.drive(deadline)
+        outcome = waiter.wait(deadline)
+    except BaseException:
+        scheduler.leave(request)
+        raise
+    return _result(outcome)
 
 
 def _result(outcome: Outcome) -> Response:

@@ -45,6 +45,7 @@ class Scheduler:
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._waiting = 0
         self._queue: Queue[InferenceRequest] = Queue(config.max_batch_size, config.dynamic_batching)
         batching = config.dynamic_batching
         # Where no batch is worth waiting for, a request that meets an idle instance goes into it.
@@ -88,7 +89,7 @@ class Scheduler:
         with self._lock:
             request.left = True
             released = self._ordered([request], [_LEFT]) if self._queue.remove(request) else []
-            self._changed.notify_all()
+            self._tell()
         self._resolve(released)
 
     def _form(self, now_ns: int) -> tuple[list[Execution], list[InferenceRequest]]:
@@ -207,7 +208,7 @@ class Scheduler:
             del self._busy[instance]
             started, expired = self._form(now_ns)
             resolved = self._ordered(requests, outcomes)
-            self._changed.notify_all()
+            self._tell()
         self._reject(expired)
         self._launch(started, None)
         self._resolve(resolved)
@@ -220,7 +221,7 @@ class Scheduler:
             # It may be restarted and busy again by now.
             if self._busy.get(instance) is execution:
                 del self._busy[instance]
-            self._changed.notify_all()
+            self._tell()
         if not delivered:
             self.retry(requests)
 
@@ -293,13 +294,13 @@ class Scheduler:
         """Accept no more requests; what is queued stays."""
         with self._lock:
             self._refusal = error
-            self._changed.notify_all()
+            self._tell()
 
     def drop(self, error: MoonpoolError) -> None:
         """Fail everything that is queued."""
         with self._lock:
             dropped = self._queue.drain()
-            self._changed.notify_all()
+            self._tell()
         self.fail(dropped, error)
 
     def add(self, instance: ModelInstance) -> None:
@@ -332,18 +333,24 @@ class Scheduler:
 
     def wait_empty(self, deadline: float) -> bool:
         """Wait until nothing is queued and nothing executes; False at the deadline."""
-        with self._lock:
-            return self._changed.wait_for(
-                lambda: not len(self._queue) and not self._busy,
-                max(0.0, deadline - time.monotonic()),
-            )
+        return self._wait_for(lambda: not len(self._queue) and not self._busy, deadline)
 
     def wait_idle(self, instance: ModelInstance, deadline: float) -> bool:
         """Wait until an instance executes nothing; False at the deadline."""
+        return self._wait_for(lambda: instance not in self._busy, deadline)
+
+    def _wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
         with self._lock:
-            return self._changed.wait_for(
-                lambda: instance not in self._busy, max(0.0, deadline - time.monotonic())
-            )
+            self._waiting += 1
+            try:
+                return self._changed.wait_for(condition, max(0.0, deadline - time.monotonic()))
+            finally:
+                self._waiting -= 1
+
+    def _tell(self) -> None:
+        """Wake who waits for something to change, which is seldom anybody; with the lock held."""
+        if self._waiting:
+            self._changed.notify_all()
 
     def overdue(self, limit_s: float) -> list[ModelInstance]:
         """The instances that have been executing one batch for longer than that."""

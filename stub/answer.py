@@ -197,7 +197,7 @@ class Answer:
         region, start = block.region, block.offset
         self._blocks.append([region.id, start, plan.size_bytes])
         for data, offset in zip(arrays, plan.offsets):
-            np.ndarray(data.shape, data.dtype, region.buffer, start + offset)[...] = data
+            region.write(start + offset, data)
 
     def _shared(self, data: np.ndarray, passed_on: list[Block]) -> Lease | None:
         """The lease that an array lies in: an input of this batch, or memory that `empty` gave.

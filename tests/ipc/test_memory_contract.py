@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -84,6 +85,32 @@ def test_a_new_region_is_all_zeros_and_writable(region: Region) -> None:
     region.memory()[-1] = 255
 
     assert region.memory()[SIZE_BYTES - 1] == 255
+
+
+ARRAYS = {
+    "a row": np.arange(4, dtype=np.float32),
+    "no dimensions": np.array(7, np.int64),
+    "nothing": np.empty((2, 0, 3), np.uint16),
+    "two dimensions": np.arange(20, dtype=np.float16).reshape(4, 5),
+    "read-only": np.frombuffer(b"abcdefgh", np.uint8),
+    "BF16": np.arange(6).astype(ml_dtypes.bfloat16),
+    "every other": np.arange(48, dtype=np.int16).reshape(6, 8)[::2, ::3],
+    "columns first": np.asfortranarray(np.arange(20, dtype=np.float64).reshape(4, 5)),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+@pytest.mark.parametrize("small_bytes", [0, 16384], ids=["as a large one", "as a small one"])
+def test_an_array_is_written_in_c_order(
+    region: Region, array: np.ndarray, small_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moonpool.ipc.region._SMALL", small_bytes)
+    region.write(64, array)
+
+    end = 64 + array.nbytes
+    assert bytes(region.memory()[64:end]) == array.tobytes()
+    assert bytes(region.memory()[:64]) == bytes(64)
+    assert not any(region.memory()[end:])
 
 
 def test_a_lease_is_the_bytes_of_its_block(region: Region, returned: Returns) -> None:
@@ -282,6 +309,8 @@ def test_a_closed_region_refuses(region: Region, returned: Returns) -> None:
         region.memory()
     with pytest.raises(Closed, match=f"region {ID} was closed"):
         region.lease(0, 64, returned, "block")
+    with pytest.raises(Closed, match=f"region {ID} was closed"):
+        region.write(0, np.zeros(4))
     assert region.buffer is None
     assert returned.tokens == []
 
