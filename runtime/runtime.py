@@ -92,7 +92,8 @@ class Runtime:
         a model's directory, one Python file, or a class in a file. `instances` and `config` (in the
         JSON form of `config.pbtxt`) go before what the directory says.
 
-        Raises `LoadFailed`, `ConfigError`, `RepositoryError`, `AlreadyLoaded`, `RuntimeClosed`.
+        Raises `LoadFailed`, `ConfigError`, `RepositoryError`, `BadEnvironment`, `AlreadyLoaded`,
+        `RuntimeClosed`.
         """
         self._models.load(
             name, lambda: models_of(name, source, self._repository, instances, config)

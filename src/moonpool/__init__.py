@@ -10,6 +10,7 @@ from moonpool.runtime.allocator import ResponseAllocator
 from moonpool.runtime.backend import Backend, Model, ModelInstance
 from moonpool.runtime.batcher import QueueFull, QueueTimeout
 from moonpool.runtime.config import ConfigError
+from moonpool.runtime.environment_error import BadEnvironment
 from moonpool.runtime.errors import (
     AlreadyLoaded,
     ExecuteTimedOut,
@@ -37,6 +38,7 @@ __version__ = VERSION
 __all__ = [
     "AlreadyLoaded",
     "Backend",
+    "BadEnvironment",
     "ConfigError",
     "ExecuteTimedOut",
     "InvalidRequest",
