@@ -1,4 +1,4 @@
-"""Loading a model file for the length of a test."""
+"""Loading a model file for the length of a test, and looking at its processes."""
 
 from __future__ import annotations
 
@@ -41,3 +41,11 @@ def hosted(
         yield
     finally:
         runtime.unload(name)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended: who reaps orphans takes their time."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

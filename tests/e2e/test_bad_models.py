@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.e2e.hosting import MODELS, Config, hosted, is_running, options, tensor
 from tests.leaks import Holdings, left_since
 from tests.waiting import wait_until
 
@@ -361,14 +361,6 @@ def test_deep_recursion_and_warnings_as_errors_are_the_model_s_own(
     with pytest.raises(ModelError, match="UserWarning: on purpose"):
         do(runtime, "warn")
     assert do(runtime, "answer") == 0
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended: who reaps orphans takes their time."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("how", ["child", "child_with_our_descriptors"])

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -44,6 +45,17 @@ def end(way):
         raise Unprintable
     elif way == "hang":
         threading.Event().wait()
+    elif way.startswith("once "):
+        marker = way.partition(" ")[2]
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            os._exit(3)
+    elif way.startswith("wait for "):
+        marker = way.partition(" for ")[2]
+        while not os.path.exists(marker):
+            time.sleep(0.005)
+    elif way.startswith("touch "):
+        open(way.partition(" ")[2], "w").close()
     elif way == "hang in C":
         # Holds the interpreter's lock, and no Python signal handler will run.
         ctypes.PyDLL(None).pause()

@@ -1,0 +1,201 @@
+"""What becomes of the stubs when the program that holds the runtime ends, in whatever way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.hosting import is_running
+from tests.waiting import wait_until
+
+import moonpool
+
+MODEL = """
+import os
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        print("executing", flush=True)
+        while not os.path.exists(os.path.join(os.path.dirname(__file__), "go")):
+            pass
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT_X", r.inputs()[0].as_numpy())])
+                for r in requests]
+
+    def finalize(self):
+        open(os.path.join(os.path.dirname(__file__), f"finalized {os.getpid()}"), "w").close()
+"""
+
+HEAD = """
+import sys, threading, time
+import numpy as np
+import moonpool
+
+config = {
+    "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [-1]}],
+    "output": [{"name": "OUT_X", "data_type": "TYPE_FP32", "dims": [-1]}],
+}
+X = np.ones(2, np.float32)
+
+def load():
+    runtime = moonpool.Runtime()
+    runtime.load("model", sys.argv[1], config=config, instances=2)
+    print(*[instance["pid"] for instance in runtime.instances("model")], flush=True)
+    return runtime
+"""
+
+WAITS = "    threading.Event().wait()\n"
+BODIES = {
+    "inside exit_on_sigterm": "with moonpool.exit_on_sigterm(), load() as runtime:\n" + WAITS,
+    "inside with": "with load() as runtime:\n" + WAITS,
+    "without close": "runtime = load()\n",
+    "by an exception": "runtime = load()\nraise ValueError('on purpose')\n",
+    "by sys.exit in a thread's time": (
+        "runtime = load()\nthreading.Thread(target=time.sleep, args=(0.05,)).start()\nsys.exit(4)\n"
+    ),
+    "while a request runs": (
+        "with moonpool.exit_on_sigterm(), load() as runtime:\n"
+        "    request = runtime.submit('model', {'X': X})\n"
+        "    request.add_done_callback(lambda f: print('answered', f.result(), flush=True))\n"
+        + WAITS
+    ),
+    "in a request": (
+        "with moonpool.exit_on_sigterm(), load() as runtime:\n"
+        "    runtime.infer('model', {'X': X})\n"
+    ),
+}
+
+
+class Program:
+    """A program of its own that holds a runtime with two instances."""
+
+    def __init__(self, folder: Path, body: str) -> None:
+        self.folder = folder
+        (folder / "model.py").write_text(MODEL)
+        (folder / "program.py").write_text(HEAD + body)
+        paths = [str(Path(moonpool.__path__[0]).parent), *sys.path]
+        with (folder / "errors").open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", str(folder / "program.py"), folder / "model.py"],
+                env={**os.environ, "PYTHONPATH": ":".join(paths)},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.stubs = [int(pid) for pid in self.line().split()]
+
+    def line(self) -> str:
+        """The next line that it prints."""
+        if self.process.stdout is None:
+            raise ValueError("the program has no output")
+        return self.process.stdout.readline()
+
+    def finalized(self) -> list[int]:
+        """The stubs whose models were finalized."""
+        return sorted(int(path.name.split()[1]) for path in self.folder.glob("finalized *"))
+
+    def errors(self) -> str:
+        return (self.folder / "errors").read_text()
+
+    def is_alone(self) -> bool:
+        """Whether all stubs are gone."""
+        return not any(is_running(pid) for pid in self.stubs)
+
+    def end(self) -> int:
+        """Its exit status, which it has soon."""
+        return self.process.wait(40.0)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
+    programs = []
+
+    def start(body: str) -> Program:
+        programs.append(Program(tmp_path, BODIES[body]))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.process.kill()
+        program.process.communicate()
+
+
+def test_no_stub_outlives_a_program_that_was_killed(start: Callable[[str], Program]) -> None:
+    program = start("inside with")
+
+    program.process.send_signal(signal.SIGKILL)
+
+    assert program.end() == -signal.SIGKILL
+    assert len(program.stubs) == 2
+    wait_until(program.is_alone)
+    assert program.finalized() == []
+
+
+@pytest.mark.parametrize(
+    ("body", "number", "status"),
+    [
+        ("inside exit_on_sigterm", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("inside exit_on_sigterm", signal.SIGINT, -signal.SIGINT),
+        ("inside with", signal.SIGINT, -signal.SIGINT),
+    ],
+)
+def test_a_program_that_is_told_to_end_finalizes_its_models(
+    start: Callable[[str], Program], body: str, number: int, status: int
+) -> None:
+    program = start(body)
+
+    program.process.send_signal(number)
+
+    assert program.end() == status, program.errors()
+    assert program.finalized() == sorted(program.stubs)
+    assert program.is_alone()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("without close", 0),
+        ("by an exception", 1),
+        ("by sys.exit in a thread's time", 4),
+    ],
+)
+def test_a_program_that_closes_nothing_finalizes_its_models(
+    start: Callable[[str], Program], body: str, status: int
+) -> None:
+    program = start(body)
+
+    assert program.end() == status, program.errors()
+    assert program.finalized() == sorted(program.stubs)
+    assert program.is_alone()
+    assert program.errors() == "" or status == 1
+
+
+@pytest.mark.parametrize("body", ["while a request runs", "in a request"])
+def test_a_request_that_runs_when_the_program_is_told_to_end_is_finished(
+    start: Callable[[str], Program], tmp_path: Path, body: str
+) -> None:
+    program = start(body)
+    marker = tmp_path / "errors"
+    wait_until(lambda: any(cpu_s(pid) > 0.3 for pid in program.stubs), 30.0, "an execute")
+
+    program.process.send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+
+    assert program.end() == 128 + signal.SIGTERM, marker.read_text()
+    assert program.finalized() == sorted(program.stubs)
+    if body == "while a request runs":
+        assert program.line().startswith("answered <Response OUT_X")
+
+
+def cpu_s(pid: int) -> float:
+    """How long a process has computed: the model does so while it waits."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return 0.0
+    return int(fields[11]) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,419 @@
+"""Who notices that an instance is gone, what is done about it, and what its callers see."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.leaks import Holdings, left_since
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import (
+    BadEnvironment,
+    ExecuteTimedOut,
+    LoadFailed,
+    ModelUnavailable,
+    RequestTimedOut,
+    Response,
+    StubDied,
+)
+from moonpool.runtime import stub_handle
+
+FILE = MODELS / "dies.py"
+SIGNATURE: Config = {
+    "input": [tensor("COMMAND", "STRING", 1)],
+    "output": [tensor("PID", "INT64", 1)],
+}
+SEEN = {"ENVIRONMENT": "FAULT_AT"}
+FORGIVING = {**SEEN, "RESTART_WINDOW_S": 0.001}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_nothing_behind() -> Iterator[None]:
+    """At the end of the module: a process that is there again is another process."""
+    before = Holdings()
+    yield
+    assert left_since(before) == []
+
+
+def send(runtime: moonpool.Runtime, command: str, model: str = "victim") -> Future[Response]:
+    return runtime.submit(model, {"COMMAND": [command]})
+
+
+def pid_from(response: Future[Response]) -> int:
+    return int(response.result(30.0).outputs["PID"][0])
+
+
+def ask(runtime: moonpool.Runtime, command: str = "answer", model: str = "victim") -> int:
+    return pid_from(send(runtime, command, model))
+
+
+def state(runtime: moonpool.Runtime, number: int = 0) -> str:
+    return str(runtime.instances("victim")[number]["state"])
+
+
+def kill(runtime: moonpool.Runtime, number: int = 0) -> int:
+    pid = int(runtime.instances("victim")[number]["pid"])
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+# Death and return
+
+
+def test_a_death_while_idle_is_noticed_and_mended_without_a_request(
+    runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hosted(runtime, "victim", FILE, SIGNATURE):
+        pid = kill(runtime)
+        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 1, 30.0)
+
+        assert runtime.is_ready("victim")
+        assert ask(runtime) != pid
+
+    assert (
+        "Stub process 'victim_0' is not healthy. It was killed by SIGKILL by somebody else than "
+        "moonpool, often the kernel's out-of-memory killer while it was idle."
+    ) in caplog.text
+
+
+def test_an_instance_that_dies_too_often_is_given_up_and_says_why(
+    runtime: moonpool.Runtime,
+) -> None:
+    limits = options(MAX_RESTARTS=2, RESTART_BACKOFF_S=0.01)
+    with hosted(runtime, "victim", FILE, SIGNATURE | limits):
+        for _ in range(3):
+            wait_until(lambda: state(runtime) == "READY", 30.0)
+            kill(runtime)
+            wait_until(lambda: state(runtime) != "READY", 30.0)
+        wait_until(lambda: state(runtime) == "FAILED", 30.0)
+
+        with pytest.raises(ModelUnavailable) as caught:
+            runtime.infer("victim", {"COMMAND": ["answer"]})
+        assert caught.value.code == "UNAVAILABLE"
+        for words in (
+            "Request for model 'victim' which has no instance left: victim_0 ",
+            "died 3 times within 60 s, in which 2 restarts are allowed; the last time: ",
+            "was killed by SIGKILL",
+        ):
+            assert words in str(caught.value)
+        assert not runtime.is_ready("victim")
+        assert runtime.instances("victim")[0]["pid"] is None
+
+    with hosted(runtime, "victim", FILE, SIGNATURE):
+        assert ask(runtime) > 0
+
+
+def test_a_restart_that_fails_counts_as_a_death_and_those_who_wait_are_told(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = options(**SEEN, MAX_RESTARTS=2, RESTART_BACKOFF_S=0.1)
+    with hosted(runtime, "victim", FILE, SIGNATURE | limits):
+        monkeypatch.setenv("FAULT_AT", "initialize:_exit 3")
+        kill(runtime)
+        wait_until(lambda: state(runtime) != "READY", 30.0)
+        waiting = [send(runtime, "answer") for _ in range(3)]
+
+        for each in waiting:
+            with pytest.raises(ModelUnavailable, match="exited with 3"):
+                each.result(30.0)
+        assert state(runtime) == "FAILED"
+
+
+def test_an_instance_that_dies_while_it_is_restarted_is_restarted_again(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING)):
+        monkeypatch.setenv("FAULT_AT", "initialize:hang")
+        first = kill(runtime)
+        second = wait_until(lambda: starting(runtime, first), 30.0) or 0
+        monkeypatch.delenv("FAULT_AT")
+        os.kill(second, signal.SIGKILL)
+
+        assert ask(runtime) not in (first, second)
+
+
+def starting(runtime: moonpool.Runtime, former: int) -> int | None:
+    """The process that is being started in place of a former one."""
+    instance = runtime.instances("victim")[0]
+    is_other = instance["state"] == "STARTING" and instance["pid"] not in (None, former)
+    return int(instance["pid"]) if is_other else None
+
+
+def test_twenty_deaths_leave_nothing_behind(runtime: moonpool.Runtime) -> None:
+    def counts() -> tuple[int, int, int]:
+        now = Holdings()
+        return len(now.children), len(now.descriptors), threading.active_count()
+
+    with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING)):
+        ask(runtime)
+        before = counts()
+        for number in range(20):
+            with pytest.raises(StubDied):
+                ask(runtime, "execute:_exit 3")
+            assert ask(runtime) > 0
+            assert runtime.instances("victim")[0]["restarts"] == number + 1
+
+        wait_until(lambda: counts() == before, 10.0, f"{before} children, descriptors, threads")
+
+
+# Requests around a death
+
+
+def test_queued_requests_survive_the_death_of_the_instance(runtime: moonpool.Runtime) -> None:
+    with hosted(runtime, "victim", FILE, SIGNATURE):
+        before = ask(runtime)
+        first = send(runtime, "execute:hang")
+        queued = [send(runtime, "answer") for _ in range(5)]
+        kill(runtime)
+
+        with pytest.raises(StubDied, match="was killed by SIGKILL"):
+            first.result(30.0)
+        pids = {pid_from(each) for each in queued}
+        assert len(pids) == 1
+        assert before not in pids
+
+
+def test_siblings_of_a_dead_instance_serve_on(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING), instances=2):
+        monkeypatch.setenv("FAULT_AT", "initialize:hang")
+        dead = kill(runtime)
+        wait_until(lambda: state(runtime) == "STARTING", 30.0)
+
+        answers = {ask(runtime) for _ in range(20)}
+
+        assert answers == {runtime.instances("victim")[1]["pid"]}
+        assert dead not in answers
+        assert runtime.is_ready("victim")
+
+
+def test_an_idempotent_request_is_tried_once_more(
+    runtime: moonpool.Runtime, tmp_path: Path
+) -> None:
+    once = f"execute:once {tmp_path / 'first'}"
+    with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING, RETRY="yes")):
+        before = ask(runtime)
+        assert ask(runtime, once) != before
+
+        with pytest.raises(StubDied, match="exited with 3"):
+            ask(runtime, "execute:_exit 3")
+        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 3, 30.0)
+
+    with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING)):
+        with pytest.raises(StubDied, match="exited with 3"):
+            ask(runtime, f"execute:once {tmp_path / 'second'}")
+        assert ask(runtime) > 0
+
+
+def test_a_request_that_took_too_long_is_not_tried_once_more(runtime: moonpool.Runtime) -> None:
+    limits = options(**FORGIVING, RETRY="yes", EXECUTE_TIMEOUT_S=1)
+    with hosted(runtime, "victim", FILE, SIGNATURE | limits):
+        with pytest.raises(ExecuteTimedOut, match="took longer than 1 s"):
+            ask(runtime, "execute:hang")
+        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 1, 30.0)
+        assert ask(runtime) > 0
+
+
+def test_where_a_model_hung_is_in_the_log(
+    runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "moonpool")
+    limits = options(EXECUTE_TIMEOUT_S=1)
+    with hosted(runtime, "victim", FILE, SIGNATURE | limits), pytest.raises(ExecuteTimedOut):
+        ask(runtime, "execute:hang")
+
+    assert "dies.py" in caplog.text
+    assert "in execute" in caplog.text
+
+
+def test_a_caller_who_leaves_a_hanging_model_harms_nobody(
+    runtime: moonpool.Runtime, tmp_path: Path
+) -> None:
+    with hosted(runtime, "victim", FILE, SIGNATURE, instances=1):
+        go = tmp_path / "go"
+        with pytest.raises(RequestTimedOut):
+            runtime.infer("victim", {"COMMAND": [f"execute:wait for {go}"]}, timeout_s=0.05)
+        waiting = send(runtime, "answer")
+        go.touch()
+
+        assert pid_from(waiting) == runtime.instances("victim")[0]["pid"]
+
+
+def test_a_stopped_process_is_ended_at_its_limits(runtime: moonpool.Runtime) -> None:
+    limits = options(**FORGIVING, EXECUTE_TIMEOUT_S=1, FINALIZE_TIMEOUT_S=0.2)
+    with hosted(runtime, "victim", FILE, SIGNATURE | limits):
+        os.kill(ask(runtime), signal.SIGSTOP)
+        with pytest.raises(ExecuteTimedOut):
+            ask(runtime)
+        pid = ask(runtime)
+        os.kill(pid, signal.SIGSTOP)
+
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+# Unload
+
+
+def test_unload_breaks_off_what_does_not_end() -> None:
+    with moonpool.Runtime(drain_timeout_s=0.1) as runtime:
+        runtime.load("victim", FILE, config=SIGNATURE)
+        executing = send(runtime, "execute:hang")
+        queued = send(runtime, "answer")
+        runtime.unload("victim")
+
+        for each in (executing, queued):
+            with pytest.raises(ModelUnavailable, match="is being unloaded"):
+                each.result(0.0)
+
+
+def test_unload_waits_for_what_ends(runtime: moonpool.Runtime, tmp_path: Path) -> None:
+    runtime.load("victim", FILE, config=SIGNATURE)
+    go = tmp_path / "go"
+    executing = send(runtime, f"execute:wait for {go}")
+    queued = send(runtime, "answer")
+    unloading = threading.Thread(target=runtime.unload, args=("victim",))
+    unloading.start()
+    wait_until(lambda: "victim" not in runtime.models())
+    go.touch()
+    unloading.join(30.0)
+
+    assert pid_from(executing) == pid_from(queued)
+
+
+def test_unload_does_not_wait_for_a_restart(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.load("victim", FILE, config=SIGNATURE | options(**FORGIVING, LOAD_TIMEOUT_S=1000))
+    monkeypatch.setenv("FAULT_AT", "initialize:hang")
+    former = kill(runtime)
+    pid = wait_until(lambda: starting(runtime, former), 30.0)
+
+    runtime.unload("victim")
+
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_unload_does_not_wait_for_the_time_of_a_restart(runtime: moonpool.Runtime) -> None:
+    limits = options(RESTART_BACKOFF_S=1000, RESTART_BACKOFF_MAX_S=1000)
+    runtime.load("victim", FILE, config=SIGNATURE | limits)
+    for restarts in (0, 1):
+        wait_until(lambda: state(runtime) == "READY", 30.0)
+        assert runtime.instances("victim")[0]["restarts"] == restarts
+        kill(runtime)
+        wait_until(lambda: state(runtime) != "READY", 30.0)
+    wait_until(lambda: state(runtime) == "BACKING_OFF", 30.0)
+
+    runtime.unload("victim")
+
+    assert "victim" not in runtime.models()
+
+
+# Interpreters
+
+
+def environment(tmp_path: Path, write: Callable[[Path], object]) -> Config:
+    """A configuration with an environment whose interpreter is what `write` makes of its path."""
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    write(python)
+    path = str(python.parent.parent)
+    return {"parameters": {"EXECUTION_ENV_PATH": {"string_value": path}}}
+
+
+def program(text: bytes, mode: int = 0o755) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        path.write_bytes(text)
+        path.chmod(mode)
+
+    return write
+
+
+INTERPRETERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none": (lambda _: None, "has no bin/python"),
+    "a link to nowhere": (lambda path: path.symlink_to("/nowhere/python"), "which is not there"),
+    "not executable": (program(b"#!/bin/sh\n", 0o644), "bin/python is no program"),
+    "a folder": (lambda path: path.mkdir(), "bin/python is no program"),
+    "no program": (program(b"\x7fELF of another machine"), "is no program for this machine"),
+    "empty": (program(b""), "is no program for this machine"),
+    "a script for a missing shell": (program(b"#!/nowhere/sh\n"), "a loader, which is not there"),
+    "a program that is no Python": (program(b"#!/bin/sh\nexit 5\n"), "exited with 5"),
+    "a program that says why": (
+        program(b"#!/bin/sh\necho no luck today >&2\nexit 1\n"),
+        "its last words were: no luck today",
+    ),
+    "a program that never ends": (program(b"#!/bin/sh\nsleep 1000\n"), "was not ready in time"),
+}
+
+
+@pytest.mark.parametrize("name", INTERPRETERS)
+def test_an_interpreter_that_is_none_is_told_in_a_sentence(
+    runtime: moonpool.Runtime, tmp_path: Path, name: str
+) -> None:
+    write, words = INTERPRETERS[name]
+    config = environment(tmp_path, write)
+    config["parameters"] |= options(LOAD_TIMEOUT_S=1 if "in time" in words else 60)["parameters"]
+    before = len(os.listdir("/proc/self/fd"))
+
+    with pytest.raises(moonpool.MoonpoolError) as caught:
+        runtime.load("victim", FILE, config=SIGNATURE | config)
+
+    assert words in str(caught.value)
+    assert isinstance(caught.value, LoadFailed | BadEnvironment)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) == before)
+
+
+def python_without_numpy() -> str:
+    python = "/usr/bin/python3.11"
+    if not os.path.exists(python):
+        pytest.skip(f"there is no {python} here")
+    if os.spawnv(os.P_WAIT, python, [python, "-Ic", "import numpy"]) == 0:
+        pytest.skip(f"{python} has numpy")
+    return python
+
+
+def test_an_interpreter_without_numpy_is_told_to_have_none(
+    runtime: moonpool.Runtime, tmp_path: Path
+) -> None:
+    python = python_without_numpy()
+    config = environment(tmp_path, lambda path: path.symlink_to(python))
+
+    with pytest.raises(LoadFailed, match=r"numpy cannot be imported by .*; install it there"):
+        runtime.load("victim", FILE, config=SIGNATURE | config)
+
+
+def test_two_versions_of_the_protocol_are_told_apart(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stub_handle, "PROTOCOL_VERSION", 999)
+
+    with pytest.raises(LoadFailed, match="the runtime speaks protocol 999 and this stub 1"):
+        runtime.load("victim", FILE, config=SIGNATURE)
+
+
+ENVIRONMENTS = [
+    path for path in os.environ.get("MOONPOOL_TEST_ENVIRONMENTS", "").split(":") if path
+]
+
+
+@pytest.mark.skipif(not ENVIRONMENTS, reason="MOONPOOL_TEST_ENVIRONMENTS names no environments")
+@pytest.mark.parametrize("path", ENVIRONMENTS)
+def test_a_model_runs_under_another_python(runtime: moonpool.Runtime, path: str) -> None:
+    config: Config = {"parameters": {"EXECUTION_ENV_PATH": {"string_value": path}}}
+
+    with hosted(runtime, "victim", FILE, SIGNATURE | config):
+        pid = ask(runtime)
+        assert os.readlink(f"/proc/{pid}/exe") == os.path.realpath(f"{path}/bin/python")
+        with pytest.raises(moonpool.ModelError, match="ValueError: on purpose"):
+            ask(runtime, "execute:exception")
+        assert np.int64(ask(runtime)) == pid
