@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool.stub")
 _READ_BYTES = 1 << 16
 _LINE_BYTES = 8192
+_TAIL_LINES = 20
+# A pipe holds no more than one or two reads.
+_DRAIN_READS = 64
 # Other than newline and tab; a terminal obeys some of them.
 _CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if code != 9}
 
@@ -20,6 +24,10 @@ _CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if
 def harmless(text: str) -> str:
     """The text with control characters shown rather than obeyed."""
     return text.translate(_CONTROL)
+
+
+def _shown(line: bytes) -> str:
+    return harmless(line.decode("utf-8", "backslashreplace").rstrip("\r"))
 
 
 class Budget:
@@ -55,7 +63,8 @@ class Output:
         self._budget = Budget(lines_per_s)
         self._rest = b""
         self._seen = 0
-        self._tail: list[str] = []
+        # Of all lines, also those over the budget: how a stub died is said in its last ones.
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
 
     def ready(self) -> bool:
         """Log what is there; False at the end of the output."""
@@ -78,9 +87,11 @@ class Output:
         return True
 
     def drain(self) -> None:
-        """Log all that is there now."""
-        while self.fd >= 0:
+        """Log all that is there now, but not for ever where somebody goes on writing."""
+        for _ in range(_DRAIN_READS):
             seen = self._seen
+            if self.fd < 0:
+                return
             if not self.ready() or seen == self._seen:
                 break
         self.flush()
@@ -93,12 +104,11 @@ class Output:
                 _log.log(level, "[%s] %s%s", self._instance, harmless(part), where)
 
     def _line(self, line: bytes) -> None:
-        if not self._allowed():
-            return
         cut = len(line) > _LINE_BYTES
-        text = harmless(line[:_LINE_BYTES].decode("utf-8", "backslashreplace").rstrip("\r"))
-        self._tail = [*self._tail[-19:], text]
-        _log.info("[%s] %s%s", self._instance, text, " … (cut)" if cut else "")
+        line = line[:_LINE_BYTES]
+        self._tail.append(line)
+        if self._allowed():
+            _log.info("[%s] %s%s", self._instance, _shown(line), " … (cut)" if cut else "")
 
     def _allowed(self) -> bool:
         dropped = self._budget.dropped
@@ -124,7 +134,7 @@ class Output:
 
     def tail(self) -> list[str]:
         """The last lines, for explaining why a stub did not start."""
-        return list(self._tail)
+        return [_shown(line) for line in list(self._tail)]
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -92,7 +92,7 @@ class Reactor:
         self._running = False
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed: there is nobody to wake
+        with contextlib.suppress(OSError, ValueError):  # closed: there is nobody to wake
             os.eventfd_write(self._wake_fd, 1)
 
     def _push(self, when: float, callback: Callable[[], object]) -> None:

@@ -48,6 +48,8 @@ class _Spawner:
 
 
 _spawner = _Spawner()
+# Its lock may have been held, and its thread is not there.
+os.register_at_fork(after_in_child=_spawner.__init__)  # type: ignore[misc]
 
 
 def spawn(

@@ -13,6 +13,8 @@ _CLOCK_MONOTONIC = 1
 _TFD_NONBLOCK = os.O_NONBLOCK
 _TFD_CLOEXEC = os.O_CLOEXEC
 _TFD_TIMER_ABSTIME = 1
+# Later than any machine runs, and a number that the kernel takes.
+_FAR_S = 1e9
 
 
 class _Timespec(ctypes.Structure):
@@ -43,7 +45,7 @@ class Timer:
             return
         self._when = when
         # All zero would disarm it.
-        nanoseconds = 0 if when is None else max(1, int(when * 1e9))
+        nanoseconds = 0 if when is None else max(1, int(min(when, _FAR_S) * 1e9))
         spec = _Itimerspec()
         spec.value.seconds, spec.value.nanoseconds = divmod(nanoseconds, 1_000_000_000)
         if self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None):

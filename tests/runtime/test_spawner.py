@@ -1,0 +1,155 @@
+"""Processes come from one thread, and have nothing of ours but what they are given."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from moonpool.runtime.spawner import _spawner, spawn
+
+PATIENCE_S = 20.0
+
+
+def run(code: str, environment: dict[str, str] | None = None, folder: str = "/") -> str:
+    """What a process that runs this code prints."""
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    try:
+        process = spawn(
+            [sys.executable, "-I", "-c", code],
+            environment=environment or {},
+            folder=folder,
+            output_fd=write_fd,
+            fds=(write_fd,),
+        )
+    finally:
+        os.close(write_fd)
+    with os.fdopen(read_fd) as file:
+        text = file.read()
+    assert process.wait(PATIENCE_S) == 0, text
+    return text.strip()
+
+
+def test_the_environment_is_what_it_is_given() -> None:
+    text = run("import os; print(sorted(os.environ.items()))", {"ONE": "1"})
+    found = dict(eval(text))
+    # Python itself may set this one where the environment names no locale.
+    found.pop("LC_CTYPE", None)
+    assert found == {"ONE": "1"}
+
+
+def test_the_folder_is_what_it_is_given(tmp_path: Path) -> None:
+    assert run("import os; print(os.getcwd())", folder=str(tmp_path)) == str(tmp_path)
+
+
+def test_it_has_no_descriptors_but_those_it_is_given() -> None:
+    secret = os.open("/etc/hostname", os.O_RDONLY)
+    os.set_inheritable(secret, True)
+    try:
+        open_fds = run("import os; print(*sorted(map(int, os.listdir('/proc/self/fd')))[:-1])")
+    finally:
+        os.close(secret)
+    fds = [int(fd) for fd in open_fds.split()]
+    # The standard ones, and the pipe that `run` gives it.
+    assert fds[:3] == [0, 1, 2]
+    assert len(fds) == 4
+
+
+def test_it_reads_nothing_and_is_in_a_session_of_its_own() -> None:
+    code = "import os, sys; print(repr(sys.stdin.read()), os.getsid(0) == os.getpid())"
+    assert run(code) == "'' True"
+
+
+def test_standard_error_goes_where_standard_output_goes() -> None:
+    assert run("import sys; sys.stderr.write('problem')") == "problem"
+
+
+def test_a_program_that_is_not_there_is_an_error_for_the_caller() -> None:
+    with pytest.raises(FileNotFoundError):
+        spawn(["/nonexistent"], environment={}, folder="/", output_fd=2, fds=())
+    with pytest.raises(OSError, match="hostname"):
+        spawn(["/etc/hostname"], environment={}, folder="/", output_fd=2, fds=())
+    # And the next one starts.
+    assert run("print('here')") == "here"
+
+
+def test_one_thread_starts_all_and_outlives_whoever_asked() -> None:
+    # A process that asked for it is killed when the thread that started it ends.
+    code = (
+        "import ctypes, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0);"
+        "print('ready', flush=True); sys.stdin = open(3); sys.stdin.read(); print('alive')"
+    )
+    hold_fd, release_fd = os.pipe2(os.O_CLOEXEC)
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        processes.append(
+            spawn(
+                [sys.executable, "-I", "-c", code.replace("open(3)", f"open({hold_fd})")],
+                environment={},
+                folder="/",
+                output_fd=write_fd,
+                fds=(hold_fd,),
+            )
+        )
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(PATIENCE_S)
+    os.close(write_fd)
+    os.close(hold_fd)
+    with os.fdopen(read_fd) as file:
+        assert file.readline() == "ready\n"
+        os.close(release_fd)
+        assert file.read() == "alive\n"
+    assert processes[0].wait(PATIENCE_S) == 0
+
+
+def test_many_threads_may_ask_at_once() -> None:
+    codes: list[int] = []
+
+    def start() -> None:
+        process = spawn(["/bin/true"], environment={}, folder="/", output_fd=2, fds=())
+        codes.append(process.wait(PATIENCE_S))
+
+    threads = [threading.Thread(target=start) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert codes == [0] * 16
+    assert [t.name for t in threading.enumerate()].count("moonpool-spawner") == 1
+
+
+def test_a_fork_has_a_thread_of_its_own_for_it() -> None:
+    run("print()")  # this process has one
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            process = spawn(["/bin/true"], environment={}, folder="/", output_fd=2, fds=())
+            status = process.wait(PATIENCE_S)
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_fork_that_was_made_while_another_thread_asked_can_ask_too() -> None:
+    run("print()")
+    with _spawner._lock:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(int(PATIENCE_S))
+            status = 1
+            try:
+                process = spawn(["/bin/true"], environment={}, folder="/", output_fd=2, fds=())
+                status = process.wait(PATIENCE_S)
+            finally:
+                os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
