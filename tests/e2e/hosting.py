@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 import moonpool
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -49,3 +51,10 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """The same bits, NaN included, in the same shape and dtype."""
+    if a.dtype == object or b.dtype == object:
+        return a.shape == b.shape and a.tolist() == b.tolist()
+    return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())

@@ -6,32 +6,21 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from tests.e2e.hosting import MODELS, Config, hosted, is_running, options, tensor
-from tests.leaks import Holdings, left_since
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool import LoadFailed, ModelError, StubDied
-from moonpool.runtime import supervisor
 
 HEAD = "import triton_python_backend_utils as pb_utils\n"
 Y: Config = {"input": [tensor("HOW", "STRING", 1)], "output": [tensor("Y", "FP32", -1)]}
 PREFIX = "Failed to process the request(s) for model 'returns_0', message: "
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _leaves_nothing_behind() -> Iterator[None]:
-    """At the end of the module: a process that is there again is another process."""
-    before = Holdings()
-    yield
-    assert left_since(before) == []
 
 
 # What is wrong with the file
@@ -276,15 +265,13 @@ def test_a_model_that_prints_100_mb_is_heard_in_part(
     assert set(lines()) - {"x" * 99} == {x for x in lines() if "were left out" in x}
 
 
-@pytest.mark.usefixtures("unruly")
 def test_a_line_without_end_is_cut_and_half_a_line_is_kept_to_the_end(
     runtime: moonpool.Runtime, lines: Callable[[], list[str]]
 ) -> None:
-    do(runtime, "endless_line")
-    wait_until(lambda: any(x.startswith("yyyy") for x in lines()))
-    do(runtime, "half_a_line")
-    runtime.unload("unruly")
-    runtime.load("unruly", MODELS / "unruly.py", config=NUMBER)
+    with hosted(runtime, "unruly", MODELS / "unruly.py", NUMBER):
+        do(runtime, "endless_line")
+        wait_until(lambda: any(x.startswith("yyyy") for x in lines()))
+        do(runtime, "half_a_line")
 
     assert max(len(x) for x in lines()) < 10_000
     assert any(x.endswith(" … (cut)") for x in lines())
@@ -310,7 +297,6 @@ def test_what_a_terminal_would_obey_is_shown_and_no_line_is_another_model_s(
     assert [x for x in every if not x.isprintable()] == []
 
 
-@pytest.mark.usefixtures("unruly")
 @pytest.mark.parametrize(
     "how",
     [
@@ -329,18 +315,16 @@ def test_what_a_terminal_would_obey_is_shown_and_no_line_is_another_model_s(
 def test_a_process_that_the_model_turned_upside_down_serves_on_and_ends(
     runtime: moonpool.Runtime, how: str
 ) -> None:
-    pid = runtime.instances("unruly")[0]["pid"]
+    with hosted(runtime, "unruly", MODELS / "unruly.py", NUMBER):
+        pid = runtime.instances("unruly")[0]["pid"]
+        do(runtime, how)
+        for _ in range(3):
+            assert do(runtime, "answer") == 0
+        with pytest.raises(ModelError, match="KeyError: 'nothing of that name'"):
+            do(runtime, "nothing of that name")
+        assert runtime.instances("unruly")[0]["pid"] == pid
 
-    do(runtime, how)
-    for _ in range(3):
-        assert do(runtime, "answer") == 0
-    with pytest.raises(ModelError, match="KeyError: 'nothing of that name'"):
-        do(runtime, "nothing of that name")
-
-    assert runtime.instances("unruly")[0]["pid"] == pid
-    runtime.unload("unruly")
     assert not os.path.exists(f"/proc/{pid}")
-    runtime.load("unruly", MODELS / "unruly.py", config=NUMBER)
 
 
 @pytest.mark.usefixtures("unruly")
@@ -375,126 +359,3 @@ def test_children_of_a_model_end_with_it(runtime: moonpool.Runtime, how: str, en
             assert do(runtime, "answer") == 0
 
     wait_until(lambda: not is_running(child))
-
-
-# What a model does with memory
-
-SQUARE: Config = {
-    "input": [tensor("HOW", "STRING", 1), tensor("X", "FP32", -1, -1)],
-    "output": [tensor("Y", "FP32", -1, -1), tensor("Z", "FP32", -1, -1)],
-}
-X = np.arange(12, dtype=np.float32).reshape(3, 4)
-
-
-@pytest.fixture(scope="module")
-def keeper(runtime: moonpool.Runtime) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor, "_TIDY_S", 0.05)
-        with hosted(runtime, "keeper", MODELS / "keeper.py", SQUARE | options(REGION_BYTES="4K")):
-            yield
-
-
-def handle(runtime: moonpool.Runtime, how: str, x: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    return runtime.infer("keeper", {"HOW": [how], "X": x}, timeout_s=30.0)
-
-
-def shared_bytes(runtime: moonpool.Runtime) -> int:
-    """All shared memory of the only instance of the model."""
-    seat = runtime._models.find("keeper").supervisor.seats[0]
-    return int(seat.instance.state.link.size_bytes())
-
-
-# What comes back for X.
-VIEWS: dict[str, NDArray[Any]] = {
-    "same": X,
-    "slice": X[1:],
-    "middle": X[1:2, 1:2],
-    "column": X[:, 1],
-    "transpose": X.T,
-    "backwards": X[::-1, ::-1],
-    "flat": X.reshape(-1),
-    "as integers": X.view(np.int32),
-    "as bytes": X.view(np.uint8),
-    "broadcast": np.broadcast_to(X[:1], X.shape),
-    "nothing": X[:0],
-    "of a subclass": X,
-    "mutate": X + 1,
-}
-
-
-@pytest.mark.usefixtures("keeper")
-@pytest.mark.parametrize("how", VIEWS)
-@pytest.mark.parametrize("in_place", [False, True], ids=["copied in", "written in place"])
-def test_a_view_of_an_input_is_a_good_output(
-    runtime: moonpool.Runtime, how: str, in_place: bool
-) -> None:
-    x = X.copy()
-    if in_place:
-        x = runtime.empty("keeper", "X", X.shape)
-        x[...] = X
-
-    y = handle(runtime, how, x)["Y"]
-    others = [handle(runtime, "same", np.full((3, 4), i, np.float32))["Y"] for i in range(5)]
-
-    assert y.dtype == VIEWS[how].dtype
-    assert np.array_equal(y, VIEWS[how])
-    assert [other[0, 0] for other in others] == [0, 1, 2, 3, 4]
-    assert in_place or np.array_equal(x, X)
-
-
-@pytest.mark.usefixtures("keeper")
-@pytest.mark.parametrize("how", ["twice", "overlapping", "one array twice"])
-def test_two_outputs_may_share_their_memory(runtime: moonpool.Runtime, how: str) -> None:
-    for _ in range(3):
-        outputs = handle(runtime, how, X)
-        first = X + 1 if how == "one array twice" else X
-
-        assert np.array_equal(outputs["Y"], first)
-        assert np.array_equal(outputs["Z"], X[1:] if how == "overlapping" else first)
-
-
-@pytest.mark.usefixtures("keeper")
-def test_inputs_that_a_model_keeps_stay_what_they_were_and_are_given_back_in_the_end(
-    runtime: moonpool.Runtime,
-) -> None:
-    ones = np.ones((100, 4), np.float32)
-    size = shared_bytes(runtime)
-
-    kept = [handle(runtime, "keep", ones * i)["Y"] for i in range(20)]
-    for i in range(20):
-        assert np.array_equal(handle(runtime, "same", ones * -i)["Y"], ones * -i)
-
-    assert np.array_equal(handle(runtime, "kept", ones)["Y"], ones * sum(range(20)))
-    assert np.array_equal(handle(runtime, "first kept", ones)["Y"], ones * 0)
-    assert [y[0, 0] for y in kept] == [2 * i for i in range(20)]
-    assert shared_bytes(runtime) > size
-    handle(runtime, "forget", ones)
-    kept.clear()
-    for _ in range(2000):  # no more memory than there is already
-        handle(runtime, "same", ones)
-    wait_until(lambda: shared_bytes(runtime) <= size, 30.0)
-
-
-@pytest.mark.usefixtures("keeper")
-def test_one_tensor_given_twice_is_refused(runtime: moonpool.Runtime) -> None:
-    with pytest.raises(ModelError, match="output 'Y' is given twice"):
-        handle(runtime, "one tensor twice", X)
-
-
-@pytest.mark.usefixtures("keeper")
-def test_memory_grows_for_what_is_large_and_is_given_back(runtime: moonpool.Runtime) -> None:
-    wait_until(lambda: shared_bytes(runtime) == 8192, 30.0)
-    large = np.full((1 << 10, 1 << 11), 7, np.float32)
-
-    first = handle(runtime, "big", large)["Y"]
-    second = handle(runtime, "big", large)["Y"]
-    assert shared_bytes(runtime) > 3 * 8 << 20
-    del large
-    assert (first == 7).all()
-    assert (second == 7).all()
-    del first
-    assert (second == 7).all()
-    del second
-
-    wait_until(lambda: shared_bytes(runtime) == 8192, 30.0)
-    assert np.array_equal(handle(runtime, "same", X)["Y"], X)

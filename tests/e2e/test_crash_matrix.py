@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.e2e.conftest import Sibling
 from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
-from tests.leaks import Holdings, left_since
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.waiting import wait_until
 
 import moonpool
@@ -57,9 +57,14 @@ class Case(NamedTuple):
 
 
 def load_cases() -> Iterator[Case]:
-    for place in ("import", "auto_complete_config", "__init__", "initialize"):
+    for place in ("import", "initialize"):
         for way, words in (DEATHS | RAISED).items():
             yield Case(place, way, LoadFailed, words)
+    for place in ("auto_complete_config", "__init__"):
+        yield Case(place, "SIGSEGV", LoadFailed, DEATHS["SIGSEGV"])
+        yield Case(place, "_exit 0", LoadFailed, DEATHS["_exit 0"])
+        yield Case(place, "exception", LoadFailed, RAISED["exception"])
+    for place in ("import", "auto_complete_config", "initialize"):
         yield Case(place, "hang", LoadFailed, "was not ready in time and was ended")
     for way, words in (RARE_DEATHS | RARE_RAISED).items():
         yield Case("initialize", way, LoadFailed, words)
@@ -75,11 +80,11 @@ def execute_cases() -> Iterator[Case]:
     for way in HANGS:
         yield Case("execute", way, ExecuteTimedOut, "took longer than 1 s to execute a batch")
     for place in STRUCK:
-        for way, words in DEATHS.items():
-            yield Case(place, way, StubDied, words)
+        for way in ("SIGSEGV", "_exit 0"):
+            yield Case(place, way, StubDied, DEATHS[way])
         # An exception there is moonpool's own failure, of which the last line tells.
         yield Case(place, "exception", StubDied, "exited with 1; its last words were: ValueError")
-        yield Case(place, "hang", ExecuteTimedOut, "took longer than 1 s to execute a batch")
+    yield Case("sending the answer", "hang", ExecuteTimedOut, "took longer than 1 s to execute")
     for way in ("SIGSEGV", "_exit 3"):
         yield Case("a thread", way, StubDied, DEATHS[way])
     for way in ("exception", "SystemExit"):
@@ -90,26 +95,14 @@ def execute_cases() -> Iterator[Case]:
 
 def finalize_cases() -> Iterator[Case]:
     for place in ("finalize", "atexit"):
-        for way, words in DEATHS.items():
-            yield Case(
-                place,
-                way,
-                None,
-                f"died in finalize: Stub process 'ending_0' is not healthy. It {words}",
-            )
+        for way in ("SIGSEGV", "_exit 0") if place == "atexit" else DEATHS:
+            told = f"died in finalize: Stub process 'ending_0' is not healthy. It {DEATHS[way]}"
+            yield Case(place, way, None, told)
         yield Case(place, "hang", None, "finalize took longer than 1.0 s; killing it")
     for way, words in RAISED.items():
         yield Case("finalize", way, None, words)
     yield Case("atexit", "exception", None, "ValueError: on purpose")
     yield Case("atexit", "SystemExit", None, "SystemExit: on purpose")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _leaves_nothing_behind() -> Iterator[None]:
-    """At the end of the module: a process that is there again is another process."""
-    before = Holdings()
-    yield
-    assert left_since(before) == []
 
 
 SIGNATURE: Config = {

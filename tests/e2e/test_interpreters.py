@@ -1,0 +1,128 @@
+"""Which interpreter runs a model, and what is said where it cannot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import (
+    BadEnvironment,
+    LoadFailed,
+)
+from moonpool.runtime import stub_handle
+
+FILE = MODELS / "dies.py"
+SIGNATURE: Config = {
+    "input": [tensor("COMMAND", "STRING", 1)],
+    "output": [tensor("PID", "INT64", 1)],
+}
+
+
+def ask(runtime: moonpool.Runtime, command: str = "answer") -> int:
+    """Gives the model a command; returns the id of the process that answered."""
+    inputs = {"COMMAND": [command]}
+    return int(runtime.infer("victim", inputs, timeout_s=30.0)["PID"][0])
+
+
+def environment(tmp_path: Path, write: Callable[[Path], object]) -> Config:
+    """A configuration with an environment whose interpreter is what `write` makes of its path."""
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    write(python)
+    path = str(python.parent.parent)
+    return {"parameters": {"EXECUTION_ENV_PATH": {"string_value": path}}}
+
+
+def program(text: bytes, mode: int = 0o755) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        path.write_bytes(text)
+        path.chmod(mode)
+
+    return write
+
+
+INTERPRETERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none": (lambda _: None, "has no bin/python"),
+    "a link to nowhere": (lambda path: path.symlink_to("/nowhere/python"), "which is not there"),
+    "not executable": (program(b"#!/bin/sh\n", 0o644), "bin/python is no program"),
+    "a folder": (lambda path: path.mkdir(), "bin/python is no program"),
+    "no program": (program(b"\x7fELF of another machine"), "is no program for this machine"),
+    "empty": (program(b""), "is no program for this machine"),
+    "a script for a missing shell": (program(b"#!/nowhere/sh\n"), "a loader, which is not there"),
+    "a program that is no Python": (program(b"#!/bin/sh\nexit 5\n"), "exited with 5"),
+    "a program that says why": (
+        program(b"#!/bin/sh\necho no luck today >&2\nexit 1\n"),
+        "its last words were: no luck today",
+    ),
+    "a program that never ends": (program(b"#!/bin/sh\nsleep 1000\n"), "was not ready in time"),
+}
+
+
+@pytest.mark.parametrize("name", INTERPRETERS)
+def test_an_interpreter_that_is_none_is_told_in_a_sentence(
+    runtime: moonpool.Runtime, tmp_path: Path, name: str
+) -> None:
+    write, words = INTERPRETERS[name]
+    config = environment(tmp_path, write)
+    config["parameters"] |= options(LOAD_TIMEOUT_S=1 if "in time" in words else 60)["parameters"]
+    before = len(os.listdir("/proc/self/fd"))
+
+    with pytest.raises(moonpool.MoonpoolError) as caught:
+        runtime.load("victim", FILE, config=SIGNATURE | config)
+
+    assert words in str(caught.value)
+    assert isinstance(caught.value, LoadFailed | BadEnvironment)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def python_without_numpy() -> str:
+    python = "/usr/bin/python3.11"
+    if not os.path.exists(python):
+        pytest.skip(f"there is no {python} here")
+    if os.spawnv(os.P_WAIT, python, [python, "-Ic", "import numpy"]) == 0:
+        pytest.skip(f"{python} has numpy")
+    return python
+
+
+def test_an_interpreter_without_numpy_is_told_to_have_none(
+    runtime: moonpool.Runtime, tmp_path: Path
+) -> None:
+    python = python_without_numpy()
+    config = environment(tmp_path, lambda path: path.symlink_to(python))
+
+    with pytest.raises(LoadFailed, match=r"numpy cannot be imported by .*; install it there"):
+        runtime.load("victim", FILE, config=SIGNATURE | config)
+
+
+def test_two_versions_of_the_protocol_are_told_apart(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stub_handle, "PROTOCOL_VERSION", 999)
+
+    with pytest.raises(LoadFailed, match="the runtime speaks protocol 999 and this stub 1"):
+        runtime.load("victim", FILE, config=SIGNATURE)
+
+
+ENVIRONMENTS = [
+    path for path in os.environ.get("MOONPOOL_TEST_ENVIRONMENTS", "").split(":") if path
+]
+
+
+@pytest.mark.skipif(not ENVIRONMENTS, reason="MOONPOOL_TEST_ENVIRONMENTS names no environments")
+@pytest.mark.parametrize("path", ENVIRONMENTS)
+def test_a_model_runs_under_another_python(runtime: moonpool.Runtime, path: str) -> None:
+    config: Config = {"parameters": {"EXECUTION_ENV_PATH": {"string_value": path}}}
+
+    with hosted(runtime, "victim", FILE, SIGNATURE | config):
+        pid = ask(runtime)
+        assert os.readlink(f"/proc/{pid}/exe") == os.path.realpath(f"{path}/bin/python")
+        with pytest.raises(moonpool.ModelError, match="ValueError: on purpose"):
+            ask(runtime, "execute:exception")
+        assert np.int64(ask(runtime)) == pid
