@@ -171,6 +171,10 @@ class Message:
 
 
 MAX_BATCH = 65536
+# Blocks that go back with one message; what is left over goes with the next. A packet of the control
+# channel has room for the smaller number; messages of the work channel may lie in memory.
+MAX_PLACES = 1 << 20
+MAX_PLACES_IN_PACKET = 1024
 _LONG = 1 << 20
 _SHORT = 4096
 MAX_PARAMETERS = 4096
@@ -189,7 +193,7 @@ _TENSOR = Row(
 _TENSORS = ListOf(_TENSOR, 65536)
 LAYOUT = Packed(ListOf(_TENSORS, MAX_BATCH), 1 << 28)
 _BLOCKS = ListOf(_BLOCK, 2 * MAX_BATCH)
-_PLACES = ListOf(_PLACE, _LONG)
+_PLACES = ListOf(_PLACE, MAX_PLACES)
 _PARAMETERS = Maybe(Table(MAX_PARAMETERS))
 
 # What most requests leave at its default travels only where something of it was set.
@@ -265,7 +269,7 @@ CONTROL: dict[Kind, Message] = {
     Kind.GROW: Message(_STUB, {"size": _ID}),
     Kind.REFUSED: Message(_RUNTIME, {"reason": Text(_SHORT)}),
     # Blocks of answers that nobody needs any more, when no EXECUTE comes by for them to ride on.
-    Kind.RELEASE: Message(_RUNTIME, {"places": _PLACES}),
+    Kind.RELEASE: Message(_RUNTIME, {"places": ListOf(_PLACE, MAX_PLACES_IN_PACKET)}),
     # The writer of the region does not use it any more.
     Kind.RETIRE: Message(None, {"region": _ID}),
     Kind.LOG: Message(

@@ -17,7 +17,7 @@ from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import BadTensor, RemoteProtocolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import lease_of, offset_in
-from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.messages import MAX_PLACES, Kind, Side
 from moonpool.runtime.allocator import allocate
 from moonpool.runtime.errors import CODES, ModelError
 from moonpool.runtime.layout import AnswerLayout, RequestLayout, lay_out, read_answer
@@ -193,11 +193,11 @@ class Link(Overflow):
         self._send_region(region, Side.RUNTIME)
         return region
 
-    def take_released(self) -> list[object]:
-        """The places that callers let go of since the last time. From any thread."""
+    def take_released(self, most: int = MAX_PLACES) -> list[object]:
+        """The places that callers let go of, at most so many of them. From any thread."""
         released: list[object] = []
         try:
-            while self.released:
+            while self.released and len(released) < most:
                 released.append(self.released.popleft())
         except IndexError:  # another thread took the last one
             return released

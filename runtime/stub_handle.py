@@ -21,7 +21,7 @@ from moonpool.ipc.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
+from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, PROTOCOL_VERSION, Kind, Side
 from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
 from moonpool.runtime.errors import LoadFailed, StubDied
 from moonpool.runtime.link import Link
@@ -325,9 +325,7 @@ class StubHandle:
         """Give the stub another region for its answers, with word of all that is free again."""
         link, limit = self.link, self._options.region_limit_bytes
         try:
-            released = link.take_released()
-            if released:
-                self._send(Kind.RELEASE, released)
+            self._release()
             present = sum(region.size_bytes for region in list(link.response_regions.values()))
             try:
                 region = new_region(present, needed_bytes, limit)
@@ -353,8 +351,12 @@ class StubHandle:
     def tidy(self) -> None:
         """Give back memory that was not needed lately. For whoever holds the idle instance."""
         self.link.tidy(lambda region_id: self._send(Kind.RETIRE, region_id))
-        released = self.link.take_released() if len(self.link.response_regions) > 1 else []
-        if released:
+        if len(self.link.response_regions) > 1:
+            self._release()
+
+    def _release(self) -> None:
+        """Tell the stub what callers let go of, without waiting for a batch that tells it."""
+        while released := self.link.take_released(MAX_PLACES_IN_PACKET):
             self._send(Kind.RELEASE, released)
 
     def __repr__(self) -> str:
