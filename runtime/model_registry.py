@@ -219,6 +219,15 @@ class ModelRegistry:
             # Also where a signal handler raised: those who wait are not to wait for ever.
             self._ended.set()
 
+    def close_soon(self) -> None:
+        """Close on a thread of its own. For a finalizer, which must not wait and not take a lock."""
+        if not self._closed:
+            self._reactor.call_soon(self._close_apart)
+
+    def _close_apart(self) -> None:
+        with contextlib.suppress(RuntimeError):  # no more threads: the program ends, and closes all
+            threading.Thread(target=self.close, name="moonpool-close").start()
+
     def _finalize_all(self) -> None:
         with self._lock:
             self._changed.wait_for(lambda: not self._moving)

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.request import InferenceRequest, Outcome, Parameter
     from moonpool.runtime.scheduler import Scheduler
 
-_open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+# Not the runtimes: one that was forgotten has models that want to be finalized all the same.
+_open_registries: set[ModelRegistry] = set()
 
 
 class Runtime:
@@ -67,7 +68,9 @@ class Runtime:
         """
         self._repository = None if repository is None else ModelRepository(repository)
         self._models = ModelRegistry(backends, drain_timeout_s, verbose, listener)
-        _open_runtimes.add(self)
+        _open_registries.add(self._models)
+        self._forgotten = weakref.finalize(self, self._models.close_soon)
+        self._forgotten.atexit = False
         if self._repository is not None:
             try:
                 names = self._repository.models() if models is None else list(models)
@@ -278,8 +281,14 @@ class Runtime:
     # End
 
     def close(self) -> None:
-        """Unload all models and finalize the backends. May be called many times, by several threads."""
+        """Unload all models and finalize the backends. May be called many times, by several threads.
+
+        A runtime that nobody refers to any more, and one that is open when the program ends, is closed
+        as well.
+        """
+        self._forgotten.detach()
         self._models.close()
+        _open_registries.discard(self._models)
 
     def __enter__(self) -> Runtime:
         return self
@@ -317,14 +326,14 @@ def exit_on_sigterm() -> Iterator[None]:
 
 @atexit.register
 def _close_all() -> None:
-    for runtime in list(_open_runtimes):
-        runtime.close()
+    for models in list(_open_registries):
+        models.close()
 
 
 def _disown_all() -> None:
     """In a fork: the stubs are the parent's, and so are the threads that serve them."""
-    for runtime in list(_open_runtimes):
-        runtime._models.disown()
+    for models in list(_open_registries):
+        models.disown()
 
 
 os.register_at_fork(after_in_child=_disown_all)

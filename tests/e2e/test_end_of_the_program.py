@@ -54,6 +54,8 @@ BODIES = {
     "inside exit_on_sigterm": "with moonpool.exit_on_sigterm(), load() as runtime:\n" + WAITS,
     "inside with": "with load() as runtime:\n" + WAITS,
     "without close": "runtime = load()\n",
+    "forgotten": "def forget():\n    load()\nforget()\n",
+    "left in a function": "def leave():\n    runtime = load()\n    sys.exit(3)\nleave()\n",
     "by an exception": "runtime = load()\nraise ValueError('on purpose')\n",
     "by sys.exit in a thread's time": (
         "runtime = load()\nthreading.Thread(target=time.sleep, args=(0.05,)).start()\nsys.exit(4)\n"
@@ -160,6 +162,8 @@ def test_a_program_that_is_told_to_end_finalizes_its_models(
     ("body", "status"),
     [
         ("without close", 0),
+        ("forgotten", 0),
+        ("left in a function", 3),
         ("by an exception", 1),
         ("by sys.exit in a thread's time", 4),
     ],

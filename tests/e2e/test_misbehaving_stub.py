@@ -276,6 +276,7 @@ def test_a_stub_that_does_not_start_as_agreed_fails_the_load(
     assert len(os.listdir("/proc/self/fd")) == before
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
+
 @pytest.mark.usefixtures("rogue")
 def test_a_stub_cannot_ask_for_more_instances_than_the_configuration_has(
     runtime: moonpool.Runtime,

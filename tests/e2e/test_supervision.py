@@ -253,6 +253,19 @@ def test_a_stopped_process_is_ended_at_its_limits(runtime: moonpool.Runtime) -> 
 # Unload
 
 
+def test_a_runtime_that_nobody_refers_to_any_more_is_closed() -> None:
+    runtime = moonpool.Runtime()
+    runtime.load("victim", FILE, config=SIGNATURE)
+    pid = int(runtime.instances("victim")[0]["pid"])
+    answer = send(runtime, "answer")
+
+    del runtime
+
+    assert pid_from(answer) == pid
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 30.0)
+    wait_until(lambda: "moonpool-close" not in {thread.name for thread in threading.enumerate()})
+
+
 def test_unload_breaks_off_what_does_not_end() -> None:
     with moonpool.Runtime(drain_timeout_s=0.1) as runtime:
         runtime.load("victim", FILE, config=SIGNATURE)
