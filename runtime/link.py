@@ -373,7 +373,9 @@ class Link(Overflow):
         return self._arena.size_bytes + answers
 
     def close(self) -> None:
-        """Let go of all regions; responses that are out stay valid."""
+        """Let go of all regions and of what callers lent; responses that are out stay valid."""
+        self._lent.clear()
+        self._held.clear()
         for region in [*self._request_regions.values(), *self.response_regions.values()]:
             region.close()
 

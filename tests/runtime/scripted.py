@@ -1,0 +1,154 @@
+"""A link and a peer over a real socket that says what the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tests.runtime.recorder import tensor
+
+from moonpool import OutOfMemory, Response
+from moonpool.ipc.arena import Arena
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import encode, unpack_layout
+from moonpool.ipc.conversation import Conversation, Overflow
+from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
+from moonpool.ipc.region import SharedRegion
+from moonpool.ipc.tensors import CODES
+from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.link import Link
+from moonpool.runtime.regions import CallerMemory
+from moonpool.runtime.request import InferenceRequest
+from moonpool.runtime.signature import Signature
+
+KiB = 1024
+FP32, BYTES = CODES["FP32"], CODES["BYTES"]
+Row = list[Any]
+
+
+class Peer(Overflow):
+    """A stub that does nothing by itself. It shares the regions' objects, as both ends are here."""
+
+    def __init__(self, end: Any) -> None:
+        self.channel = Channel(end)
+        self.conversation = Conversation(self.channel, Side.STUB, self)
+        self.regions: dict[int, SharedRegion] = {}
+        self.arena = Arena(self._grow)
+        self.batch = 0
+        self.released: list[list[int]] = []
+        self.blocks: list[list[int]] = []
+        self.rows: list[list[Row]] = []
+        self.details: list[Any] | None = None
+
+    def announce(self, region: SharedRegion, writer: Side) -> None:
+        self.regions[region.id] = region
+        if writer is Side.STUB:
+            self.arena.add(region)
+
+    def _grow(self, _: int) -> SharedRegion:
+        raise OutOfMemory("the peer has no more")
+
+    def receive(self) -> None:
+        """Read an EXECUTE."""
+        message = self.conversation.receive()
+        assert message[0] == Kind.EXECUTE
+        _, self.batch, self.released, self.blocks, packed, self.details = message
+        self.rows = unpack_layout(packed)
+
+    def input(self, request: int, number: int) -> np.ndarray[Any, Any]:
+        """What lies at the place of an FP32 input."""
+        _, _, shape, block, offset, _ = self.rows[request][number]
+        region, start, _ = self.blocks[block]
+        return np.ndarray(shape, np.float32, self.regions[region].buffer, start + offset)
+
+    def place(self, values: Sequence[float]) -> list[int]:
+        """A block with these values, for an answer."""
+        data = np.array(values, np.float32)
+        block = self.arena.allocate(data.nbytes)
+        np.ndarray(data.shape, data.dtype, block.region.buffer, block.offset)[...] = data
+        return [block.region.id, block.offset, data.nbytes]
+
+    def answer(
+        self,
+        blocks: Sequence[list[int]] = (),
+        rows: Sequence[Sequence[Row]] = ((),),
+        *,
+        held: Sequence[list[int]] = (),
+        released: Sequence[list[int]] = (),
+        remarks: Any = None,
+        batch: int | None = None,
+    ) -> None:
+        number = self.batch if batch is None else batch
+        self.conversation.send(
+            Kind.ANSWER, number, held, released, blocks, encode(*map(list, rows)), remarks
+        )
+
+    def store(self, packet: bytes) -> tuple[int, int, int]:
+        block = self.arena.allocate(len(packet))
+        block.region.memory()[block.offset : block.offset + len(packet)] = packet
+        return block.region.id, block.offset, len(packet)
+
+    def load(self, region: int, offset: int, size_bytes: int) -> bytes:
+        return bytes(self.regions[region].memory()[offset : offset + size_bytes])
+
+
+class Pair:
+    """A link and its peer, as after a stub has said that it is loaded."""
+
+    def __init__(self, *, limit: int | None = None, region_bytes: int = 64 * KiB) -> None:
+        ours, theirs = Channel.pair()
+        self.peer = Peer(theirs)
+        self.memory = CallerMemory(None)
+        self.link = Link(
+            ours, self.peer.announce, region_bytes=region_bytes, region_limit_bytes=limit
+        )
+        self.link.conversation.send(Kind.START, PROTOCOL_VERSION, "{}")
+        self.peer.conversation.receive()
+        self.peer.conversation.send(Kind.LOADED, {})
+        self.link.conversation.receive()
+        self.link.serve(["Y", "Z"], self.memory)
+        self._signature = Signature(
+            ModelConfig.from_dict(
+                {
+                    "name": "m",
+                    "backend": "any",
+                    "input": [tensor("X", "FP32", -1)],
+                    "output": [tensor("Y", "FP32", -1), tensor("Z", "FP32", -1)],
+                }
+            )
+        )
+
+    def request(self, values: Any) -> InferenceRequest:
+        return self._signature.request({"X": np.asarray(values, np.float32)})
+
+    def execute(self, *batch: Any) -> list[InferenceRequest]:
+        """Send a batch, and have the peer read it."""
+        requests = [self.request(values) for values in batch]
+        self.link.execute(requests)
+        self.peer.receive()
+        return requests
+
+    def finish(self, requests: list[InferenceRequest]) -> list[dict[str, Any]]:
+        """The outputs of each response."""
+        outcomes = self.link.finish(requests)
+        assert all(isinstance(outcome, Response) for outcome in outcomes), outcomes
+        return [outcome.outputs for outcome in outcomes if isinstance(outcome, Response)]
+
+    @property
+    def lent_bytes(self) -> int:
+        """What the link's own arena has in use."""
+        if self.link._returned:
+            self.link._collect()
+        return self.link._arena.used_bytes
+
+    def close(self) -> None:
+        self.link.conversation.channel.close()
+        self.peer.channel.close()
+        self.link.close()
+        self.memory.close()
+
+
+def y(size: int, block: int = 0, offset: int = 0) -> Row:
+    """The row of an output Y of so many elements."""
+    return [0, FP32, [size], block, offset, 4 * size]
