@@ -81,7 +81,7 @@ class ModelConfig:
             inputs=config_checks.tensors(full, "input", source, partial=partial),
             outputs=config_checks.tensors(full, "output", source, partial=partial),
             instance_groups=groups,
-            dynamic_batching=config_checks.dynamic_batching(full, source),
+            dynamic_batching=config_checks.dynamic_batching(full, source, partial=partial),
             version_policy=config_checks.version_policy(full, source),
             default_model_filename=full["default_model_filename"],
             parameters=MappingProxyType(

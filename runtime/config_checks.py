@@ -248,14 +248,16 @@ def with_groups(raw: Raw, groups: Sequence[InstanceGroup]) -> Raw:
     return {**raw, "instance_group": merged}
 
 
-def dynamic_batching(raw: Raw, source: Source) -> DynamicBatching | None:
+def dynamic_batching(raw: Raw, source: Source, *, partial: bool = False) -> DynamicBatching | None:
+    """How requests are joined; in a partial configuration the maximum may be missing still."""
     batching = raw.get("dynamic_batching")
     if batching is None:
         return None
     path, suffix = "dynamic_batching", f" for {raw['name']}"
     for index, size in enumerate(batching["preferred_batch_size"]):
         rule = "positive" if size <= 0 else "<= max batch size"
-        if not 0 < size <= raw["max_batch_size"]:
+        is_small = size <= raw["max_batch_size"] or (partial and not raw["max_batch_size"])
+        if not (0 < size and is_small):
             what = f"dynamic batching preferred size must be {rule}{suffix}"
             raise source.error(f"{path}.preferred_batch_size[{index}]", what)
     result = DynamicBatching(
