@@ -1,0 +1,194 @@
+"""The runtime from Python: every public method, on real stubs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.runtime.adders import CONFIG, rows, write_model
+from tests.runtime.recorder import PATIENCE_S
+
+import moonpool
+from moonpool import Runtime
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    one = "instance_group [ { kind: KIND_CPU count: 1 } ]"
+    write_model(folder, "add", 1, config=f"{CONFIG} dynamic_batching {{}} {one}")
+    write_model(
+        folder, "versions", 1, 2, 10, config=f"{CONFIG} version_policy {{ all {{}} }} {one}"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runtime(repository: Path) -> Iterator[Runtime]:
+    with Runtime(repository) as runtime:
+        yield runtime
+
+
+# Requests
+
+
+def test_every_way_to_ask_gives_the_same_answer(runtime: Runtime) -> None:
+    async def ask() -> list[Any]:
+        outputs = await runtime.ainfer("add", rows(1, 2))
+        response = await runtime.arequest("add", rows(1, 2))
+        return [outputs["SUM"], response.outputs["SUM"]]
+
+    answers = [
+        runtime.infer("add", rows(1, 2))["SUM"],
+        runtime.request("add", rows(1, 2)).outputs["SUM"],
+        runtime.submit("add", rows(1, 2)).result(PATIENCE_S).outputs["SUM"],
+        *asyncio.run(ask()),
+    ]
+    for answer in answers:
+        assert answer.dtype == np.float32
+        assert answer.tolist() == [[2, 3]]
+
+
+def test_a_request_may_want_some_outputs_and_say_things(runtime: Runtime) -> None:
+    parameters: dict[str, bool | int | float | str] = {"text": "a", "number": 3, "yes": True}
+    response = runtime.request(
+        "add", rows(1), outputs=["SUM"], request_id="first", parameters=parameters
+    )
+    assert set(response.outputs) == {"SUM"}
+    assert response.request_id == "first"
+    assert response.parameters == {"id": "first", **parameters}
+    assert repr(response) == "<Response SUM float32[1, 1]>"
+
+
+def test_options_of_request_are_those_of_infer(runtime: Runtime) -> None:
+    outputs = runtime.infer("add", rows(1), outputs=["VERSION"], request_id="x", priority=1)
+    assert {name: array.tolist() for name, array in outputs.items()} == {"VERSION": [[1]]}
+    with pytest.raises(TypeError, match="no_such_option"):
+        runtime.infer("add", rows(1), no_such_option=1)
+
+
+def test_a_call_works_inside_a_running_event_loop(runtime: Runtime) -> None:
+    # As in the cells of a notebook.
+    async def cell() -> float:
+        return float(runtime.infer("add", rows(4))["SUM"][0, 0])
+
+    assert asyncio.run(cell()) == 5
+
+
+def test_several_requests_travel_in_one_message_and_are_answered_each(tmp_path: Path) -> None:
+    policy = "dynamic_batching { preferred_batch_size: 4 max_queue_delay_microseconds: 60000000 }"
+    folder = write_model(tmp_path, "late", 1, config=CONFIG + policy)
+    with Runtime() as runtime:
+        runtime.load("late", folder, instances=1)
+        futures = [runtime.submit("late", rows(i)) for i in range(4)]
+        outputs = [future.result(PATIENCE_S).outputs for future in futures]
+        assert [each["SUM"].tolist() for each in outputs] == [[[i + 1]] for i in range(4)]
+        assert [each["TOGETHER"].tolist() for each in outputs] == [[[4]]] * 4
+        shown = runtime.statistics("late")
+        assert (shown["inference_count"], shown["execution_count"]) == (4, 1)
+        assert [each["batch_size"] for each in shown["batch_stats"]] == [4]
+
+
+def test_many_callers_of_many_kinds_get_their_own_answers(runtime: Runtime) -> None:
+    answers: dict[int, list[float]] = {}
+    count = 60
+
+    def by_thread(first: int) -> None:
+        answers[first] = [runtime.infer("add", rows(first + i))["SUM"][0, 0] for i in range(count)]
+
+    def by_loop(first: int) -> None:
+        async def main() -> list[float]:
+            asked = (runtime.ainfer("add", rows(first + i)) for i in range(count))
+            return [each["SUM"][0, 0] for each in await asyncio.gather(*asked)]
+
+        answers[first] = asyncio.run(main())
+
+    threads = [
+        threading.Thread(target=way, args=(1000 * i,))
+        for i, way in enumerate([by_thread, by_loop] * 4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert answers == {
+        1000 * i: [1000 * i + j + 1 for j in range(count)] for i in range(len(threads))
+    }
+    assert runtime.instances("add")[0]["restarts"] == 0
+
+
+# What is there
+
+
+def test_models_and_versions_are_listed(runtime: Runtime) -> None:
+    assert runtime.models() == {"add": [1], "versions": [1, 2, 10]}
+    assert repr(runtime) == "<moonpool.Runtime with models ['add', 'versions']>"
+
+
+def test_a_request_goes_to_the_latest_version_or_the_one_it_names(runtime: Runtime) -> None:
+    def answered(version: int | None) -> int:
+        return int(runtime.infer("versions", rows(1), version=version)["VERSION"][0, 0])
+
+    assert [answered(version) for version in (None, 1, 2, 10)] == [10, 1, 2, 10]
+    for method in (runtime.infer, runtime.submit):
+        with pytest.raises(moonpool.ModelNotFound, match="'versions' version 3 is not at ready"):
+            method("versions", rows(1), version=3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "versions"),
+    [
+        ({"latest": {"num_versions": 1}}, [10]),
+        ({"latest": {"num_versions": 2}}, [2, 10]),
+        ({"specific": {"versions": [1, 10]}}, [1, 10]),
+        ({"all": {}}, [1, 2, 10]),
+    ],
+)
+def test_the_version_policy_says_which_versions_are_loaded(
+    repository: Path, policy: dict[str, Any], versions: list[int]
+) -> None:
+    with Runtime() as runtime:
+        runtime.load("m", repository / "versions", config={"version_policy": policy})
+        assert runtime.models() == {"m": versions}
+        assert [runtime.is_ready("m", version) for version in versions] == [True] * len(versions)
+        assert not runtime.is_ready("m", 3)
+
+
+def test_readiness_is_told(runtime: Runtime) -> None:
+    assert runtime.is_ready("add")
+    assert runtime.is_ready("add", 1)
+    assert not runtime.is_ready("add", 2)
+    assert not runtime.is_ready("nobody")
+
+
+def test_the_configuration_is_the_complete_one(runtime: Runtime) -> None:
+    config = runtime.config("add")
+    assert (config.name, config.max_batch_size) == ("add", 8)
+    assert [tensor.name for tensor in config.outputs] == ["SUM", "VERSION", "TOGETHER"]
+    with pytest.raises(moonpool.ModelNotFound):
+        runtime.config("nobody")
+
+
+def test_instances_are_shown_with_state_and_process(runtime: Runtime) -> None:
+    (shown,) = runtime.instances("add")
+    assert shown["name"] == "add_0_0"
+    assert (shown["state"], shown["restarts"]) == ("READY", 0)
+    assert b"triton_python_backend_stub" in Path(f"/proc/{shown['pid']}/cmdline").read_bytes()
+
+
+def test_statistics_count_requests_and_executions_of_a_version(runtime: Runtime) -> None:
+    before = runtime.statistics("versions", 2)
+    for _ in range(3):
+        runtime.infer("versions", {k: np.ones((2, 3), np.float32) for k in "AB"}, version=2)
+    with pytest.raises(moonpool.InvalidRequest):
+        runtime.infer("versions", {}, version=2)
+    after = runtime.statistics("versions", 2)
+    assert (after["name"], after["version"]) == ("versions", "2")
+    assert after["inference_count"] - before["inference_count"] == 6
+    assert after["execution_count"] - before["execution_count"] == 3
+    assert runtime.statistics("versions", 1)["execution_count"] <= 1

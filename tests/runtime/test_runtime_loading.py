@@ -1,0 +1,214 @@
+"""Loading from Python: directories, files, classes, versions, interpreters, and several runtimes at once."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.runtime.adders import CONFIG, rows, write_model
+from tests.runtime.recorder import PATIENCE_S, tensor
+
+import moonpool
+from moonpool import Runtime
+
+ROOT = Path(__file__).parents[2]
+NATIVE = """
+import numpy as np
+from moonpool import Batch, Float32, Int32, Outputs
+
+
+class Doubler:
+    max_batch_size = 16
+
+    def __call__(self, X: Float32[Batch, :]) -> Outputs(Y=Float32[Batch, :], ROWS=Int32[Batch, 1]):
+        return {"Y": X * 2, "ROWS": np.full((len(X), 1), len(X), np.int32)}
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    one = "instance_group [ { kind: KIND_CPU count: 1 } ]"
+    write_model(folder, "add", 1, config=f"{CONFIG} dynamic_batching {{}} {one}")
+    write_model(
+        folder, "versions", 1, 2, 10, config=f"{CONFIG} version_policy {{ all {{}} }} {one}"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("native") / "doubler.py"
+    file.write_text(NATIVE)
+    return file
+
+
+@pytest.fixture(scope="module")
+def runtime(repository: Path) -> Iterator[Runtime]:
+    with Runtime(repository) as runtime:
+        yield runtime
+
+
+def test_a_model_can_be_unloaded_and_loaded_again(repository: Path) -> None:
+    with Runtime(repository, models=["add"]) as runtime:
+        first = runtime.instances("add")[0]["pid"]
+        runtime.unload("add")
+        assert runtime.models() == {}
+        assert not os.path.exists(f"/proc/{first}")
+        with pytest.raises(moonpool.ModelNotFound, match="'add' is not found"):
+            runtime.infer("add", rows(1))
+        with pytest.raises(moonpool.ModelNotFound, match="'add' is not found"):
+            runtime.empty("add", "A", 1)
+        with pytest.raises(moonpool.ModelNotFound, match="'add' is not loaded"):
+            runtime.unload("add")
+        runtime.load("add", instances=2)
+        assert len(runtime.instances("add")) == 2
+        assert runtime.infer("add", rows(1))["SUM"].tolist() == [[2]]
+
+
+def test_one_directory_can_be_loaded_under_several_names(repository: Path) -> None:
+    with Runtime() as runtime:
+        for name in ("one", "other"):
+            runtime.load(name, repository / "add", config={"max_batch_size": 2})
+        assert runtime.config("one").max_batch_size == 2
+        for name in ("one", "other"):
+            assert runtime.infer(name, rows(1))["SUM"].tolist() == [[2]]
+            with pytest.raises(moonpool.InvalidRequest, match="batch-size must be <= 2"):
+                runtime.infer(name, {k: np.ones((3, 1), np.float32) for k in "AB"})
+
+
+def test_a_runtime_without_a_repository_wants_a_source() -> None:
+    with Runtime() as runtime, pytest.raises(moonpool.ModelNotFound, match="has no repository"):
+        runtime.load("anything")
+
+
+def test_a_file_of_moonpools_own_kind_needs_no_configuration(native: Path) -> None:
+    with Runtime() as runtime:
+        runtime.load("doubler", native, instances=2)
+        config = runtime.config("doubler")
+        assert config.max_batch_size == 16
+        assert [(t.name, t.datatype, t.dims) for t in config.inputs] == [("X", "FP32", (-1,))]
+        assert [t.name for t in config.outputs] == ["Y", "ROWS"]
+        x = np.arange(6, dtype=np.float32).reshape(2, 3)
+        outputs = runtime.infer("doubler", {"X": x})
+        assert outputs["Y"].tolist() == (x * 2).tolist()
+        assert outputs["ROWS"].tolist() == [[2], [2]]
+
+
+def test_a_model_of_moonpools_own_kind_is_called_once_for_a_batch(native: Path) -> None:
+    policy = {"preferred_batch_size": [6], "max_queue_delay_microseconds": 60_000_000}
+    with Runtime() as runtime:
+        runtime.load("doubler", native, config={"dynamic_batching": policy})
+        inputs = [np.full((n, 2), n, np.float32) for n in (1, 2, 3)]
+        futures = [runtime.submit("doubler", {"X": x}) for x in inputs]
+        for x, future in zip(inputs, futures, strict=True):
+            outputs = future.result(PATIENCE_S).outputs
+            assert outputs["Y"].tolist() == (x * 2).tolist()
+            assert outputs["ROWS"].tolist() == [[6]] * len(x)
+
+
+def test_a_class_is_loaded_from_its_file() -> None:
+    config = {
+        "input": [tensor("X", "FP32", -1)],
+        "output": [tensor("OUTPUT0", "FP32", -1)],
+    }
+    with Runtime() as runtime:
+        runtime.load("squarer", _square(), config=config)
+        outputs = runtime.infer("squarer", {"X": np.array([3, 4], np.float32)})
+        assert outputs["OUTPUT0"].tolist() == [9, 16]
+
+
+def _square() -> type:
+    """The class in a module of its own: a stub's interpreter need not have what this file imports."""
+    folder = Path(__file__).parents[1] / "models"
+    sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module("square")
+    finally:
+        sys.path.remove(str(folder))
+    square = module.Square
+    assert isinstance(square, type)
+    return square
+
+
+# Several at once
+
+
+def test_two_runtimes_know_nothing_of_each_other(repository: Path) -> None:
+    with (
+        Runtime(repository, models=["add"]) as one,
+        Runtime(repository / ".." / repository.name) as other,
+    ):
+        assert one.models() == {"add": [1]}
+        assert one.instances("add")[0]["pid"] != other.instances("add")[0]["pid"]
+        x = one.empty("add", "A", (1, 2))
+        x[...] = 5
+        # Memory of the one is ordinary memory for the other.
+        for each in (one, other):
+            assert each.infer("add", {"A": x, "B": x})["SUM"].tolist() == [[10, 10]]
+        one.close()
+        assert other.infer("add", rows(1))["SUM"].tolist() == [[2]]
+        with pytest.raises(moonpool.RuntimeClosed):
+            one.infer("add", rows(1))
+        assert repr(one) == "<moonpool.Runtime, closed>"
+
+
+def test_a_fork_does_not_have_the_runtime_of_its_parent(runtime: Runtime) -> None:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            refused = 0
+            for act in (
+                lambda: runtime.infer("add", rows(1)),
+                lambda: runtime.submit("add", rows(1)),
+                lambda: runtime.load("add"),
+                lambda: asyncio.run(runtime.ainfer("add", rows(1))),
+            ):
+                try:
+                    act()
+                except moonpool.RuntimeClosed as error:
+                    refused += "belongs to the process that made it" in str(error)
+            runtime.close()
+            status = 0 if refused == 4 and not runtime.is_ready("add") else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert runtime.infer("add", rows(1))["SUM"].tolist() == [[2]]
+
+
+PROGRAM = """
+import asyncio, sys
+import numpy as np
+import moonpool
+
+with moonpool.Runtime(sys.argv[1], models=["add"]) as runtime:
+    x = np.ones((1, 4), np.float32)
+    inputs = {"A": x, "B": x}
+    assert runtime.infer("add", inputs)["SUM"].sum() == 8
+    assert asyncio.run(runtime.ainfer("add", inputs))["SUM"].sum() == 8
+    assert runtime.submit("add", inputs).result().outputs["SUM"].sum() == 8
+    runtime.unload("add")
+    runtime.load("add")
+    kept = runtime.infer("add", inputs)
+print("done")
+"""
+
+
+def test_a_program_runs_with_warnings_as_errors(repository: Path) -> None:
+    program = subprocess.run(
+        [sys.executable, "-W", "error", "-X", "dev", "-c", PROGRAM, str(repository)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (program.returncode, program.stdout, program.stderr) == (0, "done\n", "")
