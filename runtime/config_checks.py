@@ -257,7 +257,7 @@ def dynamic_batching(raw: Raw, source: Source, *, partial: bool = False) -> Dyna
     for index, size in enumerate(batching["preferred_batch_size"]):
         rule = "positive" if size <= 0 else "<= max batch size"
         is_small = size <= raw["max_batch_size"] or (partial and not raw["max_batch_size"])
-        if not (0 < size and is_small):
+        if not (size > 0 and is_small):
             what = f"dynamic batching preferred size must be {rule}{suffix}"
             raise source.error(f"{path}.preferred_batch_size[{index}]", what)
     result = DynamicBatching(

@@ -149,3 +149,10 @@ def _no_answer(answer: object) -> MoonpoolError:
         f"the backend answered with {type(answer).__name__}; it must return a Pending, or a list "
         "with a Response or an exception for each request"
     )
+
+
+def broken(instance: ModelInstance, error: Exception) -> MoonpoolError:
+    """What callers get where a backend raised something else than moonpool's errors."""
+    wrapped = BackendError(f"executing in {instance.name} failed: {error!r}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -110,8 +110,12 @@ class HostedModel:
 
     def _give_up(self, why: str) -> None:
         """No instance is left. Called while the model may be on its way out already."""
-        if self.machine.state is ModelState.READY:
-            self._move(ModelState.UNAVAILABLE, f"every instance gave up: {why}")
+        because = f"every instance gave up: {why}"
+        with self._lock:
+            if self.machine.state is not ModelState.READY:
+                return
+            self.machine.move(ModelState.UNAVAILABLE, because, time.monotonic())
+        self._tell(str(self), str(ModelState.UNAVAILABLE), because)
 
     def unload(self, drain_timeout_s: float) -> None:
         """Refuse new requests, finish those that are there, finalize. Requests over the time get an error."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.runtime.batcher import Queue, QueueTimeout, form
 from moonpool.runtime.errors import BackendError, ModelUnavailable
-from moonpool.runtime.execution import Execution
+from moonpool.runtime.execution import Execution, broken
 from moonpool.runtime.ordering import Ordering
 from moonpool.runtime.statistics import Statistics
 
@@ -57,6 +57,8 @@ class Scheduler:
         self._numbers: dict[int, int] = {}
         self._started = 0
         self._idle: list[ModelInstance] = []
+        # Neither idle nor busy: somebody has them for a moment.
+        self._taken: set[ModelInstance] = set()
         self._busy: dict[ModelInstance, Execution] = {}
         self._refusal: MoonpoolError | None = ModelUnavailable(
             f"Request for model '{model.name}' which is loading"
@@ -163,7 +165,7 @@ class Scheduler:
             self._lose(execution, error, delivered=False)
             return False
         except Exception as error:
-            outcome = error if isinstance(error, MoonpoolError) else _broken(instance, error)
+            outcome = error if isinstance(error, MoonpoolError) else broken(instance, error)
             outcomes = [outcome] * len(execution.requests)
             # Not from here: settling starts the next batch, and that may fail here again.
             self.reactor.call_soon(lambda: self._settle(execution, outcomes))
@@ -306,7 +308,9 @@ class Scheduler:
     def add(self, instance: ModelInstance) -> None:
         """An instance that is ready."""
         with self._lock:
+            self._taken.discard(instance)
             self._hand_back(instance)
+            self._tell()
         self._poke()
 
     def _hand_back(self, instance: ModelInstance) -> None:
@@ -324,12 +328,25 @@ class Scheduler:
                 self._on_lost(instance, [], error)
 
     def take(self, instance: ModelInstance) -> bool:
-        """Take an instance out if it is idle; whoever takes it must `add` it again, or end it."""
+        """Take an instance out if it is idle; whoever takes it must soon `add` or `lose` it."""
         with self._lock:
             if instance not in self._idle:
                 return False
             self._idle.remove(instance)
+            self._taken.add(instance)
             return True
+
+    def lose(self, instance: ModelInstance, error: BaseException) -> None:
+        """An instance broke in the hand of whoever took it."""
+        with self._lock:
+            self._taken.discard(instance)
+            self._on_lost(instance, [], error)
+            self._tell()
+
+    def retire(self, instance: ModelInstance) -> bool:
+        """Take an instance out for good; False where it executes, or is lost already."""
+        self._wait_for(lambda: instance not in self._taken, None)
+        return self.take(instance)
 
     def wait_empty(self, deadline: float) -> bool:
         """Wait until nothing is queued and nothing executes; False at the deadline."""
@@ -339,11 +356,12 @@ class Scheduler:
         """Wait until an instance executes nothing; False at the deadline."""
         return self._wait_for(lambda: instance not in self._busy, deadline)
 
-    def _wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
+    def _wait_for(self, condition: Callable[[], bool], deadline: float | None) -> bool:
+        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         with self._lock:
             self._waiting += 1
             try:
-                return self._changed.wait_for(condition, max(0.0, deadline - time.monotonic()))
+                return self._changed.wait_for(condition, timeout_s)
             finally:
                 self._waiting -= 1
 
@@ -380,9 +398,3 @@ class Scheduler:
 
 _STRANDED_NS = 1_000_000_000
 _LEFT = ModelUnavailable("the caller left")
-
-
-def _broken(instance: ModelInstance, error: Exception) -> MoonpoolError:
-    wrapped = BackendError(f"executing in {instance.name} failed: {error!r}")
-    wrapped.__cause__ = error
-    return wrapped

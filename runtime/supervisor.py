@@ -101,6 +101,20 @@ class Supervisor:
             seat.machine.move(state, because, time.monotonic())
         self._tell(seat.instance.name, str(state), because)
 
+    def _move_from(
+        self, seat: Seat, here: InstanceState, state: InstanceState, because: str
+    ) -> bool:
+        """Move an instance if it is in a certain state and nobody brings it back at the moment."""
+        with self._lock:
+            recovery = seat.recovery
+            if seat.machine.state is not here:
+                return False
+            if recovery not in (None, threading.current_thread()) and recovery.is_alive():
+                return False
+            seat.machine.move(state, because, time.monotonic())
+        self._tell(seat.instance.name, str(state), because)
+        return True
+
     # Start
 
     def start_all(self) -> None:
@@ -156,22 +170,29 @@ class Supervisor:
         """An instance broke, and with it these requests. Does not block."""
         seat = self._seat_of[instance]
         instance.accepts = instance.is_healthy = False
-        seat.recovery = threading.Thread(
+        recovery = threading.Thread(
             target=self._recover,
             args=(seat, requests, error),
             name=f"moonpool-recover-{instance.name}",
             daemon=True,
         )
-        seat.recovery.start()
+        with self._lock:  # whoever finds it must find it started
+            seat.recovery = recovery
+            recovery.start()
 
     def _recover(
         self, seat: Seat, requests: Sequence[InferenceRequest], error: BaseException
     ) -> None:
         seat.deaths_s.append(time.monotonic())
-        reason = self._backend.explain(seat.instance, error)
+        try:
+            reason = self._backend.explain(seat.instance, error)
+        except Exception:
+            _log.exception("[%s] nobody can say why it broke", seat.instance.name)
+            reason = error
         _log.error("[%s] %s", seat.instance.name, str(reason))
-        is_draining = seat.machine.state is _S.DRAINING
-        self._move(seat, _S.STOPPED if is_draining else _S.BACKING_OFF, str(reason))
+        is_draining = self._move_from(seat, _S.DRAINING, _S.STOPPED, str(reason))
+        if not is_draining:
+            self._move(seat, _S.BACKING_OFF, str(reason))
         self._tell_callers(requests, as_moonpool_error(reason))
         self._finalize(seat)
         if is_draining:
@@ -249,7 +270,7 @@ class Supervisor:
                 try:
                     self._backend.tidy(instance)
                 except (MoonpoolError, OSError) as error:
-                    self.lost(instance, [], error)
+                    self._scheduler.lose(instance, error)
                 else:
                     self._scheduler.add(instance)
         self._reactor.call_later(_TIDY_S, self._tidy)
@@ -263,13 +284,11 @@ class Supervisor:
 
     def _stop(self, seat: Seat) -> None:
         self._end_recovery(seat)
-        if seat.machine.state is _S.READY:
-            self._move(seat, _S.DRAINING, "unload")
-            self._drain(seat)
-            if seat.recovery is not None:
-                seat.recovery.join()
-        if seat.machine.state is _S.DRAINING:
-            self._move(seat, _S.FINALIZING, "drained")
+        while seat.machine.state is _S.READY:
+            if self._move_from(seat, _S.READY, _S.DRAINING, "unload"):
+                self._drain(seat)
+            self._end_recovery(seat)
+        if self._move_from(seat, _S.DRAINING, _S.FINALIZING, "drained"):
             self._finalize(seat)
         if not seat.machine.ended:
             self._move(seat, _S.STOPPED, "unload")
@@ -289,7 +308,7 @@ class Supervisor:
         if scheduler is None:
             return
         instance.accepts = False
-        if scheduler.take(instance):
+        if scheduler.retire(instance):
             return
         if not scheduler.wait_idle(instance, time.monotonic()):
             error = ModelUnavailable(f"model '{self._model.name}' is being unloaded")
