@@ -1,6 +1,6 @@
 """Draws the tables of the code into ARCHITECTURE.md, between the markers that name them.
 
-    python docs/diagrams.py
+Run it with `python docs/diagrams.py` after a change to a table.
 """
 
 from __future__ import annotations
