@@ -68,7 +68,7 @@ class LoopDriver:
             # What the loop has seen was the answer to somebody else, who has read it meanwhile.
             return
         watched.execution = None
-        if execution is not None and execution.claim():
+        if execution is not None and execution.claim(self):
             execution.finish()
         else:
             # Somebody else's answer, or the end of the stub. Whoever comes next adds it again.
@@ -90,13 +90,13 @@ class LoopDriver:
             if execution is not None and request in execution.requests:
                 watched.execution = None
                 self._forget(link)
-                if execution.claim():
+                if execution.claim(self):
                     execution.drive_in_reactor()
 
     def close(self) -> None:
         """The loop has ended."""
         for watched in self._watched.values():
-            if watched.execution is not None and watched.execution.claim():
+            if watched.execution is not None and watched.execution.claim(self):
                 watched.execution.drive_in_reactor()
             os.close(watched.fd)
         self._watched.clear()
@@ -147,7 +147,7 @@ class LoopWaiter(Waiter):
     def _drive(self, execution: Execution) -> None:
         if not self.future.done():
             self._driver.drive(execution)
-        elif execution.claim():  # left meanwhile
+        elif execution.claim(self):  # left meanwhile
             execution.drive_in_reactor()
 
     def _elsewhere(self, callback: object, argument: object) -> bool:

@@ -3,6 +3,10 @@
 Exactly one party drives an execution: the thread of a caller, an event loop, or the reactor. It waits until the
 answer can be read and then calls `finish`. An execution is offered to a party with `Waiter.appoint`, and
 whoever wins `claim` has it.
+
+A signal handler may raise anywhere in the main thread. Then what that thread drove must neither be lost nor be
+driven by two, so at every moment it stands written who drives (`_drivers`) and how far it is: not sent,
+sent, answered (`outcomes`). `abandon` goes on from there.
 """
 
 from __future__ import annotations
@@ -27,7 +31,17 @@ if TYPE_CHECKING:
 class Execution:
     """A batch that was handed to an instance, which will answer later."""
 
-    __slots__ = ("_claims", "instance", "pending", "requests", "scheduler", "sent_ns", "started_ns")
+    __slots__ = (
+        "_drivers",
+        "instance",
+        "is_sent",
+        "outcomes",
+        "pending",
+        "requests",
+        "scheduler",
+        "sent_ns",
+        "started_ns",
+    )
 
     def __init__(
         self,
@@ -35,46 +49,73 @@ class Execution:
         instance: ModelInstance,
         requests: list[InferenceRequest],
         started_ns: int,
+        driver: object = None,
     ) -> None:
+        """`driver` is whoever sends it, if that one is to drive it, too."""
         self.scheduler = scheduler
         self.instance = instance
         self.requests = requests
         self.started_ns = started_ns
         self.sent_ns = started_ns
         self.pending: Pending
-        # Nobody's to drive before there is an answer to wait for.
-        self._claims: list[Execution] = []
+        self.is_sent = False
+        self.outcomes: Sequence[Outcome] | None = None
+        # Who drives is the first of them; where there is none it may be claimed.
+        self._drivers: list[object] = [driver]
 
     def take(self, result: object) -> Sequence[Outcome] | None:
         """What the backend's execute returned: the outcomes, or None where they are pending now."""
+        self.sent_ns = time.monotonic_ns()
         if isinstance(result, list):
             return result
         if hasattr(result, "finish"):
             self.pending = result  # type: ignore[assignment]
+            self.is_sent = True
             return None
         return [_no_answer(result)] * len(self.requests)
 
-    def claim(self) -> bool:
-        """Whether the caller is the one that drives it from now on. True once after each `offer`."""
-        try:
-            self._claims.pop()
-        except IndexError:
+    def claim(self, by: object) -> bool:
+        """Whether `by` drives it from now on. True once after each `offer`.
+
+        Two threads must not claim for the same `by` at the same time.
+        """
+        drivers = self._drivers
+        if drivers:
             return False
-        return True
+        drivers.append(by)
+        return drivers[0] is by
 
     @property
     def is_offered(self) -> bool:
         """Whether it could be claimed at this moment."""
-        return bool(self._claims)
+        return not self._drivers
 
     def offer(self) -> None:
         """Whoever has it gives it up: the execution can be claimed by another."""
-        self._claims.append(self)
+        self._drivers = []
 
-    def drive(self, deadline: float | None) -> None:
+    def reserve(self, by: object) -> None:
+        """Whoever has it, as it was never offered, gives it to `by`."""
+        self._drivers = [by]
+
+    def abandon(self, by: object) -> None:
+        """`by`, who may have been interrupted anywhere, drives no longer; it goes on without."""
+        drivers = self._drivers
+        if not (drivers and drivers[0] is by) and not self.claim(by):
+            return
+        outcomes = self.outcomes
+        if not self.is_sent:
+            error = BackendError("whoever was about to send the request was interrupted")
+            outcomes = [error] * len(self.requests)
+        if outcomes is None:
+            self.drive_in_reactor()
+        else:
+            self.scheduler.reactor.call_soon(lambda: self.scheduler.settle(self, outcomes))
+
+    def drive(self, deadline: float | None, *, interruptible: bool) -> None:
         """Wait for the answer on this thread, which has claimed it, and finish.
 
-        At `deadline`, or when a signal handler raises, the reactor takes over and the exception goes on.
+        `interruptible` says that signal handlers run on this thread. At `deadline`, or when a signal handler raises, the reactor takes over and the exception goes on.
         """
         try:
             if deadline is not None:
@@ -85,7 +126,7 @@ class Execution:
         except BaseException:
             self.drive_in_reactor()
             raise
-        self.finish()
+        self.scheduler.finish(self, interruptible=interruptible)
 
     def _wait_until(self, deadline: float) -> None:
         poll = select.poll()
@@ -96,11 +137,17 @@ class Execution:
             raise RequestTimedOut("Request timeout expired")
 
     def drive_in_reactor(self) -> None:
-        """Let the reactor, for which it is claimed, wait for the answer."""
-        if self.pending.is_received():
-            self.scheduler.reactor.call_soon(self.finish)
-        else:
-            self.scheduler.reactor.watch_once(self.pending.fileno(), self.finish)
+        """Let the reactor, for which it is claimed, wait for the answer. Twice is as good as once."""
+        reactor = self.scheduler.reactor
+        self._drivers = [reactor]
+        reactor.call_soon(self._wait_in_reactor)
+
+    def _wait_in_reactor(self) -> None:
+        if self.scheduler.executes(self):
+            if self.pending.is_received():
+                self.finish()
+            else:
+                self.scheduler.reactor.watch_once(self.pending.fileno(), self.finish)
 
     def finish(self) -> None:
         """Read the answer, which is there, and give every request its outcome."""

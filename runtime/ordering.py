@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Ordering(Generic[T]):
@@ -46,4 +50,39 @@ class Ordering(Generic[T]):
         released = [result]
         while order and order[0] in done:
             released.append(done.pop(order.popleft()))
+        return released
+
+
+class Departures(Generic[R, T]):
+    """Pairs requests with their outcomes, in the order in which they may leave. Not thread-safe."""
+
+    def __init__(self, *, in_order: bool) -> None:
+        """`in_order` says that the requests of earlier batches leave before those of later ones."""
+        self.in_order = in_order
+        self._ordering: Ordering[tuple[R, T]] = Ordering()
+        self._numbers: dict[int, int] = {}
+        self._started = 0
+
+    def started(self, batch: Iterable[R]) -> None:
+        """These are given to an instance."""
+        if not self.in_order:
+            return
+        for request in batch:
+            if id(request) not in self._numbers:  # it is, when it is tried once more
+                self._started += 1
+                self._numbers[id(request)] = self._started
+                self._ordering.opened(self._started)
+
+    def done(self, requests: Sequence[R], outcomes: Sequence[T]) -> list[tuple[R, T]]:
+        """What may leave now that these have outcomes."""
+        pairs = list(zip(requests, outcomes, strict=True))
+        if not self.in_order:
+            return pairs
+        released: list[tuple[R, T]] = []
+        for pair in pairs:
+            number = self._numbers.pop(id(pair[0]), None)
+            if number is None:  # never in a batch, so nobody waits behind it
+                released.append(pair)
+            else:
+                released += self._ordering.done(number, pair)
         return released

@@ -351,12 +351,10 @@ def _wait(scheduler: Scheduler, request: InferenceRequest, timeout_s: float | No
     """Submit a request and wait for its outcome on this thread."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     waiter = request.waiter = ThreadWaiter() if deadline is None else PunctualWaiter()
-    execution = scheduler.submit(request)
     try:
-        if execution is not None:
-            execution.drive(deadline)
-        outcome = waiter.wait(deadline)
+        outcome = waiter.wait(deadline, scheduler.submit(request))
     except BaseException:
+        waiter.leave()
         scheduler.leave(request)
         raise
     return _result(outcome)

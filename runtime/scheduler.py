@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.runtime.batcher import Queue, QueueTimeout, form
+from moonpool.runtime.changes import Changes
 from moonpool.runtime.errors import BackendError, ModelUnavailable
 from moonpool.runtime.execution import Execution, broken
-from moonpool.runtime.ordering import Ordering
+from moonpool.runtime.ordering import Departures
 from moonpool.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -44,18 +45,13 @@ class Scheduler:
         self._executor = executor
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._waiting = 0
+        self._changes = Changes(self._lock)
         self._queue: Queue[InferenceRequest] = Queue(config.max_batch_size, config.dynamic_batching)
         batching = config.dynamic_batching
         # Where no batch is worth waiting for, a request that meets an idle instance goes into it.
         self._direct = batching is None or not batching.max_queue_delay_us
         ordered = batching is not None and batching.preserve_ordering
-        self._ordering: Ordering[tuple[InferenceRequest, Outcome]] | None = (
-            Ordering() if ordered else None
-        )
-        self._numbers: dict[int, int] = {}
-        self._started = 0
+        self._departures: Departures[InferenceRequest, Outcome] = Departures(in_order=ordered)
         self._idle: list[ModelInstance] = []
         # Neither idle nor busy: somebody has them for a moment.
         self._taken: set[ModelInstance] = set()
@@ -78,21 +74,36 @@ class Scheduler:
             now_ns = time.monotonic_ns()
             request.queued_ns = now_ns
             if self._direct and self._idle and not len(self._queue):
-                started = [self._start(self._idle.pop(), [request], now_ns)]
+                # In this order an interrupted thread leaves no instance behind that nobody knows of.
+                instance = self._idle[-1]
+                driver = None if instance.blocks else request.waiter
+                started = [self._start(instance, [request], now_ns, driver)]
+                self._idle.pop()
                 expired: list[InferenceRequest] = []
             else:
                 self._queue.add(request, now_ns)
+                if request.waiter.interruptible:
+                    # Requests of others must not be in the hand of a thread that may be stopped anywhere.
+                    self.reactor.call_soon(self._look)
+                    return None
                 started, expired = self._form(now_ns)
         self._reject(expired)
         return self._launch(started, request)
 
     def leave(self, request: InferenceRequest) -> None:
-        """The caller does not wait any more: a queued request is dropped, an executing one ignored."""
+        """The caller does not wait any more: a queued request is dropped, an executing one ignored.
+
+        For the thread that waited, wherever it was when a signal handler raised.
+        """
         with self._lock:
             request.left = True
-            released = self._ordered([request], [_LEFT]) if self._queue.remove(request) else []
-            self._tell()
+            was_queued = self._queue.remove(request)
+            released = self._departures.done([request], [_LEFT]) if was_queued else []
+            inside = [each for each in self._busy.values() if request in each.requests]
+            self._changes.tell()
         self._resolve(released)
+        for execution in inside:
+            execution.abandon(request.waiter)
 
     def _form(self, now_ns: int) -> tuple[list[Execution], list[InferenceRequest]]:
         """What to do now; with the lock held."""
@@ -103,28 +114,31 @@ class Scheduler:
         # Where the reactor comes by earlier anyway, it finds out then when to come again.
         if wake_at_ns is not None and wake_at_ns < (self._wake_at_ns or wake_at_ns + 1):
             self._wake_at_ns = wake_at_ns
-            self.reactor.call_at(wake_at_ns / 1e9, self._poke)
+            self.reactor.call_at(wake_at_ns / 1e9, self._wake)
         started = [self._start(self._idle.pop(), batch, now_ns) for batch in formation.batches]
         return started, formation.expired
 
     def _start(
-        self, instance: ModelInstance, batch: list[InferenceRequest], now_ns: int
+        self,
+        instance: ModelInstance,
+        batch: list[InferenceRequest],
+        now_ns: int,
+        driver: object = None,
     ) -> Execution:
-        execution = Execution(self, instance, batch, now_ns)
+        execution = Execution(self, instance, batch, now_ns, driver)
         self._busy[instance] = execution
-        if self._ordering is not None:
-            for request in batch:
-                if id(request) not in self._numbers:  # it is, when it is tried once more
-                    self._started += 1
-                    self._numbers[id(request)] = self._started
-                    self._ordering.opened(self._started)
+        self._departures.started(batch)
         return execution
 
-    def _poke(self) -> None:
-        """Look again: a batch may be sent though it is not full, a request expire, an instance be there."""
+    def _wake(self) -> None:
+        """The time has come at which a batch is sent though it is not full, or a request expires."""
+        # The clock of the timer may be a little early; looking then sets another one.
+        self._wake_at_ns = None
+        self._look()
+
+    def _look(self) -> None:
+        """See whether a batch can be formed."""
         with self._lock:
-            self._wake_at_ns = None
-            # The clock of the timer may be a little early; asking then sets another one.
             started, expired = self._form(time.monotonic_ns())
         self._reject(expired)
         self._launch(started, None)
@@ -142,7 +156,8 @@ class Scheduler:
             if execution.instance.blocks and not (is_own and may_block):
                 self._executor.submit(self._send, execution)
             elif self._send(execution, is_own=is_own):
-                if is_own:
+                if is_own and mine is not None:
+                    execution.reserve(mine.waiter)
                     own = execution
                 else:
                     self._appoint(execution)
@@ -153,14 +168,14 @@ class Scheduler:
         for request in execution.requests:
             if request.waiter.appoint(execution):
                 return
-        if execution.claim():
+        if execution.claim(self):
             execution.drive_in_reactor()
 
     def _send(self, execution: Execution, *, is_own: bool = False) -> bool:
         """Give a batch to its instance; False where that was the end of it already."""
         instance = execution.instance
         try:
-            result = instance.execute(execution.requests)
+            answers = execution.take(instance.execute(execution.requests))
         except (PeerGone, RemoteProtocolError) as error:
             self._lose(execution, error, delivered=False)
             return False
@@ -168,52 +183,76 @@ class Scheduler:
             outcome = error if isinstance(error, MoonpoolError) else broken(instance, error)
             outcomes = [outcome] * len(execution.requests)
             # Not from here: settling starts the next batch, and that may fail here again.
-            self.reactor.call_soon(lambda: self._settle(execution, outcomes))
+            self.reactor.call_soon(lambda: self.settle(execution, outcomes))
             return False
         except BaseException as error:  # a signal handler raised: who knows what was sent
             self._lose(execution, error, delivered=True)
             raise
-        execution.sent_ns = time.monotonic_ns()
-        answers = execution.take(result)
         if answers is None:
             return True
         if is_own or instance.blocks:
-            self._settle(execution, answers)
+            self.settle(execution, answers)
         else:  # settling starts the next batch, and that may be answered here at once, too
-            self.reactor.call_soon(lambda: self._settle(execution, answers))
+            self.reactor.call_soon(lambda: self.settle(execution, answers))
         return False
 
-    def finish(self, execution: Execution) -> None:
+    def finish(self, execution: Execution, *, interruptible: bool = False) -> None:
         """Read the answer of an execution that the caller has claimed, and hand out the outcomes."""
+        if not self.executes(
+            execution
+        ):  # finished already, by whoever took it from an interrupted thread
+            return
         answered_ns = time.monotonic_ns()
         try:
-            outcomes = execution.pending.finish(execution.requests)
+            execution.outcomes = execution.pending.finish(execution.requests)
         except BaseException as error:
             self._lose(execution, error, delivered=True)
             if not isinstance(error, Exception):  # a signal handler raised, the answer is lost
                 raise
             return
-        self._settle(execution, outcomes, answered_ns)
+        self.settle(execution, execution.outcomes, answered_ns, interruptible=interruptible)
 
-    def _settle(
-        self, execution: Execution, outcomes: Sequence[Outcome], answered_ns: int | None = None
+    def settle(
+        self,
+        execution: Execution,
+        outcomes: Sequence[Outcome],
+        answered_ns: int | None = None,
+        *,
+        interruptible: bool = False,
     ) -> None:
-        """The instance is free again: start the next batch, then hand out these outcomes."""
+        """The instance is free again: start the next batch, then hand out these outcomes.
+
+        An interruptible thread does so only where nobody else is concerned, else the reactor does.
+        """
         requests, instance = execution.requests, execution.instance
         if len(outcomes) != len(requests):
             error = BackendError(f"{len(outcomes)} responses to {len(requests)} requests")
             outcomes = [error] * len(requests)
         now_ns = time.monotonic_ns()
         with self._lock:
+            if self._busy.get(instance) is not execution:
+                return
+            if interruptible and (
+                len(requests) > 1 or len(self._queue) or self._departures.in_order
+            ):
+                self.reactor.call_soon(lambda: self.settle(execution, outcomes, answered_ns))
+                return
             outcomes = execution.record(outcomes, answered_ns or now_ns, now_ns)
-            self._hand_back(instance)
+            if (
+                instance not in self._idle
+            ):  # as it is where a signal handler raised right after this
+                self._hand_back(instance)
             del self._busy[instance]
             started, expired = self._form(now_ns)
-            resolved = self._ordered(requests, outcomes)
-            self._tell()
+            resolved = self._departures.done(requests, outcomes)
+            self._changes.tell()
         self._reject(expired)
         self._launch(started, None)
         self._resolve(resolved)
+
+    def executes(self, execution: Execution) -> bool:
+        """Whether this is what its instance executes."""
+        return self._busy.get(execution.instance) is execution
 
     def _lose(self, execution: Execution, error: BaseException, *, delivered: bool) -> None:
         """The instance broke. What it had not been given yet is queued again."""
@@ -223,7 +262,7 @@ class Scheduler:
             # It may be restarted and busy again by now.
             if self._busy.get(instance) is execution:
                 del self._busy[instance]
-            self._tell()
+            self._changes.tell()
         if not delivered:
             self.retry(requests)
 
@@ -237,7 +276,7 @@ class Scheduler:
         fail_ns = sum(now_ns - request.queued_ns for request in requests)
         with self._lock:
             self.statistics.record_failures(time.time_ns() // 1_000_000, len(requests), fail_ns)
-            resolved = self._ordered(requests, [error] * len(requests))
+            resolved = self._departures.done(requests, [error] * len(requests))
         self._resolve(resolved)
 
     def retry(self, requests: Sequence[InferenceRequest]) -> None:
@@ -245,16 +284,15 @@ class Scheduler:
         refused: list[InferenceRequest] = []
         with self._lock:
             now_ns = time.monotonic_ns()
+            refusal = self._refusal or ModelUnavailable("Exceeds maximum queue size")
             for request in requests:
                 request.attempts += 1
-                if self._refusal is None:
-                    try:
-                        self._queue.add(request, now_ns)
-                    except MoonpoolError:
-                        refused.append(request)
-                else:
+                try:
+                    if self._refusal is not None or request.left:
+                        raise refusal
+                    self._queue.add(request, now_ns)
+                except MoonpoolError:
                     refused.append(request)
-            refusal = self._refusal or ModelUnavailable("Exceeds maximum queue size")
             started, expired = self._form(now_ns)
         self._reject(expired)
         self.fail(refused, refusal)
@@ -263,21 +301,6 @@ class Scheduler:
     def _reject(self, expired: list[InferenceRequest]) -> None:
         if expired:
             self.fail(expired, QueueTimeout())
-
-    def _ordered(
-        self, requests: Sequence[InferenceRequest], outcomes: Sequence[Outcome]
-    ) -> list[tuple[InferenceRequest, Outcome]]:
-        pairs = list(zip(requests, outcomes, strict=True))
-        if self._ordering is None:
-            return pairs
-        released = []
-        for request, outcome in pairs:
-            number = self._numbers.pop(id(request), None)
-            if number is None:  # never in a batch, so nobody waits behind it
-                released.append((request, outcome))
-            else:
-                released += self._ordering.done(number, (request, outcome))
-        return released
 
     @staticmethod
     def _resolve(pairs: list[tuple[InferenceRequest, Outcome]]) -> None:
@@ -296,13 +319,13 @@ class Scheduler:
         """Accept no more requests; what is queued stays."""
         with self._lock:
             self._refusal = error
-            self._tell()
+            self._changes.tell()
 
     def drop(self, error: MoonpoolError) -> None:
         """Fail everything that is queued."""
         with self._lock:
             dropped = self._queue.drain()
-            self._tell()
+            self._changes.tell()
         self.fail(dropped, error)
 
     def add(self, instance: ModelInstance) -> None:
@@ -310,8 +333,8 @@ class Scheduler:
         with self._lock:
             self._taken.discard(instance)
             self._hand_back(instance)
-            self._tell()
-        self._poke()
+            self._changes.tell()
+        self._look()
 
     def _hand_back(self, instance: ModelInstance) -> None:
         if instance.broken is not None:
@@ -341,49 +364,25 @@ class Scheduler:
         with self._lock:
             self._taken.discard(instance)
             self._on_lost(instance, [], error)
-            self._tell()
+            self._changes.tell()
 
     def retire(self, instance: ModelInstance) -> bool:
         """Take an instance out for good; False where it executes, or is lost already."""
-        self._wait_for(lambda: instance not in self._taken, None)
+        self._changes.wait_for(lambda: instance not in self._taken, None)
         return self.take(instance)
 
     def wait_empty(self, deadline: float) -> bool:
         """Wait until nothing is queued and nothing executes; False at the deadline."""
-        return self._wait_for(lambda: not len(self._queue) and not self._busy, deadline)
+        return self._changes.wait_for(lambda: not len(self._queue) and not self._busy, deadline)
 
     def wait_idle(self, instance: ModelInstance, deadline: float) -> bool:
         """Wait until an instance executes nothing; False at the deadline."""
-        return self._wait_for(lambda: instance not in self._busy, deadline)
+        return self._changes.wait_for(lambda: instance not in self._busy, deadline)
 
-    def _wait_for(self, condition: Callable[[], bool], deadline: float | None) -> bool:
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+    def executing_since(self, started_ns: int) -> list[Execution]:
+        """What was started before that time and is not finished."""
         with self._lock:
-            self._waiting += 1
-            try:
-                return self._changed.wait_for(condition, timeout_s)
-            finally:
-                self._waiting -= 1
-
-    def _tell(self) -> None:
-        """Wake who waits for something to change, which is seldom anybody; with the lock held."""
-        if self._waiting:
-            self._changed.notify_all()
-
-    def overdue(self, limit_s: float) -> list[ModelInstance]:
-        """The instances that have been executing one batch for longer than that."""
-        since_ns = time.monotonic_ns() - int(limit_s * 1e9)
-        with self._lock:
-            return [i for i, execution in self._busy.items() if execution.started_ns < since_ns]
-
-    def rescue(self) -> None:
-        """Drive what nobody drives: an event loop may end between being asked and doing it."""
-        since_ns = time.monotonic_ns() - _STRANDED_NS
-        with self._lock:
-            stranded = [e for e in self._busy.values() if e.started_ns < since_ns]
-        for execution in stranded:
-            if not execution.instance.blocks and execution.claim():
-                execution.drive_in_reactor()
+            return [each for each in self._busy.values() if each.started_ns < started_ns]
 
     @property
     def queued(self) -> int:
@@ -396,5 +395,4 @@ class Scheduler:
         return len(self._busy)
 
 
-_STRANDED_NS = 1_000_000_000
 _LEFT = ModelUnavailable("the caller left")

@@ -196,6 +196,12 @@ class StubHandle:
                 f"Stub process '{self.name}' broke the protocol and was ended: {error}"
             )
             self.process.kill()
+        elif self._reason is None and not isinstance(error, PeerGone):
+            self._reason = StubDied(
+                f"Stub process '{self.name}' was ended, as whoever talked to it was interrupted: "
+                f"{error!r}"
+            )
+            self.process.kill()
         code = self.process.wait(GRACE_S + _EXIT_S if self._reason else _EXIT_S)
         if code is None:
             self.process.kill()

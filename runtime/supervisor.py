@@ -32,6 +32,7 @@ _S = InstanceState
 # An execution over its limit is noticed after this part of the limit more, at the latest.
 _CHECKS_PER_LIMIT = 20
 _TIDY_S = 5.0
+_STRANDED_NS = 1_000_000_000
 _JOIN_S = 0.1
 
 
@@ -250,7 +251,8 @@ class Supervisor:
         limit_s = self._model.options.execute_timeout_s
         if limit_s is None or self._scheduler is None or self._stopping.is_set():
             return
-        for instance in self._scheduler.overdue(limit_s):
+        since_ns = time.monotonic_ns() - int(limit_s * 1e9)
+        for instance in [each.instance for each in self._scheduler.executing_since(since_ns)]:
             self._backend.abort(
                 instance,
                 ExecuteTimedOut(
@@ -263,7 +265,7 @@ class Supervisor:
     def _tidy(self) -> None:
         if self._scheduler is None or self._stopping.is_set():
             return
-        self._scheduler.rescue()
+        self.rescue()
         for seat in self.seats:
             instance = seat.instance
             if self._scheduler.take(instance):
@@ -274,6 +276,14 @@ class Supervisor:
                 else:
                     self._scheduler.add(instance)
         self._reactor.call_later(_TIDY_S, self._tidy)
+
+    def rescue(self) -> None:
+        """Drive what nobody drives: an event loop may end between being asked and doing it."""
+        if self._scheduler is not None:
+            since_ns = time.monotonic_ns() - _STRANDED_NS
+            for execution in self._scheduler.executing_since(since_ns):
+                if not execution.instance.blocks and execution.claim(self):
+                    execution.drive_in_reactor()
 
     # End
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.request import Outcome
 
 _log = logging.getLogger("moonpool")
+_MAIN = threading.main_thread().ident
 
 
 class Waiter:
@@ -32,6 +33,8 @@ class Waiter:
     __slots__ = ()
     # Whether a backend that blocks may execute on the thread that submits the request.
     may_block = False
+    # Whether signal handlers run on the thread of this caller, and may raise anywhere in what it does here.
+    interruptible = False
 
     def resolve(self, outcome: Outcome) -> None:
         """Here is the outcome. Called once, from any thread."""
@@ -45,7 +48,7 @@ class Waiter:
 class ThreadWaiter(Waiter):
     """A thread that blocks."""
 
-    __slots__ = ("_bell", "_execution", "_gone", "outcome")
+    __slots__ = ("_bell", "_execution", "_gone", "interruptible", "outcome")
     may_block = True
 
     def __init__(self) -> None:
@@ -54,6 +57,7 @@ class ThreadWaiter(Waiter):
         self._bell.acquire()
         self._execution: Execution | None = None
         self._gone = False
+        self.interruptible = threading.get_ident() == _MAIN
         self.outcome: Outcome | None = None
 
     def resolve(self, outcome: Outcome) -> None:
@@ -62,7 +66,7 @@ class ThreadWaiter(Waiter):
 
     def appoint(self, execution: Execution) -> bool:
         self._execution = execution
-        if self._gone and execution.claim():
+        if self._gone and execution.claim(object()):
             # The thread left just before, and did not see it; another one may be appointed.
             self._execution = None
             execution.offer()
@@ -76,26 +80,25 @@ class ThreadWaiter(Waiter):
         except RuntimeError:  # it rings already
             return
 
-    def wait(self, deadline: float | None) -> Outcome:
-        """Block until the outcome is there; drives executions that this thread is appointed to.
+    def wait(self, deadline: float | None, own: Execution | None) -> Outcome:
+        """Block until the outcome is there; drives `own`, and executions that this thread is appointed to.
 
         Raises `RequestTimedOut` at `deadline` (seconds of `time.monotonic`).
         """
-        try:
-            while self.outcome is None:
-                timeout_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-                if not self._bell.acquire(timeout=timeout_s):
-                    raise RequestTimedOut("Request timeout expired")
-                execution, self._execution = self._execution, None
-                if execution is not None and execution.claim():
-                    execution.drive(deadline)
-        except BaseException:
-            self._gone = True
-            execution = self._execution
-            if execution is not None and execution.claim():
-                execution.drive_in_reactor()
-            raise
+        if own is not None:
+            own.drive(deadline, interruptible=self.interruptible)
+        while self.outcome is None:
+            timeout_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._bell.acquire(timeout=timeout_s):
+                raise RequestTimedOut("Request timeout expired")
+            execution, self._execution = self._execution, None
+            if execution is not None and execution.claim(self):
+                execution.drive(deadline, interruptible=self.interruptible)
         return self.outcome
+
+    def leave(self) -> None:
+        """The thread waits no longer: it takes no appointment any more. For that thread."""
+        self._gone = True
 
 
 class PunctualWaiter(ThreadWaiter):

@@ -21,7 +21,6 @@ import moonpool
 from moonpool import RequestTimedOut, Runtime
 from moonpool.ipc.errors import PeerGone
 from moonpool.runtime import aio
-from moonpool.runtime.scheduler import Scheduler
 
 BATCHING = {"max_batch_size": 8, "dynamic_batching": {}}
 
@@ -56,12 +55,13 @@ async def ask(runtime: Runtime, inputs: dict[str, Any], **options: Any) -> float
     return float((await runtime.ainfer("m", inputs, **options))["Y"].flat[0])
 
 
-def rescued(scheduler: Scheduler) -> None:
+def rescued(runtime: Runtime) -> None:
     """Looks for stranded executions until none is left."""
+    hosted = runtime._models.find("m")
 
     def is_done() -> bool:
-        scheduler.rescue()
-        return not scheduler.executing
+        hosted.supervisor.rescue()
+        return not hosted.scheduler.executing
 
     wait_until(is_done)
 
@@ -221,10 +221,9 @@ def test_a_loop_that_stops_for_good_does_not_keep_the_batch_of_others(
             # The loop is asked to drive the next batch, and never runs again to do it.
             backend.wait_for(1).answer()
             backend.wait_for(2).answer()
-            monkeypatch.setattr("moonpool.runtime.scheduler._STRANDED_NS", 0)
-            scheduler = runtime._models.find("m").scheduler
+            monkeypatch.setattr("moonpool.runtime.supervisor._STRANDED_NS", 0)
             wait_until(lambda: len(backend.batches) == 2)
-            rescued(scheduler)
+            rescued(runtime)
             assert other.result() == 2
             assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 0
             left.cancel()
@@ -245,9 +244,9 @@ def test_a_loop_that_stopped_while_it_drove_does_not_keep_the_batch_of_others(
             waiting = Caller(runtime, row(2))
             queued(runtime, 1)
             backend.wait_for(1).answer()
-            monkeypatch.setattr("moonpool.runtime.scheduler._STRANDED_NS", 0)
+            monkeypatch.setattr("moonpool.runtime.supervisor._STRANDED_NS", 0)
             backend.is_quick = True
-            rescued(runtime._models.find("m").scheduler)
+            rescued(runtime)
             assert waiting.result() == 2
             # The loop hears of it when it runs again.
             assert loop.run_until_complete(left) == 1
@@ -270,9 +269,8 @@ def test_a_loop_that_was_closed_is_forgotten_and_what_it_drove_goes_on(
         del loop, left
         backend.is_quick = True
         backend.wait_for(1).answer()
-        monkeypatch.setattr("moonpool.runtime.scheduler._STRANDED_NS", 0)
-        scheduler = runtime._models.find("m").scheduler
-        rescued(scheduler)
+        monkeypatch.setattr("moonpool.runtime.supervisor._STRANDED_NS", 0)
+        rescued(runtime)
         assert waiting.result() == 2
         gc.collect()
         assert is_alive() is None

@@ -169,8 +169,8 @@ def test_what_nobody_drives_is_found_and_driven(
         (execution,) = scheduler._busy.values()
         monkeypatch.undo()
         execution.offer()
-        monkeypatch.setattr("moonpool.runtime.scheduler._STRANDED_NS", 0)
-        scheduler.rescue()
+        monkeypatch.setattr("moonpool.runtime.supervisor._STRANDED_NS", 0)
+        runtime._models.find("m").supervisor.rescue()
         backend.wait_for(1).answer()
         assert future.result(PATIENCE_S).outputs["Y"].flat[0] == 7
 

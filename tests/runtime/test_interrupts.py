@@ -1,0 +1,212 @@
+"""Signal handlers that raise anywhere in a call: the instance is usable, and the others lose nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runtime.desk import Caller, office, queued
+from tests.runtime.recorder import PATIENCE_S, row
+
+from moonpool.runtime.execution import Execution
+from moonpool.runtime.scheduler import Scheduler
+
+ROOT = Path(__file__).parents[2]
+BATCHING = {"max_batch_size": 8, "dynamic_batching": {}}
+
+
+class Interrupted(BaseException):
+    """What the signal handler raises."""
+
+
+def interrupted_once(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bool = False
+) -> None:
+    """Has a method raise, before or after it did its work, when the main thread next calls it."""
+    method: Callable[..., Any] = getattr(owner, name)
+    left = [None]
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() or not left:
+            return method(*arguments, **options)
+        left.pop()
+        if after:
+            method(*arguments, **options)
+        raise Interrupted
+
+    monkeypatch.setattr(owner, name, call)
+
+
+# Where a thread that asks alone may be interrupted, and what it does there.
+ALONE = [
+    (Scheduler, "submit", False),
+    (Scheduler, "submit", True),
+    (Scheduler, "_start", False),
+    (Scheduler, "_start", True),
+    (Scheduler, "_launch", False),
+    (Scheduler, "_launch", True),
+    (Scheduler, "_send", False),
+    (Scheduler, "_send", True),
+    (Execution, "take", True),
+    (Execution, "drive", False),
+    (Execution, "drive", True),
+    (Scheduler, "finish", False),
+    (Scheduler, "finish", True),
+    (Scheduler, "settle", False),
+    (Scheduler, "settle", True),
+    (Execution, "record", False),
+    (Execution, "record", True),
+    (Scheduler, "_hand_back", False),
+    (Scheduler, "_hand_back", True),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), ALONE)
+def test_an_interrupted_call_leaves_a_usable_instance_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool
+) -> None:
+    with office(folder, **BATCHING) as (backend, runtime):
+        backend.is_quick = True
+        scheduler = runtime._models.find("m").scheduler
+        with monkeypatch.context() as patch:
+            interrupted_once(patch, owner, name, after=after)
+            with pytest.raises(Interrupted):
+                runtime.infer("m", row(1))
+        for i in range(3):
+            assert runtime.infer("m", row(i), timeout_s=PATIENCE_S)["Y"].flat[0] == i
+        assert len(scheduler._idle) == 1
+        assert not scheduler._busy
+    backend.check_pairs()
+
+
+# Where the thread that drives for others may be.
+DRIVING = [
+    (Execution, "drive", False),
+    (Execution, "drive", True),
+    (Scheduler, "finish", False),
+    (Scheduler, "settle", False),
+    (Scheduler, "settle", True),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), DRIVING)
+def test_the_others_are_answered_when_the_thread_that_drives_is_interrupted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool
+) -> None:
+    with office(folder, **BATCHING) as (backend, runtime):
+        first = runtime.submit("m", row(0))
+        others: list[Caller] = []
+
+        def act() -> None:
+            # The main thread is the first in the batch, and so the one that drives it.
+            queued(runtime, 1)
+            others.extend(Caller(runtime, row(i)) for i in (2, 3))
+            queued(runtime, 3)
+            backend.wait_for(1).answer()
+            desk = backend.wait_for(2)
+            behind.append(Caller(runtime, row(4)))
+            queued(runtime, 1)
+            backend.is_quick = True
+            desk.answer()
+
+        behind: list[Caller] = []
+        thread = threading.Thread(target=act)
+        with monkeypatch.context() as patch:
+            interrupted_once(patch, owner, name, after=after)
+            thread.start()
+            with pytest.raises(Interrupted):
+                runtime.infer("m", row(1))
+            thread.join()
+            assert [caller.result() for caller in (*others, *behind)] == [2, 3, 4]
+        assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 0
+        assert backend.sent[1:] == [[1, 2, 3], [4]]
+        assert runtime.instances("m")[0]["restarts"] == 0
+
+
+PROGRAM = """
+import signal, sys, threading
+import numpy as np
+import moonpool
+
+
+class Interrupted(BaseException):
+    pass
+
+
+armed = False
+
+
+def handle(*_):
+    global armed
+    if armed:
+        armed = False
+        raise Interrupted
+
+
+# A handler that raises while something is collected is told of by Python, and nothing else.
+sys.unraisablehook = lambda unraisable: None
+x = np.ones((1, 4), np.float32)
+errors, done = [], threading.Event()
+
+
+def ask():
+    while not done.is_set():
+        try:
+            assert runtime.infer("m", {"A": x, "B": x}, timeout_s=20.0)["SUM"].sum() == 8
+        except BaseException as error:
+            errors.append(repr(error))
+
+
+options = {"MOONPOOL_MAX_RESTARTS": "100000", "MOONPOOL_RESTART_BACKOFF_S": "0"}
+options["MOONPOOL_RETRY"] = "yes"
+parameters = {key: {"string_value": value} for key, value in options.items()}
+with moonpool.Runtime() as runtime:
+    runtime.load("m", sys.argv[1], instances=1, config={"parameters": parameters})
+    threads = [threading.Thread(target=ask) for _ in range(int(sys.argv[2]))]
+    for thread in threads:
+        thread.start()
+    signal.signal(signal.SIGALRM, handle)
+    count = 0
+    for i in range(300):
+        try:
+            armed = True
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + (i * 37 % 300) * 1e-5)
+            while armed:
+                runtime.infer("m", {"A": x, "B": x}, timeout_s=20.0)
+        except Interrupted:
+            count += 1
+        armed = False
+    for _ in range(100):
+        assert runtime.infer("m", {"A": x, "B": x}, timeout_s=20.0)["SUM"].sum() == 8
+    done.set()
+    for thread in threads:
+        thread.join()
+    scheduler = runtime._models.find("m").scheduler
+    assert scheduler.queued == scheduler.executing == 0
+assert not errors, errors
+assert count > 100, count
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [0, 3])
+def test_interrupts_at_any_moment_break_nothing(tmp_path: Path, others: int) -> None:
+    from tests.runtime.adders import CONFIG, write_model
+
+    folder = write_model(tmp_path, "m", 1, config=CONFIG + "dynamic_batching {}")
+    program = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), str(others)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (program.returncode, program.stdout) == (0, "done\n"), program.stderr[-3000:]
