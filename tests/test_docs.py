@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import moonpool
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -53,3 +58,23 @@ def test_every_promise_has_its_test(promise: str, where: str) -> None:
     assert file.exists(), f"{promise}: there is no {path}"
     if name:
         assert re.search(rf"(def|class) {re.escape(name)}\b", file.read_text(encoding="utf-8"))
+
+
+def test_the_example_of_the_readme_works_when_it_is_pasted(tmp_path: Path) -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    model, program = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "scale.py").write_text(model, encoding="utf-8")
+    (tmp_path / "use.py").write_text(program, encoding="utf-8")
+    source = str(Path(next(iter(moonpool.__path__))).parent)
+
+    ended = subprocess.run(
+        [sys.executable, "use.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.stderr == ""
+    assert ended.stdout.split() == "[[ 0. 2. 4.] [ 6. 8. 10.]] [[ 0. 2. 4.] [ 6. 8. 10.]]".split()

@@ -115,5 +115,7 @@ def test_sizes_are_exact_in_every_unit(number: int, suffix: str) -> None:
 
 def test_the_documented_table_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "OPTIONS.md"
+    if not page.exists():
+        pytest.skip("only the tests are here, without the documents")
 
     assert page.read_text() == options_table()
