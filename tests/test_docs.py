@@ -77,4 +77,5 @@ def test_the_example_of_the_readme_works_when_it_is_pasted(tmp_path: Path) -> No
     )
 
     assert ended.stderr == ""
-    assert ended.stdout.split() == "[[ 0. 2. 4.] [ 6. 8. 10.]] [[ 0. 2. 4.] [ 6. 8. 10.]]".split()
+    doubled = "[[ 0.  2.  4.]\n [ 6.  8. 10.]]\n"
+    assert ended.stdout == doubled * 2
