@@ -106,8 +106,9 @@ def test_the_others_are_answered_when_the_thread_that_drives_is_interrupted(
         def act() -> None:
             # The main thread is the first in the batch, and so the one that drives it.
             queued(runtime, 1)
-            others.extend(Caller(runtime, row(i)) for i in (2, 3))
-            queued(runtime, 3)
+            for i in (2, 3):
+                others.append(Caller(runtime, row(i)))
+                queued(runtime, i)
             backend.wait_for(1).answer()
             desk = backend.wait_for(2)
             behind.append(Caller(runtime, row(4)))

@@ -142,8 +142,9 @@ def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
         def others() -> bool:
             # The main thread is first in the batch, and so the one that drives it.
             queued(runtime, 1)
-            callers.extend(Caller(runtime, row(i)) for i in (2, 3))
-            queued(runtime, 3)
+            for i in (2, 3):
+                callers.append(Caller(runtime, row(i)))
+                queued(runtime, i)
             backend.wait_for(1).answer()
             backend.wait_for(2)
             return True
