@@ -9,11 +9,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.ping_pong import PingPong
 from benchmarks.placement import placed, placements
 from benchmarks.process_start import start_us
 from benchmarks.report import Report, main
 from benchmarks.rounds import calls_in_turns, in_turns, time_us
+from moonpool.runtime.cli.ping_pong import PingPong
 
 SIZES = {"4 KB": 1 << 12, "1 MB": 1 << 20, "16 MB": 1 << 24, "64 MB": 1 << 26}
 
@@ -42,8 +42,8 @@ def measure(report: Report, quick: bool) -> None:
         for placement in placements():
             with placed(placement, [peer.pid]):
                 for _ in range(10 if quick else 1000):
-                    peer.call()
-                times = time_us(peer.call, 50 if quick else 20_000)
+                    peer()
+                times = time_us(peer, 50 if quick else 20_000)
             name = f"SEQPACKET ping-pong, {placement.name}"
             report.figure(name, "µs", times, headline=True)
     copies = {name: copy_of(size) for name, size in SIZES.items()}

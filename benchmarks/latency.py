@@ -6,10 +6,10 @@ import numpy as np
 
 import moonpool
 from benchmarks.hosted import MODELS, pids
-from benchmarks.ping_pong import PingPong
 from benchmarks.placement import placed, placements
 from benchmarks.report import Report, main
 from benchmarks.rounds import calls_in_turns
+from moonpool.runtime.cli.ping_pong import PingPong
 
 
 def measure(report: Report, quick: bool) -> None:
@@ -24,7 +24,7 @@ def measure(report: Report, quick: bool) -> None:
 
         for placement in placements():
             with placed(placement, [peer.pid, *pids(runtime, "add_sub")]):
-                series = calls_in_turns({"floor": peer.call, "infer": infer}, rounds, calls)
+                series = calls_in_turns({"floor": peer, "infer": infer}, rounds, calls)
             where = placement.name
             floor, ours = series["floor"], series["infer"]
             report.figure("ping-pong", "µs", floor.values, column=where, headline=True)

@@ -12,9 +12,9 @@ import numpy as np
 
 import moonpool
 from benchmarks.hosted import MODELS
-from benchmarks.ping_pong import PingPong
 from benchmarks.report import Report, main
 from benchmarks.rounds import in_turns, time_us
+from moonpool.runtime.cli.ping_pong import PingPong
 
 CALLERS = (1, 2, 4, 16, 64)
 _QUICK_CALLERS = (1, 16)
@@ -78,7 +78,7 @@ def measure(report: Report, quick: bool) -> None:
             run: Callable[[moonpool.Runtime, str, int, float], float], instances: int, callers: int
         ) -> Callable[[], list[float]]:
             def windows() -> list[float]:
-                floor_us = median(time_us(peer.call, pings))
+                floor_us = median(time_us(peer, pings))
                 rate = run(runtime, f"add_sub_{instances}", callers, window_s)
                 return [rate, rate * floor_us / _FLOOR_US]
 
@@ -101,7 +101,7 @@ def measure(report: Report, quick: bool) -> None:
                 what = f"{name}, were a ping-pong 10 µs"
                 goal = "≥ 40,000" if instances == 1 else ""
                 report.figure(what, "requests/s", scaled, column=where, goal=goal, headline=True)
-        report.figure("ping-pong beside them", "µs", time_us(peer.call, pings), column="1 instance")
+        report.figure("ping-pong beside them", "µs", time_us(peer, pings), column="1 instance")
 
 
 if __name__ == "__main__":

@@ -20,12 +20,18 @@ _ECHO = (
 class PingPong:
     """Two Python processes and a SEQPACKET socket between them; a context manager."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int = 64) -> None:
         self._packet = bytes(size_bytes)
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             command = [sys.executable, "-I", "-S", "-c", _ECHO, str(other.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[other.fileno()])
+        self()  # when it answers, it has started
+
+    @property
+    def pid(self) -> int:
+        """The process number of the other side."""
+        return self._process.pid
 
     def __call__(self) -> None:
         """Once there and back."""
