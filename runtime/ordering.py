@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -54,7 +54,10 @@ class Ordering(Generic[T]):
 
 
 class Departures(Generic[R, T]):
-    """Pairs requests with their outcomes, in the order in which they may leave. Not thread-safe."""
+    """Pairs requests with their outcomes, in the order in which they may leave.
+
+    Not thread-safe, as the queue, but for `leave`.
+    """
 
     def __init__(self, *, in_order: bool) -> None:
         """`in_order` says that the requests of earlier batches leave before those of later ones."""
@@ -62,6 +65,9 @@ class Departures(Generic[R, T]):
         self._ordering: Ordering[tuple[R, T]] = Ordering()
         self._numbers: dict[int, int] = {}
         self._started = 0
+        # Where order is asked for: what may leave, in order, and the right to let it leave.
+        self._leaving: deque[tuple[R, T]] = deque()
+        self._turn = [self]
 
     def started(self, batch: Iterable[R]) -> None:
         """These are given to an instance."""
@@ -74,7 +80,7 @@ class Departures(Generic[R, T]):
                 self._ordering.opened(self._started)
 
     def done(self, requests: Sequence[R], outcomes: Sequence[T]) -> list[tuple[R, T]]:
-        """What may leave now that these have outcomes."""
+        """What may leave now that these have outcomes; it is for `leave`."""
         pairs = list(zip(requests, outcomes, strict=True))
         if not self.in_order:
             return pairs
@@ -85,4 +91,22 @@ class Departures(Generic[R, T]):
                 released.append(pair)
             else:
                 released += self._ordering.done(number, pair)
-        return released
+        self._leaving += released
+        return []
+
+    def leave(self, pairs: Iterable[tuple[R, T]], resolve: Callable[[R, T], object]) -> None:
+        """Resolve what `done` returned, in order where that is asked for. From any thread."""
+        for request, outcome in pairs:
+            resolve(request, outcome)
+        while self._leaving:
+            try:
+                turn = self._turn.pop()
+            except (
+                IndexError
+            ):  # whoever has the turn sees what there is before giving it up, or after
+                return
+            try:
+                while self._leaving:
+                    resolve(*self._leaving.popleft())
+            finally:
+                self._turn.append(turn)

@@ -101,7 +101,7 @@ class Scheduler:
             released = self._departures.done([request], [_LEFT]) if was_queued else []
             inside = [each for each in self._busy.values() if request in each.requests]
             self._changes.tell()
-        self._resolve(released)
+        self._departures.leave(released, self._resolve)
         for execution in inside:
             execution.abandon(request.waiter)
 
@@ -248,7 +248,7 @@ class Scheduler:
             self._changes.tell()
         self._reject(expired)
         self._launch(started, None)
-        self._resolve(resolved)
+        self._departures.leave(resolved, self._resolve)
 
     def executes(self, execution: Execution) -> bool:
         """Whether this is what its instance executes."""
@@ -277,7 +277,7 @@ class Scheduler:
         with self._lock:
             self.statistics.record_failures(time.time_ns() // 1_000_000, len(requests), fail_ns)
             resolved = self._departures.done(requests, [error] * len(requests))
-        self._resolve(resolved)
+        self._departures.leave(resolved, self._resolve)
 
     def retry(self, requests: Sequence[InferenceRequest]) -> None:
         """Queue requests again that an instance could not answer."""
@@ -303,10 +303,9 @@ class Scheduler:
             self.fail(expired, QueueTimeout())
 
     @staticmethod
-    def _resolve(pairs: list[tuple[InferenceRequest, Outcome]]) -> None:
-        for request, outcome in pairs:
-            if not request.left:
-                request.waiter.resolve(outcome)
+    def _resolve(request: InferenceRequest, outcome: Outcome) -> None:
+        if not request.left:
+            request.waiter.resolve(outcome)
 
     # Instances
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.runtime.ordering import Ordering
+from moonpool.runtime.ordering import Departures, Ordering
 
 
 @given(order=st.permutations(range(12)))
@@ -34,3 +36,54 @@ def test_numbers_that_are_not_open_are_refused() -> None:
     with pytest.raises(ValueError, match="number 5 is not open"):
         ordering.done(5, "again")
     assert ordering.done(3, "three") == ["three", "five"]
+
+
+def test_outcomes_that_many_threads_hand_out_at_once_leave_in_order() -> None:
+    departures: Departures[list[int], int] = Departures(in_order=True)
+    lock = threading.Lock()
+    requests = [[number] for number in range(2000)]
+    departures.started(requests)
+    left: list[int] = []
+
+    def finish(mine: list[list[int]]) -> None:
+        for request in mine:
+            with lock:
+                pairs = departures.done([request], [request[0]])
+            departures.leave(pairs, lambda _, outcome: left.append(outcome))
+
+    threads = [threading.Thread(target=finish, args=(requests[first::4],)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert left == list(range(2000))
+
+
+def test_what_leaves_while_another_outcome_is_handed_out_is_behind_it() -> None:
+    departures: Departures[list[int], int] = Departures(in_order=True)
+    first, second = [1], [2]
+    departures.started([first, second])
+    left: list[int] = []
+
+    def resolve(_: list[int], outcome: int) -> None:
+        if outcome == 1:
+            departures.leave(departures.done([second], [2]), resolve)
+        left.append(outcome)
+
+    departures.leave(departures.done([first], [1]), resolve)
+
+    assert left == [1, 2]
+
+
+def test_without_an_order_outcomes_leave_as_they_come() -> None:
+    departures: Departures[list[int], int] = Departures(in_order=False)
+    requests = [[1], [2]]
+    departures.started(requests)
+    left: list[int] = []
+
+    for request in reversed(requests):
+        pairs = departures.done([request], request)
+        departures.leave(pairs, lambda _, outcome: left.append(outcome))
+
+    assert left == [2, 1]
