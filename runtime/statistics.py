@@ -12,9 +12,9 @@ ModelStat: TypeAlias = "dict[str, str | int | dict[str, Duration] | list[BatchSt
 class Statistics:
     """Everything since the version was loaded.
 
-    Not thread-safe: recorded and read under the scheduler's lock.  Durations are nanoseconds.  As in
-    Triton the durations of a batch count once for every request in it, but once for the batch in
-    `batch_stats`.
+    Recorded under the scheduler's lock; a snapshot may be taken at any time.  Durations are
+    nanoseconds.  As in Triton the durations of a batch count once for every request in it, but once
+    for the batch in `batch_stats`.
     """
 
     __slots__ = (
@@ -121,7 +121,9 @@ class Statistics:
                     "compute_infer": _duration(count, infer_ns),
                     "compute_output": _duration(count, output_ns),
                 }
-                for rows, (count, input_ns, infer_ns, output_ns) in sorted(self._batches.items())
+                for rows, (count, input_ns, infer_ns, output_ns) in sorted(
+                    list(self._batches.items())
+                )
             ],
         }
 

@@ -179,7 +179,13 @@ class Supervisor:
         )
         with self._lock:  # whoever finds it must find it started
             seat.recovery = recovery
-            recovery.start()
+            try:
+                recovery.start()
+                return
+            except RuntimeError:
+                seat.recovery = None
+        # The machine has no thread to spare: better slowly than never.
+        self._recover(seat, requests, error)
 
     def _recover(
         self, seat: Seat, requests: Sequence[InferenceRequest], error: BaseException

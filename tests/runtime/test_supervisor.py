@@ -33,6 +33,24 @@ def test_an_instance_that_breaks_while_idle_comes_back(folder: Path) -> None:
     backend.check_pairs()
 
 
+def test_an_instance_comes_back_also_where_no_thread_can_be_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with office(folder) as (backend, runtime):
+        lost = runtime.submit("m", x(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            backend.wait_for(1).break_down(PeerGone("the instance is gone"))
+            with pytest.raises(PeerGone, match="the instance is gone"):
+                lost.result(PATIENCE_S)
+        backend.is_quick = True
+        assert runtime.infer("m", x(2), timeout_s=PATIENCE_S)["Y"].flat[0] == 2
+    backend.check_pairs()
+
+
 def test_a_broken_instance_that_nobody_can_explain_comes_back_and_its_callers_are_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
