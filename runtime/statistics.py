@@ -121,9 +121,7 @@ class Statistics:
                     "compute_infer": _duration(count, infer_ns),
                     "compute_output": _duration(count, output_ns),
                 }
-                for rows, (count, input_ns, infer_ns, output_ns) in sorted(
-                    list(self._batches.items())
-                )
+                for rows, (count, input_ns, infer_ns, output_ns) in sorted(self._batches.items())
             ],
         }
 
