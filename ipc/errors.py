@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+# Triton's error codes; the index is the number on the wire.
+CODES = (
+    "UNKNOWN",
+    "INTERNAL",
+    "NOT_FOUND",
+    "INVALID_ARG",
+    "UNAVAILABLE",
+    "UNSUPPORTED",
+    "ALREADY_EXISTS",
+    "CANCELLED",
+)
+
 
 class MoonpoolError(Exception):
-    """Whatever moonpool itself raises.
-
-    `code` is one of Triton's error codes: UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE,
-    UNSUPPORTED, ALREADY_EXISTS, CANCELLED.
-    """
+    """Whatever moonpool itself raises. `code` is one of `CODES`."""
 
     code: str = "INTERNAL"
 

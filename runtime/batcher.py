@@ -315,7 +315,7 @@ class Queue(Generic[R]):
         batching = self._batching
         policy = None
         if batching is not None:
-            policy = batching.priority_queue_policies.get(number, batching.default_queue_policy)
+            policy = batching.queue_policy(number)
         levels[number] = Level(number, policy)
         self._levels = dict(sorted(levels.items()))
         self._lanes = [lane for level in self._levels.values() for lane in level.lanes()]

@@ -7,17 +7,6 @@ from __future__ import annotations
 
 from moonpool.ipc.errors import Closed, MoonpoolError
 
-CODES = (
-    "UNKNOWN",
-    "INTERNAL",
-    "NOT_FOUND",
-    "INVALID_ARG",
-    "UNAVAILABLE",
-    "UNSUPPORTED",
-    "ALREADY_EXISTS",
-    "CANCELLED",
-)
-
 
 class InvalidRequest(MoonpoolError):
     """The request does not fit the model: names, datatypes, shapes. Correct it."""
@@ -74,12 +63,6 @@ class ExecuteTimedOut(MoonpoolError, TimeoutError):
     """The model took longer than its limit for one execute; its process was ended."""
 
     code = "UNAVAILABLE"
-
-
-class RequestCancelled(MoonpoolError):
-    """The request was cancelled before it was answered."""
-
-    code = "CANCELLED"
 
 
 class RuntimeClosed(Closed):

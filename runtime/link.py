@@ -14,12 +14,12 @@ import numpy as np
 from moonpool.ipc.arena import Arena, Block
 from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.conversation import Conversation, Overflow
-from moonpool.ipc.errors import BadTensor, RemoteProtocolError
+from moonpool.ipc.errors import CODES, BadTensor, RemoteProtocolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import lease_of, offset_in
 from moonpool.ipc.messages import MAX_PLACES, Kind, Side
 from moonpool.runtime.allocator import allocate
-from moonpool.runtime.errors import CODES, ModelError
+from moonpool.runtime.errors import ModelError
 from moonpool.runtime.layout import AnswerLayout, RequestLayout, lay_out, read_answer
 from moonpool.runtime.regions import new_region
 from moonpool.runtime.request import Response

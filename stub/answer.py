@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moonpool.ipc.codec import encode
-from moonpool.ipc.errors import LocalProtocolError, MoonpoolError
+from moonpool.ipc.errors import CODES, LocalProtocolError, MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
 from moonpool.ipc.messages import MAX_PARAMETERS
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moonpool.stub.response import InferenceResponse
     from moonpool.stub.tensor import Tensor
 
-INTERNAL, INVALID_ARG, UNAVAILABLE = 1, 3, 4
+INTERNAL, UNAVAILABLE = CODES.index("INTERNAL"), CODES.index("UNAVAILABLE")
 _MEMORABLE_BYTES = 4096
 
 
@@ -86,7 +86,7 @@ class Answer:
                         _check_parameters(response._parameters)
                     plan = self._place(self._wanted(request, response._outputs))
                 except MoonpoolError as error:
-                    self._fail(_CODES.get(error.code, INTERNAL), str(error))
+                    self._fail(CODES.index(error.code), str(error))
                 else:
                     self._add(plan, [response._parameters, None] if response._parameters else None)
 
@@ -258,7 +258,6 @@ class BadResponse(MoonpoolError):
 
 
 _NO_OUTPUTS = _Plan([], 0, is_shared=True)
-_CODES = {"INTERNAL": INTERNAL, "INVALID_ARG": INVALID_ARG, "UNAVAILABLE": UNAVAILABLE}
 _NO_RESPONSE = (
     "the model returned None instead of a response for this request, "
     "and response senders are not offered yet"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
@@ -82,9 +81,3 @@ def _cut(text: str) -> str:
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:MAX_TEXT]}… ({len(text) - MAX_TEXT} more characters)"
-
-
-def caller_of(depth: int) -> tuple[str, int]:
-    """File and line of the code `depth` calls above the caller of this function."""
-    frame = sys._getframe(depth + 1)
-    return frame.f_code.co_filename, frame.f_lineno
