@@ -8,12 +8,8 @@ TritonModelException.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NoReturn
 
 from moonpool.stub.errors import not_offered
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class MetricKind(Enum):
@@ -53,31 +49,3 @@ class InferenceResponseSender:
 
     def __init__(self) -> None:
         raise not_offered("response senders (InferenceResponseSender)")
-
-
-class ResponseIterator:
-    """The responses of a decoupled model to a request from another model."""
-
-    __module__ = "c_python_backend_utils"
-
-    def __init__(self) -> None:
-        raise not_offered("requests to decoupled models (ResponseIterator)")
-
-
-def load_model(
-    model_name: str,
-    config: str = "",  # noqa: ARG001
-    files: Mapping[str, bytes] | None = None,  # noqa: ARG001
-) -> NoReturn:
-    """Loads another model."""
-    raise not_offered(f"model control from models (load_model of '{model_name}')")
-
-
-def unload_model(model_name: str, unload_dependents: bool = False) -> NoReturn:  # noqa: ARG001
-    """Unloads another model."""
-    raise not_offered(f"model control from models (unload_model of '{model_name}')")
-
-
-def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:  # noqa: ARG001
-    """Whether another model is ready."""
-    raise not_offered(f"model control from models (is_model_ready of '{model_name}')")

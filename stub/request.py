@@ -6,13 +6,15 @@ from operator import index
 from typing import TYPE_CHECKING, NoReturn, TypeVar, Union
 
 from moonpool.stub.errors import TritonModelException, as_text, not_offered
+from moonpool.stub.host import current
 from moonpool.stub.parameters import as_json, checked
 from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
 from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
+    from moonpool.stub.host import Answer
     from moonpool.stub.parameters import Parameter
 
 _new = object.__new__
@@ -191,11 +193,19 @@ class InferenceRequest:
     def get_response_sender(self) -> NoReturn:
         raise not_offered("response senders (InferenceRequest.get_response_sender)")
 
-    def exec(self, decoupled: bool = False) -> NoReturn:  # noqa: ARG002 - Triton's signature
-        raise not_offered("requests to other models (InferenceRequest.exec)")
+    def exec(self, decoupled: bool = False) -> Answer:
+        """Run the request on the model that it names, and wait for the response.
 
-    def async_exec(self, decoupled: bool = False) -> NoReturn:  # noqa: ARG002 - as above
-        raise not_offered("requests to other models (InferenceRequest.async_exec)")
+        With `decoupled`, returns a `ResponseIterator` over the responses. What goes wrong with the request is
+        the response's error; raises TritonModelException only where no request can be made.
+        """
+        return current().infer(self, bool(decoupled))
+
+    def async_exec(self, decoupled: bool = False) -> Awaitable[Answer]:
+        """As `exec`, for a coroutine to await. The request is on its way when this returns."""
+        import asyncio
+
+        return asyncio.ensure_future(current().ainfer(self, bool(decoupled)))
 
     def __repr__(self) -> str:
         return f"<InferenceRequest {self._request_id!r}, inputs {list(self._inputs)!r}>"
