@@ -32,6 +32,9 @@ from moonpool.stub.tensor import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    # None is possible, but models know that it is not: type checkers need not ask them to prove it.
+    from typing import Any as MaybeNone
+
     from numpy.typing import DTypeLike, NDArray
 
 __all__ = [
@@ -162,7 +165,7 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> NDArray[np.object_]:
     return array
 
 
-def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | MaybeNone:
     """The request's input of that name, or None."""
     for tensor in inference_request._inputs:
         if tensor._name == name:
@@ -170,7 +173,9 @@ def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> 
     return None
 
 
-def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+def get_output_tensor_by_name(
+    inference_response: InferenceResponse, name: str
+) -> Tensor | MaybeNone:
     """The response's output of that name, or None."""
     for tensor in inference_response._outputs:
         if tensor._name == name:
@@ -178,17 +183,17 @@ def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) 
     return None
 
 
-def get_input_config_by_name(model_config: Mapping[str, object], name: str) -> Json | None:
+def get_input_config_by_name(model_config: Mapping[str, object], name: str) -> Json | MaybeNone:
     """The configuration of the input of that name, from the parsed `model_config`, or None."""
     return _config_by_name(model_config, "input", name)
 
 
-def get_output_config_by_name(model_config: Mapping[str, object], name: str) -> Json | None:
+def get_output_config_by_name(model_config: Mapping[str, object], name: str) -> Json | MaybeNone:
     """The configuration of the output of that name, from the parsed `model_config`, or None."""
     return _config_by_name(model_config, "output", name)
 
 
-def _config_by_name(model_config: Mapping[str, object], kind: str, name: str) -> Json | None:
+def _config_by_name(model_config: Mapping[str, object], kind: str, name: str) -> Json | MaybeNone:
     tensors: list[Json] = model_config.get(kind, [])  # type: ignore[assignment]
     for tensor in tensors:
         if tensor["name"] == name:

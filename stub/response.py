@@ -11,6 +11,9 @@ from moonpool.stub.tensor import Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    # None where there is no error, which models have asked `has_error` about.
+    from typing import Any as MaybeNone
+
     from moonpool.stub.parameters import Parameter
 
 _SIGNATURE = (
@@ -52,7 +55,7 @@ class InferenceResponse:
     def has_error(self) -> bool:
         return self._error is not None
 
-    def error(self) -> TritonError | None:
+    def error(self) -> TritonError | MaybeNone:
         return self._error
 
     def parameters(self) -> str:

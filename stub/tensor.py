@@ -13,6 +13,7 @@ from moonpool.stub.errors import TritonModelException, as_text, bad_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from numpy.typing import NDArray
     from typing_extensions import CapsuleType
@@ -103,7 +104,7 @@ class Tensor:
         """The datatype as `triton_to_numpy_type` takes it."""
         return self._datatype
 
-    def as_numpy(self) -> NDArray[np.generic]:
+    def as_numpy(self) -> NDArray[Any]:
         """The same array at each call: a writable view, or for BYTES an object array of bytes."""
         if self._array is not None:
             return self._array
