@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import PeerGone
 from moonpool.runtime.backend import Backend, Model, ModelInstance
-from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.environment import Environment, resolve
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.regions import CallerMemory
+from moonpool.runtime.start import completed, start_of
 from moonpool.runtime.stub_handle import StubHandle
 
 if TYPE_CHECKING:
@@ -51,16 +51,6 @@ _ALLOWED = [
     "TRANSFORMERS_*",
 ]
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-
-
-# What a model may say of itself; how many processes it gets, say, is not its business.
-_COMPLETABLE = (
-    "max_batch_size",
-    "input",
-    "output",
-    "dynamic_batching",
-    "model_transaction_policy",
-)
 
 
 class _EndedIdle(PeerGone):
@@ -104,14 +94,12 @@ class PythonBackend(Backend):
         stub = StubHandle(self._reactor, name, *self._process(model), model.options)
         model.state.completing = stub
         try:
-            message = stub.start(self._start(model, name, "CPU", 0, "complete"), deadline)
+            start = start_of(model, name, "CPU", 0, "complete", verbose=self._verbose)
+            message = stub.start(start, deadline)
             stub.finalize(model.options.finalize_timeout_s)
         finally:
             stub.end()
-        completed = _object(message[1], model.name)
-        changes = {field: completed[field] for field in _COMPLETABLE if field in completed}
-        raw = {**model.config.raw, **changes}
-        model.config = ModelConfig.from_dict(raw, source=model.config.source)
+        model.config = completed(model.config, _object(message[1], model.name))
 
     def model_finalize(self, model: Model) -> None:
         state: _ModelState = model.state
@@ -125,8 +113,9 @@ class PythonBackend(Backend):
         stub = StubHandle(self._reactor, instance.name, *self._process(model), model.options)
         instance.state = stub
         try:
-            kind, device = instance.kind, instance.device_id
-            stub.start(self._start(model, instance.name, kind, device, "serve"), deadline)
+            kind, device_id = instance.kind, instance.device_id
+            start = start_of(model, instance.name, kind, device_id, "serve", verbose=self._verbose)
+            stub.start(start, deadline)
         except BaseException:
             stub.end()
             raise
@@ -188,34 +177,6 @@ class PythonBackend(Backend):
         if model.options.threads is not None:
             variables |= dict.fromkeys(_THREADS, str(model.options.threads))
         return str(environment.python), variables
-
-    def _start(
-        self, model: Model, instance: str, kind: str, device_id: int, mode: str
-    ) -> dict[str, Any]:
-        config, source = model.config, model.source
-        return {
-            "mode": mode,
-            "instance": instance,
-            "kind": source.kind,
-            "file": str(source.file),
-            "class_name": source.class_name,
-            "version_dir": str(source.version_directory),
-            "model_dir": str(source.model_directory),
-            "backend_dir": "",
-            "inputs": [tensor.name for tensor in config.inputs],
-            "outputs": [tensor.name for tensor in config.outputs],
-            "config": config.raw,
-            "verbose": self._verbose,
-            "args": {
-                "model_config": config.json,
-                "model_instance_kind": kind,
-                "model_instance_name": instance,
-                "model_instance_device_id": str(device_id),
-                "model_repository": str(source.model_directory),
-                "model_version": str(model.version),
-                "model_name": model.name,
-            },
-        }
 
 
 def _object(text: str, model: str) -> dict[str, Any]:

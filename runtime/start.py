@@ -1,0 +1,57 @@
+"""What a model's process is told of the model, and what the model may say of itself in return."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moonpool.runtime.config import ModelConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moonpool.runtime.backend import Model
+
+# How many processes it gets, say, is not a model's business.
+_COMPLETABLE = (
+    "max_batch_size",
+    "input",
+    "output",
+    "dynamic_batching",
+    "model_transaction_policy",
+)
+
+
+def start_of(
+    model: Model, instance: str, kind: str, device_id: int, mode: str, *, verbose: bool
+) -> dict[str, Any]:
+    """The object in START, as `stub/handshake.py` describes it."""
+    config, source = model.config, model.source
+    return {
+        "mode": mode,
+        "instance": instance,
+        "kind": source.kind,
+        "file": str(source.file),
+        "class_name": source.class_name,
+        "version_dir": str(source.version_directory),
+        "model_dir": str(source.model_directory),
+        "backend_dir": "",
+        "inputs": [tensor.name for tensor in config.inputs],
+        "outputs": [tensor.name for tensor in config.outputs],
+        "config": config.raw,
+        "verbose": verbose,
+        "args": {
+            "model_config": config.json,
+            "model_instance_kind": kind,
+            "model_instance_name": instance,
+            "model_instance_device_id": str(device_id),
+            "model_repository": str(source.model_directory),
+            "model_version": str(model.version),
+            "model_name": model.name,
+        },
+    }
+
+
+def completed(config: ModelConfig, answer: Mapping[str, Any]) -> ModelConfig:
+    """The configuration with what the model's auto_complete_config said. Raises `ConfigError`."""
+    changes = {field: answer[field] for field in _COMPLETABLE if field in answer}
+    return ModelConfig.from_dict({**config.raw, **changes}, source=config.source)
