@@ -36,10 +36,13 @@ class Lease(np.ndarray):
 
     # An array of a subclass of ndarray whose own base is no array stays in the chain of `.base` of
     # all that is viewed from it; a plain array would be skipped by numpy and the lease lost.
-    __slots__ = ("give_back", "token")
+    __slots__ = ("give_back", "offset", "region", "token")
 
     give_back: Callable[[object], object]
     token: object
+    # Where it lies; None for memory that is no region's.
+    region: Region | None
+    offset: int
 
     def __del__(self) -> None:
         try:
@@ -47,6 +50,18 @@ class Lease(np.ndarray):
         except AttributeError:  # a slice of a lease: only the lease itself holds the block
             return
         give_back(self.token)
+
+    def again(self, size_bytes: int, give_back: Callable[[object], object], token: object) -> Lease:
+        """Another lease on the first bytes of this one, also after its region was closed.
+
+        It does not keep this one; `token` may.
+        """
+        lease = Lease((size_bytes,), "u1", self.base, self.offset)
+        lease.give_back = give_back
+        lease.token = token
+        lease.region = self.region
+        lease.offset = self.offset
+        return lease
 
 
 class Region(ABC):
@@ -79,6 +94,8 @@ class Region(ABC):
         lease = Lease((size_bytes,), "u1", self._open(), offset)
         lease.give_back = give_back
         lease.token = token
+        lease.region = self
+        lease.offset = offset
         return lease
 
     def write(self, offset: int, array: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
@@ -18,6 +19,8 @@ from moonpool.ipc.headroom import headroom_bytes
 from moonpool.ipc.memory import Region
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
 # fcntl has these names from Python 3.9 on, but only where it was built against a recent libc.
@@ -34,13 +37,18 @@ _PRESENT = _SHARED | getattr(mmap, "MAP_POPULATE", 0)  # from Python 3.10 on
 class SharedRegion(Region):
     """A sealed memfd, mapped for reading and writing."""
 
-    __slots__ = ("fd",)
+    __slots__ = ("_sharing", "fd", "is_private")
+
+    # Whether nobody but its two ends may see it.
+    is_private: bool
 
     def __init__(self, region_id: int, size_bytes: int, fd: int) -> None:
         """Map `fd` and own it from now on; it stays open until `close`, to be sent to a peer."""
         self.id = region_id
         self.size_bytes = size_bytes
         self.fd = fd
+        self.is_private = False
+        self._sharing = threading.Lock()
         self.buffer = None
         try:
             self.buffer = mmap.mmap(fd, size_bytes, _SHARED if size_bytes < _LARGE else _PRESENT)
@@ -98,11 +106,23 @@ class SharedRegion(Region):
         else:
             super().write(offset, array)
 
+    def share(self, send: Callable[[SharedRegion], object]) -> bool:
+        """Let `send` hand the descriptor to a peer; False, and nothing is done, after `close`.
+
+        `send` must not block: nobody can close the region meanwhile.
+        """
+        with self._sharing:
+            if self.fd < 0:
+                return False
+            send(self)
+            return True
+
     def forget_fd(self) -> None:
         """Close the descriptor and keep the map: nobody else is to be sent this region."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        with self._sharing:
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
 
     def close(self) -> None:
         # numpy holds no buffer, so mmap.close() would unmap under living leases; dropping the object

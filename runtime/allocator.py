@@ -69,6 +69,7 @@ def allocate(
     lease = Lease((raw.nbytes,), "u1", memory)  # type: ignore[arg-type]
     lease.give_back = lambda token: allocator.release(token, userp)
     lease.token = buffer
+    lease.region = None
     lease[...] = raw
     if datatype == BYTES:
         return np.ndarray(lease.shape, np.uint8, lease)

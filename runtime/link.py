@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moonpool.ipc.arena import Arena, Block
 from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import CODES, BadTensor, RemoteProtocolError
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.memory import lease_of, offset_in
 from moonpool.ipc.messages import MAX_PLACES, Kind, Side
 from moonpool.runtime.allocator import allocate
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.layout import AnswerLayout, RequestLayout, lay_out, read_answer
+from moonpool.runtime.loans import Loans
 from moonpool.runtime.regions import new_region
 from moonpool.runtime.request import Response
 
@@ -43,10 +42,6 @@ _NO_REMARKS: list[Any] = [None]
 Place = tuple[int, int]
 
 
-def _keep(_: object) -> None:
-    """For leases that only have to keep their token alive."""
-
-
 class Link(Overflow):
     """Places requests, sends batches, checks answers."""
 
@@ -59,31 +54,16 @@ class Link(Overflow):
         region_limit_bytes: int | None,
     ) -> None:
         self.conversation = Conversation(channel, Side.RUNTIME, self)
-        self._send_region = send_region
-        self._region_limit_bytes = region_limit_bytes
-        self._caller_memory: CallerMemory | None = None
         self._output_names: list[str] = []
         self._layouts: Memo[tuple[Shapes, ...], RequestLayout] = Memo()
         self._answers: Memo[bytes, AnswerLayout] = Memo()
-        self._arena = Arena(self._grow)
-        self._request_regions: dict[int, SharedRegion] = {}
-        self._announced: set[int] = set()
         self.response_regions: dict[int, SharedRegion] = {}
         # Places in response regions that callers let go of; they ride on the next EXECUTE.
         self.released: deque[object] = deque()
         self._release: Callable[[object], object] = self.released.append
-        # Blocks of ours that were passed through to callers, who have let go of them.
-        self._returned: deque[object] = deque()
-        self._give_back: Callable[[object], object] = self._returned.append
-        # What the model keeps of earlier batches.
-        self._held: dict[Place, list[object]] = {}
         self._batch = 0
-        self._lent: list[tuple[Place, object]] = []
-        self._overflowed: Block | None = None
-        self._idle: dict[int, int] = {}
         first = new_region(0, region_bytes, region_limit_bytes)
-        self._arena.add(first)
-        self._request_regions[first.id] = first
+        self.loans = Loans(send_region, first, region_limit_bytes)
         try:
             answers = new_region(0, region_bytes, region_limit_bytes)
             self.response_regions[answers.id] = answers
@@ -96,7 +76,7 @@ class Link(Overflow):
     def serve(self, output_names: list[str], caller_memory: CallerMemory) -> None:
         """From now on, batches are for a model with these outputs."""
         self._output_names = output_names
-        self._caller_memory = caller_memory
+        self.loans.serve(caller_memory)
 
     def fileno(self) -> int:
         """Readable when `wait` will not block."""
@@ -117,10 +97,8 @@ class Link(Overflow):
 
         Raises `OutOfMemory` (nothing was sent), `PeerGone`, `RemoteProtocolError`.
         """
-        if self._returned:
-            self._collect()
         # The first block is for copies; where nothing is copied it is empty, in a region that there is.
-        blocks = [[next(iter(self._request_regions)), 0, 0]]
+        blocks = [[self.loans.first_region, 0, 0]]
         released = self.take_released()
         try:
             elsewhere = self._find_shared(requests, blocks)
@@ -134,7 +112,7 @@ class Link(Overflow):
             self.conversation.send(_EXECUTE, self._batch, released, blocks, layout.packed, details)
         except BaseException:
             self.released.extend(released)
-            self._end_loans(())
+            self.loans.end_batch(())
             raise
 
     def _lay_out(
@@ -151,9 +129,8 @@ class Link(Overflow):
         return layout
 
     def _copy(self, requests: Sequence[InferenceRequest], layout: RequestLayout) -> list[int]:
-        block = self._arena.allocate(layout.size_bytes)
+        block = self.loans.allocate(layout.size_bytes)
         region, start = block.region, block.offset
-        self._lent.append(((region.id, start), block))
         for i, number, offset in layout.copies:
             region.write(start + offset, requests[i].arrays[number])
         return [region.id, start, layout.size_bytes]
@@ -166,32 +143,11 @@ class Link(Overflow):
         for i, request in enumerate(requests):
             if request.has_views:
                 for number, array in enumerate(request.arrays):
-                    lease = lease_of(array)
-                    if lease is not None and array.flags.c_contiguous:
-                        block = self._lend(lease)
-                        if block is not None:
-                            found[i, number] = len(blocks), offset_in(lease, array)
-                            blocks.append(block)
+                    lent = self.loans.lend(array)
+                    if lent is not None:
+                        found[i, number] = len(blocks), lent[1]
+                        blocks.append(lent[0])
         return found
-
-    def _lend(self, lease: Lease) -> list[int] | None:
-        """The block of a lease that all stubs of the model may read; None for any other lease."""
-        found = None if self._caller_memory is None else self._caller_memory.find(lease)
-        if found is None:
-            return None
-        region, block = found
-        if region.id not in self._announced:
-            self._send_region(region, Side.RUNTIME)
-            self._announced.add(region.id)
-        # The array is kept, and so its memory, until the model has let go of it.
-        self._lent.append(((region.id, block.offset), lease))
-        return [region.id, block.offset, block.size_bytes]
-
-    def _grow(self, needed_bytes: int) -> SharedRegion:
-        region = new_region(self._arena.size_bytes, needed_bytes, self._region_limit_bytes)
-        self._request_regions[region.id] = region
-        self._send_region(region, Side.RUNTIME)
-        return region
 
     def take_released(self, most: int = MAX_PLACES) -> list[object]:
         """The places that callers let go of, at most so many of them. From any thread."""
@@ -234,9 +190,9 @@ class Link(Overflow):
             self._outcome(request, outputs, remark, leases)
             for request, outputs, remark in zip(requests, layout.responses, remarks, strict=True)
         ]
-        self._end_loans(held)
-        for place in released:
-            self._end_loan(tuple(place))
+        self.loans.end_batch(held)
+        if released:
+            self.loans.take_back(released)
         return outcomes
 
     def _open(self, region_id: int, offset: int, size_bytes: int) -> Lease:
@@ -249,20 +205,7 @@ class Link(Overflow):
                     f"which has {region.size_bytes}"
                 )
             return region.lease(offset, size_bytes, self._release, (region_id, offset))
-        for place, lent in self._lent:
-            if place == (region_id, offset):
-                if isinstance(lent, Block):
-                    if size_bytes > lent.size_bytes:
-                        break
-                    lent.holds += 1
-                    return lent.region.lease(offset, size_bytes, self._give_back, lent)
-                if size_bytes <= lent.size:  # type: ignore[attr-defined]
-                    region = self._caller_memory.find(lent)[0]  # type: ignore[union-attr, index, arg-type]
-                    return region.lease(offset, size_bytes, _keep, lent)
-        raise RemoteProtocolError(
-            f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
-            "which is not the stub's to answer from"
-        )
+        return self.loans.open(region_id, offset, size_bytes)
 
     @staticmethod
     def _outcome(
@@ -292,55 +235,10 @@ class Link(Overflow):
         details = request.details
         return Response(arrays, parameters, "" if details is None else details.request_id)
 
-    # What is lent to the stub
-
-    def _end_loans(self, held: Sequence[list[int]]) -> None:
-        """The batch is over: its blocks are free, but for those that the model keeps."""
-        lent, self._lent = self._lent, []
-        if held:
-            lent = self._keep(lent, held)
-        for _, what in lent:
-            if type(what) is Block:
-                self._arena.release(what)
-        if self._overflowed is not None:
-            self._arena.release(self._overflowed)
-            self._overflowed = None
-
-    def _keep(
-        self, lent: list[tuple[Place, object]], held: Sequence[list[int]]
-    ) -> list[tuple[Place, object]]:
-        """Note what the model keeps of what was lent to it; returns the rest."""
-        kept = [tuple(place) for place in held]
-        rest = []
-        for place, what in lent:
-            if place in kept:
-                kept.remove(place)
-                self._held.setdefault(place, []).append(what)
-            else:
-                rest.append((place, what))
-        if kept:
-            raise RemoteProtocolError(f"the stub keeps block {kept[0]}, which it was not given")
-        return rest
-
-    def _end_loan(self, place: Place) -> None:
-        kept = self._held.get(place)
-        if not kept:
-            raise RemoteProtocolError(f"the stub releases block {place}, which it does not hold")
-        what = kept.pop()
-        if not kept:
-            del self._held[place]
-        if type(what) is Block:
-            self._arena.release(what)
-
-    def _collect(self) -> None:
-        while self._returned:
-            block: Block = self._returned.popleft()  # type: ignore[assignment]
-            self._arena.release(block)
-
     # Messages too large for a packet
 
     def store(self, packet: bytes) -> tuple[int, int, int]:
-        block = self._overflowed = self._arena.allocate(len(packet))
+        block = self.loans.allocate(len(packet))
         memory = block.region.memory()
         memory[block.offset : block.offset + len(packet)] = packet
         return block.region.id, block.offset, len(packet)
@@ -353,30 +251,17 @@ class Link(Overflow):
 
     def tidy(self, tell: Callable[[int], None]) -> None:
         """Give up request regions that were not used since the last time; `tell` tells the stub."""
-        self._collect()
-        idle = self._arena.idle()
-        for region_id, uses in idle.items():
-            if self._idle.get(region_id) == uses:
-                self._arena.retire(region_id)
-                tell(region_id)
-                self._request_regions.pop(region_id).close()
-        self._idle = idle
-        memory = self._caller_memory
-        gone = [key for key in self._announced if memory is None or key not in memory]
-        for region_id in gone:
-            self._announced.discard(region_id)
-            tell(region_id)
+        self.loans.tidy(tell)
 
     def size_bytes(self) -> int:
         """All shared memory of this stub."""
         answers = sum(region.size_bytes for region in list(self.response_regions.values()))
-        return self._arena.size_bytes + answers
+        return self.loans.size_bytes + answers
 
     def close(self) -> None:
         """Let go of all regions and of what callers lent; responses that are out stay valid."""
-        self._lent.clear()
-        self._held.clear()
-        for region in [*self._request_regions.values(), *self.response_regions.values()]:
+        self.loans.close()
+        for region in list(self.response_regions.values()):
             region.close()
 
 

@@ -138,9 +138,7 @@ class Pair:
     @property
     def lent_bytes(self) -> int:
         """What the link's own arena has in use."""
-        if self.link._returned:
-            self.link._collect()
-        return self.link._arena.used_bytes
+        return self.link.loans.used_bytes
 
     def close(self) -> None:
         self.link.conversation.channel.close()

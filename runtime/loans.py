@@ -1,0 +1,256 @@
+"""What one stub may look at: memory that the runtime wrote for it, and memory of others that was lent to it.
+
+A loan lasts for a batch, unless the stub says that the model keeps it, or until the stub gives it back. Whoever
+drives the instance lends the inputs of a batch; what a call of the model is answered with is lent by
+whichever thread has the answer. So there is a lock, which is never held for long.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.arena import Arena, Block
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.memory import lease_of, offset_in
+from moonpool.ipc.messages import Side
+from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.regions import new_region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import numpy as np
+
+    from moonpool.ipc.memory import Lease
+    from moonpool.runtime.regions import CallerMemory
+
+    Place = tuple[int, int]
+    # What is kept for as long as the stub may look at it.
+    Loan = Block | Lease
+
+# Memory of another stub is lent from this size on. What is smaller is copied, which costs less than
+# telling of it, and keeps the rows of a batch together.
+SHARED_BYTES = 64 * 1024
+
+
+def _keep(_: object) -> None:
+    """For leases that only have to keep their token alive."""
+
+
+class Loans:
+    """Any thread may call any method."""
+
+    def __init__(
+        self,
+        send_region: Callable[[SharedRegion, Side], None],
+        first: SharedRegion,
+        limit_bytes: int | None,
+    ) -> None:
+        """`first` is announced to the stub by the caller."""
+        self._send_region = send_region
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._arena = Arena(self._grow)
+        self._arena.add(first)
+        self._regions = {first.id: first}
+        self.first_region = first.id
+        # Whether this stub and others must not see each other's memory.
+        self.is_private = False
+        self._caller_memory: CallerMemory | None = None
+        self._announced: dict[int, SharedRegion] = {}
+        # Of this batch; and what the model keeps, of earlier batches and of answers to its calls.
+        self._lent: list[tuple[Place, Loan]] = []
+        self._kept: dict[Place, list[Loan]] = {}
+        # Blocks of ours that were handed on, and that those who had them let go of.
+        self._returned: deque[object] = deque()
+        self._give_back: Callable[[object], object] = self._returned.append
+        self._idle: dict[int, int] = {}
+
+    def serve(self, caller_memory: CallerMemory) -> None:
+        """From now on, arrays in this memory are lent, whatever their size."""
+        self._caller_memory = caller_memory
+
+    def _grow(self, needed_bytes: int) -> SharedRegion:
+        region = new_region(self._arena.size_bytes, needed_bytes, self._limit_bytes)
+        self._regions[region.id] = region
+        self._send_region(region, Side.RUNTIME)
+        return region
+
+    # Lending
+
+    def allocate(self, size_bytes: int, *, keep: bool = False) -> Block:
+        """A block to write into, lent for this batch; with `keep`, until the stub gives it back.
+
+        Raises `OutOfMemory`.
+        """
+        with self._lock:
+            if self._returned:
+                self._collect()
+            block = self._arena.allocate(size_bytes)
+            self._note((block.region.id, block.offset), block, keep)
+            return block
+
+    def lend(self, array: np.ndarray, *, keep: bool = False) -> tuple[list[int], int] | None:
+        """Lend the memory that an array lies in: its block, and the array's offset in that.
+
+        None for memory that the stub cannot, may not or need not see; then it has to be copied.
+        """
+        lease = lease_of(array)
+        if lease is None or not array.flags.c_contiguous:
+            return None
+        region, place_offset, size_bytes = lease.region, lease.offset, lease.size
+        found = None if self._caller_memory is None else self._caller_memory.find(lease)
+        if found is None and (
+            array.nbytes < SHARED_BYTES
+            or type(region) is not SharedRegion
+            or self.is_private
+            or region.is_private
+        ):
+            return None
+        with self._lock:
+            if not self._announce(region):  # type: ignore[arg-type]
+                return None
+            self._note((region.id, place_offset), lease, keep)  # type: ignore[union-attr]
+        return [region.id, place_offset, size_bytes], offset_in(lease, array)  # type: ignore[union-attr]
+
+    def _announce(self, region: SharedRegion) -> bool:
+        if region.id in self._announced or region.id in self._regions:
+            return True
+        if not region.share(lambda each: self._send_region(each, Side.RUNTIME)):
+            return False
+        self._announced[region.id] = region
+        return True
+
+    def _note(self, place: Place, loan: Loan, keep: bool) -> None:
+        if keep:
+            self._kept.setdefault(place, []).append(loan)
+        else:
+            self._lent.append((place, loan))
+
+    # Looking at what is lent
+
+    def open(self, region_id: int, offset: int, size_bytes: int) -> Lease:
+        """A lease on what is lent to the stub at a place that it names. Raises `RemoteProtocolError`."""
+        place = (region_id, offset)
+        with self._lock:
+            loan = self._find(place)
+            if loan is not None and size_bytes <= (
+                loan.size_bytes if type(loan) is Block else loan.size  # type: ignore[union-attr]
+            ):
+                if type(loan) is Block:
+                    loan.holds += 1
+                    return loan.region.lease(offset, size_bytes, self._give_back, loan)
+                return loan.again(size_bytes, _keep, loan)  # type: ignore[union-attr]
+        raise RemoteProtocolError(
+            f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
+            "which is not the stub's to answer from"
+        )
+
+    def _find(self, place: Place) -> Loan | None:
+        for lent, loan in self._lent:
+            if lent == place:
+                return loan
+        kept = self._kept.get(place)
+        return kept[-1] if kept else None
+
+    # The ends of loans
+
+    def end_batch(self, held: Sequence[list[int]]) -> None:
+        """The batch is over, and with it its loans, but for those that the model keeps.
+
+        Raises `RemoteProtocolError`.
+        """
+        with self._lock:
+            lent, self._lent = self._lent, []
+            if held:
+                lent = self._keep_some(lent, held)
+            for _, loan in lent:
+                if type(loan) is Block:
+                    self._arena.release(loan)
+
+    def _keep_some(
+        self, lent: list[tuple[Place, Loan]], held: Sequence[list[int]]
+    ) -> list[tuple[Place, Loan]]:
+        """Note what the model keeps of what was lent to it; returns the rest."""
+        kept = [tuple(place) for place in held]
+        rest = []
+        for place, loan in lent:
+            if place in kept:
+                kept.remove(place)
+                self._note(place, loan, keep=True)
+            else:
+                rest.append((place, loan))
+        if kept:
+            raise RemoteProtocolError(f"the stub keeps block {kept[0]}, which it was not given")
+        return rest
+
+    def take_back(self, places: Iterable[Sequence[int]]) -> None:
+        """The stub gives back what it kept. Raises `RemoteProtocolError` for what it does not have."""
+        loans = []
+        with self._lock:
+            for each in places:
+                place = (each[0], each[1])
+                kept = self._kept.get(place)
+                if not kept:
+                    raise RemoteProtocolError(
+                        f"the stub releases block {place}, which it does not hold"
+                    )
+                # Kept until the lock is let go of: it may be the last that refers to a lease.
+                loan = kept.pop()
+                loans.append(loan)
+                if not kept:
+                    del self._kept[place]
+                if type(loan) is Block:
+                    self._arena.release(loan)
+
+    def _collect(self) -> None:
+        while self._returned:
+            block: Block = self._returned.popleft()  # type: ignore[assignment]
+            self._arena.release(block)
+
+    # Memory that nobody needs for now
+
+    def tidy(self, tell: Callable[[int], None]) -> None:
+        """Give up regions that were not used since the last time; `tell` tells the stub."""
+        with self._lock:
+            self._collect()
+            idle = self._arena.idle()
+            for region_id, uses in idle.items():
+                if self._idle.get(region_id) == uses:
+                    self._arena.retire(region_id)
+                    tell(region_id)
+                    self._regions.pop(region_id).close()
+            self._idle = idle
+            in_use = {place[0] for place in self._kept} | {place[0] for place, _ in self._lent}
+            for region in list(self._announced.values()):
+                # Whoever made it has given it up, and nothing in it is lent.
+                if region.buffer is None and region.id not in in_use:
+                    del self._announced[region.id]
+                    tell(region.id)
+
+    @property
+    def size_bytes(self) -> int:
+        """All memory that was set aside for this stub to read."""
+        return self._arena.size_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """How much of it is lent, or was handed on and is looked at by others."""
+        with self._lock:
+            self._collect()
+            return self._arena.used_bytes
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the model keeps anything."""
+        return bool(self._kept)
+
+    def close(self) -> None:
+        """Let go of all regions and of what was lent; leases that are out stay valid."""
+        with self._lock:
+            self._lent.clear()
+            self._kept.clear()
+            for region in self._regions.values():
+                region.close()
