@@ -45,8 +45,6 @@ class Model:
         except BaseException as error:  # a model may raise anything, SystemExit included
             raise LoadError("initialize", describe(error), traceback_of(error)) from error
         self._execute = getattr(self._object, "execute", self._no_execute)
-        # The libraries that the model imported may have brought `logging` with them only now.
-        logger.adopt_logging()
 
     def _no_execute(self, requests: list[InferenceRequest]) -> object:  # noqa: ARG002 - as execute
         raise InvalidReturn(
@@ -104,14 +102,19 @@ def load_model(start: dict[str, Any], regions: Regions) -> Model:
     Raises `LoadError` with the stage, the text for the client and the traceback for the log.
     """
     pb_utils.use_memory(regions.empty)
-    if start["kind"] == "native":
-        model_class = loader.load_native(start["file"], start["class_name"])
-    else:
-        model_class = loader.load_triton(
-            start["file"], start["version_dir"], start["model_dir"], start["backend_dir"]
-        )
+    model = Model(start, import_class(start))
     logger.adopt_logging()
-    model = Model(start, model_class)
     if start["mode"] == "serve":
         model.initialize()
+        # The libraries that the model imported may have brought `logging` with them only now.
+        logger.adopt_logging()
     return model
+
+
+def import_class(start: dict[str, Any]) -> Any:
+    """The class of the model, or the function that is one. Raises `LoadError`."""
+    if start["kind"] == "native":
+        return loader.load_native(start["file"], start["class_name"])
+    return loader.load_triton(
+        start["file"], start["version_dir"], start["model_dir"], start["backend_dir"]
+    )
