@@ -211,7 +211,7 @@ OPTIONS = (
         "environment",
         NAMES,
         "Environment variables of the runtime that an instance may see beside the harmless ones (PATH,"
-        " HOME, LANG, OMP_*, CUDA_* and their like); `*` stands for any characters.",
+        " HOME, LANG, PYTHON*, OMP_*, CUDA_* and their like); `*` stands for any characters.",
     ),
 )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -26,6 +27,11 @@ from typing import IO
 
 from moonpool.runtime.environment_archive import SIZE_LIMIT_BYTES, unpack
 from moonpool.runtime.environment_error import BadEnvironment
+
+_log = logging.getLogger("moonpool")
+
+# Long enough for what is started once a week, short enough for a disk on which archives change daily.
+KEEP_UNUSED_S = 8 * 24 * 3600.0
 
 
 def default_root() -> Path:
@@ -65,7 +71,8 @@ class EnvironmentCache:
     def acquire(self, archive: Path) -> Lease:
         """The unpacked environment of an archive; unpacks it if nobody has.
 
-        Blocks while another thread or process unpacks the same one.  Raises BadEnvironment.
+        Whoever unpacks one removes those that nobody has used for `KEEP_UNUSED_S`.  Blocks while
+        another thread or process unpacks the same one.  Raises BadEnvironment.
         """
         try:
             self._make_root()
@@ -126,9 +133,16 @@ class EnvironmentCache:
             return
         try:
             if not (self.root / digest).exists():
+                self._make_room()
                 self._unpack(digest, archive)
         finally:
             os.close(descriptor)
+
+    def _make_room(self) -> None:
+        try:
+            self.remove_unused(KEEP_UNUSED_S)
+        except OSError as error:
+            _log.warning("cannot remove unused environments from %s: %s", self.root, error)
 
     def _unpack(self, digest: str, archive: IO[bytes]) -> None:
         # Whoever made these held the lock that is now ours, and died.

@@ -39,7 +39,6 @@ class StubProcess:
         """Start it. Raises OSError where the interpreter cannot be started."""
         arguments = [
             python,
-            "-I",
             _BOOT,
             "triton_python_backend_stub",
             name,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
+import logging
 import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import PeerGone
+from moonpool.runtime import environment_variables
 from moonpool.runtime.backend import Backend, Model, ModelInstance
 from moonpool.runtime.environment import Environment, resolve
 from moonpool.runtime.errors import LoadFailed
@@ -24,33 +25,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.request import InferenceRequest
 
-# What a stub may see of the runtime's environment; anything else may be a secret.
-_ALLOWED = [
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "TERM",
-    "LANG",
-    "LANGUAGE",
-    "LC_*",
-    "TZ",
-    "TMPDIR",
-    "LD_LIBRARY_PATH",
-    "XDG_CACHE_HOME",
-    "CUDA_*",
-    "NVIDIA_*",
-    "OMP_*",
-    "MKL_*",
-    "OPENBLAS_*",
-    "NUMEXPR_*",
-    "TORCH_*",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "TRANSFORMERS_*",
-]
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_log = logging.getLogger("moonpool")
 
 
 class _EndedIdle(PeerGone):
@@ -83,6 +58,9 @@ class PythonBackend(Backend):
         limit = model.options.region_limit_bytes
         model.state = _ModelState(environment, CallerMemory(limit))
         try:
+            _, variables = self._process(model)
+            unseen = " ".join(sorted(os.environ.keys() - variables.keys())) or "nothing"
+            _log.debug("model '%s' does not see of the environment: %s", model.name, unseen)
             self._complete(model)
         except BaseException:
             self.model_finalize(model)
@@ -166,16 +144,14 @@ class PythonBackend(Backend):
     def _process(self, model: Model) -> tuple[str, dict[str, str]]:
         """Interpreter and environment variables of a stub."""
         environment: Environment = model.state.environment
-        allowed = ["*"] if model.options.sandbox == "off" else _ALLOWED
-        allowed = [*allowed, *model.options.environment]
-        variables = {
-            name: value
-            for name, value in os.environ.items()
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed)
-        }
-        variables |= environment.variables
-        if model.options.threads is not None:
-            variables |= dict.fromkeys(_THREADS, str(model.options.threads))
+        options = model.options
+        variables = environment_variables.inherited(
+            os.environ,
+            sandbox=options.sandbox,
+            allowed=options.environment,
+            own=environment.variables,
+            threads=options.threads,
+        )
         return str(environment.python), variables
 
 

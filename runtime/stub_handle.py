@@ -23,6 +23,7 @@ from moonpool.ipc.errors import (
 )
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, PROTOCOL_VERSION, Kind, Side
 from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
+from moonpool.runtime.environment_variables import missing_variable
 from moonpool.runtime.errors import LoadFailed, StubDied
 from moonpool.runtime.link import Link
 from moonpool.runtime.output import Output
@@ -62,6 +63,7 @@ class StubHandle:
         self._has_exited = False
         self._reactor = reactor
         self._python = python
+        self._environment = environment
         self._options = options
         self._reason: BaseException | None = None
         self._oom_kills = oom_kills()
@@ -132,7 +134,8 @@ class StubHandle:
         except (PeerGone, ProtocolError) as error:
             raise LoadFailed(str(self.explain(error, "during start")), stage="start") from error
         if message[0] == Kind.FAILED:
-            raise LoadFailed(message[2], stage=message[1], traceback=message[3])
+            hint = missing_variable(message[2], os.environ, self._environment)
+            raise LoadFailed(message[2] + hint, stage=message[1], traceback=message[3])
         expected = Kind.COMPLETED if start["mode"] == "complete" else Kind.LOADED
         if message[0] != expected:
             raise LoadFailed(

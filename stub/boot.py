@@ -1,27 +1,37 @@
 """The first code of a stub, run by path under the model's own interpreter.
 
-    python -I .../stub/boot.py triton_python_backend_stub NAME WORK_FD CONTROL_FD PARENT_PID MSGPACK
+    python .../stub/boot.py triton_python_backend_stub NAME WORK_FD CONTROL_FD PARENT_PID MSGPACK
 
 That interpreter may have neither moonpool nor msgpack and may be older than the runtime's. Nothing foreign is
 imported here: the standard library, moonpool's own files beside this one, and the runtime's msgpack
 (in pure Python where its compiled form does not fit). `triton_python_backend_stub` stands in the
 arguments because people and scripts look for stubs by that name.
+
+The interpreter is not isolated: PYTHONPATH and the user's own packages are a model's as they are in Triton.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import os
-import signal
 import sys
-import types
 
 _PR_SET_PDEATHSIG = 1
 
 
+def leave_folder(folder: str) -> None:
+    """Take the folder of this program out of the path, where Python puts it first.
+
+    The files in it are no modules, and must not hide any: so nothing is imported before.
+    """
+    if folder in sys.path[:1]:  # not there with PYTHONSAFEPATH
+        del sys.path[0]
+
+
 def die_with_parent(parent_pid: int) -> None:
     """End this process when the runtime ends, and at once if it has ended already."""
+    import ctypes
+    import signal
+
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -29,6 +39,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 def make_importable(name: str, folder: str) -> None:
     """Make the one package importable without adding what lies beside it to the path."""
+    import types
+
     package = types.ModuleType(name)
     package.__path__ = [folder]
     sys.modules[name] = package
@@ -36,6 +48,8 @@ def make_importable(name: str, folder: str) -> None:
 
 def load_msgpack(folder: str) -> None:
     """Import the runtime's msgpack, unless this interpreter would find the very same one."""
+    import importlib.util
+
     spec = importlib.util.spec_from_file_location(
         "msgpack", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
     )
@@ -48,6 +62,8 @@ def load_msgpack(folder: str) -> None:
 
 def forget_msgpack(folder: str) -> None:
     """Let the model import its own environment's msgpack where that is another one."""
+    import importlib.util
+
     kept = {
         name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "msgpack"
     }
@@ -61,8 +77,9 @@ def main() -> None:
     _, _, name, work_fd, control_fd, parent_pid, msgpack_folder = sys.argv
     # A model's libraries may look for arguments; these are not for them.
     del sys.argv[1:]
-    die_with_parent(int(parent_pid))
     here = os.path.dirname(os.path.realpath(__file__))
+    leave_folder(here)
+    die_with_parent(int(parent_pid))
     make_importable("moonpool", os.path.dirname(here))
     load_msgpack(msgpack_folder)
     from moonpool.stub.handshake import shake_hands

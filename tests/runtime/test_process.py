@@ -57,8 +57,8 @@ def output(folder: Path) -> str:
 def test_it_is_called_as_stubs_are(start: Start, tmp_path: Path) -> None:
     process = start('echo "$@"')
     assert process.wait(PATIENCE_S) == 0
-    isolated, boot, word, name, work_fd, control_fd, parent, msgpack = output(tmp_path).split()
-    assert (isolated, word, name) == ("-I", "triton_python_backend_stub", "m_0_0")
+    boot, word, name, work_fd, control_fd, parent, msgpack = output(tmp_path).split()
+    assert (word, name) == ("triton_python_backend_stub", "m_0_0")
     assert boot.endswith("/stub/boot.py")
     assert int(work_fd) != int(control_fd)
     assert int(parent) == os.getpid()

@@ -1,0 +1,76 @@
+"""Makes environments of other Pythons than this one for the tests of models under them.
+
+    python .ci/environments.py FOLDER
+
+Prints their paths, separated by colons. There is one for each version from 3.9 up that is found on this machine;
+where there is none, one of Debian's python3, or of this very Python. In each is numpy and nothing else.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+PLACES = (
+    os.path.join(
+        os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv")), "versions/*/bin/python3"
+    ),
+    *(os.path.join(folder, "python3*") for folder in ("/usr/local/bin", "/usr/bin", "/opt/*/bin")),
+)
+OWN = sys.version_info[:3]
+
+
+def version_of(python: str) -> tuple[int, ...]:
+    code = "import sys; print(*sys.version_info[:3])"
+    done = subprocess.run([python, "-Ic", code], capture_output=True, text=True, check=False)
+    return tuple(map(int, done.stdout.split())) if done.returncode == 0 else ()
+
+
+def others() -> dict[tuple[int, ...], str]:
+    """The first program of each version that is not this one's."""
+    found: dict[tuple[int, ...], str] = {}
+    for place in PLACES:
+        for python in sorted(glob.glob(place)):
+            # python3-config and its like are beside it.
+            is_python = re.fullmatch(r"python3(\.\d+)?", os.path.basename(python))
+            version = version_of(python) if is_python else ()
+            if version >= (3, 9) and version != OWN:
+                found.setdefault(version, python)
+    return found
+
+
+def environment(python: str, version: tuple[int, ...], folder: str) -> str:
+    """A virtual environment with numpy; needs neither pip nor ensurepip of that Python, which Debian's lacks."""
+    major, minor, _ = version
+    root = os.path.join(folder, ".".join(map(str, version)))
+    shutil.rmtree(root, ignore_errors=True)
+    subprocess.run([python, "-m", "venv", "--without-pip", root], check=True)
+    packages = f"{root}/lib/python{major}.{minor}/site-packages"
+    wanted = ["--python-version", f"{major}.{minor}", "--only-binary", ":all:", "numpy"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--target", packages, *wanted],
+        check=True,
+        stdout=sys.stderr,
+    )
+    return root
+
+
+def main() -> None:
+    folder = os.path.abspath(sys.argv[1])
+    found = others()
+    if not found and shutil.which("apt-get"):
+        for arguments in (["update"], ["install", "--yes", "python3"]):
+            subprocess.run(["apt-get", "--quiet=2", *arguments], check=True, stdout=sys.stderr)
+        found = others()
+    if not found:
+        sys.stderr.write("There is no other Python here; models run under this one.\n")
+        found = {OWN: sys.executable}
+    made = [environment(python, version, folder) for version, python in sorted(found.items())]
+    sys.stdout.write(":".join(made) + "\n")
+
+
+main()

@@ -1,0 +1,331 @@
+"""What a model finds around itself: its interpreter's packages, environment variables, locale, path."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+
+import moonpool
+from moonpool import BadEnvironment, LoadFailed
+from moonpool.runtime import environment_cache
+
+FILE = MODELS / "evaluate.py"
+SIGNATURE: Config = {
+    "input": [tensor("CODE", "STRING", -1)],
+    "output": [tensor("SAID", "STRING", -1)],
+}
+SITE_PACKAGES = Path(np.__file__).parents[1]
+
+
+def said(runtime: moonpool.Runtime, code: str, model: str = "m") -> Any:
+    """The value of an expression inside the model."""
+    text = runtime.infer(model, {"CODE": [code]}, timeout_s=30.0)["SAID"][0].decode()
+    return ast.literal_eval(text)
+
+
+def env_path(path: object) -> Config:
+    return {"parameters": {"EXECUTION_ENV_PATH": {"string_value": str(path)}}}
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(runtime: moonpool.Runtime) -> Ask:
+    """The value of an expression in a model that is loaded for it."""
+
+    def ask(code: str, config: Config | None = None) -> Any:
+        with hosted(runtime, "m", FILE, SIGNATURE | (config or {})):
+            return said(runtime, code)
+
+    return ask
+
+
+def furnish(root: Path) -> None:
+    """Lets an environment's interpreter import numpy, and one module that nobody else has."""
+    site_packages = next(root.glob("lib/python*/site-packages"))
+    (site_packages / "numpy_is_elsewhere.pth").write_text(f"{SITE_PACKAGES}\n")
+    (site_packages / "only_here.py").write_text("WHERE = __file__\n")
+
+
+@pytest.fixture(scope="module")
+def virtual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("virtual") / "env"
+    venv.create(root, with_pip=False, symlinks=True)
+    furnish(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def conda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory shaped like conda's: a whole Python with its own prefix, and no pyvenv.cfg."""
+    root = tmp_path_factory.mktemp("conda") / "env"
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    library = root / "lib" / version
+    unneeded = shutil.ignore_patterns("site-packages", "test", "idlelib", "config-*", "__pycache__")
+    shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=unneeded)
+    (root / "bin").mkdir()
+    (root / "conda-meta").mkdir()
+    shutil.copy(os.path.realpath(sys.executable), root / "bin" / version)
+    (root / "bin" / "python").symlink_to(version)
+    for library_file in Path(sysconfig.get_config_var("LIBDIR")).glob(f"lib{version}*.so*"):
+        shutil.copy(library_file, root / "lib", follow_symlinks=False)
+    (library / "site-packages").mkdir()
+    furnish(root)
+    return root
+
+
+class TestEnvironments:
+    def test_a_virtual_one_runs_with_its_own_packages(self, ask: Ask, virtual: Path) -> None:
+        where, path, variable, libraries = ask(
+            "(__import__('only_here').WHERE, os.environ['PATH'], os.environ['VIRTUAL_ENV'],"
+            " os.environ['LD_LIBRARY_PATH'])",
+            env_path(virtual),
+        )
+
+        assert where.startswith(f"{virtual}/lib/")
+        assert path.startswith(f"{virtual}/bin:")
+        assert variable == str(virtual)
+        assert libraries.split(":")[0] == f"{virtual}/lib"
+
+    def test_condas_is_its_own_prefix(self, ask: Ask, conda: Path) -> None:
+        where, prefix, base, variable, is_virtual = ask(
+            "(__import__('only_here').WHERE, sys.prefix, sys.base_prefix,"
+            " os.environ['CONDA_PREFIX'], 'VIRTUAL_ENV' in os.environ)",
+            env_path(conda),
+        )
+
+        assert where.startswith(f"{conda}/lib/")
+        assert (prefix, base, variable, is_virtual) == (str(conda), str(conda), str(conda), False)
+
+    def test_a_relative_path_begins_at_the_runtimes_directory(
+        self, ask: Ask, virtual: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(virtual.parent)
+
+        assert ask("sys.prefix", env_path("./env")) == str(virtual)
+
+    def test_the_models_directory_can_hold_it(
+        self, runtime: moonpool.Runtime, virtual: Path, tmp_path: Path
+    ) -> None:
+        version = tmp_path / "m" / "1"
+        version.mkdir(parents=True)
+        shutil.copy(FILE, version / "model.py")
+        pack_tar(virtual, tmp_path / "m" / "env.tar.gz")
+        config = SIGNATURE | env_path("$$TRITON_MODEL_DIRECTORY/env.tar.gz")
+
+        with hosted(runtime, "m", tmp_path / "m", config):
+            assert said(runtime, "__import__('only_here').WHERE.split('/')[-1]") == "only_here.py"
+
+    def test_another_interpreters_home_is_left_behind(
+        self, ask: Ask, virtual: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # A Python that believes this does not even start.
+        monkeypatch.setenv("PYTHONHOME", "/nowhere")
+
+        assert ask("sys.prefix", env_path(virtual)) == str(virtual)
+
+    def test_one_that_is_not_there_is_refused_by_its_name(
+        self, runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+
+        with pytest.raises(BadEnvironment, match=r"canonical path for nothing/here\."):
+            runtime.load("m", FILE, config=SIGNATURE | env_path("nothing/here"))
+
+
+def pack_tar(root: Path, path: Path) -> None:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
+        for entry in sorted(root.iterdir()):
+            tar.add(entry, entry.name)
+
+
+def pack_zip(root: Path, path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for entry in sorted(root.rglob("*")):
+            name = str(entry.relative_to(root))
+            if entry.is_symlink():
+                link = zipfile.ZipInfo(name)
+                link.external_attr = 0o120777 << 16
+                packed.writestr(link, os.readlink(entry))
+            else:
+                packed.write(entry, name)
+
+
+class TestPacked:
+    @pytest.mark.parametrize(
+        ("kind", "name", "pack"),
+        [
+            ("virtual", "env.tar.gz", pack_tar),
+            ("virtual", "env.zip", pack_zip),
+            ("conda", "env.tar", pack_tar),
+        ],
+    )
+    def test_it_is_unpacked_once_for_all_instances_and_models(
+        self,
+        runtime: moonpool.Runtime,
+        request: pytest.FixtureRequest,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        kind: str,
+        name: str,
+        pack: Callable[[Path, Path], None],
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        pack(request.getfixturevalue(kind), tmp_path / name)
+        config = SIGNATURE | env_path(tmp_path / name)
+
+        with (
+            hosted(runtime, "one", FILE, config, instances=2),
+            hosted(runtime, "other", FILE, config),
+        ):
+            places = {said(runtime, "sys.prefix", model) for model in ("one", "other", "one")}
+            (place,) = places
+            cache = environment_cache.default_root()
+            assert Path(place).parent == cache
+            assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+            assert environment_cache.EnvironmentCache().remove_unused() == []
+
+        assert environment_cache.EnvironmentCache().remove_unused() == [Path(place)]
+        assert list(cache.iterdir()) == []
+
+
+class TestPath:
+    def test_pythonpath_goes_before_everything_as_in_triton(
+        self, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "from_pythonpath.py").write_text("WHERE = __file__\n")
+        (tmp_path / "colorsys.py").write_text("MINE = True\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+        first, where, mine = ask(
+            "(sys.path[0], __import__('from_pythonpath').WHERE, __import__('colorsys').MINE)"
+        )
+
+        assert first == str(tmp_path)
+        assert where == str(tmp_path / "from_pythonpath.py")
+        assert mine
+
+    def test_the_users_own_packages_are_found(
+        self, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conda: Path
+    ) -> None:
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        packages = tmp_path / "lib" / version / "site-packages"
+        packages.mkdir(parents=True)
+        (packages / "from_the_user.py").write_text("HERE = True\n")
+        monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
+
+        # In a virtual environment, which this Python may have, there are none.
+        assert ask("__import__('from_the_user').HERE", env_path(conda))
+
+    def test_the_stubs_own_files_are_no_modules(self, ask: Ask) -> None:
+        assert ask("[path for path in sys.path if path.endswith('stub')]") == []
+        assert ask("__import__('importlib.util').util.find_spec('handshake') is None")
+
+    def test_the_arguments_are_not_the_models(self, ask: Ask) -> None:
+        assert ask("len(sys.argv)") == 1
+
+
+class TestVariables:
+    def test_what_may_be_a_secret_is_not_seen(
+        self, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MY_ENV", "secret")
+        monkeypatch.setenv("MY_OTHER", "also")
+
+        assert ask("os.environ.get('MY_ENV')") is None
+        assert ask("os.environ['MY_ENV']", options(ENVIRONMENT="MY_ENV")) == "secret"
+        assert ask("os.environ['MY_OTHER']", options(ENVIRONMENT="MY_*")) == "also"
+        assert ask("os.environ['MY_ENV']", options(SANDBOX="off")) == "secret"
+
+    def test_a_model_that_misses_one_is_told_how_to_get_it(
+        self,
+        runtime: moonpool.Runtime,
+        model_file: Callable[[str], Path],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        file = model_file("import os\nos.environ['MY_ENV']\nclass TritonPythonModel: pass\n")
+        monkeypatch.delenv("MY_ENV", raising=False)
+        with pytest.raises(LoadFailed) as caught:
+            runtime.load("m", file, config=SIGNATURE)
+        assert "KeyError: 'MY_ENV'" in str(caught.value)
+        assert "MOONPOOL_ENVIRONMENT" not in str(caught.value)
+
+        monkeypatch.setenv("MY_ENV", "there")
+        with (
+            caplog.at_level("DEBUG", logger="moonpool"),
+            pytest.raises(LoadFailed, match=r"MY_ENV is set for the runtime, but no model sees it"),
+        ):
+            runtime.load("m", file, config=SIGNATURE)
+        assert any("does not see" in text and "MY_ENV" in text for text in caplog.messages)
+
+    @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ"])
+    def test_what_libraries_look_for_is_seen(
+        self, ask: Ask, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setenv(name, "3")
+
+        assert ask(f"os.environ['{name}']") == "3"
+
+    def test_pythons_own_take_effect(self, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")
+
+        hashes = {ask("hash('moonpool')") for _ in range(2)}
+
+        assert len(hashes) == 1
+        assert ask("sys.dont_write_bytecode")
+
+
+class TestLocale:
+    @pytest.mark.parametrize(
+        ("value", "expected", "language"),
+        [
+            # Pythons before 3.12 take it for American English.
+            ("C.UTF-8", "C.UTF-8", ("C" if sys.version_info >= (3, 12) else "en_US", "UTF-8")),
+            ("C", "C", (None, None)),
+            ("no_SUCH.locale", "C", (None, None)),
+        ],
+    )
+    def test_it_is_set_from_the_environment(
+        self,
+        ask: Ask,
+        monkeypatch: pytest.MonkeyPatch,
+        value: str,
+        expected: str,
+        language: tuple[str | None, str | None],
+    ) -> None:
+        monkeypatch.setenv("LC_ALL", value)
+
+        found, of_language, of_files = ask(
+            "(locale.setlocale(locale.LC_CTYPE), locale.getlocale(), sys.getfilesystemencoding())"
+        )
+
+        assert found == expected
+        assert tuple(of_language) == language
+        assert of_files == "utf-8"
+
+    def test_text_of_any_language_is_printed(
+        self, ask: Ask, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("LC_ALL", "C")
+
+        with caplog.at_level("INFO", logger="moonpool"):
+            ask("print('\\u6708\\u306e\\u30d7\\u30fc\\u30eb')")
+
+        assert any("\u6708\u306e\u30d7\u30fc\u30eb" in text for text in caplog.messages)
