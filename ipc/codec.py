@@ -24,6 +24,7 @@ from moonpool.ipc.messages import (
     OneOf,
     Packed,
     Raw,
+    Real,
     Row,
     Side,
     Table,
@@ -180,7 +181,7 @@ class _Writer:
             return
         if isinstance(spec, OneOf):
             # One comparison says nothing of what is inside a list.
-            if not all(isinstance(item, (Int, Text, Raw, Flag)) for item in spec.items):
+            if not all(isinstance(item, (Int, Real, Text, Raw, Flag)) for item in spec.items):
                 raise TypeError(f"{where}: OneOf is for scalars")
             conditions = " or ".join(f"({self._condition(item, v)})" for item in spec.items)
             self._put(depth, f"if not ({conditions}): bad({where!r}, {v})")
@@ -203,6 +204,8 @@ class _Writer:
     def _condition(self, spec: Spec, v: str) -> str:
         if isinstance(spec, Int):
             return f"type({v}) is int and {spec.low} <= {v} <= {spec.high}"
+        if isinstance(spec, Real):
+            return f"type({v}) is float"
         if isinstance(spec, Flag):
             return f"type({v}) is bool"
         if isinstance(spec, Row):

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import Union
 
-    Spec = Union["Int", "Text", "Raw", "Flag", "Table", "ListOf", "Row", "Maybe", "OneOf", "Packed"]
+    Spec = Union[
+        "Int", "Real", "Text", "Raw", "Flag", "Table", "ListOf", "Row", "Maybe", "OneOf", "Packed"
+    ]
 
 PROTOCOL_VERSION = 1
 
@@ -62,6 +64,10 @@ class Kind(IntEnum):
     RELEASE = 19
     RETIRE = 20
     LOG = 21
+    METRICS = 24
+    LOGGING = 25
+    READY = 26
+    READINESS = 27
 
 
 class Int:
@@ -72,6 +78,12 @@ class Int:
     def __init__(self, low: int = 0, high: int = _MAX_INT) -> None:
         self.low = low
         self.high = high
+
+
+class Real:
+    """A float: any, also infinite ones and those that are no numbers."""
+
+    __slots__ = ()
 
 
 class Text:
@@ -175,6 +187,8 @@ MAX_BATCH = 65536
 # channel has room for the smaller number; messages of the work channel may lie in memory.
 MAX_PLACES = 1 << 20
 MAX_PLACES_IN_PACKET = 1024
+# Changes of metrics that fit a packet, and as many metrics that nobody refers to any more.
+MAX_METRIC_CHANGES = 800
 _LONG = 1 << 20
 _SHORT = 4096
 MAX_PARAMETERS = 4096
@@ -276,4 +290,22 @@ CONTROL: dict[Kind, Message] = {
         _STUB,
         {"level": Int(0, 3), "message": Text(_LONG), "file": Text(_SHORT), "line": Int(0, 2**31)},
     ),
+    # What the model did to metrics, in any order that has the same effect, as numbered in `ipc.metric_kinds`;
+    # then the metrics and families that nobody refers to any more.
+    Kind.METRICS: Message(
+        _STUB,
+        {
+            "changes": ListOf(
+                Row(metric=_ID, operation=Int(0, 2), value=Real(), count=Int(1)), MAX_METRIC_CHANGES
+            ),
+            "dropped": ListOf(_ID, MAX_METRIC_CHANGES),
+        },
+    ),
+    # Which levels of LOG are wanted from now on.
+    Kind.LOGGING: Message(
+        _RUNTIME, {"info": Flag(), "warning": Flag(), "error": Flag(), "verbose": Int(0, 2**31)}
+    ),
+    # Is the model ready, as it says itself? One question at a time; the reason is nil if it is.
+    Kind.READY: Message(_RUNTIME, {"question": _ID}),
+    Kind.READINESS: Message(_STUB, {"question": _ID, "reason": Maybe(Text(_SHORT))}),
 }

@@ -50,6 +50,12 @@ class ModelOptions:
     threads: int | None = None
     environment: tuple[str, ...] = ()
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """What the stub is to limit itself to, as in SANDBOX."""
+        memory = self.memory_limit_bytes
+        return {} if memory is None else {"memory_bytes": memory}
+
     @classmethod
     def from_parameters(cls, config: ModelConfig) -> ModelOptions:
         """Read the parameters of a model.

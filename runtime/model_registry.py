@@ -16,11 +16,14 @@ from moonpool.runtime.errors import (
     ModelUnavailable,
     RuntimeClosed,
 )
+from moonpool.runtime.exposition import expose
 from moonpool.runtime.hosted_model import HostedModel
+from moonpool.runtime.model_metrics import model_families
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.reactor import Reactor
 from moonpool.runtime.states import BACKEND, BackendState, Machine
+from moonpool.runtime.stubs import Stubs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +58,9 @@ class ModelRegistry:
         self._reactor = Reactor()
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
         self._backends: dict[str, Backend] = {backend.name: backend for backend in backends}
-        self._backends.setdefault("python", PythonBackend(self._reactor, verbose=verbose))
+        self._stubs = Stubs(self._reactor)
+        python = PythonBackend(self._stubs, verbose=verbose)
+        self._backends.setdefault("python", python)
         now = time.monotonic()
         self._machines = {name: Machine(name, BACKEND, now) for name in self._backends}
         self._backend_lock = threading.Lock()
@@ -193,6 +198,15 @@ class ModelRegistry:
         if name in self._moving:
             raise ModelUnavailable(f"Request for model '{name}' which is loading or unloading")
         raise ModelNotFound(f"Request for unknown model: '{name}' is not found")
+
+    def metrics(self) -> str:
+        """The metrics of all models and those that the models made, as text for Prometheus."""
+        self._check_open()
+        self._stubs.catch_up()
+        with self._lock:
+            served = [each for versions in self._models.values() for each in versions.values()]
+        families = model_families(each.scheduler for each in served)
+        return expose([*families, *self._stubs.metrics.families()])
 
     def close(self) -> None:
         """Unload everything, also what is being loaded, and finalize the backends.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger("moonpool.stub")
+_LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 _READ_BYTES = 1 << 16
 _LINE_BYTES = 8192
 _TAIL_LINES = 20
@@ -97,11 +98,11 @@ class Output:
         self.flush()
 
     def log(self, level: int, message: str, file: str, line: int) -> None:
-        """A line that the model logged on purpose."""
+        """What the model logged on purpose; `level` is as in LOG."""
         if self._allowed():
             where = f" ({os.path.basename(harmless(file))}:{line})" if line else ""
             for part in message.rstrip("\n").split("\n"):
-                _log.log(level, "[%s] %s%s", self._instance, harmless(part), where)
+                _log.log(_LEVELS[level], "[%s] %s%s", self._instance, harmless(part), where)
 
     def _line(self, line: bytes) -> None:
         cut = len(line) > _LINE_BYTES

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moonpool.runtime.link import Link
-    from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.request import InferenceRequest
+    from moonpool.runtime.stubs import Stubs
 
 _log = logging.getLogger("moonpool")
 
@@ -47,9 +47,9 @@ class PythonBackend(Backend):
 
     blocks = False
 
-    def __init__(self, reactor: Reactor, *, verbose: bool = False) -> None:
+    def __init__(self, stubs: Stubs, *, verbose: bool = False) -> None:
         super().__init__("python")
-        self._reactor = reactor
+        self._stubs = stubs
         self._verbose = verbose
 
     def model_initialize(self, model: Model) -> None:
@@ -69,7 +69,7 @@ class PythonBackend(Backend):
     def _complete(self, model: Model) -> None:
         name = f"{model.name}_auto_complete"
         deadline = _deadline(model.options.load_timeout_s)
-        stub = StubHandle(self._reactor, name, *self._process(model), model.options)
+        stub = self._new_stub(model, name)
         model.state.completing = stub
         try:
             start = start_of(model, name, "CPU", 0, "complete", verbose=self._verbose)
@@ -88,7 +88,7 @@ class PythonBackend(Backend):
         """Start the stub and wait until its model is initialized."""
         model = instance.model
         deadline = _deadline(model.options.load_timeout_s)
-        stub = StubHandle(self._reactor, instance.name, *self._process(model), model.options)
+        stub = self._new_stub(model, instance.name)
         instance.state = stub
         try:
             kind, device_id = instance.kind, instance.device_id
@@ -140,6 +140,9 @@ class PythonBackend(Backend):
         """Where callers write arrays for this model in place."""
         state: _ModelState = model.state
         return state.caller_memory
+
+    def _new_stub(self, model: Model, name: str) -> StubHandle:
+        return StubHandle(self._stubs, name, *self._process(model), model.options)
 
     def _process(self, model: Model) -> tuple[str, dict[str, str]]:
         """Interpreter and environment variables of a stub."""

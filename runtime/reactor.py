@@ -43,10 +43,15 @@ class Reactor:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the reactor's thread."""
+        return threading.get_ident() == self._thread.ident
+
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run `callback` on the reactor's thread, in the order of the calls."""
         self._soon.append(callback)
-        if threading.get_ident() != self._thread.ident:
+        if not self.is_here:
             self._wake()
 
     def call_at(self, when: float, callback: Callable[[], object]) -> None:
@@ -80,7 +85,7 @@ class Reactor:
         if not self._running:
             return
         self.call_soon(self._stop)
-        if threading.get_ident() != self._thread.ident:
+        if not self.is_here:
             self._thread.join()
             self._epoll.close()
             self._timer.close()

@@ -128,6 +128,14 @@ class Runtime:
         """Counts and durations, as in Triton's statistics extension."""
         return dict(self._models.find(name, version).scheduler.statistics.snapshot())
 
+    def metrics(self) -> str:
+        """The metrics of all models, under Triton's names, and those that models made themselves.
+
+        As text in the form that Prometheus reads. It has all that models counted before the responses
+        that have arrived. Raises `RuntimeClosed`.
+        """
+        return self._models.metrics()
+
     def instances(self, name: str, version: int | None = None) -> list[dict[str, Any]]:
         """Name, state, reason, restarts and process of each instance."""
         shown = []

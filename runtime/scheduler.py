@@ -16,6 +16,7 @@ from moonpool.runtime.batcher import Queue, QueueTimeout, form
 from moonpool.runtime.changes import Changes
 from moonpool.runtime.errors import BackendError, ModelUnavailable
 from moonpool.runtime.execution import Execution, broken
+from moonpool.runtime.model_metrics import reason_of
 from moonpool.runtime.ordering import Departures
 from moonpool.runtime.statistics import Statistics
 
@@ -275,7 +276,8 @@ class Scheduler:
         now_ns = time.monotonic_ns()
         fail_ns = sum(now_ns - request.queued_ns for request in requests)
         with self._lock:
-            self.statistics.record_failures(time.time_ns() // 1_000_000, len(requests), fail_ns)
+            now_ms = time.time_ns() // 1_000_000
+            self.statistics.record_failures(now_ms, len(requests), fail_ns, reason_of(error))
             resolved = self._departures.done(requests, [error] * len(requests))
         self._departures.leave(resolved, self._resolve)
 

@@ -21,6 +21,7 @@ class Statistics:
         "_batches",
         "execution_count",
         "fail_count",
+        "fail_counts",
         "fail_ns",
         "infer_ns",
         "inference_count",
@@ -41,6 +42,8 @@ class Statistics:
         self.inference_count = self.execution_count = 0
         self.success_count = self.success_ns = 0
         self.fail_count = self.fail_ns = 0
+        # By reason, in Triton's words and order.
+        self.fail_counts = dict.fromkeys(("OTHER", "BACKEND", "CANCELED", "REJECTED"), 0)
         self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = 0
         # By rows: [executions, input_ns, infer_ns, output_ns].
         self._batches: dict[int, list[int]] = {}
@@ -88,10 +91,13 @@ class Statistics:
         batch[2] += infer_ns
         batch[3] += output_ns
 
-    def record_failures(self, now_ms: int, requests: int, fail_ns: int) -> None:
+    def record_failures(
+        self, now_ms: int, requests: int, fail_ns: int, reason: str = "BACKEND"
+    ) -> None:
         """Count requests that ended with an error, wherever; `fail_ns` is the sum over them."""
         self.last_inference_ms = now_ms
         self.fail_count += requests
+        self.fail_counts[reason] += requests
         self.fail_ns += fail_ns
 
     def snapshot(self) -> ModelStat:

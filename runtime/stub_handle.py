@@ -29,16 +29,16 @@ from moonpool.runtime.link import Link
 from moonpool.runtime.output import Output
 from moonpool.runtime.process import StubProcess
 from moonpool.runtime.regions import new_region
+from moonpool.runtime.stub_metrics import StubMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from moonpool.ipc.region import SharedRegion
     from moonpool.runtime.config_options import ModelOptions
-    from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.stubs import Stubs
 
 _log = logging.getLogger("moonpool")
-_LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 # From the wish that a stub ends, with the stacks of its threads in the log, to the order.
 GRACE_S = 0.25
 # How long a process that closed its channel may take to be gone.
@@ -51,7 +51,7 @@ class StubHandle:
 
     def __init__(
         self,
-        reactor: Reactor,
+        stubs: Stubs,
         name: str,
         python: str,
         environment: Mapping[str, str],
@@ -61,24 +61,25 @@ class StubHandle:
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
         self._has_exited = False
-        self._reactor = reactor
+        self._reactor = stubs.reactor
         self._python = python
         self._environment = environment
         self._options = options
+        self._stubs = stubs
+        self.metrics = StubMetrics(stubs.metrics)
         self._reason: BaseException | None = None
         self._oom_kills = oom_kills()
         self._codec = control_codec(Side.RUNTIME)
         self._sending = threading.Lock()
-        # Whether the stub waits for memory, and whether there is anything left to add it to.
-        self._is_growing = False
-        self._is_closed = False
+        # Waits for memory; has been given up; tells nothing any more.
+        self._is_growing = self._is_closed = self._is_mute = False
         work, work_end = Channel.pair()
         self._control, control_end = Channel.pair()
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         self._output = Output(name, read_fd, options.log_lines_per_s)
         opened: list[Channel | Output | Link] = [work, self._control, self._output]
         try:
-            self._send(Kind.SANDBOX, options.sandbox, self._limits())
+            self._send(Kind.SANDBOX, options.sandbox, options.limits)
             self.link = Link(
                 work,
                 self._send_region,
@@ -105,13 +106,13 @@ class StubHandle:
             work_end.close()
             control_end.close()
             os.close(write_fd)
-        reactor.watch(self._output.fd, self._read_output)
-        reactor.watch(self._control.fileno(), self._read_control)
-        reactor.watch(self.process.pidfd, self._exited)
+        self._watch()
 
-    def _limits(self) -> dict[str, int]:
-        memory = self._options.memory_limit_bytes
-        return {} if memory is None else {"memory_bytes": memory}
+    def _watch(self) -> None:
+        self._reactor.watch(self._output.fd, self._read_output)
+        self._reactor.watch(self._control.fileno(), self._read_control)
+        self._reactor.watch(self.process.pidfd, self._exited)
+        self._stubs.add(self)
 
     # Life
 
@@ -259,6 +260,8 @@ class StubHandle:
         self.link.conversation.channel.close()
         self.link.close()
         self.process.close()
+        self._stubs.remove(self)
+        self.metrics.close()
 
     # On the reactor's thread
 
@@ -276,20 +279,31 @@ class StubHandle:
     def _flush_output(self) -> None:
         self._on_reactor(self._output.drain)
 
-    def _read_control(self) -> None:
+    def catch_up(self) -> None:
+        """Take in what the stub has told until now."""
+        # No socket holds as many packets; one that goes on telling does not keep the reactor for ever.
+        self._read_control(most=4096)
+
+    def _read_control(self, most: int = 64) -> None:
+        if self._is_mute or self._is_closed:
+            return
         try:
-            for _ in range(64):  # then others have their turn
+            for _ in range(most):  # then others have their turn
                 packet = self._control.receive_ready()
                 if packet is None:
                     return
                 self._handle(self._codec.decode(packet))
         except PeerGone:
-            self._reactor.forget(self._control.fileno())
+            self._hear_no_more()
             # It is ending, which is for `_exited` to see; if it is not, it can be told nothing.
             self._reactor.call_later(_EXIT_S, lambda: self._kill(_MUTE))
         except ProtocolError as error:
-            self._reactor.forget(self._control.fileno())
+            self._hear_no_more()
             self._kill(f"broke the protocol and was ended: {error}")
+
+    def _hear_no_more(self) -> None:
+        self._is_mute = True
+        self._reactor.forget(self._control.fileno())
 
     def _kill(self, because: str) -> None:
         """End a process that misbehaves and is still there."""
@@ -303,7 +317,9 @@ class StubHandle:
     def _handle(self, fields: list[Any]) -> None:
         kind = fields[0]
         if kind == Kind.LOG:
-            self._output.log(_LEVELS[fields[1]], fields[2], fields[3], fields[4])
+            self._output.log(*fields[1:])
+        elif kind == Kind.METRICS:
+            self.metrics.change(fields[1], fields[2])
         elif kind == Kind.GROW:
             if self._is_growing:
                 raise ProtocolError("GROW came before the last one was answered")

@@ -54,11 +54,18 @@ class Host:
         name: str,
         description: str,  # noqa: ARG002
         kind: int,  # noqa: ARG002
-        labels: Mapping[str, str],  # noqa: ARG002
+        labels: Mapping[str, str] | None,  # noqa: ARG002
         buckets: Sequence[float] | None,  # noqa: ARG002
     ) -> int:
-        """Make a metric; returns its number, by which the others know it."""
+        """Make a metric, or the family alone where `labels` is None; returns its number.
+
+        The others know it by that. Operations and kinds are numbered as in `ipc.metric_kinds`.
+        """
         raise _no_host(f"create metric '{name}'")
+
+    def failure(self, why: str) -> str:
+        """How this host words what it refuses."""
+        return why
 
     def change_metric(self, metric: int, operation: int, value: float) -> None:  # noqa: ARG002
         """Change a metric; does not wait until that is done."""

@@ -16,12 +16,10 @@ from moonpool.ipc.bytes_tensor import encode_bytes
 from moonpool.stub.errors import TritonError, TritonModelException
 from moonpool.stub.host import current
 from moonpool.stub.logger import Logger
+from moonpool.stub.metrics import Metric, MetricFamily, MetricKind
 from moonpool.stub.model_config import Json, ModelConfig
 from moonpool.stub.not_offered import (
     InferenceResponseSender,
-    Metric,
-    MetricFamily,
-    MetricKind,
 )
 from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
 from moonpool.stub.request import InferenceRequest, InferenceTrace
@@ -38,6 +36,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 __all__ = [
+    "COUNTER",
+    "GAUGE",
+    "HISTOGRAM",
     "TRITONSERVER_MEMORY_CPU",
     "TRITONSERVER_MEMORY_GPU",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
@@ -78,6 +79,9 @@ __all__ = [
     "using_decoupled_model_transaction_policy",
 ]
 
+COUNTER = MetricKind.COUNTER
+GAUGE = MetricKind.GAUGE
+HISTOGRAM = MetricKind.HISTOGRAM
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1

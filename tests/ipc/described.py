@@ -22,6 +22,7 @@ from moonpool.ipc.messages import (
     OneOf,
     Packed,
     Raw,
+    Real,
     Row,
     Side,
     Table,
@@ -54,6 +55,8 @@ def values(spec: Spec) -> st.SearchStrategy[Any]:
         return st.binary(max_size=min(spec.length, 12))
     if isinstance(spec, Flag):
         return st.booleans()
+    if isinstance(spec, Real):
+        return st.floats()
     if isinstance(spec, Table):
         scalars = (
             st.booleans()
@@ -85,6 +88,8 @@ def fits(spec: Spec, value: Any) -> bool:
         return type(value) is int and spec.low <= value <= spec.high
     if isinstance(spec, Flag):
         return type(value) is bool
+    if isinstance(spec, Real):
+        return type(value) is float
     if isinstance(spec, Maybe):
         return value is None or fits(spec.item, value)
     if isinstance(spec, OneOf):

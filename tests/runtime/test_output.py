@@ -176,13 +176,13 @@ def test_drain_ends_also_where_somebody_writes_without_end(
 def test_what_the_model_logs_on_purpose_has_its_level_and_place(
     printed: Printed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    printed.output.log(logging.WARNING, "careful\n\x1b[31mred\n", "/models/m/1/model.py", 12)
+    printed.output.log(1, "careful\n\x1b[31mred\n", "/models/m/1/model.py", 12)
     assert printed.lines == [
         "[m_0_0] careful (model.py:12)",
         "[m_0_0] \\x1b[31mred (model.py:12)",
     ]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
-    printed.output.log(logging.INFO, "nowhere", "", 0)
+    printed.output.log(0, "nowhere", "", 0)
     assert printed.lines[-1] == "[m_0_0] nowhere"
 
 

@@ -1,0 +1,235 @@
+"""Custom metrics: what models count and measure, shared by all instances and models of a runtime.
+
+A *family* is a name with a description and a kind; a *metric* is one time series of it, told from the others by
+its labels. Both are there for as long as somebody holds them, and who asks for one that is there shares it.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from bisect import bisect_left
+from itertools import pairwise
+from math import inf, isnan
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.metric_kinds import COUNTER, GAUGE, HISTOGRAM, INCREMENT, OBSERVE, SET
+from moonpool.runtime import exposition
+from moonpool.runtime.exposition import Sample, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moonpool.runtime.exposition import Labels
+
+MAX_LABELS = 64
+MAX_BUCKETS = 1024
+# Of a name, a description, or the value of a label.
+MAX_CHARACTERS = 4096
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_TYPES = {COUNTER: "counter", GAUGE: "gauge", HISTOGRAM: "histogram"}
+
+
+class BadMetric(MoonpoolError):
+    """A family, a metric or a change that there cannot be."""
+
+    code = "INVALID_ARG"
+
+
+class Family:
+    """Metrics of one name. For its registry to make and to change."""
+
+    __slots__ = ("description", "holders", "kind", "metrics", "name")
+
+    def __init__(self, name: str, description: str, kind: int) -> None:
+        self.name = name
+        self.description = description
+        self.kind = kind
+        self.holders = 0
+        self.metrics: dict[Labels, Metric] = {}
+
+
+class Metric:
+    """One time series: a number. For its registry to make and to change."""
+
+    __slots__ = ("family", "holders", "labels", "value")
+
+    def __init__(self, family: Family, labels: Labels) -> None:
+        self.family = family
+        self.labels = labels
+        self.holders = 0
+        self.value = 0.0
+
+    def change(self, operation: int, value: float, count: int) -> None:
+        """Apply an operation so many times. Raises `BadMetric` for what the kind does not allow."""
+        kind = self.family.kind
+        if operation == INCREMENT and (kind == GAUGE or not value < 0):
+            self.value += value * count
+        elif operation == SET and kind == GAUGE:
+            self.value = value
+        else:
+            raise BadMetric(f"operation {operation} by {value} on a {_TYPES[kind]}")
+
+    def samples(self) -> list[Sample]:
+        """The lines of it as they are now."""
+        return [Sample("", self.labels, self.value)]
+
+
+class Histogram(Metric):
+    """One time series: observations, counted by bucket. `value` is their sum."""
+
+    __slots__ = ("_bounds", "_counts")
+
+    def __init__(self, family: Family, labels: Labels, bounds: Sequence[float]) -> None:
+        super().__init__(family, labels)
+        self._bounds = (*bounds, inf)
+        self._counts = [0] * len(self._bounds)
+
+    def change(self, operation: int, value: float, count: int) -> None:
+        if operation != OBSERVE:
+            raise BadMetric(f"operation {operation} on a histogram")
+        self.value += value * count
+        # What is not a number is below no bound.
+        last = len(self._bounds) - 1
+        self._counts[last if isnan(value) else bisect_left(self._bounds, value)] += count
+
+    def samples(self) -> list[Sample]:
+        below = 0
+        buckets = []
+        for bound, count in zip(self._bounds, self._counts, strict=True):
+            below += count
+            buckets.append(Sample("_bucket", (*self.labels, ("le", shown(bound))), below))
+        total = Sample("_count", self.labels, below)
+        return [total, Sample("_sum", self.labels, self.value), *buckets]
+
+
+class MetricRegistry:
+    """The custom metrics of a runtime. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._families: dict[str, Family] = {}
+
+    def hold_family(self, name: str, description: str, kind: int) -> Family:
+        """The family of that name, made where there is none; to be given back with `release_family`.
+
+        Raises `BadMetric`, also where there is one of another kind. The first description stays.
+        """
+        with self._lock:
+            family = self._family(name, description, kind)
+            family.holders += 1
+            self._families[name] = family
+            return family
+
+    def hold(
+        self,
+        name: str,
+        description: str,
+        kind: int,
+        labels: Mapping[str, str],
+        buckets: Sequence[float] | None,
+    ) -> Metric:
+        """The metric with these labels, made where there is none; to be given back with `release`.
+
+        `buckets` are the upper bounds of a histogram's buckets, without infinity; the first ones
+        stay. Raises as `hold_family`.
+        """
+        key = tuple(sorted(labels.items()))
+        with self._lock:
+            family = self._family(name, description, kind)
+            metric = family.metrics.get(key)
+            if metric is None:
+                metric = family.metrics[key] = _new_metric(family, key, buckets)
+                self._families[name] = family
+            metric.holders += 1
+            return metric
+
+    def _family(self, name: str, description: str, kind: int) -> Family:
+        """The one that is there, or a new one that is not there yet."""
+        family = self._families.get(name)
+        if family is not None and family.kind != kind:
+            raise BadMetric("Family name already exists with different type")
+        return family or _new_family(name, description, kind)
+
+    def release_family(self, family: Family) -> None:
+        """Somebody who held it does so no more."""
+        with self._lock:
+            family.holders -= 1
+            self._remove_if_unheld(family)
+
+    def release(self, metric: Metric) -> None:
+        """Somebody who held it does so no more."""
+        with self._lock:
+            metric.holders -= 1
+            if not metric.holders:
+                del metric.family.metrics[metric.labels]
+                self._remove_if_unheld(metric.family)
+
+    def _remove_if_unheld(self, family: Family) -> None:
+        if not family.holders and not family.metrics:
+            del self._families[family.name]
+
+    def change(self, metric: Metric, operation: int, value: float, count: int = 1) -> None:
+        """Apply an operation of `ipc.metric_kinds` so many times.
+
+        Raises `BadMetric` for what the kind does not allow.
+        """
+        with self._lock:
+            metric.change(operation, value, count)
+
+    def families(self) -> list[exposition.Family]:
+        """All that is there now, in the order in which it came."""
+        with self._lock:
+            return [
+                exposition.Family(
+                    family.name,
+                    family.description,
+                    _TYPES[family.kind],
+                    [sample for metric in family.metrics.values() for sample in metric.samples()],
+                )
+                for family in self._families.values()
+            ]
+
+
+def _new_family(name: str, description: str, kind: int) -> Family:
+    if not _NAME.fullmatch(name) or name.startswith("__"):
+        raise BadMetric("Invalid metric name")
+    if len(name) > MAX_CHARACTERS or len(description) > MAX_CHARACTERS:
+        raise BadMetric(
+            f"the name and the description of a metric have at most {MAX_CHARACTERS} characters"
+        )
+    if kind not in _TYPES:
+        raise BadMetric("Unknown metric kind")
+    return Family(name, description, kind)
+
+
+def _new_metric(family: Family, labels: Labels, buckets: Sequence[float] | None) -> Metric:
+    for name, value in labels:
+        # A histogram has a label of that name for its buckets.
+        taken = name == "le" and family.kind == HISTOGRAM
+        if not _LABEL.fullmatch(name) or name.startswith("__") or taken:
+            raise BadMetric("Invalid label name")
+        if len(name) > MAX_CHARACTERS or len(value) > MAX_CHARACTERS:
+            raise BadMetric(f"a label's name and value have at most {MAX_CHARACTERS} characters")
+    if len(labels) > MAX_LABELS:
+        raise BadMetric(f"a metric has at most {MAX_LABELS} labels, not {len(labels)}")
+    if family.kind != HISTOGRAM:
+        return Metric(family, labels)
+    return Histogram(family, labels, _checked_bounds(buckets))
+
+
+def _checked_bounds(buckets: Sequence[float] | None) -> list[float]:
+    if buckets is None:
+        raise BadMetric("Failed to create metric. Missing required buckets.")
+    if len(buckets) > MAX_BUCKETS:
+        raise BadMetric(f"a histogram has at most {MAX_BUCKETS} buckets, not {len(buckets)}")
+    bounds = list(buckets)
+    if any(not low < high for low, high in pairwise(bounds)):
+        raise BadMetric("Bucket Boundaries must be strictly sorted")
+    if any(isnan(bound) for bound in bounds):
+        raise BadMetric("a bucket's bound must be a number, not nan")
+    # There is a bucket for the rest in any case.
+    return bounds[:-1] if bounds and bounds[-1] == inf else bounds

@@ -1,0 +1,98 @@
+"""The custom metrics that one stub holds, by the numbers that it knows them by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.metric_kinds import HISTOGRAM
+from moonpool.runtime.metrics import BadMetric, Family
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moonpool.runtime.metrics import Metric, MetricRegistry
+
+# Families and metrics together.
+MAX_HELD = 10_000
+
+
+class StubMetrics:
+    """What is held in the name of a stub, and given back when it is gone. One thread at a time."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self._registry = registry
+        self._held: dict[int, Family | Metric] = {}
+        self._next = 1
+
+    def hold(
+        self,
+        name: str,
+        description: str,
+        kind: int,
+        labels: Mapping[str, str] | None,
+        buckets: Sequence[float] | None,
+    ) -> int:
+        """The number of another metric, or of the family alone where `labels` is None.
+
+        Raises `BadMetric`.
+        """
+        if len(self._held) >= MAX_HELD:
+            raise BadMetric(
+                f"a model instance has at most {MAX_HELD} metrics; use labels with fewer values"
+            )
+        number = self._next
+        if labels is None:
+            self._held[number] = self._registry.hold_family(name, description, kind)
+        else:
+            self._held[number] = self._registry.hold(name, description, kind, labels, buckets)
+        self._next += 1
+        return number
+
+    def change(self, changes: Sequence[Sequence[float]], dropped: Sequence[int]) -> None:
+        """Rows of number, operation, value and count; then the numbers that nobody knows any more.
+
+        Raises `RemoteProtocolError` for what no honest stub sends.
+        """
+        for number, operation, value, count in changes:
+            metric = self._known(int(number))
+            # One that was dropped by one thread while another changed it.
+            if metric is None:
+                continue
+            if isinstance(metric, Family):
+                raise RemoteProtocolError(f"METRICS changes {number}, which is a family")
+            try:
+                self._registry.change(metric, int(operation), value, int(count))
+            except BadMetric as error:
+                raise RemoteProtocolError(f"METRICS with {error}") from error
+        for number in dropped:
+            if self._known(number) is not None:
+                self._release(self._held.pop(number))
+
+    def value(self, number: int) -> float:
+        """The value of a counter or a gauge. Raises `BadMetric`, `RemoteProtocolError`."""
+        metric = self._known(number)
+        if metric is None:
+            raise BadMetric("the metric has been deleted")
+        if isinstance(metric, Family):
+            raise RemoteProtocolError(f"METRIC_VALUE of {number}, which is a family")
+        if metric.family.kind == HISTOGRAM:
+            raise BadMetric("TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Value")
+        return metric.value
+
+    def _known(self, number: int) -> Family | Metric | None:
+        if not 0 < number < self._next:
+            raise RemoteProtocolError(f"metric {number}, which there never was")
+        return self._held.get(number)
+
+    def close(self) -> None:
+        """The stub is gone, and holds nothing any more."""
+        held, self._held = self._held, {}
+        for each in held.values():
+            self._release(each)
+
+    def _release(self, held: Family | Metric) -> None:
+        if isinstance(held, Family):
+            self._registry.release_family(held)
+        else:
+            self._registry.release(held)

@@ -1,0 +1,50 @@
+"""The stubs of one runtime that are alive, and what they share."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.metrics import MetricRegistry
+
+if TYPE_CHECKING:
+    from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.stub_handle import StubHandle
+
+# The reactor's callbacks do not block.
+_SOON_S = 5.0
+
+
+class Stubs:
+    """Any thread may call any method."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self.metrics = MetricRegistry()
+        self.reactor = reactor
+        self._alive: set[StubHandle] = set()
+
+    def add(self, stub: StubHandle) -> None:
+        """A stub that was started."""
+        self._alive.add(stub)
+
+    def remove(self, stub: StubHandle) -> None:
+        """A stub that has been given up."""
+        self._alive.discard(stub)
+
+    def catch_up(self) -> None:
+        """Take in what the stubs have told until now."""
+        if self.reactor.is_here:
+            self._catch_up()
+            return
+        done = threading.Event()
+
+        def act() -> None:
+            self._catch_up()
+            done.set()
+
+        self.reactor.call_soon(act)
+        done.wait(_SOON_S)
+
+    def _catch_up(self) -> None:
+        for stub in self._alive.copy():
+            stub.catch_up()

@@ -1,0 +1,237 @@
+"""Custom metrics: what a model counts and measures, for whoever watches the runtime."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from moonpool.ipc import metric_kinds as kinds
+from moonpool.stub.errors import TritonModelException, as_text, bad_arguments
+from moonpool.stub.host import current
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moonpool.stub.host import Host
+
+
+class MetricKind(Enum):
+    """The kinds of metric."""
+
+    __module__ = "c_python_backend_utils"
+
+    COUNTER = kinds.COUNTER
+    GAUGE = kinds.GAUGE
+    HISTOGRAM = kinds.HISTOGRAM
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+
+class _Series:
+    """A time series as the host knows it. Its family lets go of it, for all `Metric`s of it."""
+
+    __slots__ = ("host", "kind", "number")
+
+    def __init__(self, host: Host, kind: int, number: int) -> None:
+        self.host = host
+        self.kind = kind
+        self.number = number  # 0 when the family is gone
+
+
+class _Holding:
+    """What a family holds, and its end."""
+
+    __slots__ = ("all", "by_labels")
+
+    def __init__(self) -> None:
+        self.all: list[_Series] = []
+        # So that who asks twice does not have two.
+        self.by_labels: dict[str, _Series] = {}
+
+    def __del__(self) -> None:
+        for series in self.all:
+            # Metrics may outlive it, and say so when they are used.
+            number, series.number = series.number, 0
+            series.host.drop_metric(number)
+
+
+class Metric:
+    """One time series of a MetricFamily, which makes it. Any thread may call any method.
+
+    All raise TritonModelException for what the kind of the family does not allow, and when the
+    `MetricFamily` object is gone. Changes are delivered soon, and before the response to the request that
+    is executed.
+    """
+
+    __module__ = "c_python_backend_utils"
+    __slots__ = ("__weakref__", "_series")
+    _series: _Series
+
+    def __init__(self) -> None:
+        raise TypeError("c_python_backend_utils.Metric: No constructor defined!")
+
+    def increment(self, value: float, /) -> None:
+        """Add to a gauge, or a number that is not negative to a counter."""
+        number = _number("increment", self, value)
+        series, known_as = self._open("increment")
+        if series.kind == kinds.COUNTER and number < 0:
+            raise _refusal(
+                "increment",
+                series,
+                "COUNTER can only be incremented monotonically by non-negative values.",
+            )
+        if series.kind == kinds.HISTOGRAM:
+            raise _refusal("increment", series, "HISTOGRAM does not support Increment")
+        series.host.change_metric(known_as, kinds.INCREMENT, number)
+
+    def set(self, value: float, /) -> None:
+        """Set a gauge."""
+        number = _number("set", self, value)
+        series, known_as = self._open("set")
+        if series.kind != kinds.GAUGE:
+            raise _refusal("set", series, f"{MetricKind(series.kind).name} does not support Set")
+        series.host.change_metric(known_as, kinds.SET, number)
+
+    def observe(self, value: float, /) -> None:
+        """Count a value in a histogram."""
+        number = _number("observe", self, value)
+        series, known_as = self._open("observe")
+        if series.kind != kinds.HISTOGRAM:
+            kind = MetricKind(series.kind).name
+            raise _refusal("observe", series, f"{kind} does not support Observe")
+        series.host.change_metric(known_as, kinds.OBSERVE, number)
+
+    def value(self) -> float:
+        """The value of a counter or a gauge, of which others may hold the same time series."""
+        series, known_as = self._open("get")
+        if series.kind == kinds.HISTOGRAM:
+            raise _refusal("get", series, "HISTOGRAM does not support Value")
+        try:
+            return series.host.metric_value(known_as)
+        except TritonModelException as error:
+            raise TritonModelException(f"Failed to get metric value: {error}") from error
+
+    def _open(self, doing: str) -> tuple[_Series, int]:
+        # Looked at once: another thread may let go of the family.
+        known_as = self._series.number
+        if not known_as:
+            raise TritonModelException(
+                f"Failed to {doing} metric value: Invalid metric operation as the corresponding "
+                "'MetricFamily' has been deleted. The 'MetricFamily' object should be deleted AFTER "
+                "its corresponding 'Metric' objects have been deleted."
+            )
+        return self._series, known_as
+
+
+class MetricFamily:
+    """Metrics of one name that differ in their labels. They are there for as long as it is.
+
+    Families of one name, in whatever models of a runtime, are one: they must have one kind, and the first
+    description is the one that is shown. Any thread may call any method.
+    """
+
+    __module__ = "c_python_backend_utils"
+    __slots__ = ("__weakref__", "_description", "_holding", "_kind", "_name")
+
+    COUNTER = MetricKind.COUNTER
+    GAUGE = MetricKind.GAUGE
+    HISTOGRAM = MetricKind.HISTOGRAM
+
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        """Raises TritonModelException for a name that there cannot be, or that has another kind."""
+        given: tuple[object, object, object] = (name, description, kind)
+        if (
+            not isinstance(given[0], (str, bytes))
+            or not isinstance(given[1], (str, bytes))
+            or not isinstance(given[2], MetricKind)
+        ):
+            signature = "name: str, description: str, kind: c_python_backend_utils.MetricKind"
+            raise bad_arguments("MetricFamily", signature, *given)
+        self._name = as_text(name)
+        self._description = as_text(description)
+        self._kind = int(kind)
+        self._holding = _Holding()
+        self._new("MetricFamily", None, None)
+
+    def Metric(self, labels: object = None, buckets: object = None) -> Metric:  # noqa: N802 - Triton's
+        """The metric with these labels, a dictionary of texts.
+
+        A histogram needs `buckets`, a list of ascending upper bounds; if the time series is there
+        already, it keeps those that it has. Raises TritonModelException.
+        """
+        key = _labels_as_json(labels)
+        bounds = _bounds(buckets, self._kind)
+        series = self._holding.by_labels.get(key)
+        if series is None:
+            # Two threads that both come here get two numbers for the same time series.
+            series = self._new("Metric", json.loads(key), bounds)
+            self._holding.by_labels[key] = series
+        metric = Metric.__new__(Metric)
+        metric._series = series
+        return metric
+
+    def _new(
+        self, what: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None
+    ) -> _Series:
+        host = current()
+        try:
+            if labels is not None and not all(isinstance(each, str) for each in labels.values()):
+                raise TritonModelException(
+                    host.failure("attempt to access JSON non-string as string")
+                )
+            number = host.new_metric(self._name, self._description, self._kind, labels, buckets)
+        except TritonModelException as error:
+            raise TritonModelException(f"Error when creating {what}: {error}") from error
+        series = _Series(host, self._kind, number)
+        self._holding.all.append(series)
+        return series
+
+
+def _labels_as_json(labels: object) -> str:
+    """What JSON can be made of: Triton takes numbers as names, and refuses them as values."""
+    if labels is None:
+        return "{}"
+    if not isinstance(labels, dict):
+        raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
+    return json.dumps(labels)
+
+
+def _bounds(buckets: object, kind: int) -> list[float] | None:
+    if buckets is None:
+        if kind == kinds.HISTOGRAM:
+            raise TritonModelException("Failed to create metric. Missing required buckets.")
+        return None
+    if not isinstance(buckets, list):
+        raise TritonModelException("Failed to create metric. Buckets must be a list.")
+    if kind != kinds.HISTOGRAM:
+        raise TritonModelException("Failed to create metric. Unexpected buckets found.")
+    try:
+        return [_as_float(bound) for bound in buckets]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RuntimeError(f"Failed to create metric. Buckets must be numbers: {error}") from error
+
+
+def _number(method: str, metric: Metric, value: object) -> float:
+    if type(value) is float:
+        return value
+    try:
+        return _as_float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"{method}(): incompatible function arguments. The following argument types are "
+            "supported:\n    1. (self: c_python_backend_utils.Metric, arg0: float) -> None\n\n"
+            f"Invoked with: {metric!r}, {value!r:.200}"
+        ) from None
+
+
+def _as_float(value: object) -> float:
+    if isinstance(value, (str, bytes, bytearray)):
+        raise TypeError(f"{value!r:.200} is a text")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _refusal(doing: str, series: _Series, why: str) -> TritonModelException:
+    inner = series.host.failure(f"TRITONSERVER_METRIC_KIND_{why}")
+    return TritonModelException(f"Failed to {doing} metric value: {inner}")

@@ -1,0 +1,173 @@
+"""Changes of metrics on their way: added up, in order, from anywhere."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import Any
+
+import pytest
+from tests.waiting import wait_until
+
+from moonpool.ipc.messages import MAX_METRIC_CHANGES
+from moonpool.ipc.metric_kinds import INCREMENT, OBSERVE, SET
+from moonpool.stub.metric_changes import MetricChanges
+
+
+class Sent:
+    """What was sent, message by message."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[list[Any], list[int]]] = []
+
+    def __call__(self, rows: list[Any], dropped: list[int]) -> None:
+        self.messages.append((rows, dropped))
+
+    @property
+    def rows(self) -> list[Any]:
+        return [row for rows, _ in self.messages for row in rows]
+
+    @property
+    def dropped(self) -> list[int]:
+        return [number for _, dropped in self.messages for number in dropped]
+
+
+@pytest.fixture
+def sent() -> Sent:
+    return Sent()
+
+
+@pytest.fixture
+def changes(sent: Sent) -> MetricChanges:
+    return MetricChanges(sent)
+
+
+def test_a_million_increments_are_one_message(changes: MetricChanges, sent: Sent) -> None:
+    for _ in range(1_000_000):
+        changes.add(1, INCREMENT, 1.0)
+    changes.flush()
+
+    assert sent.messages == [([(1, INCREMENT, 1_000_000.0, 1)], [])]
+
+
+def test_a_set_forgets_what_was_before_and_keeps_what_comes_after(
+    changes: MetricChanges, sent: Sent
+) -> None:
+    for operation, value in ((INCREMENT, 5.0), (SET, 1.0), (INCREMENT, 2.0), (INCREMENT, -4.0)):
+        changes.add(1, operation, value)
+    changes.flush()
+
+    assert sent.rows == [(1, SET, -1.0, 1)]
+
+
+def test_equal_observations_are_counted(changes: MetricChanges, sent: Sent) -> None:
+    for value in (1.0, 2.0, 1.0, 1.0):
+        changes.add(7, OBSERVE, value)
+    changes.flush()
+
+    assert sorted(sent.rows) == [(7, OBSERVE, 1.0, 3), (7, OBSERVE, 2.0, 1)]
+
+
+def test_nothing_is_sent_where_there_is_nothing(changes: MetricChanges, sent: Sent) -> None:
+    changes.flush()
+    changes.add(1, SET, 1.0)
+    changes.flush()
+    changes.flush()
+
+    assert len(sent.messages) == 1
+
+
+def test_what_is_dropped_is_dropped_after_its_changes(changes: MetricChanges, sent: Sent) -> None:
+    count = 2 * MAX_METRIC_CHANGES + 1
+    for number in range(count):
+        changes.add(number, SET, 0.0)
+        changes.drop(number)
+    changes.flush()
+
+    assert all(len(rows) <= MAX_METRIC_CHANGES for rows, _ in sent.messages)
+    assert all(len(dropped) <= MAX_METRIC_CHANGES for _, dropped in sent.messages)
+    first = next(index for index, (_, dropped) in enumerate(sent.messages) if dropped)
+    assert not any(rows for rows, _ in sent.messages[first + 1 :])
+    assert [row[0] for row in sent.rows] == sent.dropped == list(range(count))
+
+
+def test_what_nobody_flushes_is_sent_soon(changes: MetricChanges, sent: Sent) -> None:
+    changes.start()
+    changes.add(1, SET, 1.0)
+    wait_until(lambda: sent.rows == [(1, SET, 1.0, 1)])
+    changes.drop(1)
+    wait_until(lambda: sent.dropped == [1])
+    # The thread is a daemon's, for the life of a stub.
+    assert [each.name for each in threading.enumerate()].count("moonpool-metrics") == 1
+
+
+def test_a_finalizer_may_come_at_any_moment(changes: MetricChanges, sent: Sent) -> None:
+    class Dropped:
+        def __init__(self, number: int) -> None:
+            self.me, self.number = self, number
+
+        def __del__(self) -> None:
+            changes.add(self.number, INCREMENT, 1.0)
+            changes.drop(self.number)
+            changes.flush()
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for number in range(300):
+            Dropped(number)
+            changes.add(number, INCREMENT, 1.0)
+            changes.flush()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    changes.flush()
+
+    assert sorted(sent.dropped) == list(range(300))
+
+
+def test_threads_lose_nothing(changes: MetricChanges, sent: Sent) -> None:
+    def count() -> None:
+        for _ in range(100_000):
+            changes.add(1, INCREMENT, 1.0)
+
+    threads = [threading.Thread(target=count) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        changes.flush()
+    for thread in threads:
+        thread.join()
+    changes.flush()
+
+    assert sum(value for _, _, value, _ in sent.rows) == 300_000
+
+
+def test_a_fork_sends_its_own_changes_and_none_of_its_parents(
+    changes: MetricChanges, sent: Sent
+) -> None:
+    changes.add(1, INCREMENT, 1.0)
+    held = threading.Event()
+    let_go = threading.Event()
+
+    def hold() -> None:
+        with changes._lock:
+            held.set()
+            let_go.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(10)
+    pid = os.fork()
+    if not pid:
+        changes.add(2, INCREMENT, 1.0)
+        changes.drop(1)
+        as_it_should = sent.messages == [([(2, INCREMENT, 1.0, 1)], [])]
+        os._exit(0 if as_it_should else 1)
+    let_go.set()
+    holder.join()
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    changes.flush()
+    assert sent.rows == [(1, INCREMENT, 1.0, 1)]
