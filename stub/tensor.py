@@ -125,8 +125,20 @@ class Tensor:
 
         return dlpack.load(name, tensor)
 
-    def __dlpack__(self, *, stream: object = None, **_: object) -> CapsuleType:
-        return self.to_dlpack()
+    def __dlpack__(
+        self,
+        stream: object = None,
+        *,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> CapsuleType:
+        """As the array API's standard has it; there is no stream to wait for in ordinary memory."""
+        from moonpool.stub import dlpack
+
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"The tensor is in ordinary memory and not on device {dl_device}.")
+        return dlpack.export(self, max_version, copy)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's name for ordinary memory."""
