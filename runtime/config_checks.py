@@ -52,11 +52,11 @@ def check_names(raw: Raw, source: Source) -> None:
         raise source.error("backend", what)
     if not _NAME.fullmatch(backend) or backend in (".", ".."):
         raise source.error("backend", f"is no name of a backend: {backend[:80]!r} for {name}")
-    _check_filename(raw["default_model_filename"], backend, source)
+    _check_filename(raw["default_model_filename"], "default_model_filename", backend, source)
+    _check_filename(raw["runtime"], "runtime", "", source)
 
 
-def _check_filename(filename: str, backend: str, source: Source) -> None:
-    field = "default_model_filename"
+def _check_filename(filename: str, field: str, backend: str, source: Source) -> None:
     if "/" in filename or "\0" in filename or filename in (".", ".."):
         raise source.error(field, f"must be a file name without directories, not {filename!r}")
     if backend == PYTHON_BACKEND and not filename.endswith(".py"):

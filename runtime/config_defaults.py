@@ -10,12 +10,16 @@ from moonpool.runtime.config_source import Source
 
 PYTHON_BACKEND = "python"
 MODEL_FILENAME = "model.py"
+# The file that a version has for these backends, in the order in which they are looked for where
+# the configuration names no backend.
+FILENAMES = {PYTHON_BACKEND: MODEL_FILENAME, "onnxruntime": "model.onnx", "pytorch": "model.pt"}
+_PLATFORMS = {"onnxruntime_onnx": "onnxruntime", "pytorch_libtorch": "pytorch"}
 _SEQUENCE_IDLE_MICROSECONDS = 1_000_000
 
 
-def minimal(name: str) -> Raw:
-    """The configuration of a Python model that has none."""
-    return normalise({"name": name, "backend": PYTHON_BACKEND})
+def minimal(name: str, backend: str = PYTHON_BACKEND) -> Raw:
+    """The configuration of a model that has none."""
+    return normalise({"name": name, "backend": backend})
 
 
 def normalise(raw: Mapping[str, object], source: Source | None = None) -> Raw:
@@ -26,10 +30,9 @@ def normalise(raw: Mapping[str, object], source: Source | None = None) -> Raw:
     """
     result = shaped(raw, source or Source())
     result.setdefault("version_policy", {"latest": {"num_versions": 1}})
-    if result["backend"] == "" and result["default_model_filename"] == MODEL_FILENAME:
-        result["backend"] = PYTHON_BACKEND
-    if result["backend"] == PYTHON_BACKEND and result["default_model_filename"] == "":
-        result["default_model_filename"] = MODEL_FILENAME
+    result["backend"] = result["backend"] or _implied_backend(result)
+    if result["default_model_filename"] == "":
+        result["default_model_filename"] = FILENAMES.get(result["backend"], "")
     _default_batching(result)
     if "ensemble_scheduling" not in result:
         optimization = result.setdefault("optimization", {})
@@ -37,6 +40,15 @@ def normalise(raw: Mapping[str, object], source: Source | None = None) -> Raw:
         optimization.setdefault("output_pinned_memory", {"enable": True})
     # Once more, which brings what was added to its place in the order of the schema.
     return shaped(result, source or Source())
+
+
+def _implied_backend(raw: Raw) -> str:
+    if raw["platform"] in _PLATFORMS:
+        return _PLATFORMS[raw["platform"]]
+    for backend, filename in FILENAMES.items():
+        if raw["default_model_filename"] == filename:
+            return backend
+    return ""
 
 
 def _default_batching(result: Raw) -> None:
@@ -58,7 +70,9 @@ _ACTED_ON: dict[str, frozenset[str]] = {
     "ModelConfig": frozenset(
         [
             "name",
+            "platform",
             "backend",
+            "runtime",
             "version_policy",
             "max_batch_size",
             "input",
@@ -88,7 +102,12 @@ def unused_fields(raw: Mapping[str, object]) -> list[str]:
     Paths without indices, such as `input.format`, in the order of the schema, each once.  A field
     at its default counts as not set.
     """
-    return list(dict.fromkeys(_unused("ModelConfig", normalise(raw), "")))
+    full = normalise(raw)
+    unused = dict.fromkeys(_unused("ModelConfig", full, ""))
+    if full["backend"] != PYTHON_BACKEND:
+        # How a model is to be optimized is for its own backend to read.
+        unused.pop("optimization", None)
+    return list(unused)
 
 
 def _unused(kind: str, message: Mapping[str, object], prefix: str) -> Iterator[str]:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.runtime.backend import Model
 from moonpool.runtime.config import ModelConfig, Source, minimal
+from moonpool.runtime.config_defaults import MODEL_FILENAME
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.repository import ModelDirectory
 from moonpool.runtime.source import ModelSource, of_class, of_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from moonpool.runtime.repository import ModelRepository
 
@@ -25,8 +26,11 @@ def models_of(
     repository: ModelRepository | None,
     instances: int | None,
     override: Mapping[str, Any] | None,
+    locate: Callable[[ModelConfig], Path | None],
 ) -> list[Model]:
     """The versions of a model that are to be loaded, ascending; at least one.
+
+    `locate` gives the file that serves all models of a backend; None where each has its own.
 
     Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.
     """
@@ -38,23 +42,33 @@ def models_of(
     if source is not None and not Path(source).is_dir():
         return [_model(name, of_file(source), minimal(name), None, 1, changes)]
     if source is not None:
-        return _versions(name, ModelDirectory(source), changes)
+        return _versions(name, ModelDirectory(source), changes, locate)
     if repository is None:
         raise ModelNotFound(
             f"model '{name}': the runtime has no repository; give a directory, file or class"
         )
-    return _versions(name, repository.find(name), changes)
+    return _versions(name, repository.find(name), changes, locate)
 
 
-def _versions(name: str, directory: ModelDirectory, changes: Mapping[str, Any]) -> list[Model]:
+def _versions(
+    name: str,
+    directory: ModelDirectory,
+    changes: Mapping[str, Any],
+    locate: Callable[[ModelConfig], Path | None],
+) -> list[Model]:
     raw, source = directory.read_config()
     config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
-    filename = config.default_model_filename or "model.py"
+    shared = locate(config)
+    if shared is not None:
+        # As Triton does; models can see it in their configuration.
+        changes = {**changes, "runtime": shared.name}
+    filename = config.default_model_filename or MODEL_FILENAME
     models = []
     for version in directory.chosen_versions(config):
-        file = directory.model_file(version, filename)
+        file = shared or directory.model_file(version, filename)
+        kind = "triton" if shared else of_file(file).kind
         folder = directory.version_directory(version)
-        where = ModelSource(of_file(file).kind, file, None, directory.path, folder)
+        where = ModelSource(kind, file, None, directory.path, folder)
         models.append(_model(name, where, raw, source, version, changes))
     return models
 

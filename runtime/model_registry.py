@@ -27,8 +27,11 @@ from moonpool.runtime.stubs import Stubs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from moonpool.runtime.backend import Backend, Model
+    from moonpool.runtime.config import ModelConfig
+    from moonpool.runtime.python_based import BackendDirectory
 
 _log = logging.getLogger("moonpool")
 
@@ -39,11 +42,14 @@ class ModelRegistry:
     def __init__(
         self,
         backends: Iterable[Backend],
+        python_based: BackendDirectory,
         drain_timeout_s: float,
         verbose: bool,
         listener: Callable[[str, str, str], object] | None,
     ) -> None:
+        self._python_based = python_based
         self._drain_timeout_s = drain_timeout_s
+        self._verbose = verbose
         self._listener = listener
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -59,8 +65,9 @@ class ModelRegistry:
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
         self._backends: dict[str, Backend] = {backend.name: backend for backend in backends}
         self._stubs = Stubs(self._reactor)
-        python = PythonBackend(self._stubs, verbose=verbose)
-        self._backends.setdefault("python", python)
+        self._backends.setdefault("python", self._python_backend("python"))
+        # Whose models bring their own files.
+        self._own = frozenset(self._backends)
         now = time.monotonic()
         self._machines = {name: Machine(name, BACKEND, now) for name in self._backends}
         self._backend_lock = threading.Lock()
@@ -112,16 +119,27 @@ class ModelRegistry:
 
     def backend_of(self, model: Model) -> Backend:
         """The backend that the model's configuration names. Raises `LoadFailed`."""
-        name = model.config.backend or "python"
-        backend = self._backends.get(name)
-        if backend is None:
-            known = ", ".join(sorted(self._backends))
-            raise LoadFailed(
-                f"model '{model.name}' asks for the backend '{name}', which there is not; there "
-                f"are: {known}",
-                stage="backend",
-            )
-        return backend
+        name = model.config.backend
+        if name not in self._backends:
+            self.locate(model.config)
+            with self._backend_lock:
+                if name not in self._backends:
+                    self._machines[name] = Machine(name, BACKEND, time.monotonic())
+                    self._backends[name] = self._python_backend(name)
+        return self._backends[name]
+
+    def locate(self, config: ModelConfig) -> Path | None:
+        """The file of the Python-based backend that a configuration names; None for other backends.
+
+        Raises `LoadFailed` where there is no such backend.
+        """
+        if config.backend in self._own:
+            return None
+        return self._python_based.find(config.backend, config.raw["runtime"], self._own)
+
+    def _python_backend(self, name: str) -> PythonBackend:
+        folder = self._python_based.python_folder()
+        return PythonBackend(self._stubs, name, folder, verbose=self._verbose)
 
     def _initialize(self, backend: Backend) -> None:
         """Once, before its first model. Raises `LoadFailed`, also when it failed earlier."""

@@ -43,12 +43,16 @@ class _ModelState:
 
 
 class PythonBackend(Backend):
-    """Runs Triton's Python models and moonpool's own kind."""
+    """Runs Triton's Python models and moonpool's own kind, or the models of one Python-based backend."""
 
     blocks = False
 
-    def __init__(self, stubs: Stubs, *, verbose: bool = False) -> None:
-        super().__init__("python")
+    def __init__(
+        self, stubs: Stubs, name: str = "python", folder: str = "", *, verbose: bool = False
+    ) -> None:
+        """`folder` is where all models of the backend may import from; "" for nowhere."""
+        super().__init__(name)
+        self._folder = folder
         self._stubs = stubs
         self._verbose = verbose
 
@@ -72,8 +76,7 @@ class PythonBackend(Backend):
         stub = self._new_stub(model, name)
         model.state.completing = stub
         try:
-            start = start_of(model, name, "CPU", 0, "complete", verbose=self._verbose)
-            message = stub.start(start, deadline)
+            message = stub.start(self._start(model, name, "CPU", 0, "complete"), deadline)
             stub.finalize(model.options.finalize_timeout_s)
         finally:
             stub.end()
@@ -92,8 +95,7 @@ class PythonBackend(Backend):
         instance.state = stub
         try:
             kind, device_id = instance.kind, instance.device_id
-            start = start_of(model, instance.name, kind, device_id, "serve", verbose=self._verbose)
-            stub.start(start, deadline)
+            stub.start(self._start(model, instance.name, kind, device_id, "serve"), deadline)
         except BaseException:
             stub.end()
             raise
@@ -143,6 +145,12 @@ class PythonBackend(Backend):
 
     def _new_stub(self, model: Model, name: str) -> StubHandle:
         return StubHandle(self._stubs, name, *self._process(model), model.options)
+
+    def _start(
+        self, model: Model, instance: str, kind: str, device_id: int, mode: str
+    ) -> dict[str, Any]:
+        folder, verbose = self._folder, self._verbose
+        return start_of(model, instance, kind, device_id, mode, backend_dir=folder, verbose=verbose)
 
     def _process(self, model: Model) -> tuple[str, dict[str, str]]:
         """Interpreter and environment variables of a stub."""

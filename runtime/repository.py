@@ -6,12 +6,13 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime import pbtxt
 from moonpool.runtime.config import ConfigError, ModelConfig, Raw, Source, minimal
 from moonpool.runtime.config_checks import name_problem
-from moonpool.runtime.config_defaults import MODEL_FILENAME, PYTHON_BACKEND, normalise
+from moonpool.runtime.config_defaults import FILENAMES, MODEL_FILENAME, normalise
 
 CONFIG_FILENAME = "config.pbtxt"
 
@@ -63,20 +64,21 @@ class ModelDirectory:
         """The raw configuration as it stands in the file, named, or the minimal one.
 
         As in Triton, a file that leaves out name and backend gets the directory's name, and the
-        Python backend where there is a `model.py`.  Raises ConfigError.
+        backend whose kind of file there is: `model.py`, `model.onnx`, `model.pt`.  Raises ConfigError.
         """
         file = self.path / CONFIG_FILENAME
         if not os.path.lexists(file):
-            self._check_python_model(file)
-            return minimal(self.name), Source()
+            return minimal(
+                self.name, self._implied_backend() or self._nothing_there(file)
+            ), Source()
         raw, source = pbtxt.read_with_source(file)
         raw["name"] = raw["name"] or self.name
         if raw["name"] != self.name:
             what = f"unexpected directory name '{self.name}' for model '{raw['name']}'"
             raise source.error("name", f"{what}, directory name must equal model name")
         unsaid = not (raw["backend"] or raw["platform"] or raw["default_model_filename"])
-        if unsaid and self._has_python_model():
-            raw = normalise({**raw, "backend": PYTHON_BACKEND}, source)
+        if unsaid and (backend := self._implied_backend()):
+            raw = normalise({**raw, "backend": backend}, source)
         return raw, source
 
     def config(self, *, partial: bool = False) -> ModelConfig:
@@ -118,24 +120,27 @@ class ModelDirectory:
             raise RepositoryError(f"the model file '{path}' cannot be read: check its permissions")
         return path
 
-    def _has_python_model(self) -> bool:
-        return any(
-            os.path.exists(self.version_directory(version) / MODEL_FILENAME)
-            for version in self.versions()
-        )
+    def _implied_backend(self) -> str:
+        """The backend for the files that the versions have; "" for none."""
+        folders = [self.version_directory(version) for version in self.versions()]
+        for backend, filename in FILENAMES.items():
+            # A program that PyTorch exported is `model.pt2`.
+            for name in (filename, f"{filename}2") if backend == "pytorch" else (filename,):
+                if any(os.path.exists(folder / name) for folder in folders):
+                    return backend
+        return ""
 
-    def _check_python_model(self, file: Path) -> None:
+    def _nothing_there(self, file: Path) -> NoReturn:
         versions = self.versions()
-        if versions and not self._has_python_model():
+        if versions:
             missing = self.version_directory(versions[-1]) / MODEL_FILENAME
             raise RepositoryError(
                 f"Python model file not found in '{missing}' (and there is no {file})", "NOT_FOUND"
             )
-        if not versions:
-            raise ConfigError(
-                f"there is neither this file nor a version directory such as {self.path / '1'}",
-                file=str(file),
-            )
+        raise ConfigError(
+            f"there is neither this file nor a version directory such as {self.path / '1'}",
+            file=str(file),
+        )
 
 
 def _is_version(name: str) -> bool:

@@ -20,6 +20,7 @@ from moonpool.runtime.loading import models_of
 from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
+from moonpool.runtime.python_based import BackendDirectory
 from moonpool.runtime.repository import ModelRepository
 from moonpool.runtime.request import Response
 from moonpool.runtime.waiter import FutureWaiter, PunctualWaiter, ThreadWaiter
@@ -56,18 +57,21 @@ class Runtime:
         *,
         models: Iterable[str] | None = None,
         backends: Iterable[Backend] = (),
+        backend_directory: str | os.PathLike[str] | None = None,
         drain_timeout_s: float = 30.0,
         verbose: bool = False,
         listener: Callable[[str, str, str], object] | None = None,
     ) -> None:
         """Load all models of `repository`, or those named in `models`.
 
-        `backends` are found by their names beside the built-in `python`. `listener` gets the name,
-        state and reason of every model version and instance that changes its state, on whichever thread does
-        that. Raises `RepositoryError`, `ConfigError`, `LoadFailed`; what was loaded is unloaded then.
+        `backends` are found by their names beside the built-in `python`; `backend_directory` has
+        Python-based ones, each as `<name>/model.py`. `listener` gets the name, state and reason of every
+        model version and instance that changes its state, on whichever thread does that. Raises
+        `RepositoryError`, `ConfigError`, `LoadFailed`; what was loaded is unloaded then.
         """
         self._repository = None if repository is None else ModelRepository(repository)
-        self._models = ModelRegistry(backends, drain_timeout_s, verbose, listener)
+        python_based = BackendDirectory(backend_directory)
+        self._models = ModelRegistry(backends, python_based, drain_timeout_s, verbose, listener)
         _open_registries.add(self._models)
         self._forgotten = weakref.finalize(self, self._models.close_soon)
         self._forgotten.atexit = False
@@ -99,7 +103,10 @@ class Runtime:
         `RuntimeClosed`.
         """
         self._models.load(
-            name, lambda: models_of(name, source, self._repository, instances, config)
+            name,
+            lambda: models_of(
+                name, source, self._repository, instances, config, self._models.locate
+            ),
         )
 
     def unload(self, name: str) -> None:

@@ -13,7 +13,10 @@ from moonpool.runtime.errors import LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What the stub is told to load. `kind` is `triton` or `native`."""
+    """What the stub is told to load. `kind` is `triton` or `native`.
+
+    The file of a Python-based backend lies outside the model's directories.
+    """
 
     kind: str
     file: Path

@@ -22,9 +22,19 @@ _COMPLETABLE = (
 
 
 def start_of(
-    model: Model, instance: str, kind: str, device_id: int, mode: str, *, verbose: bool
+    model: Model,
+    instance: str,
+    kind: str,
+    device_id: int,
+    mode: str,
+    *,
+    backend_dir: str,
+    verbose: bool,
 ) -> dict[str, Any]:
-    """The object in START, as `stub/handshake.py` describes it."""
+    """The object in START, as `stub/handshake.py` describes it.
+
+    Models may import from `backend_dir` beside their own folders.
+    """
     config, source = model.config, model.source
     return {
         "mode": mode,
@@ -34,7 +44,7 @@ def start_of(
         "class_name": source.class_name,
         "version_dir": str(source.version_directory),
         "model_dir": str(source.model_directory),
-        "backend_dir": "",
+        "backend_dir": backend_dir,
         "inputs": [tensor.name for tensor in config.inputs],
         "outputs": [tensor.name for tensor in config.outputs],
         "config": config.raw,

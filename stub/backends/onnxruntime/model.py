@@ -1,0 +1,234 @@
+"""The `onnxruntime` backend: serves ONNX graphs (`model.onnx`) on the CPU.
+
+An example of a Python-based backend. It uses nothing but ONNX Runtime, numpy and `triton_python_backend_utils`,
+so a copy of this folder in a backend directory of Triton works there, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import onnxruntime
+import triton_python_backend_utils as pb_utils
+
+DATATYPES = {
+    "bool": "TYPE_BOOL",
+    "uint8": "TYPE_UINT8",
+    "uint16": "TYPE_UINT16",
+    "uint32": "TYPE_UINT32",
+    "uint64": "TYPE_UINT64",
+    "int8": "TYPE_INT8",
+    "int16": "TYPE_INT16",
+    "int32": "TYPE_INT32",
+    "int64": "TYPE_INT64",
+    "float16": "TYPE_FP16",
+    "float": "TYPE_FP32",
+    "double": "TYPE_FP64",
+    "string": "TYPE_STRING",
+}
+# What a graph whose tensors all begin with a variable dimension gets where nothing is configured.
+DEFAULT_MAX_BATCH_SIZE = 4
+LEVELS = {
+    -1: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    0: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+    1: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    2: onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+}
+# moonpool's own: memory for an output that the runtime reads without a copy.
+empty = getattr(pb_utils, "empty", np.empty)
+
+
+class ModelState:
+    """What the configuration and the graph say of a model."""
+
+    def __init__(self, config: dict) -> None:
+        self.name = config["name"]
+        path = os.path.join(pb_utils.get_model_dir(), config["default_model_filename"])
+        self.session = onnxruntime.InferenceSession(
+            path, session_options(config), providers=["CPUExecutionProvider"]
+        )
+        self.inputs = {tensor.name: tensor for tensor in self.session.get_inputs()}
+        self.outputs = {tensor.name: tensor for tensor in self.session.get_outputs()}
+        self.batches = config["max_batch_size"] > 0
+
+    def complete(self, config: pb_utils.ModelConfig) -> None:
+        """Say of the model what the graph knows and the configuration leaves out."""
+        given = config.as_dict()
+        tensors = [*self.inputs.values(), *self.outputs.values()]
+        can_batch = all(tensor.shape and dim(tensor.shape[0]) == -1 for tensor in tensors)
+        if self.batches and not can_batch:
+            raise ValueError(
+                f"autofill failed for model '{self.name}': model does not support batching while "
+                "non-zero max_batch_size is specified"
+            )
+        if can_batch and not self.batches and not is_whole(given, self):
+            config.set_max_batch_size(DEFAULT_MAX_BATCH_SIZE)
+            self.batches = True
+            if "sequence_batching" not in given:
+                config.set_dynamic_batching()
+        self._check_names("input", given["input"], self.inputs)
+        self._check_names("output", given["output"], self.outputs)
+        for tensor in self.inputs.values():
+            config.add_input(self._described(tensor, given["input"]))
+        # Of several outputs the configuration may want but some.
+        for name in [tensor["name"] for tensor in given["output"]] or self.outputs:
+            config.add_output(self._described(self.outputs[name], given["output"]))
+
+    def _check_names(self, kind: str, given: list, known: dict) -> None:
+        for tensor in given:
+            if tensor["name"] not in known:
+                raise ValueError(
+                    f"unexpected inference {kind} '{tensor['name']}', allowed {kind}s are: "
+                    f"{', '.join(known)}"
+                )
+
+    def _described(self, tensor: onnxruntime.NodeArg, given: list) -> dict:
+        element = tensor.type.removeprefix("tensor(").removesuffix(")")
+        if element not in DATATYPES:
+            raise ValueError(f"model '{self.name}', tensor '{tensor.name}' is a {tensor.type}")
+        dims = [dim(size) for size in tensor.shape[self.batches :]]
+        for other in given:
+            # The configuration may narrow a variable dimension of the graph.
+            if other["name"] == tensor.name and fits(other["dims"], dims):
+                dims = other["dims"]
+        # A scalar is a list of one for the runtime.
+        return {"name": tensor.name, "data_type": DATATYPES[element], "dims": dims or [1]}
+
+
+class ModelInstanceState:
+    """Runs batches on one instance of a model."""
+
+    def __init__(self, model: ModelState, config: dict) -> None:
+        self.model = model
+        self.names = [tensor["name"] for tensor in config["output"]]
+        self.dtypes = {
+            tensor["name"]: pb_utils.triton_string_to_numpy(tensor["data_type"])
+            for tensor in config["output"]
+        }
+
+    def set_input_tensors(self, requests: list) -> dict[str, np.ndarray]:
+        """The inputs of all requests by name; those of one request are not copied."""
+        parts: dict[str, list[np.ndarray]] = {}
+        for request in requests:
+            for tensor in request.inputs():
+                parts.setdefault(tensor.name(), []).append(tensor.as_numpy())
+        inputs = {k: v[0] if len(v) == 1 else np.concatenate(v) for k, v in parts.items()}
+        for name, array in inputs.items():
+            if array.dtype == object:
+                texts = [text.decode() for text in array.ravel()]
+                inputs[name] = np.array(texts, object).reshape(array.shape)
+            elif not self.model.inputs[name].shape:
+                inputs[name] = array.reshape(())
+        return inputs
+
+    def execute(self, inputs: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+        """The outputs by name; where the graph says how large one is, it is written in place."""
+        if any(array.dtype == object for array in inputs.values()):
+            # Texts cannot be bound.
+            return dict(zip(self.names, self.model.session.run(self.names, inputs)))
+        binding = self.model.session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        placed: dict[str, np.ndarray] = {}
+        for name in self.names:
+            shape = self._shape(name, rows)
+            if shape is None:
+                binding.bind_output(name, "cpu")
+                continue
+            array = placed[name] = empty(shape, self.dtypes[name])
+            binding.bind_output(name, "cpu", 0, array.dtype, shape, array.ctypes.data)
+        self.model.session.run_with_iobinding(binding)
+        found = dict(zip(self.names, binding.get_outputs()))
+        outputs = {k: placed[k] if k in placed else v.numpy() for k, v in found.items()}
+        # What the graph calls a scalar is a list of one for the runtime.
+        return {k: v if v.ndim else v.reshape(1) for k, v in outputs.items()}
+
+    def _shape(self, name: str, rows: int) -> list[int] | None:
+        """The shape that the graph gives an output; None where the data decides it."""
+        dims = [dim(size) for size in self.model.outputs[name].shape]
+        if self.model.batches:
+            dims[0] = rows
+        return None if -1 in dims or 0 in dims or self.dtypes[name] is np.object_ else dims
+
+    def read_output_tensors(self, outputs: dict, requests: list, rows: list[int]) -> list:
+        """One response for each request, with its rows of the outputs that it asks for."""
+        responses, start = [], 0
+        for name, array in outputs.items():
+            if self.model.batches and array.shape[:1] != (sum(rows),):
+                raise ValueError(
+                    f"output '{name}' has shape {list(array.shape)} for a batch of {sum(rows)}"
+                )
+        for request, count in zip(requests, rows):
+            wanted = request.requested_output_names()
+            tensors = [
+                pb_utils.Tensor(name, array[start : start + count] if self.model.batches else array)
+                for name, array in outputs.items()
+                if name in wanted
+            ]
+            responses.append(pb_utils.InferenceResponse(tensors))
+            start += count
+        return responses
+
+
+class TritonPythonModel:
+    """What the stub drives."""
+
+    @staticmethod
+    def auto_complete_config(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
+        ModelState(config.as_dict()).complete(config)
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        config = json.loads(args["model_config"])
+        self.instance = ModelInstanceState(ModelState(config), config)
+
+    def execute(self, requests: list) -> list:
+        """Requests of a model that batches are joined; others run one after the other."""
+        if not self.instance.model.batches:
+            return [self._run([request], [1])[0] for request in requests]
+        rows = [request.inputs()[0].shape()[0] for request in requests]
+        return self._run(requests, rows)
+
+    def _run(self, requests: list, rows: list[int]) -> list:
+        outputs = self.instance.execute(self.instance.set_input_tensors(requests), sum(rows))
+        return self.instance.read_output_tensors(outputs, requests, rows)
+
+
+def session_options(config: dict) -> onnxruntime.SessionOptions:
+    """ONNX Runtime's options from the parameters and the optimization level of a configuration."""
+    parameters = {k: v["string_value"] for k, v in config["parameters"].items()}
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = int(parameters.get("intra_op_thread_count", 0))
+    options.inter_op_num_threads = int(parameters.get("inter_op_thread_count", 0))
+    if parameters.get("execution_mode") == "1":
+        options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+    options.enable_cpu_mem_arena = parameters.get("enable_mem_arena", "1") != "0"
+    options.enable_mem_pattern = parameters.get("enable_mem_pattern", "1") != "0"
+    level = config.get("optimization", {}).get("graph", {}).get("level", 0)
+    if level not in LEVELS:
+        raise ValueError(f"optimization.graph.level must be -1, 0, 1 or 2, not {level}")
+    options.graph_optimization_level = LEVELS[level]
+    return options
+
+
+def dim(size: object) -> int:
+    """A dimension of a graph as the configuration writes it: variable ones are -1."""
+    return size if isinstance(size, int) else -1
+
+
+def fits(dims: list[int], graph: list[int]) -> bool:
+    return len(dims) == len(graph) and all(
+        there in (-1, here) for here, there in zip(dims, graph)
+    )
+
+
+def is_whole(config: dict, model: ModelState) -> bool:
+    """Whether the configuration gives a tensor all dimensions of the graph, the first one included."""
+    known = {**model.inputs, **model.outputs}
+    return any(
+        tensor["name"] in known and len(tensor["dims"]) == len(known[tensor["name"]].shape)
+        for tensor in (*config["input"], *config["output"])
+        if tensor["dims"]
+    )

@@ -1,0 +1,102 @@
+"""Writes PyTorch models into the repository that is its argument. A program of its own: torch is heavy."""
+
+import sys
+from pathlib import Path
+from typing import Dict, Tuple
+
+import torch
+from torch import Tensor
+
+TENSOR = '{{ name: "{}" data_type: TYPE_{} dims: [ {} ] }}'
+
+
+def config(inputs, outputs, more=""):
+    sides = {"input": inputs, "output": outputs}
+    text = "".join(f"{k} [ {', '.join(TENSOR.format(*t) for t in v)} ]\n" for k, v in sides.items())
+    return f'backend: "pytorch"\n{text}{more}'
+
+
+def folder(name, text):
+    path = Path(sys.argv[1]) / name / "1"
+    path.mkdir(parents=True)
+    (path.parent / "config.pbtxt").write_text(text)
+    return path
+
+
+def script(name, module, *args, **kwargs):
+    torch.jit.script(module.eval()).save(folder(name, config(*args, **kwargs)) / "model.pt")
+
+
+class AddSub(torch.nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tuple[Tensor, Tensor]:
+        return a + b, a - b
+
+
+class Named(torch.nn.Module):
+    def forward(self, tensors: Dict[str, Tensor]) -> Dict[str, Tensor]:
+        return {"SUM": tensors["A"] + tensors["B"], "PRODUCT": tensors["A"] * tensors["B"]}
+
+
+class Linear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        torch.nn.init.constant_(self.layer.weight, 2.0)
+        torch.nn.init.constant_(self.layer.bias, 1.0)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Mode(torch.nn.Module):
+    def forward(self, x):
+        # In inference mode, no tensor counts its versions.
+        return torch.full_like(x, float(torch.is_inference_mode_enabled()))
+
+
+class Fails(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert bool((x < 10).all()), "too large"
+        return x.sum()
+
+
+class Squeezes(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum().reshape(1)
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+def one(name, module, inputs, outputs, more=""):
+    script(name, module, inputs, outputs, more)
+
+
+F3 = ("FP32", "3")
+INDEXED = [("INPUT__1", *F3), ("INPUT__0", *F3)], [("OUTPUT__1", *F3), ("OUTPUT__0", *F3)]
+BATCH = "max_batch_size: 8 dynamic_batching { preferred_batch_size: 6 max_queue_delay_microseconds: 2000000 }"
+THREADS = 'parameters [ { key: "INTRA_OP_THREAD_COUNT" value { string_value: "1" } }, { key: "INTER_OP_THREAD_COUNT" value { string_value: "1" } }, { key: "DISABLE_OPTIMIZED_EXECUTION" value { string_value: "true" } } ]'
+one("indexed", AddSub(), *INDEXED, BATCH)
+one("by_argument", AddSub(), [("b", *F3), ("a", *F3)], [("SUM", *F3), ("DIFFERENCE", *F3)], THREADS)
+one("too_many", AddSub(), [(f"INPUT__{i}", *F3) for i in range(3)], [("OUTPUT__0", *F3)])
+one("no_such_output", AddSub(), [("a", *F3), ("b", *F3)], [("OUTPUT__2", *F3)])
+one("dicts", Named(), [("A", *F3), ("B", *F3)], [("PRODUCT", *F3), ("SUM", *F3)], "max_batch_size: 4")
+one("half", Twice(), [("x", "BF16", "-1")], [("y", "BF16", "-1")])
+one("in_place", Twice(), [("x", "FP32", "-1")], [("y", "FP32", "-1")])
+one("wrong_type", Twice(), [("x", "FP32", "-1")], [("y", "INT64", "-1")])
+one("texts", Twice(), [("x", "STRING", "-1")], [("y", "FP32", "-1")])
+one("fails", Fails(), [("x", "FP32", "-1")], [("y", "FP32", "1")])
+one("squeezes", Squeezes(), [("x", *F3)], [("y", *F3)], "max_batch_size: 4")
+traced = torch.jit.trace(Linear().eval(), torch.ones(1, 3))
+traced.save(folder("linear", config([("x", *F3)], [("y", "FP32", "2")], 'max_batch_size: 8').replace('backend: "pytorch"', 'platform: "pytorch_libtorch"')) / "model.pt")
+
+batch = torch.export.Dim("batch", min=1, max=8)
+program = torch.export.export(Linear().eval(), (torch.ones(2, 3),), dynamic_shapes={"x": {0: batch}})
+torch.export.save(program, folder("exported", config([("x", *F3)], [("y", "FP32", "2")], "max_batch_size: 8")) / "model.pt2")
+program = torch.export.export(AddSub(), (torch.ones(3), torch.ones(3)))
+# No backend is named: the file says enough.
+torch.export.save(program, folder("exported_two", config([("b", *F3), ("a", *F3)], [("OUTPUT__0", *F3), ("OUTPUT__1", *F3)]).replace('backend: "pytorch"', "")) / "model.pt2")
+program = torch.export.export(Named(), ({"A": torch.ones(3), "B": torch.ones(3)},))
+torch.export.save(program, folder("exported_dicts", config([("A", *F3), ("B", *F3)], [("SUM", *F3)])) / "model.pt2")
