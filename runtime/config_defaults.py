@@ -104,7 +104,7 @@ def unused_fields(raw: Mapping[str, object]) -> list[str]:
     """
     full = normalise(raw)
     unused = dict.fromkeys(_unused("ModelConfig", full, ""))
-    if full["backend"] != PYTHON_BACKEND:
+    if full["backend"] not in ("", PYTHON_BACKEND):
         # How a model is to be optimized is for its own backend to read.
         unused.pop("optimization", None)
     return list(unused)

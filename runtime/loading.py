@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.runtime.backend import Model
 from moonpool.runtime.config import ModelConfig, Source, minimal
-from moonpool.runtime.config_defaults import MODEL_FILENAME
+from moonpool.runtime.config_defaults import PYTHON_BACKEND
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.repository import ModelDirectory
@@ -62,12 +62,15 @@ def _versions(
     if shared is not None:
         # As Triton does; models can see it in their configuration.
         changes = {**changes, "runtime": shared.name}
-    filename = config.default_model_filename or MODEL_FILENAME
     models = []
     for version in directory.chosen_versions(config):
-        file = shared or directory.model_file(version, filename)
-        kind = "triton" if shared else of_file(file).kind
         folder = directory.version_directory(version)
+        if config.backend == PYTHON_BACKEND:
+            file = directory.model_file(version, config.default_model_filename)
+            kind = of_file(file).kind
+        else:
+            # What else a version must have, its backend knows.
+            file, kind = shared or folder / config.default_model_filename, "triton"
         where = ModelSource(kind, file, None, directory.path, folder)
         models.append(_model(name, where, raw, source, version, changes))
     return models

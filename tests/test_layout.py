@@ -57,9 +57,9 @@ def modules(*folders: str) -> list[str]:
     for path in SOURCES:
         for folder in folders:
             base = (PACKAGE / folder).resolve()
-            # The backends' files are models: they bring their libraries, and only where they are asked for.
-            is_model = "backends" in path.parts
-            if path.is_relative_to(base) and path.name != "__main__.py" and not is_model:
+            if path.is_relative_to(base / "backends"):
+                continue  # a model's file, which nobody imports but its own process
+            if path.is_relative_to(base) and path.name != "__main__.py":
                 words = ["moonpool", folder, *path.relative_to(base).with_suffix("").parts]
                 names.append(".".join(words).removesuffix(".__init__"))
     return names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.runtime.cli.inputs import as_arrays, made_up, parse_inputs
 from moonpool.runtime.cli.measurement import Measurement, measure, measure_async
 from moonpool.runtime.cli.plot import can_plot, save_plot
-from moonpool.runtime.cli.session import UsageError, session
+from moonpool.runtime.cli.session import UsageError, add_repository, session
 from moonpool.runtime.cli.table import figure, table
 from moonpool.runtime.terminal import Terminal
 from moonpool.runtime.version import VERSION
@@ -44,7 +44,7 @@ _TIMEOUT_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("repository", metavar="REPO", help="the directory of the models")
+    add_repository(parser)
     parser.add_argument("model", metavar="MODEL", help="the model's name")
     parser.add_argument(
         "--concurrency", metavar="N,N,…", default="1,2,4,16", help="default %(default)s"
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--seconds and --batch must be more than 0")
     if options.instances is not None and options.instances < 1:
         raise UsageError("--instances must be more than 0")
-    with session(options.repository, verbose=options.verbose) as runtime:
+    with session(options.repository, options.backend_directory, verbose=options.verbose) as runtime:
         runtime.load(options.model, instances=options.instances)
         config = runtime.config(options.model)
         inputs = as_arrays(values, config) if values else made_up(config, options.batch, shapes)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli.session import session
+from moonpool.runtime.cli.session import add_repository, session
 from moonpool.runtime.config import ConfigError, ModelConfig, unused_fields
 from moonpool.runtime.environment_error import BadEnvironment
 from moonpool.runtime.errors import LoadFailed
@@ -61,7 +61,7 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("repository", metavar="REPO", help="the directory of the models")
+    add_repository(parser)
     parser.add_argument("models", metavar="MODEL", nargs="*", help="only these; default all")
     parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
     parser.add_argument(
@@ -76,7 +76,9 @@ def run(options: argparse.Namespace) -> int:
     repository = ModelRepository(options.repository)
     names = options.models or repository.models()
     counts = dict.fromkeys(_STYLES, 0)
-    with session(options.repository, verbose=options.verbose, quiet=True) as runtime:
+    with session(
+        options.repository, options.backend_directory, verbose=options.verbose, quiet=True
+    ) as runtime:
         for name in names:
             for finding in findings(runtime, repository, name, options.allow_missing):
                 counts[finding.level] += 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
-from moonpool.runtime.cli.session import UsageError, session
+from moonpool.runtime.cli.session import UsageError, add_repository, session
 from moonpool.runtime.output import harmless
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("repository", metavar="REPO", help="the directory of the models")
+    add_repository(parser)
     parser.add_argument("model", metavar="MODEL", help="the model's name")
     parser.add_argument(
         "--input",
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     values = parse_inputs(options.input)
     if options.timeout is not None and not options.timeout > 0:
         raise UsageError(f"--timeout must be more than 0 seconds, not {options.timeout:g}")
-    with session(options.repository, verbose=options.verbose) as runtime:
+    with session(options.repository, options.backend_directory, verbose=options.verbose) as runtime:
         runtime.load(options.model)
         config = runtime.config(options.model, options.version)
         outputs = runtime.infer(

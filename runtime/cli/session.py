@@ -12,6 +12,7 @@ from moonpool.runtime.progress import Progress
 from moonpool.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
 
@@ -21,9 +22,24 @@ class UsageError(MoonpoolError):
     code = "INVALID_ARG"
 
 
+def add_repository(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say where the models and their backends are."""
+    parser.add_argument("repository", metavar="REPO", help="the directory of the models")
+    parser.add_argument(
+        "--backend-directory",
+        metavar="DIR",
+        help="where Python-based backends are, each as DIR/NAME/model.py",
+    )
+
+
 @contextlib.contextmanager
 def session(
-    repository: str | None, *, verbose: bool, quiet: bool = False, progress: bool = True
+    repository: str | None,
+    backend_directory: str | None = None,
+    *,
+    verbose: bool,
+    quiet: bool = False,
+    progress: bool = True,
 ) -> Iterator[Runtime]:
     """A runtime in which no model is loaded yet; closed at the end.
 
@@ -33,7 +49,9 @@ def session(
     shown = Progress()
     with _log_to(shown, verbose, quiet):
         listener = shown if progress else None
-        with Runtime(repository, models=(), listener=listener) as runtime:
+        with Runtime(
+            repository, models=(), backend_directory=backend_directory, listener=listener
+        ) as runtime:
             yield runtime
 
 

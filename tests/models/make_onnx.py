@@ -27,22 +27,65 @@ def write(name, nodes, inputs, outputs, initializers=(), config=""):
 
 ADD = [h.make_node("Add", ["A", "B"], ["SUM"]), h.make_node("Sub", ["A", "B"], ["DIFFERENCE"])]
 ROWS = ["N", 3]
-BOTH = [("A", T.FLOAT, ROWS), ("B", T.FLOAT, ROWS)], [("SUM", T.FLOAT, ROWS), ("DIFFERENCE", T.FLOAT, ROWS)]
+BOTH = (
+    [("A", T.FLOAT, ROWS), ("B", T.FLOAT, ROWS)],
+    [("SUM", T.FLOAT, ROWS), ("DIFFERENCE", T.FLOAT, ROWS)],
+)
 # No configuration at all; the graph batches.
 write("add_sub", ADD, *BOTH)
-write("by_platform", ADD, *BOTH, config='platform: "onnxruntime_onnx" max_batch_size: 16 dynamic_batching { max_queue_delay_microseconds: 2000000 preferred_batch_size: 6 }')
-write("whole", ADD, *BOTH, config='backend: "onnxruntime" input [ { name: "A" data_type: TYPE_FP32 dims: [ -1, 3 ] } ]')
+write(
+    "by_platform",
+    ADD,
+    *BOTH,
+    config='platform: "onnxruntime_onnx" max_batch_size: 16 dynamic_batching { max_queue_delay_microseconds: 2000000 preferred_batch_size: 6 }',
+)
+write(
+    "whole",
+    ADD,
+    *BOTH,
+    config='backend: "onnxruntime" input [ { name: "A" data_type: TYPE_FP32 dims: [ -1, 3 ] } ]',
+)
 write("narrow", ADD, *BOTH, config='backend: "onnxruntime" output [ { name: "SUM" } ]')
-write("contradicted", ADD, *BOTH, config='backend: "onnxruntime" input [ { name: "A" data_type: TYPE_INT32 dims: [ 3 ] }, { name: "B" } ]')
-write("misnamed", ADD, *BOTH, config='backend: "onnxruntime" input [ { name: "C" data_type: TYPE_FP32 dims: [ 3 ] } ]')
+write(
+    "contradicted",
+    ADD,
+    *BOTH,
+    config='backend: "onnxruntime" input [ { name: "A" data_type: TYPE_INT32 dims: [ 3 ] }, { name: "B" } ]',
+)
+write(
+    "misnamed",
+    ADD,
+    *BOTH,
+    config='backend: "onnxruntime" input [ { name: "C" data_type: TYPE_FP32 dims: [ 3 ] } ]',
+)
 FIXED = [("X", T.INT64, [2])], [("Y", T.INT64, [2])]
 write("fixed", [h.make_node("Neg", ["X"], ["Y"])], *FIXED)
-write("fixed_batches", [h.make_node("Neg", ["X"], ["Y"])], *FIXED, config='backend: "onnxruntime" max_batch_size: 2')
-write("texts", [h.make_node("Identity", ["X"], ["Y"])], [("X", T.STRING, [None])], [("Y", T.STRING, [None])], config='backend: "onnxruntime" input [ { name: "X" data_type: TYPE_STRING dims: [ -1 ] } ]')
+write(
+    "fixed_batches",
+    [h.make_node("Neg", ["X"], ["Y"])],
+    *FIXED,
+    config='backend: "onnxruntime" max_batch_size: 2',
+)
+write(
+    "texts",
+    [h.make_node("Identity", ["X"], ["Y"])],
+    [("X", T.STRING, [None])],
+    [("Y", T.STRING, [None])],
+    config='backend: "onnxruntime" input [ { name: "X" data_type: TYPE_STRING dims: [ -1 ] } ]',
+)
 # How many there are, the data decides; and a scalar.
-write("nonzero", [h.make_node("NonZero", ["X"], ["Y"]), h.make_node("ReduceSum", ["X"], ["S"], keepdims=0)],
-      [("X", T.FLOAT, [4])], [("Y", T.INT64, [1, "K"]), ("S", T.FLOAT, [])])
-write("tuned", ADD, *BOTH, config="""backend: "onnxruntime" optimization { graph { level: 1 } }
+write(
+    "nonzero",
+    [h.make_node("NonZero", ["X"], ["Y"]), h.make_node("ReduceSum", ["X"], ["S"], keepdims=0)],
+    [("X", T.FLOAT, [4])],
+    [("Y", T.INT64, [1, "K"]), ("S", T.FLOAT, [])],
+)
+write(
+    "tuned",
+    ADD,
+    *BOTH,
+    config="""backend: "onnxruntime" optimization { graph { level: 1 } }
 parameters [ { key: "intra_op_thread_count" value { string_value: "1" } }, { key: "inter_op_thread_count" value { string_value: "1" } },
-             { key: "execution_mode" value { string_value: "1" } }, { key: "enable_mem_arena" value { string_value: "0" } } ]""")
+             { key: "execution_mode" value { string_value: "1" } }, { key: "enable_mem_arena" value { string_value: "0" } } ]""",
+)
 write("level", ADD, *BOTH, config='backend: "onnxruntime" optimization { graph { level: 7 } }')

@@ -180,7 +180,9 @@ def test_a_backend_is_found_by_the_name_of_its_class_where_it_has_no_other(folde
 def test_a_backend_that_is_not_there_is_refused_with_those_that_are(
     folder: Path, runtime: Runtime
 ) -> None:
-    with pytest.raises(LoadFailed, match="for backend 'tensorrt'.*there are: onnxr.*, python, .*rec"):
+    with pytest.raises(
+        LoadFailed, match=r"for backend 'tensorrt'.*there are: onnxr.*, python, .*rec"
+    ):
         runtime.load("m", folder, config=config(backend="tensorrt"))
     assert runtime.models() == {}
 

@@ -219,9 +219,7 @@ def dim(size: object) -> int:
 
 
 def fits(dims: list[int], graph: list[int]) -> bool:
-    return len(dims) == len(graph) and all(
-        there in (-1, here) for here, there in zip(dims, graph)
-    )
+    return len(dims) == len(graph) and all(there in (-1, here) for here, there in zip(dims, graph))
 
 
 def is_whole(config: dict, model: ModelState) -> bool:

@@ -1,0 +1,140 @@
+"""The `onnxruntime` backend, on real graphs in real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.e2e.made import made_by, missing
+
+import moonpool
+
+pytestmark = missing("onnx", "onnxruntime")
+
+SERVED = ["add_sub", "by_platform", "fixed", "narrow", "nonzero", "texts", "tuned", "whole"]
+A = np.arange(6, dtype=np.float32).reshape(2, 3)
+BOTH = {"A": A, "B": np.ones((2, 3), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_by("make_onnx.py", tmp_path_factory.mktemp("onnx"))
+
+
+@pytest.fixture(scope="module")
+def runtime(repository: Path) -> Iterator[moonpool.Runtime]:
+    with moonpool.Runtime(repository, models=SERVED) as runtime:
+        yield runtime
+
+
+def tensors(runtime: moonpool.Runtime, model: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    config = runtime.config(model)
+    return {t.name: (t.datatype, t.dims) for t in (*config.inputs, *config.outputs)}
+
+
+def test_a_graph_needs_no_configuration(runtime: moonpool.Runtime) -> None:
+    config = runtime.config("add_sub")
+    assert (config.backend, config.default_model_filename) == ("onnxruntime", "model.onnx")
+    # All tensors begin with a variable dimension: that is the batch.
+    assert config.max_batch_size == 4
+    assert config.dynamic_batching is not None
+    assert tensors(runtime, "add_sub") == dict.fromkeys(
+        ["A", "B", "SUM", "DIFFERENCE"], ("FP32", (3,))
+    )
+    outputs = runtime.infer("add_sub", BOTH, timeout_s=30.0)
+    assert outputs["SUM"].tolist() == (A + 1).tolist()
+    assert outputs["DIFFERENCE"].tolist() == (A - 1).tolist()
+
+
+def test_the_platform_names_the_backend_and_requests_are_joined(
+    runtime: moonpool.Runtime,
+) -> None:
+    futures = [
+        runtime.submit(
+            "by_platform",
+            {"A": np.full((rows, 3), rows, np.float32), "B": np.ones((rows, 3), np.float32)},
+        )
+        for rows in (1, 2, 3)
+    ]
+    for rows, future in zip((1, 2, 3), futures, strict=True):
+        outputs = future.result(30.0).outputs
+        assert outputs["SUM"].tolist() == np.full((rows, 3), rows + 1).tolist()
+        assert outputs["DIFFERENCE"].tolist() == np.full((rows, 3), rows - 1).tolist()
+    assert runtime.statistics("by_platform")["execution_count"] == 1
+    assert runtime.config("by_platform").backend == "onnxruntime"
+
+
+def test_what_the_configuration_says_stays(runtime: moonpool.Runtime) -> None:
+    # It gives a tensor all dimensions of the graph: then nothing is left for the batch.
+    assert runtime.config("whole").max_batch_size == 0
+    assert tensors(runtime, "whole")["SUM"] == ("FP32", (-1, 3))
+    assert runtime.infer("whole", BOTH, timeout_s=30.0)["SUM"].tolist() == (A + 1).tolist()
+    # It names one output of two.
+    assert list(runtime.infer("narrow", BOTH, timeout_s=30.0)) == ["SUM"]
+
+
+def test_shapes_that_only_the_data_decides_and_scalars_are_answered(
+    runtime: moonpool.Runtime,
+) -> None:
+    assert tensors(runtime, "nonzero") == {
+        "X": ("FP32", (4,)),
+        "Y": ("INT64", (1, -1)),
+        "S": ("FP32", (1,)),
+    }
+    for values in ([1, 0, 0, 2], [0, 0, 0, 0], [1, 2, 3, 4]):
+        x = np.array(values, np.float32)
+        outputs = runtime.infer("nonzero", {"X": x}, timeout_s=30.0)
+        assert outputs["Y"].tolist() == np.array(x.nonzero()).tolist()
+        assert outputs["S"].tolist() == [x.sum()]
+
+
+def test_texts_go_in_and_out(runtime: moonpool.Runtime) -> None:
+    texts = np.array(["", "ä", "long " * 100], object)
+    outputs = runtime.infer("texts", {"X": texts}, timeout_s=30.0)
+    assert [text.decode() for text in outputs["Y"]] == texts.tolist()
+
+
+def test_a_graph_of_fixed_size_is_served_without_batches(runtime: moonpool.Runtime) -> None:
+    assert runtime.config("fixed").max_batch_size == 0
+    assert runtime.infer("fixed", {"X": np.array([1, -2])}, timeout_s=30.0)["Y"].tolist() == [-1, 2]
+
+
+def test_options_of_onnx_runtime_are_taken_from_the_configuration(
+    runtime: moonpool.Runtime,
+) -> None:
+    assert runtime.infer("tuned", BOTH, timeout_s=30.0)["SUM"].tolist() == (A + 1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            "contradicted",
+            "unable to load model 'contradicted', configuration expects datatype TYPE_INT32 for "
+            "input 'A', model provides TYPE_FP32",
+        ),
+        ("misnamed", "unexpected inference input 'C', allowed inputs are: A, B"),
+        (
+            "fixed_batches",
+            "autofill failed for model 'fixed_batches': model does not support batching while "
+            "non-zero max_batch_size is specified",
+        ),
+        ("level", "optimization.graph.level must be -1, 0, 1 or 2, not 7"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_graph_is_refused(
+    runtime: moonpool.Runtime, model: str, text: str
+) -> None:
+    with pytest.raises(moonpool.LoadFailed) as caught:
+        runtime.load(model)
+    assert text in str(caught.value)
+
+
+def test_a_file_that_is_no_graph_is_told(runtime: moonpool.Runtime, repository: Path) -> None:
+    folder = repository / "broken" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(b"no graph")
+    with pytest.raises(moonpool.LoadFailed, match=r"model\.onnx"):
+        runtime.load("broken")

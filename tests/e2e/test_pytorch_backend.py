@@ -1,0 +1,168 @@
+"""The `pytorch` backend, on real TorchScript files and exported programs in real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tests.e2e.made import made_by, missing
+
+import moonpool
+
+pytestmark = missing("torch")
+
+A, B = np.arange(3, dtype=np.float32), np.full(3, 10, np.float32)
+THREES = np.ones((3, 3), np.float32)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_by("make_torch.py", tmp_path_factory.mktemp("torch"))
+
+
+@pytest.fixture(scope="module")
+def runtime(repository: Path) -> Iterator[moonpool.Runtime]:
+    # One after the other: each needs a processor for some seconds to import PyTorch.
+    with moonpool.Runtime(repository, models=[]) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def loaded(runtime: moonpool.Runtime, request: pytest.FixtureRequest) -> Iterator[str]:
+    runtime.load(request.param)
+    yield request.param
+    runtime.unload(request.param)
+
+
+def infer(runtime: moonpool.Runtime, model: str, **inputs: object) -> dict[str, list[object]]:
+    outputs = runtime.infer(model, inputs, timeout_s=30.0)
+    return {name: array.tolist() for name, array in outputs.items()}
+
+
+@pytest.mark.parametrize("loaded", ["indexed"], indirect=True)
+def test_tensors_are_found_by_index_and_requests_are_joined(
+    runtime: moonpool.Runtime, loaded: str
+) -> None:
+    futures = [
+        runtime.submit(
+            loaded,
+            {"INPUT__1": np.ones((n, 3), np.float32), "INPUT__0": np.full_like(THREES[:n], n)},
+        )
+        for n in (1, 2, 3)
+    ]
+    for n, future in zip((1, 2, 3), futures, strict=True):
+        outputs = future.result(30.0).outputs
+        assert outputs["OUTPUT__0"].tolist() == np.full((n, 3), n + 1).tolist()
+        assert outputs["OUTPUT__1"].tolist() == np.full((n, 3), n - 1).tolist()
+    assert runtime.statistics(loaded)["execution_count"] == 1
+    response = runtime.request(
+        loaded, {"INPUT__0": A[None], "INPUT__1": B[None]}, outputs=["OUTPUT__1"], timeout_s=30.0
+    )
+    assert list(response.outputs) == ["OUTPUT__1"]
+
+
+@pytest.mark.parametrize("loaded", ["by_argument"], indirect=True)
+def test_inputs_are_found_by_the_names_of_the_arguments_and_outputs_in_order(
+    runtime: moonpool.Runtime, loaded: str
+) -> None:
+    assert infer(runtime, loaded, b=B, a=A) == {
+        "SUM": (A + B).tolist(),
+        "DIFFERENCE": (A - B).tolist(),
+    }
+
+
+@pytest.mark.parametrize("loaded", ["dicts"], indirect=True)
+def test_a_dict_of_tensors_goes_in_and_out_by_name(runtime: moonpool.Runtime, loaded: str) -> None:
+    assert infer(runtime, loaded, A=A[None], B=B[None]) == {
+        "PRODUCT": [(A * B).tolist()],
+        "SUM": [(A + B).tolist()],
+    }
+
+
+@pytest.mark.parametrize("loaded", ["in_place"], indirect=True)
+def test_an_input_is_the_caller_s_own_memory(runtime: moonpool.Runtime, loaded: str) -> None:
+    x = runtime.empty(loaded, "x", 3)
+    x[...] = A
+    y = runtime.infer(loaded, {"x": x}, timeout_s=30.0)["y"]
+    assert y.tolist() == (A * 2).tolist()
+    # The model multiplies in place: nobody copied.
+    assert x.tolist() == (A * 2).tolist()
+
+
+@pytest.mark.parametrize("loaded", ["half"], indirect=True)
+def test_bf16_is_served(runtime: moonpool.Runtime, loaded: str) -> None:
+    x = A.astype(ml_dtypes.bfloat16)
+    y = runtime.infer(loaded, {"x": x}, timeout_s=30.0)["y"]
+    assert y.dtype == x.dtype
+    assert y.astype(np.float32).tolist() == (A * 2).tolist()
+
+
+@pytest.mark.parametrize("loaded", ["linear"], indirect=True)
+def test_the_platform_names_the_backend(runtime: moonpool.Runtime, loaded: str) -> None:
+    assert runtime.config(loaded).backend == "pytorch"
+    assert infer(runtime, loaded, x=THREES) == {"y": [[7.0, 7.0]] * 3}
+
+
+@pytest.mark.parametrize("loaded", ["exported"], indirect=True)
+def test_an_exported_program_is_served_in_batches(runtime: moonpool.Runtime, loaded: str) -> None:
+    for rows in (1, 3):
+        assert infer(runtime, loaded, x=THREES[:rows]) == {"y": [[7.0, 7.0]] * rows}
+
+
+@pytest.mark.parametrize("loaded", ["exported_two"], indirect=True)
+def test_an_exported_program_is_known_by_its_file_and_takes_its_arguments_by_name(
+    runtime: moonpool.Runtime, loaded: str
+) -> None:
+    assert runtime.config(loaded).backend == "pytorch"
+    assert infer(runtime, loaded, a=A, b=B) == {
+        "OUTPUT__0": (A + B).tolist(),
+        "OUTPUT__1": (A - B).tolist(),
+    }
+
+
+@pytest.mark.parametrize("loaded", ["exported_dicts"], indirect=True)
+def test_an_exported_program_may_take_a_dict(runtime: moonpool.Runtime, loaded: str) -> None:
+    assert infer(runtime, loaded, A=A, B=B) == {"SUM": (A + B).tolist()}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "inputs", "text"),
+    [
+        (
+            "wrong_type",
+            {"x": A},
+            "configuration expects datatype TYPE_INT64 for output 'y', model provides TYPE_FP32",
+        ),
+        ("no_such_output", {"a": A, "b": B}, "the model has 2 outputs and none for 'OUTPUT__2'"),
+        ("squeezes", {"x": THREES[:2]}, "output 'y' has shape [1] for a batch of 2"),
+        ("fails", {"x": B}, "AssertionError: too large"),
+    ],
+    indirect=["loaded"],
+)
+def test_what_goes_wrong_in_a_batch_is_told_and_the_next_is_answered(
+    runtime: moonpool.Runtime, loaded: str, inputs: dict[str, object], text: str
+) -> None:
+    before = runtime.instances(loaded)
+    for _ in range(2):
+        with pytest.raises(moonpool.ModelError) as caught:
+            runtime.infer(loaded, inputs, timeout_s=30.0)
+        assert text in str(caught.value)
+    assert runtime.instances(loaded) == before
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("texts", "model 'texts', tensor 'x': PyTorch has no datatype TYPE_STRING"),
+        ("too_many", "its forward takes (a, b); name them so, or <name>__<index>"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_module_is_refused(
+    runtime: moonpool.Runtime, model: str, text: str
+) -> None:
+    with pytest.raises(moonpool.LoadFailed) as caught:
+        runtime.load(model)
+    assert text in str(caught.value)
