@@ -54,7 +54,7 @@ class Kind(IntEnum):
     ANSWER = 6
     FINALIZE = 7
     FINALIZED = 8
-    # Either channel: stands for a message that is too large for a packet and lies in memory.
+    # Any channel: stands for a message that is too large for a packet and lies in memory.
     INDIRECT = 9
     # Control channel.
     SANDBOX = 15
@@ -64,6 +64,8 @@ class Kind(IntEnum):
     RELEASE = 19
     RETIRE = 20
     LOG = 21
+    RESPONSES = 22
+    CANCEL = 23
     METRICS = 24
     LOGGING = 25
     READY = 26
@@ -223,6 +225,22 @@ _DETAILS = Row(
 _ERROR = Row(code=Int(0, 7), message=Text(_LONG))
 _REMARKS = Row(parameters=_PARAMETERS, error=Maybe(_ERROR))
 
+# What an answer says of one request.
+ANSWERED, OPEN, RESCHEDULED = 0, 1, 2
+
+# One response of a request that its answer left open. FINAL says that there are no more, AGAIN that the
+# request is to be scheduled once more; both may come without a response, and then there is no layout.
+FINAL, AGAIN = 1, 2
+MAX_RESPONSES_IN_PACKET = 64
+_RESPONSE = Row(
+    batch=_ID,
+    index=Int(0, MAX_BATCH - 1),
+    flags=Int(0, 2),
+    blocks=_BLOCKS,
+    layout=Maybe(LAYOUT),
+    remarks=Maybe(_REMARKS),
+)
+
 _RUNTIME, _STUB = Side.RUNTIME, Side.STUB
 
 WORK: dict[Kind, Message] = {
@@ -256,6 +274,8 @@ WORK: dict[Kind, Message] = {
     ),
     # `held`: blocks of this batch that the model keeps. `released`: blocks it kept of earlier ones.
     # `remarks`: on each response, where there are some; one that has an error has no outputs.
+    # `states`: of each request, where not all are answered here. The responses to one that is left open
+    # come in RESPONSES, perhaps before this; one that is rescheduled comes again in a later EXECUTE.
     Kind.ANSWER: Message(
         _STUB,
         {
@@ -265,6 +285,7 @@ WORK: dict[Kind, Message] = {
             "blocks": _BLOCKS,
             "layout": LAYOUT,
             "remarks": Maybe(ListOf(Maybe(_REMARKS), MAX_BATCH)),
+            "states": Maybe(ListOf(Int(0, 2), MAX_BATCH)),
         },
         (Kind.EXECUTE, Kind.FINALIZE),
     ),
@@ -282,14 +303,20 @@ CONTROL: dict[Kind, Message] = {
     # The stub needs a region of at least that size for its answers.
     Kind.GROW: Message(_STUB, {"size": _ID}),
     Kind.REFUSED: Message(_RUNTIME, {"reason": Text(_SHORT)}),
-    # Blocks of answers that nobody needs any more, when no EXECUTE comes by for them to ride on.
-    Kind.RELEASE: Message(_RUNTIME, {"places": ListOf(_PLACE, MAX_PLACES_IN_PACKET)}),
+    # Blocks that nobody needs any more, when no EXECUTE or ANSWER comes by for them to ride on: of
+    # answers, from the runtime; of requests that the stub kept, from the stub.
+    Kind.RELEASE: Message(None, {"places": ListOf(_PLACE, MAX_PLACES_IN_PACKET)}),
     # The writer of the region does not use it any more.
     Kind.RETIRE: Message(None, {"region": _ID}),
     Kind.LOG: Message(
         _STUB,
         {"level": Int(0, 3), "message": Text(_LONG), "file": Text(_SHORT), "line": Int(0, 2**31)},
     ),
+    # Responses of requests that are executing or were left open; those of one request are in order.
+    Kind.RESPONSES: Message(_STUB, {"responses": ListOf(_RESPONSE, MAX_RESPONSES_IN_PACKET)}),
+    # Nobody waits any more for the responses to this request, which is executing or open.
+    Kind.CANCEL: Message(_RUNTIME, {"batch": _ID, "index": Int(0, MAX_BATCH - 1)}),
+    Kind.INDIRECT: Message(None, {"region": _ID, "offset": _ID, "size": _ID}),
     # What the model did to metrics, in any order that has the same effect, as numbered in `ipc.metric_kinds`;
     # then the metrics and families that nobody refers to any more.
     Kind.METRICS: Message(

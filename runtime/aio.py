@@ -123,18 +123,18 @@ class LoopWaiter(Waiter):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._driver = _driver_of(loop)
-        self.future: asyncio.Future[Outcome] = loop.create_future()
+        self.future: asyncio.Future[Outcome | None] = loop.create_future()
 
     def _is_here(self) -> bool:
         return asyncio._get_running_loop() is self._loop
 
-    def resolve(self, outcome: Outcome) -> None:
+    def resolve(self, outcome: Outcome | None) -> None:
         if self._is_here():
             self._set(outcome)
         else:
             self._elsewhere(self._set, outcome)
 
-    def _set(self, outcome: Outcome) -> None:
+    def _set(self, outcome: Outcome | None) -> None:
         if not self.future.done():
             self.future.set_result(outcome)
 
@@ -164,7 +164,7 @@ class LoopWaiter(Waiter):
 
 async def wait_for_outcome(
     scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None
-) -> Outcome:
+) -> Outcome | None:
     """Submit a request and await its outcome. Cancelling the task cancels the request.
 
     Raises what `Scheduler.submit` raises, and `RequestTimedOut`.

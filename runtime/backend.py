@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.config import ModelConfig
     from moonpool.runtime.config_options import ModelOptions
-    from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.request import Answer, InferenceRequest, Outcome
     from moonpool.runtime.source import ModelSource
 
 
@@ -71,10 +71,13 @@ class ModelInstance:
         self.blocks = backend.blocks
         # Called by the backend, from any thread, when the instance broke while it executed nothing.
         self.report_broken: Callable[[BaseException], None] = _ignored
+        # Called by the backend, on the reactor's thread or before its execute returns, with a response of a request
+        # for which it answers LATER, None where there is only a flag; and FINAL (1) with the last one.
+        self.respond: Callable[[InferenceRequest, Outcome | None, int], None] = _unanswerable
         # What was reported: nobody gives it batches any more. None again before it is restarted.
         self.broken: BaseException | None = None
 
-    def execute(self, requests: Sequence[InferenceRequest]) -> Pending | list[Outcome]:
+    def execute(self, requests: Sequence[InferenceRequest]) -> Pending | list[Answer]:
         """Hand a batch to the backend."""
         return self.backend.model_instance_execute(self, requests)
 
@@ -84,6 +87,10 @@ class ModelInstance:
 
 def _ignored(_: BaseException) -> None:
     """Until somebody listens."""
+
+
+def _unanswerable(*_: object) -> None:
+    """Until there are requests."""
 
 
 class Pending(Protocol):
@@ -98,8 +105,8 @@ class Pending(Protocol):
     def is_received(self) -> bool:
         """Whether `wait` took the answer from the descriptor already, which is then not readable again."""
 
-    def finish(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
-        """One outcome for each request, in order; does not block. Raises what broke the instance."""
+    def finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
+        """One answer for each request, in order; does not block. Raises what broke the instance."""
 
 
 class Backend(ABC):
@@ -138,12 +145,15 @@ class Backend(ABC):
     @abstractmethod
     def model_instance_execute(
         self, instance: ModelInstance, requests: Sequence[InferenceRequest]
-    ) -> Pending | list[Outcome]:
-        """Run one batch: either the outcomes in order, or a `Pending` that will have them.
+    ) -> Pending | list[Answer]:
+        """Run one batch: either the answers in order, or a `Pending` that will have them.
 
-        An outcome is a `Response` or an exception. An exception that is raised fails all requests of
+        An answer is a `Response`, an exception, or `LATER`. An exception that is raised fails all requests of
         the batch; `PeerGone` and `RemoteProtocolError` say that the instance is broken and took nothing.
         """
+
+    def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:  # noqa: B027 - optional
+        """Nobody waits any more for a request that the instance executes or has open. Does not block."""
 
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:  # noqa: ARG002
         """What to tell callers of an instance that broke; may block for a second."""

@@ -14,6 +14,7 @@ class Changes:
     """Wakes those who wait, of whom there seldom are any; `tell` then costs nothing."""
 
     def __init__(self, lock: threading.Lock) -> None:
+        self.lock = lock
         self._condition = threading.Condition(lock)
         self._waiting = 0
 

@@ -16,6 +16,7 @@ from moonpool.runtime.config_values import (
     NAMES,
     PATH,
     PAUSE,
+    POSITIVE,
     SANDBOX,
     SECONDS,
     SIZE,
@@ -48,6 +49,7 @@ class ModelOptions:
     region_limit_bytes: int | None = None
     log_lines_per_s: int = 1000
     threads: int | None = None
+    concurrent_batches: int = 64
     environment: tuple[str, ...] = ()
 
     @property
@@ -211,6 +213,13 @@ OPTIONS = (
         "threads",
         THREADS,
         "Threads of the numeric libraries in an instance (OMP_NUM_THREADS and its like).",
+    ),
+    Option(
+        "MOONPOOL_CONCURRENT_BATCHES",
+        "concurrent_batches",
+        POSITIVE,
+        "How many batches of a model whose `execute` is a coroutine may run at the same time in an"
+        " instance; the next one waits.",
     ),
     Option(
         "MOONPOOL_ENVIRONMENT",

@@ -89,6 +89,7 @@ SIZE = Kind("size", parse_size)
 LIMIT = Kind("size, none", _or_none(parse_size))
 COUNT = Kind("number", _number(0))
 THREADS = Kind("number, none", _or_none(_number(1)))
+POSITIVE = Kind("number", _number(1))
 PATH = Kind("path", _path)
 NAMES = Kind(
     "names, separated by commas",

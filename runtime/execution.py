@@ -6,7 +6,7 @@ whoever wins `claim` has it.
 
 A signal handler may raise anywhere in the main thread. Then what that thread drove must neither be lost nor be
 driven by two, so at every moment it stands written who drives (`_drivers`) and how far it is: not sent,
-sent, answered (`outcomes`). `abandon` goes on from there.
+sent, answered (`answers`). `abandon` goes on from there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import PeerGone
 from moonpool.runtime.errors import BackendError, RequestTimedOut
-from moonpool.runtime.request import Response
+from moonpool.runtime.request import Deferral, Response
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moonpool.ipc.errors import MoonpoolError
     from moonpool.runtime.backend import ModelInstance, Pending
-    from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.request import Answer, InferenceRequest
     from moonpool.runtime.scheduler import Scheduler
 
 
@@ -33,9 +33,10 @@ class Execution:
 
     __slots__ = (
         "_drivers",
+        "answers",
+        "has_deferred",
         "instance",
         "is_sent",
-        "outcomes",
         "pending",
         "requests",
         "scheduler",
@@ -59,12 +60,14 @@ class Execution:
         self.sent_ns = started_ns
         self.pending: Pending
         self.is_sent = False
-        self.outcomes: Sequence[Outcome] | None = None
+        self.answers: Sequence[Answer] | None = None
+        # Whether some of its requests have no outcome yet.
+        self.has_deferred = False
         # Who drives is the first of them; where there is none it may be claimed.
         self._drivers: list[object] = [driver]
 
-    def take(self, result: object) -> Sequence[Outcome] | None:
-        """What the backend's execute returned: the outcomes, or None where they are pending now."""
+    def take(self, result: object) -> Sequence[Answer] | None:
+        """What the backend's execute returned: the answers, or None where they are pending now."""
         self.sent_ns = time.monotonic_ns()
         if isinstance(result, list):
             return result
@@ -103,14 +106,14 @@ class Execution:
         drivers = self._drivers
         if not (drivers and drivers[0] is by) and not self.claim(by):
             return
-        outcomes = self.outcomes
+        answers = self.answers
         if not self.is_sent:
             error = BackendError("whoever was about to send the request was interrupted")
-            outcomes = [error] * len(self.requests)
-        if outcomes is None:
+            answers = [error] * len(self.requests)
+        if answers is None:
             self.drive_in_reactor()
         else:
-            self.scheduler.reactor.call_soon(lambda: self.scheduler.settle(self, outcomes))
+            self.scheduler.reactor.call_soon(lambda: self.scheduler.settle(self, answers))
 
     def drive(self, deadline: float | None, *, interruptible: bool) -> None:
         """Wait for the answer on this thread, which has claimed it, and finish.
@@ -153,20 +156,23 @@ class Execution:
         """Read the answer, which is there, and give every request its outcome."""
         self.scheduler.finish(self)
 
-    def record(
-        self, outcomes: Sequence[Outcome], answered_ns: int, now_ns: int
-    ) -> Sequence[Outcome]:
-        """Count a batch; returns its outcomes, with an error for each that is none."""
+    def record(self, answers: Sequence[Answer], answered_ns: int, now_ns: int) -> Sequence[Answer]:
+        """Count a batch; returns its answers, with an error for each that is none.
+
+        Requests that are answered later count as Triton counts them: they succeeded in execute.
+        """
         requests, statistics = self.requests, self.scheduler.statistics
         now_ms = time.time_ns() // 1_000_000
         good = rows = total_rows = success_ns = queue_ns = fail_ns = 0
-        for request, outcome in zip(requests, outcomes, strict=True):
+        for request, answer in zip(requests, answers, strict=True):
             total_rows += request.batch_size
-            if isinstance(outcome, Response):
+            if isinstance(answer, (Response, Deferral)):
                 good += 1
                 rows += request.batch_size
                 success_ns += now_ns - request.queued_ns
                 queue_ns += self.started_ns - request.queued_ns
+                if not isinstance(answer, Response):
+                    self.has_deferred = True
             else:
                 fail_ns += now_ns - request.queued_ns
         sent_ns = self.sent_ns
@@ -183,12 +189,12 @@ class Execution:
         )
         if good < len(requests):
             statistics.record_failures(now_ms, len(requests) - good, fail_ns)
-            given: Sequence[object] = outcomes
-            return [each if isinstance(each, _OUTCOMES) else _no_answer(each) for each in given]
-        return outcomes
+            given: Sequence[object] = answers
+            return [each if isinstance(each, _ANSWERS) else _no_answer(each) for each in given]
+        return answers
 
 
-_OUTCOMES = (Response, BaseException)
+_ANSWERS = (Response, BaseException, Deferral)
 
 
 def _no_answer(answer: object) -> MoonpoolError:

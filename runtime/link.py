@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.conversation import Conversation, Overflow
-from moonpool.ipc.errors import CODES, BadTensor, RemoteProtocolError
+from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.messages import MAX_PLACES, Kind, Side
-from moonpool.runtime.allocator import allocate
-from moonpool.runtime.errors import ModelError
-from moonpool.runtime.layout import AnswerLayout, RequestLayout, lay_out, read_answer
+from moonpool.ipc.messages import MAX_PLACES, OPEN, RESCHEDULED, Kind, Side
+from moonpool.runtime.answer_reader import AnswerReader
+from moonpool.runtime.layout import RequestLayout, lay_out
 from moonpool.runtime.loans import Loans
 from moonpool.runtime.regions import new_region
-from moonpool.runtime.request import Response
+from moonpool.runtime.replies import Replies
+from moonpool.runtime.request import AGAIN, LATER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.region import SharedRegion
     from moonpool.runtime.layout import Output
     from moonpool.runtime.regions import CallerMemory
-    from moonpool.runtime.request import InferenceRequest, Outcome, Shapes
+    from moonpool.runtime.request import Answer, InferenceRequest, Outcome, Shapes
 
 _EXECUTE = int(Kind.EXECUTE)
 # What is remembered of batches: layouts that are small, so that none of it can take much memory.
@@ -40,6 +37,7 @@ _MEMORABLE_BYTES = 4096
 _NO_REMARKS: list[Any] = [None]
 
 Place = tuple[int, int]
+_DEFERRALS: dict[int, Answer] = {OPEN: LATER, RESCHEDULED: AGAIN}
 
 
 class Link(Overflow):
@@ -54,13 +52,15 @@ class Link(Overflow):
         region_limit_bytes: int | None,
     ) -> None:
         self.conversation = Conversation(channel, Side.RUNTIME, self)
-        self._output_names: list[str] = []
+        self._reader = AnswerReader()
+        self.replies = Replies()
         self._layouts: Memo[tuple[Shapes, ...], RequestLayout] = Memo()
-        self._answers: Memo[bytes, AnswerLayout] = Memo()
         self.response_regions: dict[int, SharedRegion] = {}
         # Places in response regions that callers let go of; they ride on the next EXECUTE.
         self.released: deque[object] = deque()
         self._release: Callable[[object], object] = self.released.append
+        # Blocks of requests that the model kept, and let go of while it had nothing to answer.
+        self.let_go: deque[Place] = deque()
         self._batch = 0
         first = new_region(0, region_bytes, region_limit_bytes)
         self.loans = Loans(send_region, first, region_limit_bytes)
@@ -75,7 +75,7 @@ class Link(Overflow):
 
     def serve(self, output_names: list[str], caller_memory: CallerMemory) -> None:
         """From now on, batches are for a model with these outputs."""
-        self._output_names = output_names
+        self._reader.output_names = output_names
         self.loans.serve(caller_memory)
 
     def fileno(self) -> int:
@@ -97,6 +97,8 @@ class Link(Overflow):
 
         Raises `OutOfMemory` (nothing was sent), `PeerGone`, `RemoteProtocolError`.
         """
+        while self.let_go:
+            self.loans.take_back([self.let_go.popleft()])
         # The first block is for copies; where nothing is copied it is empty, in a region that there is.
         blocks = [[self.loans.first_region, 0, 0]]
         released = self.take_released()
@@ -109,6 +111,7 @@ class Link(Overflow):
             if not any(details):  # type: ignore[arg-type]
                 details = None
             self._batch += 1
+            self.replies.begin(self._batch, requests)
             self.conversation.send(_EXECUTE, self._batch, released, blocks, layout.packed, details)
         except BaseException:
             self.released.extend(released)
@@ -161,17 +164,14 @@ class Link(Overflow):
 
     # Up
 
-    def finish(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
-        """Read the answer to the batch; one outcome for each of its requests, in order.
+    def finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
+        """Read the answer to the batch; what it says of each of its requests, in order.
 
         Raises `PeerGone`, and `RemoteProtocolError` for an answer that is not to be believed.
         """
-        _, batch, held, released, blocks, packed, remarks = self.conversation.receive()
-        layout = self._answers.get(packed)
-        if layout is None:
-            layout = read_answer(packed, self._output_names)
-            if len(packed) <= _MEMORABLE_BYTES:
-                self._answers.keep(packed, layout)
+        _, batch, held, released, blocks, packed, remarks, states = self.conversation.receive()
+        reader = self._reader
+        layout = reader.layout(packed)
         count = len(layout.responses)
         if batch != self._batch or count != len(requests):
             raise RemoteProtocolError(
@@ -179,61 +179,63 @@ class Link(Overflow):
                 f"batch {self._batch} has {len(requests)} requests"
             )
         leases = [self._open(*block) for block in blocks]
-        for block, least_bytes in layout.least_bytes.items():
-            if block >= len(leases) or least_bytes > leases[block].size:
-                raise RemoteProtocolError(layout.fault([lease.size for lease in leases]))
+        reader.check(layout, leases)
         if remarks is None:
             remarks = _NO_REMARKS * count
         elif len(remarks) != count:
             raise RemoteProtocolError(f"{len(remarks)} remarks on {count} responses")
-        outcomes = [
-            self._outcome(request, outputs, remark, leases)
+        answers: list[Answer] = [
+            reader.outcome(request, outputs, remark, leases)
             for request, outputs, remark in zip(requests, layout.responses, remarks, strict=True)
         ]
+        if states is not None:
+            answers = _deferred(answers, states)
+        self.replies.answered(states)
         self.loans.end_batch(held)
         if released:
             self.loans.take_back(released)
-        return outcomes
+        return answers
+
+    def response(self, row: list[Any]) -> tuple[InferenceRequest, Outcome | None, int]:
+        """A response of a request that is executing or open, None where there is only a flag; and the flags.
+
+        For the reactor. Raises `RemoteProtocolError`.
+        """
+        batch, index, flags, blocks, packed, remark = row
+        request = self.replies.find(batch, index, is_last=bool(flags))
+        if packed is None and remark is None:
+            if blocks or not flags:
+                raise RemoteProtocolError("a response that says nothing")
+            return request, None, flags
+        leases = [self._answer_lease(*block) for block in blocks]
+        outputs: Sequence[Output] = ()
+        if packed is not None:
+            layout = self._reader.layout(packed)
+            if len(layout.responses) != 1:
+                raise RemoteProtocolError(f"{len(layout.responses)} responses in the place of one")
+            self._reader.check(layout, leases)
+            outputs = layout.responses[0]
+        return request, self._reader.outcome(request, outputs, remark, leases), flags
+
+    def _answer_lease(self, region_id: int, offset: int, size_bytes: int) -> Lease:
+        region = self.response_regions.get(region_id)
+        if region is None:
+            raise RemoteProtocolError(
+                f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
+                "which is not the stub's to answer from"
+            )
+        if offset + size_bytes > region.size_bytes:
+            raise RemoteProtocolError(
+                f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
+                f"which has {region.size_bytes}"
+            )
+        return region.lease(offset, size_bytes, self._release, (region_id, offset))
 
     def _open(self, region_id: int, offset: int, size_bytes: int) -> Lease:
         """A lease on a block of an answer: in a response region, or passed through from the request."""
-        region = self.response_regions.get(region_id)
-        if region is not None:
-            if offset + size_bytes > region.size_bytes:
-                raise RemoteProtocolError(
-                    f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
-                    f"which has {region.size_bytes}"
-                )
-            return region.lease(offset, size_bytes, self._release, (region_id, offset))
+        if region_id in self.response_regions:
+            return self._answer_lease(region_id, offset, size_bytes)
         return self.loans.open(region_id, offset, size_bytes)
-
-    @staticmethod
-    def _outcome(
-        request: InferenceRequest,
-        outputs: Sequence[Output],
-        remark: list[Any] | None,
-        leases: Sequence[Lease],
-    ) -> Outcome:
-        parameters = None
-        if remark is not None:
-            parameters, error = remark
-            if error is not None:
-                return ModelError(error[1], CODES[error[0]])
-        arrays: dict[str, np.ndarray] = {}
-        if request.allocator is not None:
-            try:
-                arrays = _allocated(request, outputs, leases)
-            except Exception as error:  # an allocator may raise anything
-                return error
-        else:
-            for name, _, shape, dtype, block, offset, size_bytes in outputs:
-                if dtype is None:
-                    raw = leases[block][offset : offset + size_bytes]
-                    arrays[name] = _strings(name, raw, shape)
-                else:
-                    arrays[name] = np.ndarray(shape, dtype, leases[block], offset)
-        details = request.details
-        return Response(arrays, parameters, "" if details is None else details.request_id)
 
     # Messages too large for a packet
 
@@ -244,8 +246,7 @@ class Link(Overflow):
         return block.region.id, block.offset, len(packet)
 
     def load(self, region: int, offset: int, size_bytes: int) -> bytes:
-        lease = self._open(region, offset, size_bytes)
-        return lease.tobytes()
+        return self._answer_lease(region, offset, size_bytes).tobytes()
 
     # Memory that nobody needs for now
 
@@ -265,21 +266,8 @@ class Link(Overflow):
             region.close()
 
 
-def _strings(name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    try:
-        return decode_bytes(raw, shape)  # type: ignore[arg-type]
-    except BadTensor as bad:
-        raise RemoteProtocolError(f"output {name!r}: {bad}") from bad
-
-
-def _allocated(
-    request: InferenceRequest, outputs: Sequence[Output], leases: Sequence[Lease]
-) -> dict[str, np.ndarray]:
-    """The outputs in memory of the request's allocator. Raises what that raises."""
-    if request.allocator is not None:
-        request.allocator.start(request.userp)
-    arrays = {}
-    for name, datatype, shape, _, block, offset, size_bytes in outputs:
-        raw = leases[block][offset : offset + size_bytes]
-        arrays[name] = allocate(request, name, datatype, tuple(shape), raw)
-    return arrays
+def _deferred(answers: list[Answer], states: Sequence[int]) -> list[Answer]:
+    """With what is said of the requests that are not answered yet."""
+    if len(states) != len(answers):
+        raise RemoteProtocolError(f"{len(states)} states of {len(answers)} requests")
+    return [_DEFERRALS.get(state, answer) for answer, state in zip(answers, states, strict=True)]

@@ -100,6 +100,7 @@ class PythonBackend(Backend):
             stub.end()
             raise
         stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
+        stub.serve(instance.respond)
         stub.notify_exit(lambda: instance.report_broken(_EndedIdle("the stub has ended")))
 
     def model_instance_finalize(self, instance: ModelInstance) -> None:
@@ -116,6 +117,10 @@ class PythonBackend(Backend):
         link: Link = instance.state.link
         link.execute(requests)
         return link
+
+    def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:
+        stub: StubHandle = instance.state
+        stub.cancel(request)
 
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
         stub: StubHandle = instance.state

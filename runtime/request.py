@@ -90,6 +90,26 @@ class Response:
 Outcome = Response | BaseException
 
 
+class Deferral:
+    """What a backend may answer with in place of an outcome."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+LATER = Deferral("LATER")
+"""The responses come through `ModelInstance.respond`, before this or after it."""
+AGAIN = Deferral("AGAIN")
+"""The request is to be scheduled once more."""
+
+Answer = Outcome | Deferral
+
+
 class InferenceRequest:
     """One request. The scheduler's queue, the backend and the caller's waiter share it."""
 
@@ -103,6 +123,8 @@ class InferenceRequest:
         "left",
         "priority",
         "queued_ns",
+        "response",
+        "responses",
         "shapes",
         "signature",
         "timeout_us",
@@ -137,6 +159,9 @@ class InferenceRequest:
         self.attempts = 0
         # The caller went away: nobody wants the outcome.
         self.left = False
+        # How many responses came so far apart from the outcome, and the only one of a model that gives one.
+        self.responses = 0
+        self.response: Outcome | None = None
 
     @property
     def inputs(self) -> list[Placement]:

@@ -9,12 +9,11 @@ import signal
 import sys
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.details import details_of
 from moonpool.runtime.errors import own
 from moonpool.runtime.loading import models_of
 from moonpool.runtime.model_registry import ModelRegistry
@@ -23,6 +22,8 @@ from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.python_based import BackendDirectory
 from moonpool.runtime.repository import ModelRepository
 from moonpool.runtime.request import Response
+from moonpool.runtime.request_options import RequestOptions, make_request
+from moonpool.runtime.stream import ResponseStream
 from moonpool.runtime.waiter import FutureWaiter, PunctualWaiter, ThreadWaiter
 
 if TYPE_CHECKING:
@@ -32,10 +33,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from moonpool.runtime.allocator import ResponseAllocator
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.config import ModelConfig
-    from moonpool.runtime.request import InferenceRequest, Outcome, Parameter
+    from moonpool.runtime.request import InferenceRequest, Outcome
     from moonpool.runtime.scheduler import Scheduler
 
 # Not the runtimes: one that was forgotten has models that want to be finalized all the same.
@@ -168,7 +168,7 @@ class Runtime:
         *,
         version: int | None = None,
         timeout_s: float | None = None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> dict[str, NDArray[Any]]:
         """Send a request and wait for the outputs, by name.
 
@@ -194,27 +194,14 @@ class Runtime:
         *,
         version: int | None = None,
         timeout_s: float | None = None,
-        outputs: Sequence[str] | None = None,
-        request_id: str = "",
-        correlation_id: int | str = 0,
-        flags: int = 0,
-        priority: int = 0,
-        queue_timeout_us: int = 0,
-        parameters: Mapping[str, Parameter] | None = None,
-        allocator: ResponseAllocator | None = None,
-        userp: object = None,
+        **options: Unpack[RequestOptions],
     ) -> Response:
         """As `infer`, but returns the whole response, with its parameters.
 
-        `outputs` names the outputs that are wanted, all by default. `priority` and `queue_timeout_us` are for
-        the model's queue policy. `allocator` says where the outputs go; it gets `userp`.
+        What the options mean is said at `RequestOptions`.
         """
         hosted = self._models.find(model, version)
-        details = details_of(
-            request_id, correlation_id, flags, queue_timeout_us, priority, parameters
-        )
-        request = hosted.signature.request(inputs, outputs, details)
-        _use_allocator(request, allocator, userp)
+        request = make_request(hosted.signature, inputs, **options)
         return _wait(hosted.scheduler, request, timeout_s)
 
     async def ainfer(
@@ -224,7 +211,7 @@ class Runtime:
         *,
         version: int | None = None,
         timeout_s: float | None = None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> dict[str, NDArray[Any]]:
         """As `infer`, in an asyncio event loop. Cancelling the task cancels the request."""
         response = await self.arequest(
@@ -239,25 +226,13 @@ class Runtime:
         *,
         version: int | None = None,
         timeout_s: float | None = None,
-        outputs: Sequence[str] | None = None,
-        request_id: str = "",
-        correlation_id: int | str = 0,
-        flags: int = 0,
-        priority: int = 0,
-        queue_timeout_us: int = 0,
-        parameters: Mapping[str, Parameter] | None = None,
-        allocator: ResponseAllocator | None = None,
-        userp: object = None,
+        **options: Unpack[RequestOptions],
     ) -> Response:
         """As `request`, in an asyncio event loop. Cancelling the task cancels the request."""
         from moonpool.runtime.aio import wait_for_outcome
 
         hosted = self._models.find(model, version)
-        details = details_of(
-            request_id, correlation_id, flags, queue_timeout_us, priority, parameters
-        )
-        request = hosted.signature.request(inputs, outputs, details)
-        _use_allocator(request, allocator, userp)
+        request = make_request(hosted.signature, inputs, **options)
         return _result(await wait_for_outcome(hosted.scheduler, request, timeout_s))
 
     def submit(
@@ -275,6 +250,24 @@ class Runtime:
         if execution is not None:
             execution.drive_in_reactor()
         return waiter.future
+
+    def stream(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> ResponseStream:
+        """Send a request, and iterate over its responses: as many as a decoupled model gives, else one.
+
+        `timeout_s` covers everything up to the last response. Ending the iteration early with `close`, by leaving a
+        `with`, or by dropping the stream cancels the request. Raises and takes what `request` does.
+        """
+        hosted = self._models.find(model, version)
+        request = make_request(hosted.signature, inputs, **options)
+        return ResponseStream(hosted.scheduler, request, timeout_s)
 
     def empty(
         self, model: str, name: str, shape: int | Sequence[int], version: int | None = None
@@ -354,14 +347,6 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
-def _use_allocator(
-    request: InferenceRequest, allocator: ResponseAllocator | None, userp: object
-) -> None:
-    if allocator is not None:
-        request.allocator = allocator
-        request.userp = userp
-
-
 def _wait(scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None) -> Response:
     """Submit a request and wait for its outcome on this thread."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -375,7 +360,7 @@ def _wait(scheduler: Scheduler, request: InferenceRequest, timeout_s: float | No
     return _result(outcome)
 
 
-def _result(outcome: Outcome) -> Response:
+def _result(outcome: Outcome | None) -> Response:
     if isinstance(outcome, Response):
         return outcome
-    raise own(outcome)
+    raise own(outcome)  # type: ignore[arg-type]

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.runtime.batcher import Queue, QueueTimeout, form
 from moonpool.runtime.changes import Changes
-from moonpool.runtime.errors import BackendError, ModelUnavailable
+from moonpool.runtime.errors import BackendError, InvalidRequest, ModelUnavailable
 from moonpool.runtime.execution import Execution, broken
-from moonpool.runtime.model_metrics import reason_of
-from moonpool.runtime.ordering import Departures
-from moonpool.runtime.statistics import Statistics
+from moonpool.runtime.outcomes import Outcomes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.backend import Model, ModelInstance
     from moonpool.runtime.reactor import Reactor
-    from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.request import Answer, InferenceRequest
 
 
 class Scheduler:
@@ -41,18 +39,18 @@ class Scheduler:
     ) -> None:
         """`on_lost`, which must not block, is told of instances that broke, and the requests in them."""
         config = model.config
+        self._name, self._decoupled = config.name, config.decoupled
         self.reactor = reactor
-        self.statistics = Statistics(model.name, str(model.version))
         self._executor = executor
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._changes = Changes(self._lock)
+        self.outcomes = Outcomes(model, self._changes, self._is_executing)
+        self.statistics = self.outcomes.statistics
         self._queue: Queue[InferenceRequest] = Queue(config.max_batch_size, config.dynamic_batching)
         batching = config.dynamic_batching
         # Where no batch is worth waiting for, a request that meets an idle instance goes into it.
         self._direct = batching is None or not batching.max_queue_delay_us
-        ordered = batching is not None and batching.preserve_ordering
-        self._departures: Departures[InferenceRequest, Outcome] = Departures(in_order=ordered)
         self._idle: list[ModelInstance] = []
         # Neither idle nor busy: somebody has them for a moment.
         self._taken: set[ModelInstance] = set()
@@ -67,8 +65,14 @@ class Scheduler:
     def submit(self, request: InferenceRequest) -> Execution | None:
         """Take a request in. Returns an execution, claimed, that the caller should drive, if there is one.
 
-        Raises `QueueFull`, and `ModelUnavailable` with the reason.
+        Raises `QueueFull`, `ModelUnavailable` with the reason, and `InvalidRequest` where a decoupled model has
+        a caller who takes one response.
         """
+        if self._decoupled and not request.waiter.takes_many:
+            raise InvalidRequest(
+                f"model '{self._name}' is decoupled: it may give any number of responses, so they "
+                "have to be taken from a stream"
+            )
         with self._lock:
             if self._refusal is not None:
                 raise type(self._refusal)(*self._refusal.args)
@@ -99,12 +103,15 @@ class Scheduler:
         with self._lock:
             request.left = True
             was_queued = self._queue.remove(request)
-            released = self._departures.done([request], [_LEFT]) if was_queued else []
+            released = self.outcomes.done([request], _LEFT) if was_queued else []
             inside = [each for each in self._busy.values() if request in each.requests]
+            instance = inside[0].instance if inside else self.outcomes.open.instance_of(request)
             self._changes.tell()
-        self._departures.leave(released, self._resolve)
+        self.outcomes.leave(released)
         for execution in inside:
             execution.abandon(request.waiter)
+        if instance is not None:
+            instance.backend.cancel(instance, request)
 
     def _form(self, now_ns: int) -> tuple[list[Execution], list[InferenceRequest]]:
         """What to do now; with the lock held."""
@@ -128,7 +135,7 @@ class Scheduler:
     ) -> Execution:
         execution = Execution(self, instance, batch, now_ns, driver)
         self._busy[instance] = execution
-        self._departures.started(batch)
+        self.outcomes.started(batch)
         return execution
 
     def _wake(self) -> None:
@@ -205,59 +212,63 @@ class Scheduler:
             return
         answered_ns = time.monotonic_ns()
         try:
-            execution.outcomes = execution.pending.finish(execution.requests)
+            execution.answers = execution.pending.finish(execution.requests)
         except BaseException as error:
             self._lose(execution, error, delivered=True)
             if not isinstance(error, Exception):  # a signal handler raised, the answer is lost
                 raise
             return
-        self.settle(execution, execution.outcomes, answered_ns, interruptible=interruptible)
+        self.settle(execution, execution.answers, answered_ns, interruptible=interruptible)
 
     def settle(
         self,
         execution: Execution,
-        outcomes: Sequence[Outcome],
+        answers: Sequence[Answer],
         answered_ns: int | None = None,
         *,
         interruptible: bool = False,
     ) -> None:
-        """The instance is free again: start the next batch, then hand out these outcomes.
+        """The instance is free again: start the next batch, then hand out the outcomes.
 
         An interruptible thread does so only where nobody else is concerned, else the reactor does.
         """
         requests, instance = execution.requests, execution.instance
-        if len(outcomes) != len(requests):
-            error = BackendError(f"{len(outcomes)} responses to {len(requests)} requests")
-            outcomes = [error] * len(requests)
+        if len(answers) != len(requests):
+            error = BackendError(f"{len(answers)} responses to {len(requests)} requests")
+            answers = [error] * len(requests)
         now_ns = time.monotonic_ns()
         with self._lock:
             if self._busy.get(instance) is not execution:
                 return
-            if interruptible and (
-                len(requests) > 1 or len(self._queue) or self._departures.in_order
-            ):
-                self.reactor.call_soon(lambda: self.settle(execution, outcomes, answered_ns))
+            if interruptible and (len(requests) > 1 or len(self._queue) or self.outcomes.in_order):
+                self.reactor.call_soon(lambda: self.settle(execution, answers, answered_ns))
                 return
-            outcomes = execution.record(outcomes, answered_ns or now_ns, now_ns)
+            answers = execution.record(answers, answered_ns or now_ns, now_ns)
             if (
                 instance not in self._idle
             ):  # as it is where a signal handler raised right after this
                 self._hand_back(instance)
             del self._busy[instance]
             started, expired = self._form(now_ns)
-            resolved = self._departures.done(requests, outcomes)
+            resolved = self.outcomes.settled(execution, answers)
             self._changes.tell()
         self._reject(expired)
         self._launch(started, None)
-        self._departures.leave(resolved, self._resolve)
+        self.outcomes.leave(resolved)
 
     def executes(self, execution: Execution) -> bool:
         """Whether this is what its instance executes."""
         return self._busy.get(execution.instance) is execution
 
+    def _is_executing(self, instance: ModelInstance, request: InferenceRequest) -> bool:
+        execution = self._busy.get(instance)
+        return execution is not None and request in execution.requests
+
     def _lose(self, execution: Execution, error: BaseException, *, delivered: bool) -> None:
         """The instance broke. What it had not been given yet is queued again."""
         instance, requests = execution.instance, execution.requests
+        with self._lock:
+            requests = self.outcomes.open.without_ended(requests)
         self._on_lost(instance, requests if delivered else [], error)
         with self._lock:
             # It may be restarted and busy again by now.
@@ -266,20 +277,6 @@ class Scheduler:
             self._changes.tell()
         if not delivered:
             self.retry(requests)
-
-    # Outcomes
-
-    def fail(self, requests: Sequence[InferenceRequest], error: MoonpoolError) -> None:
-        """Give requests that are in no instance any more an error."""
-        if not requests:
-            return
-        now_ns = time.monotonic_ns()
-        fail_ns = sum(now_ns - request.queued_ns for request in requests)
-        with self._lock:
-            now_ms = time.time_ns() // 1_000_000
-            self.statistics.record_failures(now_ms, len(requests), fail_ns, reason_of(error))
-            resolved = self._departures.done(requests, [error] * len(requests))
-        self._departures.leave(resolved, self._resolve)
 
     def retry(self, requests: Sequence[InferenceRequest]) -> None:
         """Queue requests again that an instance could not answer."""
@@ -297,17 +294,12 @@ class Scheduler:
                     refused.append(request)
             started, expired = self._form(now_ns)
         self._reject(expired)
-        self.fail(refused, refusal)
+        self.outcomes.fail(refused, refusal)
         self._launch(started, None)
 
     def _reject(self, expired: list[InferenceRequest]) -> None:
         if expired:
-            self.fail(expired, QueueTimeout())
-
-    @staticmethod
-    def _resolve(request: InferenceRequest, outcome: Outcome) -> None:
-        if not request.left:
-            request.waiter.resolve(outcome)
+            self.outcomes.fail(expired, QueueTimeout())
 
     # Instances
 
@@ -323,11 +315,11 @@ class Scheduler:
             self._changes.tell()
 
     def drop(self, error: MoonpoolError) -> None:
-        """Fail everything that is queued."""
+        """Fail everything that is queued or open."""
         with self._lock:
-            dropped = self._queue.drain()
+            dropped = self._queue.drain() + self.outcomes.open.take()
             self._changes.tell()
-        self.fail(dropped, error)
+        self.outcomes.fail(dropped, error)
 
     def add(self, instance: ModelInstance) -> None:
         """An instance that is ready."""
@@ -373,8 +365,11 @@ class Scheduler:
         return self.take(instance)
 
     def wait_empty(self, deadline: float) -> bool:
-        """Wait until nothing is queued and nothing executes; False at the deadline."""
-        return self._changes.wait_for(lambda: not len(self._queue) and not self._busy, deadline)
+        """Wait until nothing is queued, executes or is open; False at the deadline."""
+        return self._changes.wait_for(
+            lambda: not len(self._queue) and not self._busy and not len(self.outcomes.open),
+            deadline,
+        )
 
     def wait_idle(self, instance: ModelInstance, deadline: float) -> bool:
         """Wait until an instance executes nothing; False at the deadline."""

@@ -47,6 +47,9 @@ def start_of(
         "backend_dir": backend_dir,
         "inputs": [tensor.name for tensor in config.inputs],
         "outputs": [tensor.name for tensor in config.outputs],
+        "decoupled": config.decoupled,
+        "reschedules": False,
+        "concurrent_batches": model.options.concurrent_batches,
         "config": config.raw,
         "verbose": verbose,
         "args": {

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from moonpool.ipc.region import SharedRegion
     from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.stubs import Stubs
+    from moonpool.runtime.request import InferenceRequest, Outcome
+
+    Respond = Callable[[InferenceRequest, Outcome | None, int], None]
 
 _log = logging.getLogger("moonpool")
 # From the wish that a stub ends, with the stacks of its threads in the log, to the order.
@@ -44,6 +47,9 @@ GRACE_S = 0.25
 # How long a process that closed its channel may take to be gone.
 _EXIT_S = 1.0
 _MUTE = "closed its control channel and was ended"
+_RESPONSES = int(Kind.RESPONSES)
+# So many blocks of answers that callers let go of are worth a message of their own.
+_RELEASE_AT = 64
 
 
 class StubHandle:
@@ -60,6 +66,7 @@ class StubHandle:
         """Start the process. Raises `LoadFailed` where it cannot be started, `OutOfMemory`."""
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
+        self._on_response: Respond = _nothing
         self._has_exited = False
         self._reactor = stubs.reactor
         self._python = python
@@ -166,6 +173,17 @@ class StubHandle:
 
         self._reactor.call_soon(set_callback)
 
+    def serve(self, respond: Respond) -> None:
+        """From now on, `respond` gets the responses that come apart from the answers to batches."""
+        self._on_response = respond
+
+    def cancel(self, request: InferenceRequest) -> None:
+        """Tell the model that nobody waits any more for a request, if it has it."""
+        key = self.link.replies.key_of(request)
+        if key is not None:
+            with contextlib.suppress(MoonpoolError):  # a stub that is gone needs no telling
+                self._send(Kind.CANCEL, *key)
+
     def finalize(self, timeout_s: float | None) -> None:
         """Let the model finalize, and wait for the process to end; ends it when it takes too long."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -210,13 +228,15 @@ class StubHandle:
         if code is None:
             self.process.kill()
             self.process.wait(_EXIT_S)
+        # What it sent before its end is not lost.
+        self._on_reactor(self.catch_up)
         if self._reason is not None:
             return self._reason
         words = "closed its channel" if code is None else self._death(code)
         return StubDied(f"Stub process '{self.name}' is not healthy. It {words} {doing}.")
 
     def _death(self, code: int) -> str:
-        self._flush_output()
+        self._on_reactor(self._output.drain)
         killed = oom_kills() > self._oom_kills
         return death_in_words(code, self._python, self._output.tail(), oom_killed=killed)
 
@@ -267,6 +287,8 @@ class StubHandle:
 
     def _exited(self) -> None:
         self._reactor.forget(self.process.pidfd)
+        # What it sent before its end is not lost.
+        self.catch_up()
         # What the stub started may hold its channel open; whoever waits on it must wake up now.
         self.link.conversation.channel.wake()
         self._has_exited = True
@@ -275,9 +297,6 @@ class StubHandle:
     def _read_output(self) -> None:
         if not self._output.ready():
             self._reactor.forget(self._output.fd)
-
-    def _flush_output(self) -> None:
-        self._on_reactor(self._output.drain)
 
     def catch_up(self) -> None:
         """Take in what the stub has told until now."""
@@ -291,8 +310,9 @@ class StubHandle:
             for _ in range(most):  # then others have their turn
                 packet = self._control.receive_ready()
                 if packet is None:
-                    return
+                    break
                 self._handle(self._codec.decode(packet))
+            self._release_many()
         except PeerGone:
             self._hear_no_more()
             # It is ending, which is for `_exited` to see; if it is not, it can be told nothing.
@@ -316,7 +336,10 @@ class StubHandle:
 
     def _handle(self, fields: list[Any]) -> None:
         kind = fields[0]
-        if kind == Kind.LOG:
+        if kind == _RESPONSES:
+            for row in fields[1]:
+                self._on_response(*self.link.response(row))
+        elif kind == Kind.LOG:
             self._output.log(*fields[1:])
         elif kind == Kind.METRICS:
             self.metrics.change(fields[1], fields[2])
@@ -331,8 +354,20 @@ class StubHandle:
             if fields[1] not in regions or len(regions) == 1:
                 raise ProtocolError(f"region {fields[1]} is not the stub's to retire")
             regions.pop(fields[1]).close()
+        elif kind == Kind.RELEASE:
+            self.link.let_go.extend(map(tuple, fields[1]))
+        elif kind == Kind.INDIRECT:
+            inner = self._codec.decode(self.link.load(*fields[1:]))
+            if inner[0] == kind:
+                raise ProtocolError("INDIRECT that stands for another one")
+            self._handle(inner)
         else:
             raise ProtocolError(f"{Kind(kind).name} is not handled by the runtime")
+
+    def _release_many(self) -> None:
+        """Where responses come apart from batches, so must word of what is free again."""
+        if len(self.link.released) >= _RELEASE_AT:
+            self._release()
 
     # Sending on the control channel, from any thread
 
@@ -396,5 +431,5 @@ def _reading_peer() -> Iterator[None]:
         raise RemoteProtocolError("the stub does not read its control channel") from error
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     """Until somebody wants to know."""

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
@@ -89,6 +90,7 @@ class Supervisor:
         self._scheduler = scheduler
         for seat in self.seats:
             seat.instance.report_broken = self._reporter(seat.instance)
+            seat.instance.respond = partial(scheduler.outcomes.respond, seat.instance)
 
     def _reporter(self, instance: ModelInstance) -> Callable[[BaseException], None]:
         def report(error: BaseException) -> None:
@@ -200,20 +202,25 @@ class Supervisor:
         is_draining = self._move_from(seat, _S.DRAINING, _S.STOPPED, str(reason))
         if not is_draining:
             self._move(seat, _S.BACKING_OFF, str(reason))
-        self._tell_callers(requests, as_moonpool_error(reason))
+        self._tell_callers(seat, requests, as_moonpool_error(reason))
         self._finalize(seat)
         if is_draining:
             return
         while not self._restart(seat):
             seat.deaths_s.append(time.monotonic())
 
-    def _tell_callers(self, requests: Sequence[InferenceRequest], reason: MoonpoolError) -> None:
+    def _tell_callers(
+        self, seat: Seat, requests: Sequence[InferenceRequest], reason: MoonpoolError
+    ) -> None:
         if self._scheduler is None:
             return
+        self._scheduler.outcomes.fail_open(seat.instance, reason)
         again = []
         if self._model.options.retry and not isinstance(reason, ExecuteTimedOut):
-            again = [request for request in requests if not request.attempts]
-        self._scheduler.fail([request for request in requests if request not in again], reason)
+            again = [each for each in requests if not each.attempts and not each.responses]
+        self._scheduler.outcomes.fail(
+            [request for request in requests if request not in again], reason
+        )
         if again:
             self._scheduler.retry(again)
 

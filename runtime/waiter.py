@@ -35,9 +35,18 @@ class Waiter:
     may_block = False
     # Whether signal handlers run on the thread of this caller, and may raise anywhere in what it does here.
     interruptible = False
+    # Whether this caller takes more than one response, which decoupled models may give.
+    takes_many = False
 
-    def resolve(self, outcome: Outcome) -> None:
-        """Here is the outcome. Called once, from any thread."""
+    def respond(self, outcome: Outcome) -> None:
+        """Here is a response that is not the last. On the reactor's thread; must not block."""
+        raise NotImplementedError
+
+    def resolve(self, outcome: Outcome | None) -> None:
+        """Here is the outcome; None only for a caller who takes many, and will get no more.
+
+        Called once, from any thread.
+        """
         raise NotImplementedError
 
     def appoint(self, execution: Execution) -> bool:  # noqa: ARG002 - what the others use
@@ -60,7 +69,7 @@ class ThreadWaiter(Waiter):
         self.interruptible = threading.get_ident() == _MAIN
         self.outcome: Outcome | None = None
 
-    def resolve(self, outcome: Outcome) -> None:
+    def resolve(self, outcome: Outcome | None) -> None:
         self.outcome = outcome
         self._ring()
 
@@ -135,7 +144,7 @@ class FutureWaiter(Waiter):
         self.future = RequestFuture()
         self.future.leave.append(leave)
 
-    def resolve(self, outcome: Outcome) -> None:
+    def resolve(self, outcome: Outcome | None) -> None:
         try:
             self.future.leave.pop()
         except IndexError:  # cancelled

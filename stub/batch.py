@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.memory import Lease
     from moonpool.stub.regions import Regions
+    from moonpool.stub.reply import Port
 
 _NO_DETAILS: list[Any] = ["", 0, 0, 0, 0, None, None]
 _MEMORABLE_BYTES = 4096
@@ -32,14 +33,16 @@ class Batch:
         "_layouts",
         "_let_go",
         "_outputs",
+        "_port",
         "_regions",
         "_returned",
         "kept",
         "places",
     )
 
-    def __init__(self, regions: Regions, start: dict[str, Any]) -> None:
+    def __init__(self, regions: Regions, port: Port, start: dict[str, Any]) -> None:
         self._regions = regions
+        self._port = port
         self._inputs: list[str] = start["inputs"]
         self._outputs: list[str] = start["outputs"]
         self._layouts: Memo[bytes, list[list[Any]]] = Memo()
@@ -50,7 +53,7 @@ class Batch:
         self.kept = 0
 
     def open(
-        self, blocks: list[list[int]], packed: bytes, details: list[Any] | None
+        self, batch: int, blocks: list[list[int]], packed: bytes, details: list[Any] | None
     ) -> list[InferenceRequest]:
         """The batch as the model sees it: views on the region, writable, no copy."""
         layout = self._layouts.get(packed)
@@ -65,9 +68,12 @@ class Batch:
             places.append(place)
             region = self._regions.request_region(region_id)
             leases.append(region.lease(offset, size_bytes, self._let_go, place))
-        if details is None:
-            return [self._request(inputs, None, leases) for inputs in layout]
-        return [self._request(inputs, each, leases) for inputs, each in zip(layout, details)]
+        port = self._port
+        requests = []
+        for index, inputs in enumerate(layout):
+            each = None if details is None else details[index]
+            requests.append(self._request(inputs, each, leases, (port, batch, index)))
+        return requests
 
     def _read(self, packed: bytes) -> list[list[Any]]:
         """The inputs of each request as they are viewed: strings and BF16 as the bytes that they are."""
@@ -83,7 +89,11 @@ class Batch:
         return requests
 
     def _request(
-        self, inputs: list[Any], details: list[Any] | None, leases: list[Lease]
+        self,
+        inputs: list[Any],
+        details: list[Any] | None,
+        leases: list[Lease],
+        origin: tuple[Port, int, int],
     ) -> InferenceRequest:
         tensors = []
         for name, datatype, shape, block, offset, dtype, dims in inputs:
@@ -94,7 +104,15 @@ class Batch:
         )
         wanted = self._outputs if outputs is None else [self._outputs[i] for i in outputs]
         return InferenceRequest.from_wire(
-            request_id, correlation_id, flags, timeout_us, parameters, wanted, tensors, priority
+            request_id,
+            correlation_id,
+            flags,
+            timeout_us,
+            parameters,
+            wanted,
+            tensors,
+            priority,
+            origin,
         )
 
     def let_go(self) -> tuple[list[object], list[object]]:
@@ -117,3 +135,11 @@ class Batch:
                 held.append(place)
         self.kept += len(held) - len(released)
         return held, released
+
+    def let_go_late(self, most: int) -> list[object]:
+        """Blocks of earlier batches that the model let go of since; while no batch is open."""
+        released: list[object] = []
+        while self._returned and len(released) < most:
+            released.append(self._returned.popleft())
+        self.kept -= len(released)
+        return released

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
-from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.messages import MAX_RESPONSES_IN_PACKET, Kind, Side
 
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Callable
 
     from moonpool.ipc.channel import Channel
     from moonpool.stub.regions import Regions
+
+_RESPONSES = int(Kind.RESPONSES)
+_INDIRECT = int(Kind.INDIRECT)
 
 
 class Control:
@@ -23,44 +27,86 @@ class Control:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._regions: Regions
+        self._cancel: Callable[[int, int], None]
+        # What is to be sent, in order: packets, and responses as they are described. Whoever has the
+        # lock sends all that is there; whoever does not get it need not wait.
+        self._outbox: deque[bytes | list[Any]] = deque()
         self._sending = threading.Lock()
         self._codec = control_codec(Side.STUB)
 
     def send(self, *message: Any) -> None:
         """Send a control message; blocks while the runtime is behind with reading."""
+        self._outbox.append(self._packet(message))
+        self._flush()
+
+    def respond(self, response: list[Any]) -> None:
+        """Send a response, a row of RESPONSES, together with others that are ready."""
+        size_bytes = len(encode(response))
+        if size_bytes > MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET:
+            self._outbox.append(self._packet((_RESPONSES, [response])))
+        else:
+            self._outbox.append(response)
+        self._flush()
+
+    def _packet(self, message: tuple[Any, ...]) -> bytes:
         packet = encode(*message)
         if len(packet) > MAX_PACKET_BYTES:
-            raise ValueError(
-                f"{Kind(message[0]).name} of {len(packet)} bytes does not fit a packet"
-            )
-        with self._sending:
-            self._channel.send_waiting(packet)
+            packet = encode(_INDIRECT, *self._regions.store(packet))
+        return packet
+
+    def _flush(self) -> None:
+        # Whoever has the lock looks once more after giving it up, so nothing is left behind.
+        while self._outbox and self._sending.acquire(blocking=False):
+            try:
+                self._send_all()
+            finally:
+                self._sending.release()
+
+    def _send_all(self) -> None:
+        try:
+            while self._outbox:
+                self._channel.send_waiting(self._next_packet())
+        except PeerGone:
+            # Whatever this thread is doing, there is nobody left to do it for.
+            os._exit(1)
+
+    def _next_packet(self) -> bytes:
+        outbox = self._outbox
+        item = outbox.popleft()
+        if isinstance(item, bytes):
+            return item
+        responses = [item]
+        while outbox and len(responses) < MAX_RESPONSES_IN_PACKET and type(outbox[0]) is list:
+            responses.append(outbox.popleft())  # type: ignore[arg-type]
+        return encode(_RESPONSES, responses)
 
     def log(self, level: int, message: str, file: str, line: int) -> None:
         """A log line for the runtime; long ones are cut."""
         clean = message[:8192].encode("utf-8", "replace").decode()
-        try:
-            self.send(Kind.LOG, level, clean, file[-1024:], line)
-        except PeerGone:
-            os._exit(1)
+        self.send(Kind.LOG, level, clean, file[-1024:], line)
 
-    def listen(self, regions: Regions) -> None:
-        """Start handling what arrives, until the process ends."""
-        threading.Thread(
-            target=self._listen, args=(regions,), name="moonpool-control", daemon=True
-        ).start()
+    def listen(self, regions: Regions, cancel: Callable[[int, int], None]) -> None:
+        """Start handling what arrives, until the process ends.
 
-    def _listen(self, regions: Regions) -> None:
+        `cancel` gets batch and index of a request that nobody waits for any more.
+        """
+        self._regions = regions
+        self._cancel = cancel
+        threading.Thread(target=self._listen, name="moonpool-control", daemon=True).start()
+
+    def _listen(self) -> None:
         try:
             while True:
                 packet, fds = self._channel.receive_with_fds()
-                self._handle(self._codec.decode(packet), fds, regions)
+                self._handle(self._codec.decode(packet), fds)
         except PeerGone:
             # Whatever the main thread is doing, there is nobody left to do it for.
             os._exit(1)
 
-    def _handle(self, fields: list[Any], fds: list[int], regions: Regions) -> None:
+    def _handle(self, fields: list[Any], fds: list[int]) -> None:
         kind = fields[0]
+        regions = self._regions
         if kind == Kind.REGION:
             regions.arrive(fields[1], fields[2], fds[0], fields[3])
         elif kind == Kind.REFUSED:
@@ -69,5 +115,9 @@ class Control:
             regions.returned.extend(map(tuple, fields[1]))
         elif kind == Kind.RETIRE:
             regions.forget(fields[1])
+        elif kind == Kind.CANCEL:
+            self._cancel(fields[1], fields[2])
+        elif kind == _INDIRECT:
+            self._handle(self._codec.decode(regions.load(*fields[1:])), fds)
         else:
             raise RemoteProtocolError(f"{Kind(kind).name} came after the handshake")

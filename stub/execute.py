@@ -19,7 +19,9 @@ def validate_execute_return(
     returned: object,
     requests: Sequence[InferenceRequest],
     instance_name: str,
+    *,
     decoupled: bool,
+    reschedules: bool,
 ) -> None:
     """Raises InvalidReturn, in Triton's words, unless `returned` is a valid answer to `requests`.
 
@@ -27,7 +29,11 @@ def validate_execute_return(
     """
     if type(returned) is list and not decoupled and len(returned) == len(requests):
         for response, request in zip(returned, requests):
-            if type(response) is not InferenceResponse or request._release_flags:
+            if (
+                type(response) is not InferenceResponse
+                or request._release_flags
+                or request._reply is not None
+            ):
                 break
         else:
             return
@@ -37,9 +43,13 @@ def validate_execute_return(
                 f"Python model '{instance_name}' is using the decoupled mode and the execute "
                 "function must return None."
             )
-        return
-    if returned is not None:
+    elif returned is not None:
         _validate_list(returned, requests)
+    if not reschedules and any(r._release_flags == RELEASE_RESCHEDULE for r in requests):
+        raise InvalidReturn(
+            "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is "
+            "not configured to handle such a flag."
+        )
 
 
 def _validate_list(returned: object, requests: Sequence[InferenceRequest]) -> None:
@@ -60,12 +70,6 @@ def _validate_list(returned: object, requests: Sequence[InferenceRequest]) -> No
 def _validate_entry(response: object, request: InferenceRequest) -> None:
     rescheduled = request._release_flags == RELEASE_RESCHEDULE
     if response is None:
-        if rescheduled:
-            # No model is: that takes a sequence batcher, which moonpool does not have yet.
-            raise InvalidReturn(
-                "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the "
-                "model is not configured to handle such a flag."
-            )
         return
     if rescheduled:
         raise InvalidReturn(
@@ -76,4 +80,9 @@ def _validate_entry(response: object, request: InferenceRequest) -> None:
         raise InvalidReturn(
             "Expected an 'InferenceResponse' object in the execute function return list, found "
             f"type '{type(response)}'."
+        )
+    reply = request._reply
+    if reply is not None and (reply.count or reply.is_closed):
+        raise InvalidReturn(
+            "Unable to send response. Non-decoupled model cannot send more than one response."
         )

@@ -7,31 +7,40 @@ import json
 import os
 import select
 import sys
+from functools import partial
+from types import CoroutineType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moonpool.ipc.errors import PeerGone
-from moonpool.ipc.messages import Kind
+from moonpool.ipc.errors import MoonpoolError, PeerGone
+from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, Kind
 from moonpool.stub import logger, output
 from moonpool.stub.answer import Answer
 from moonpool.stub.batch import Batch
 from moonpool.stub.control import Control
+from moonpool.stub.coroutines import Coroutines
+from moonpool.stub.execute import RELEASE_RESCHEDULE
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model import load_model
+from moonpool.stub.placement import Placer
 from moonpool.stub.regions import Regions
 from moonpool.stub.report import describe, traceback_of
+from moonpool.stub.responses import Responses
 
 if TYPE_CHECKING:
     from typing import Any
 
     from moonpool.stub.handshake import Handshake
     from moonpool.stub.model import Model
+    from moonpool.stub.request import InferenceRequest
 
 _EXECUTE = int(Kind.EXECUTE)
 _ANSWER = int(Kind.ANSWER)
-# How long an idle stub keeps memory that it grew by.
+# How long an idle stub keeps memory that it grew by, and how often it looks whether the model has let
+# go of requests that it answered later.
 _KEEP_S = 5.0
+_LOOK_S = 0.25
 
 
 class Stub:
@@ -45,9 +54,15 @@ class Stub:
         for region_id, (fd, size_bytes, writer) in handshake.announced.fds.items():
             self._regions.add_first(region_id, size_bytes, fd, writer)
         self._conversation.use_overflow(self._regions)
-        self._control.listen(self._regions)
-        self._batch = Batch(self._regions, handshake.start)
-        self._answer = Answer(self._regions, self._batch, handshake.start)
+        placer = Placer(self._regions, handshake.start)
+        self._responses = Responses(placer, self._control, handshake.start)
+        self._batch = Batch(self._regions, self._responses, handshake.start)
+        self._answer = Answer(placer, self._batch)
+        self._coroutines = Coroutines(handshake.start["concurrent_batches"])
+        # The batch that is executing, for the control thread; and the cancellations that overtook theirs.
+        self._executing: tuple[int, list[InferenceRequest]] = (0, [])
+        self._cancelled: set[tuple[int, int]] = set()
+        self._control.listen(self._regions, self._cancel)
 
     def run(self) -> None:
         """Load, serve until FINALIZE, and end the process."""
@@ -82,7 +97,7 @@ class Stub:
     def _serve(self, model: Model) -> None:
         receive, send = self._conversation.receive, self._conversation.send
         while True:
-            if self._regions.arena.has_grown:
+            if self._regions.arena.has_grown or self._batch.kept:
                 self._wait_idle()
             message = receive()
             if message[0] != _EXECUTE:
@@ -90,36 +105,111 @@ class Stub:
             send(_ANSWER, *self._execute(model, message))
 
     def _wait_idle(self) -> None:
-        """Wait for work; while none comes, give back the memory that the stub grew by.
+        """Wait for work; while none comes, give back memory: what the stub grew by, and requests.
 
         Word of what is free again may come only now, and to another thread.
         """
         poll = select.poll()
         poll.register(self._conversation.channel.fileno(), select.POLLIN)
-        while self._regions.arena.has_grown and not poll.poll(_KEEP_S * 1000):
-            self._regions.retire_idle()
+        idle_s = 0.0
+        while self._regions.arena.has_grown or self._batch.kept:
+            wait_s = _LOOK_S if self._batch.kept else _KEEP_S
+            if poll.poll(wait_s * 1000):
+                return
+            idle_s += wait_s
+            while places := self._batch.let_go_late(MAX_PLACES_IN_PACKET):
+                self._control.send(Kind.RELEASE, places)
+            if idle_s >= _KEEP_S:
+                self._regions.retire_idle()
 
     def _execute(self, model: Model, message: list[Any]) -> tuple[object, ...]:
         batch, answer = self._batch, self._answer
-        batch_id = message[1]
-        if message[2]:
-            self._regions.returned.extend(map(tuple, message[2]))
-        requests = batch.open(message[3], message[4], message[5])
+        _, batch_id, released, blocks, layout, details = message
+        if released:
+            self._regions.returned.extend(map(tuple, released))
+        requests = batch.open(batch_id, blocks, layout, details)
+        self._executing = (batch_id, requests)
+        if self._cancelled:
+            self._cancel_early(batch_id, requests)
         try:
-            responses = model.execute(requests)
+            returned = model.execute(requests)
+            if type(returned) is CoroutineType:
+                self._start(model, returned, requests)
+            else:
+                answer.take(requests, model.responses(returned, requests))
+            del returned
         except BaseException as error:  # a model may raise anything, SystemExit included
-            described = describe(error)
-            message_text = model.failure(described)
-            self._control.log(logger.ERROR, f"{message_text}\n{traceback_of(error)}", __file__, 0)
-            answer.fail(len(requests), message_text)
-        else:
-            answer.take(requests, responses)
-            del responses
+            answer.fail(requests, self._report(model, error))
+        self._executing = (batch_id, [])
         del requests
         held, released = batch.let_go()
         return (batch_id, held, released, *answer.give())
 
+    def _report(self, model: Model, error: BaseException) -> str:
+        """What the clients of a batch are told; the log gets the traceback as well."""
+        message = model.failure(describe(error))
+        self._control.log(logger.ERROR, f"{message}\n{traceback_of(error)}", __file__, 0)
+        return message
+
+    # Coroutines
+
+    def _start(
+        self,
+        model: Model,
+        coroutine: CoroutineType[Any, Any, object],
+        requests: list[InferenceRequest],
+    ) -> None:
+        """Let the responses come when a coroutine of the model has ended."""
+        for request in requests:
+            request.reply()
+        self._coroutines.start(coroutine, partial(self._ended, model, requests[:]))
+        self._answer.leave_open(requests)
+
+    def _ended(
+        self,
+        model: Model,
+        requests: list[InferenceRequest],
+        returned: object,
+        error: BaseException | None,
+    ) -> None:
+        """On the thread of the coroutines: answer what is not answered yet."""
+        try:
+            responses = [] if error else model.responses(returned, requests)
+        except MoonpoolError as invalid:
+            error = invalid
+        if error is not None:
+            message = self._report(model, error)
+            for request in requests:
+                request.reply().fail(message)
+            return
+        for request, response in zip(requests, responses):
+            if response is not None:
+                request.reply().finish(response)
+            elif request._release_flags == RELEASE_RESCHEDULE:
+                request.reply().reschedule()
+
+    # Cancellation
+
+    def _cancel(self, batch_id: int, index: int) -> None:
+        """Nobody waits for a request any more. On the control thread."""
+        executing, requests = self._executing
+        if batch_id > executing:
+            self._cancelled.add((batch_id, index))  # the word of it overtook the request
+            executing, requests = self._executing
+        if batch_id == executing and index < len(requests):
+            requests[index]._cancelled = True
+        reply = self._responses.find(batch_id, index)
+        if reply is not None:
+            reply.is_cancelled = True
+
+    def _cancel_early(self, batch_id: int, requests: list[InferenceRequest]) -> None:
+        for index, request in enumerate(requests):
+            if (batch_id, index) in self._cancelled:
+                request._cancelled = True
+        self._cancelled -= {each for each in list(self._cancelled) if each[0] <= batch_id}
+
     def _finalize(self, model: Model) -> None:
+        self._coroutines.stop()
         if self._handshake.start["mode"] == "serve":
             message = traceback = ""
             try:

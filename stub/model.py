@@ -29,6 +29,8 @@ class Model:
         self._start = start
         self._class = model_class
         self._instance = start["instance"]
+        self._is_decoupled: bool = start["decoupled"]
+        self._reschedules: bool = start["reschedules"]
         self._object: Any = None
         self._execute: Callable[[list[InferenceRequest]], object] = self._no_execute
 
@@ -51,10 +53,24 @@ class Model:
             f"Python model {self._start['file']} does not implement `execute` method."
         )
 
-    def execute(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
-        """The responses, one for each request. Raises what the model raises, and `InvalidReturn`."""
-        returned = self._execute(requests)
-        validate_execute_return(returned, requests, self._instance, False)
+    def execute(self, requests: list[InferenceRequest]) -> object:
+        """What the model returns: see `responses`; or a coroutine that will. Raises what it raises."""
+        return self._execute(requests)
+
+    def responses(
+        self, returned: object, requests: list[InferenceRequest]
+    ) -> list[InferenceResponse | None]:
+        """What was returned as one response for each request, None where it comes otherwise.
+
+        Raises `InvalidReturn`.
+        """
+        validate_execute_return(
+            returned,
+            requests,
+            self._instance,
+            decoupled=self._is_decoupled,
+            reschedules=self._reschedules,
+        )
         if returned is None:
             return [None] * len(requests)
         return returned  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """The regions that the runtime has sent, and the memory for answers.
 
-The control thread adds regions; the main thread reads tensors from them and allocates answers.
+The control thread adds regions; whichever thread of the model has something to send allocates for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.region import SharedRegion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from moonpool.ipc.arena import Block
     from moonpool.ipc.memory import Lease, Region
@@ -26,8 +26,31 @@ if TYPE_CHECKING:
 _ARRIVAL_S = 30.0
 
 
+class _Turn:
+    """A lock for the arena that a destructor cannot wait for in vain.
+
+    A collection of garbage may run anything of the model's in the middle of an allocation.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if not self._lock.acquire(blocking=False):
+            if self._owner == me:
+                raise OutOfMemory("a destructor asked for memory while memory was being allocated")
+            self._lock.acquire()
+        self._owner = me
+
+    def __exit__(self, *_: object) -> None:
+        self._owner = 0
+        self._lock.release()
+
+
 class Regions(Overflow):
-    """What the stub knows of shared memory."""
+    """What the stub knows of shared memory. `allocate`, `hold`, `find` and `empty` are for any thread."""
 
     def __init__(self, send_control: Callable[..., None]) -> None:
         self._send_control = send_control
@@ -39,6 +62,7 @@ class Regions(Overflow):
         # Kept, because each look at a bound method makes another object of it.
         self.give_back = self.returned.append
         self.arena = Arena(self._grow)
+        self._turn = _Turn()
 
     def add_first(self, region_id: int, size_bytes: int, fd: int, writer: int) -> None:
         """One of the regions of the handshake."""
@@ -92,8 +116,8 @@ class Regions(Overflow):
             raise OutOfMemory(answer)
         return answer
 
-    def collect(self) -> None:
-        """Make free what came back. For the main thread, which owns the arena."""
+    def _collect(self) -> None:
+        """Make free what came back."""
         returned, arena = self.returned, self.arena
         while returned:
             place: tuple[int, int] = returned.popleft()  # type: ignore[assignment]
@@ -103,16 +127,30 @@ class Regions(Overflow):
 
     def allocate(self, size_bytes: int) -> Block:
         """A block for an answer. Raises `OutOfMemory` with the runtime's reason."""
-        if self.returned:
-            self.collect()
-        try:
-            return self.arena.allocate(size_bytes)
-        except OutOfMemory:
-            # What clients dropped meanwhile came along with the refusal.
-            if not self.returned:
-                raise
-            self.collect()
-            return self.arena.allocate(size_bytes)
+        with self._turn:
+            if self.returned:
+                self._collect()
+            try:
+                return self.arena.allocate(size_bytes)
+            except OutOfMemory:
+                # What clients dropped meanwhile came along with the refusal.
+                if not self.returned:
+                    raise
+                self._collect()
+                return self.arena.allocate(size_bytes)
+
+    def find(self, lease: Lease) -> Block | None:
+        """The block that `empty` gave as this lease; None for any other lease."""
+        if lease.give_back is not self.give_back:
+            return None
+        place: tuple[int, int] = lease.token  # type: ignore[assignment]
+        return self.arena.find(*place)
+
+    def hold(self, blocks: Iterable[Block]) -> None:
+        """The runtime holds these blocks, too, until it gives them back."""
+        with self._turn:
+            for block in blocks:
+                block.holds += 1
 
     def empty(self, size_bytes: int) -> Lease:
         """A block as a lease of the model's."""
@@ -131,7 +169,8 @@ class Regions(Overflow):
 
     def retire_idle(self) -> None:
         """Give back the regions that no answer lies in. For an idle stub's main thread."""
-        self.collect()
-        for region_id in self.arena.idle():
-            self.arena.retire(region_id).close()
-            self._send_control(Kind.RETIRE, region_id)
+        with self._turn:
+            self._collect()
+            for region_id in self.arena.idle():
+                self.arena.retire(region_id).close()
+                self._send_control(Kind.RETIRE, region_id)

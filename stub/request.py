@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from moonpool.stub.host import Answer
     from moonpool.stub.parameters import Parameter
+    from moonpool.stub.reply import Port, Reply
+    from moonpool.stub.sender import InferenceResponseSender
 
 _new = object.__new__
 CorrelationId = Union[int, str]
@@ -55,10 +57,12 @@ class InferenceRequest:
         "_inputs",
         "_model_name",
         "_model_version",
+        "_origin",
         "_parameters",
         "_preferred_memory",
         "_priority",
         "_release_flags",
+        "_reply",
         "_request_id",
         "_requested_output_names",
         "_timeout_us",
@@ -75,6 +79,9 @@ class InferenceRequest:
     _timeout_us: int
     _priority: int
     _release_flags: int
+    # Where its responses go, the number of its batch and its place there; None for one of a model's making.
+    _origin: tuple[Port, int, int] | None
+    _reply: Reply | None
     _cancelled: bool
     _parameters: Mapping[str, Parameter] | None
     _preferred_memory: PreferredMemory
@@ -114,6 +121,7 @@ class InferenceRequest:
         self._priority = 0
         self._release_flags = 0
         self._cancelled = False
+        self._origin = self._reply = None
         self._check_contents()
 
     def _check_contents(self) -> None:
@@ -137,6 +145,7 @@ class InferenceRequest:
         requested_output_names: Sequence[str] | None,
         inputs: Sequence[Tensor],
         priority: int = 0,
+        origin: tuple[Port, int, int] | None = None,
     ) -> InferenceRequest:
         """A request that came from the runtime; nothing is checked or copied."""
         request = _new(cls)
@@ -151,6 +160,8 @@ class InferenceRequest:
         request._release_flags = 0
         request._cancelled = False
         request._trace = _UNTRACED
+        request._origin = origin
+        request._reply = None
         return request
 
     def inputs(self) -> list[Tensor]:
@@ -183,15 +194,30 @@ class InferenceRequest:
         return self._trace
 
     def is_cancelled(self) -> bool:
-        """Whether the client is known to have given the request up."""
-        return self._cancelled
+        """Whether nobody waits for the response any more. Costs nothing: the runtime tells."""
+        return self._cancelled or (self._reply is not None and self._reply.is_cancelled)
 
     def set_release_flags(self, flags: int) -> None:
         """What is to become of the request after execute: released, or scheduled again."""
         self._release_flags = _integer("flags", flags)
 
-    def get_response_sender(self) -> NoReturn:
-        raise not_offered("response senders (InferenceRequest.get_response_sender)")
+    def get_response_sender(self) -> InferenceResponseSender:
+        """What sends responses apart from what `execute` returns; the same state at each call."""
+        from moonpool.stub.sender import InferenceResponseSender
+
+        return InferenceResponseSender.of(self)
+
+    def reply(self) -> Reply:
+        """The state of the responses to this request, which the runtime made."""
+        reply = self._reply
+        if reply is None:
+            if self._origin is None:
+                raise TritonModelException("a request of a model's own making has no responses")
+            port, batch, index = self._origin
+            reply = port.reply(batch, index, self._requested_output_names)
+            reply.is_cancelled = self._cancelled
+            self._reply = reply
+        return reply
 
     def exec(self, decoupled: bool = False) -> Answer:
         """Run the request on the model that it names, and wait for the response.

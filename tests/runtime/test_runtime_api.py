@@ -69,7 +69,7 @@ def test_options_of_request_are_those_of_infer(runtime: Runtime) -> None:
     outputs = runtime.infer("add", rows(1), outputs=["VERSION"], request_id="x", priority=1)
     assert {name: array.tolist() for name, array in outputs.items()} == {"VERSION": [[1]]}
     with pytest.raises(TypeError, match="no_such_option"):
-        runtime.infer("add", rows(1), no_such_option=1)
+        runtime.infer("add", rows(1), no_such_option=1)  # type: ignore[call-arg]
 
 
 def test_a_call_works_inside_a_running_event_loop(runtime: Runtime) -> None:

@@ -14,26 +14,30 @@ def requests(count: int) -> list[InferenceRequest]:
     return [InferenceRequest.from_wire("", 0, 0, 0, None, None, []) for _ in range(count)]
 
 
-def refusal(returned: object, given: list[InferenceRequest], decoupled: bool = False) -> str:
+def validate(returned: object, given: list[InferenceRequest], *, decoupled: bool = False) -> None:
+    validate_execute_return(returned, given, "M_0_0", decoupled=decoupled, reschedules=False)
+
+
+def refusal(returned: object, given: list[InferenceRequest], *, decoupled: bool = False) -> str:
     with pytest.raises(InvalidReturn) as caught:
-        validate_execute_return(returned, given, "M_0_0", decoupled)
+        validate(returned, given, decoupled=decoupled)
     return str(caught.value)
 
 
 def test_a_list_of_as_many_responses_is_valid() -> None:
-    validate_execute_return([InferenceResponse(), InferenceResponse()], requests(2), "M_0_0", False)
+    validate([InferenceResponse(), InferenceResponse()], requests(2))
 
 
 def test_none_is_valid_for_all_and_for_one() -> None:
-    validate_execute_return(None, requests(2), "M_0_0", False)
-    validate_execute_return([None, InferenceResponse()], requests(2), "M_0_0", False)
+    validate(None, requests(2))
+    validate([None, InferenceResponse()], requests(2))
 
 
 def test_a_subclass_of_a_response_is_a_response() -> None:
     class Mine(InferenceResponse):
         pass
 
-    validate_execute_return([Mine()], requests(1), "M_0_0", False)
+    validate([Mine()], requests(1))
 
 
 def test_what_is_no_list_is_refused() -> None:
@@ -79,11 +83,11 @@ def test_a_released_request_is_answered_as_any_other() -> None:
     given = requests(1)
     given[0].set_release_flags(1)
 
-    validate_execute_return([InferenceResponse()], given, "M_0_0", False)
+    validate([InferenceResponse()], given)
 
 
 def test_a_decoupled_model_returns_nothing() -> None:
-    validate_execute_return(None, requests(1), "M_0_0", True)
+    validate(None, requests(1), decoupled=True)
 
     assert refusal([InferenceResponse()], requests(1), decoupled=True) == (
         "Python model 'M_0_0' is using the decoupled mode and the execute function must return "

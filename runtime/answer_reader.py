@@ -1,0 +1,98 @@
+"""What a stub answered, made into outcomes: described by layouts, lying in leases, both checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.ipc.bytes_tensor import decode_bytes
+from moonpool.ipc.errors import CODES, BadTensor, RemoteProtocolError
+from moonpool.ipc.memo import Memo
+from moonpool.runtime.allocator import allocate
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.layout import AnswerLayout, read_answer
+from moonpool.runtime.request import Response
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moonpool.ipc.memory import Lease
+    from moonpool.runtime.layout import Output
+    from moonpool.runtime.request import InferenceRequest, Outcome
+
+# What is remembered of answers: layouts that are small, so that none of it can take much memory.
+_MEMORABLE_BYTES = 4096
+
+
+class AnswerReader:
+    """For one stub, whose model has outputs of these names. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self.output_names: list[str] = []
+        self._layouts: Memo[bytes, AnswerLayout] = Memo()
+
+    def layout(self, packed: bytes) -> AnswerLayout:
+        """What a layout says. Raises `RemoteProtocolError` for what no blocks could hold."""
+        layout = self._layouts.get(packed)
+        if layout is None:
+            layout = read_answer(packed, self.output_names)
+            if len(packed) <= _MEMORABLE_BYTES:
+                self._layouts.keep(packed, layout)
+        return layout
+
+    @staticmethod
+    def check(layout: AnswerLayout, leases: Sequence[Lease]) -> None:
+        """Raises `RemoteProtocolError` unless these blocks hold what the layout says."""
+        for block, least_bytes in layout.least_bytes.items():
+            if block >= len(leases) or least_bytes > leases[block].size:
+                raise RemoteProtocolError(layout.fault([lease.size for lease in leases]))
+
+    @staticmethod
+    def outcome(
+        request: InferenceRequest,
+        outputs: Sequence[Output],
+        remark: list[Any] | None,
+        leases: Sequence[Lease],
+    ) -> Outcome:
+        """A response with views on the leases, or the error that the model gave instead."""
+        parameters = None
+        if remark is not None:
+            parameters, error = remark
+            if error is not None:
+                return ModelError(error[1], CODES[error[0]])
+        arrays: dict[str, np.ndarray] = {}
+        if request.allocator is not None:
+            try:
+                arrays = _allocated(request, outputs, leases)
+            except Exception as error:  # an allocator may raise anything
+                return error
+        else:
+            for name, _, shape, dtype, block, offset, size_bytes in outputs:
+                if dtype is None:
+                    raw = leases[block][offset : offset + size_bytes]
+                    arrays[name] = _strings(name, raw, shape)
+                else:
+                    arrays[name] = np.ndarray(shape, dtype, leases[block], offset)
+        details = request.details
+        return Response(arrays, parameters, "" if details is None else details.request_id)
+
+
+def _strings(name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    try:
+        return decode_bytes(raw, shape)  # type: ignore[arg-type]
+    except BadTensor as bad:
+        raise RemoteProtocolError(f"output {name!r}: {bad}") from bad
+
+
+def _allocated(
+    request: InferenceRequest, outputs: Sequence[Output], leases: Sequence[Lease]
+) -> dict[str, np.ndarray]:
+    """The outputs in memory of the request's allocator. Raises what that raises."""
+    if request.allocator is not None:
+        request.allocator.start(request.userp)
+    arrays = {}
+    for name, datatype, shape, _, block, offset, size_bytes in outputs:
+        raw = leases[block][offset : offset + size_bytes]
+        arrays[name] = allocate(request, name, datatype, tuple(shape), raw)
+    return arrays

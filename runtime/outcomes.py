@@ -1,0 +1,153 @@
+"""Outcomes on their way to the callers: counted, once each, in the order that is asked for."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError, RemoteProtocolError
+from moonpool.runtime.errors import BackendError
+from moonpool.runtime.model_metrics import reason_of
+from moonpool.runtime.open_requests import OpenRequests
+from moonpool.runtime.ordering import Departures
+from moonpool.runtime.request import AGAIN, LATER
+from moonpool.runtime.statistics import Statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from moonpool.runtime.backend import Model, ModelInstance
+    from moonpool.runtime.changes import Changes
+    from moonpool.runtime.execution import Execution
+    from moonpool.runtime.request import Answer, InferenceRequest, Outcome
+
+    Pairs = list[tuple[InferenceRequest, Outcome | None]]
+
+
+class Outcomes:
+    """What the scheduler does not hold any more but has to answer for.
+
+    Methods that say so want the scheduler's lock held; the others take it. From any thread.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        changes: Changes,
+        is_executing: Callable[[ModelInstance, InferenceRequest], bool],
+    ) -> None:
+        config = model.config
+        batching = config.dynamic_batching
+        in_order = batching is not None and batching.preserve_ordering
+        self.statistics = Statistics(model.name, str(model.version))
+        self.open = OpenRequests()
+        self._departures: Departures[InferenceRequest, Outcome | None] = Departures(
+            in_order=in_order
+        )
+        self._decoupled = config.decoupled
+        self._changes = changes
+        self._lock = changes.lock
+        self._is_executing = is_executing
+
+    @property
+    def in_order(self) -> bool:
+        """Whether outcomes wait for those of earlier requests."""
+        return self._departures.in_order
+
+    def started(self, batch: Iterable[InferenceRequest]) -> None:
+        """These are given to an instance. With the lock held."""
+        self._departures.started(batch)
+
+    def done(self, requests: Sequence[InferenceRequest], outcome: Outcome) -> Pairs:
+        """The same outcome for all of them; what may leave now. With the lock held."""
+        return self._departures.done(requests, [outcome] * len(requests))
+
+    def settled(self, execution: Execution, answers: Sequence[Answer]) -> Pairs:
+        """A batch was answered; what may leave now. With the lock held."""
+        if not execution.has_deferred:
+            return self._departures.done(execution.requests, answers)  # type: ignore[arg-type]
+        done: list[InferenceRequest] = []
+        outcomes: list[Outcome | None] = []
+        for request, answer in zip(execution.requests, answers, strict=True):
+            if answer is LATER:
+                self.open.open(request, execution.instance)
+            else:
+                done.append(request)
+                outcomes.append(_NOT_ITERATIVE if answer is AGAIN else answer)  # type: ignore[arg-type]
+        return self._departures.done(done, outcomes)
+
+    def leave(self, pairs: Pairs) -> None:
+        """Hand out what may leave."""
+        self._departures.leave(pairs, _resolve)
+
+    def fail(self, requests: Sequence[InferenceRequest], error: MoonpoolError) -> None:
+        """Give requests that are in no instance any more an error."""
+        if not requests:
+            return
+        now_ns = time.monotonic_ns()
+        fail_ns = sum(now_ns - request.queued_ns for request in requests)
+        with self._lock:
+            now_ms = time.time_ns() // 1_000_000
+            self.statistics.record_failures(now_ms, len(requests), fail_ns, reason_of(error))
+            resolved = self.done(requests, error)
+        self.leave(resolved)
+
+    def fail_open(self, instance: ModelInstance, error: MoonpoolError) -> None:
+        """An instance is gone; what it was going to answer later fails."""
+        with self._lock:
+            lost = self.open.take(instance)
+            self._changes.tell()
+        self.fail(lost, error)
+
+    def respond(
+        self,
+        instance: ModelInstance,
+        request: InferenceRequest,
+        outcome: Outcome | None,
+        flags: int,
+    ) -> None:
+        """A response apart from the answer to its batch, the word that it was the last, or both.
+
+        On the reactor's thread. Raises `RemoteProtocolError` for one that its model may not give.
+        """
+        if outcome is not None:
+            if request.responses and not self._decoupled:
+                raise RemoteProtocolError("a second response of a model that is not decoupled")
+            request.responses += 1
+        if not flags:
+            if not self._decoupled:
+                request.response = outcome
+            elif outcome is not None and not request.left:
+                request.waiter.respond(outcome)
+            return
+        if not self._decoupled:
+            outcome = request.response if outcome is None else outcome
+            if outcome is None:
+                raise RemoteProtocolError("the end of a request that had no response")
+        self._end(instance, request, outcome)
+
+    def _end(
+        self, instance: ModelInstance, request: InferenceRequest, outcome: Outcome | None
+    ) -> None:
+        with self._lock:
+            is_executing = self._is_executing(instance, request)
+            if not self.open.end(request, is_executing=is_executing):
+                return  # it was given up, as its model was being unloaded
+            if isinstance(outcome, BaseException):
+                fail_ns = time.monotonic_ns() - request.queued_ns
+                now_ms = time.time_ns() // 1_000_000
+                self.statistics.record_failures(now_ms, 1, fail_ns, reason_of(outcome))
+            resolved = self._departures.done([request], [outcome])
+            self._changes.tell()
+        self.leave(resolved)
+
+
+def _resolve(request: InferenceRequest, outcome: Outcome | None) -> None:
+    if not request.left:
+        request.waiter.resolve(outcome)
+
+
+_NOT_ITERATIVE = BackendError(
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
+    "configured to handle such a flag."
+)

@@ -1,0 +1,82 @@
+"""Requests whose responses come apart from the answer to their batch, as one stub knows them by numbers."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.messages import ANSWERED, OPEN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moonpool.runtime.request import InferenceRequest
+
+Key = tuple[int, int]
+
+
+class Replies:
+    """Says which request a response is for. The driver of a batch and the reactor meet here.
+
+    The responses to a request may come before the answer to its batch and after it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._executing: tuple[int, Sequence[InferenceRequest]] = (0, ())
+        # Of the batch that is executing: those that had their last response already.
+        self._ended: set[int] = set()
+        self._open: dict[Key, InferenceRequest] = {}
+
+    def begin(self, batch: int, requests: Sequence[InferenceRequest]) -> None:
+        """This batch is about to be sent."""
+        self._executing = (batch, requests)
+
+    def answered(self, states: Sequence[int] | None) -> None:
+        """The batch was answered; what it says of each request. Raises `RemoteProtocolError`."""
+        if states is None and not self._ended:
+            self._executing = (0, ())
+            return
+        with self._lock:
+            batch, requests = self._executing
+            ended, self._ended = self._ended, set()
+            self._executing = (0, ())
+            for index, request in enumerate(requests):
+                state = ANSWERED if states is None else states[index]
+                if state == OPEN and index not in ended:
+                    self._open[batch, index] = request
+                elif state != OPEN and index in ended:
+                    raise RemoteProtocolError(f"request {index} was answered twice")
+
+    def find(self, batch: int, index: int, *, is_last: bool) -> InferenceRequest:
+        """The request that a response is for, and no more for it after the last.
+
+        Raises `RemoteProtocolError` where it may have none.
+        """
+        with self._lock:
+            request = self._open.get((batch, index))
+            if request is not None:
+                if is_last:
+                    del self._open[batch, index]
+                return request
+            executing, requests = self._executing
+            if batch != executing or index >= len(requests) or index in self._ended:
+                raise RemoteProtocolError(
+                    f"a response to request {index} of batch {batch}, which waits for none"
+                )
+            if is_last:
+                self._ended.add(index)
+            return requests[index]
+
+    def key_of(self, request: InferenceRequest) -> Key | None:
+        """The numbers of a request that is executing or open."""
+        with self._lock:
+            batch, requests = self._executing
+            for index, each in enumerate(requests):
+                if each is request and index not in self._ended:
+                    return batch, index
+            for key, each in self._open.items():
+                if each is request:
+                    return key
+        return None

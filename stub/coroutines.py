@@ -1,0 +1,79 @@
+"""Models whose `execute` is a coroutine: an event loop on a thread of its own, on which batches overlap."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+
+class Coroutines:
+    """Runs coroutines of the model, at most so many at the same time."""
+
+    def __init__(self, most: int) -> None:
+        self._room = threading.BoundedSemaphore(most)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # A loop refers to its tasks weakly.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+
+    def start(
+        self,
+        coroutine: Coroutine[Any, Any, object],
+        done: Callable[[object, BaseException | None], None],
+    ) -> None:
+        """Run a coroutine, and then `done` with what it returned or raised, on the loop's thread.
+
+        Blocks while as many run as may. For the main thread.
+        """
+        self._room.acquire()
+        loop = self._loop or self._start_loop()
+        loop.call_soon_threadsafe(self._create_task, loop, self._run(coroutine, done))
+
+    def _create_task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, None]
+    ) -> None:
+        task = loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(
+        self,
+        coroutine: Coroutine[Any, Any, object],
+        done: Callable[[object, BaseException | None], None],
+    ) -> None:
+        try:
+            done(await coroutine, None)
+        except BaseException as error:  # a model may raise anything, SystemExit included
+            done(None, error)
+        finally:
+            self._room.release()
+
+    def _start_loop(self) -> asyncio.AbstractEventLoop:
+        import asyncio  # Slow to import, and most models do without it.
+
+        self._loop = loop = asyncio.new_event_loop()
+        threading.Thread(
+            target=self._serve, args=(loop,), name="moonpool-asyncio", daemon=True
+        ).start()
+        return loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        import asyncio
+
+        asyncio.set_event_loop(loop)
+        while not self._is_stopped:
+            # Tasks of the model's own may raise SystemExit, and the others depend on this thread.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+
+    def stop(self) -> None:
+        """Stop the loop: what still runs is not run any further."""
+        self._is_stopped = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,0 +1,212 @@
+"""Outputs of responses into memory that the runtime reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.codec import encode
+from moonpool.ipc.errors import LocalProtocolError, MoonpoolError
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
+from moonpool.ipc.messages import MAX_DIMS, MAX_PARAMETERS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+    from typing import Any
+
+    import numpy as np
+
+    from moonpool.ipc.arena import Block
+    from moonpool.ipc.memory import Lease
+    from moonpool.stub.regions import Regions
+    from moonpool.stub.tensor import Tensor
+
+_MEMORABLE_BYTES = 4096
+
+
+class BadResponse(MoonpoolError):
+    """The model returned what its configuration, or no message to the runtime, has room for."""
+
+
+class Plan:
+    """How the outputs of one response are sent. One object for all of the same names and shapes."""
+
+    __slots__ = ("block_count", "is_shared", "offsets", "rows", "size_bytes")
+
+    def __init__(self, rows: list[list[Any]], block_count: int, *, is_shared: bool) -> None:
+        # As they travel, but with the block's number among those of the response.
+        self.rows = rows
+        self.block_count = block_count
+        self.is_shared = is_shared
+        # Of the block that outputs are copied to, and where in it each goes.
+        self.size_bytes = 0
+        self.offsets: list[int] = []
+
+
+NO_OUTPUTS = Plan([], 0, is_shared=True)
+
+
+class Placer:
+    """Places the outputs of one response after another. Any thread may call any method."""
+
+    __slots__ = ("_indices", "_layouts", "_model", "_plans", "_regions")
+
+    def __init__(self, regions: Regions, start: dict[str, Any]) -> None:
+        self._regions = regions
+        self._model: str = start["args"]["model_name"]
+        self._indices = {name: index for index, name in enumerate(start["outputs"])}
+        self._plans: Memo[tuple[object, ...], Plan] = Memo()
+        self._layouts: Memo[tuple[Plan, ...], bytes] = Memo()
+
+    def wanted(self, outputs: list[Tensor], names: Collection[str]) -> list[Tensor]:
+        """Those outputs that the client asked for."""
+        if len(names) == len(self._indices):
+            return outputs
+        return [tensor for tensor in outputs if tensor._name in names]
+
+    def place(
+        self, outputs: list[Tensor], blocks: list[list[int]], passable: Sequence[object]
+    ) -> Plan:
+        """Put the outputs where the runtime can read them, and add the blocks they are in to `blocks`.
+
+        `passable` are the blocks of requests that outputs may lie in. Raises `OutOfMemory` and
+        `BadResponse`; nothing has been done then.
+        """
+        key: list[object] = []
+        arrays: list[np.ndarray] = []
+        for tensor in outputs:
+            array = tensor._array
+            # Strings have no fixed size, and what lies in shared memory already is not copied.
+            if array is None or (array.base is not None and lease_of(array) is not None):
+                return self._place_apart(outputs, blocks, passable)
+            arrays.append(array)
+            key.append((tensor._name, tensor._datatype, tensor._shape))
+        known = tuple(key)
+        plan = self._plans.get(known)
+        if plan is None:
+            rows = [self._row(tensor, array) for tensor, array in zip(outputs, arrays)]
+            _check_names(outputs)
+            plan = Plan(rows, 1 if rows else 0, is_shared=True)
+            _lay_out(plan, rows, 0)
+            self._plans.keep(known, plan)
+        if arrays:
+            _fill(self._regions.allocate(plan.size_bytes), arrays, plan, blocks)
+        return plan
+
+    def _place_apart(
+        self, outputs: list[Tensor], blocks: list[list[int]], passable: Sequence[object]
+    ) -> Plan:
+        """As `place`, for outputs of which some may lie in a region already."""
+        rows: list[list[Any]] = []
+        copied: list[list[Any]] = []
+        arrays: list[np.ndarray] = []
+        there: list[list[int]] = []
+        ours: list[Block] = []
+        for tensor in outputs:
+            data: np.ndarray = tensor._array if tensor._wire is None else tensor._wire  # type: ignore[assignment]
+            row = self._row(tensor, data)
+            rows.append(row)
+            lease = self._shared(data, passable, ours)
+            if lease is None:
+                copied.append(row)
+                arrays.append(data)
+            else:
+                row[3:5] = len(there), offset_in(lease, data)
+                there.append([*lease.token, lease.size])  # type: ignore[misc]
+        _check_names(outputs)
+        plan = Plan(rows, len(there) + (1 if copied else 0), is_shared=False)
+        _lay_out(plan, copied, len(there))
+        # Where there is no room for the copies, nothing has been done yet.
+        block = self._regions.allocate(plan.size_bytes) if copied else None
+        self._regions.hold(ours)
+        blocks += there
+        if block is not None:
+            _fill(block, arrays, plan, blocks)
+        return plan
+
+    def _row(self, tensor: Tensor, data: np.ndarray) -> list[Any]:
+        index = self._indices.get(tensor._name)
+        if index is None:
+            raise BadResponse(
+                f"unexpected inference output '{tensor._name}' for model '{self._model}'"
+            )
+        if len(tensor._shape) > MAX_DIMS:
+            raise BadResponse(
+                f"output '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} is "
+                "the most"
+            )
+        return [index, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
+
+    def _shared(
+        self, data: np.ndarray, passable: Sequence[object], ours: list[Block]
+    ) -> Lease | None:
+        """The lease that an array lies in: of a passable block, or memory that `empty` gave.
+
+        Blocks of ours are added to `ours`: the runtime is going to hold them, too.
+        """
+        lease = lease_of(data)
+        if lease is None:
+            return None
+        place: tuple[int, int] = lease.token  # type: ignore[assignment]
+        if place not in passable:
+            block = self._regions.find(lease)
+            if block is None:
+                return None  # an input that the model kept from an earlier batch
+            ours.append(block)
+        return lease
+
+    def layout(self, responses: tuple[Plan, ...]) -> bytes:
+        """The description of these responses, whose blocks follow each other."""
+        packed = self._layouts.get(responses)
+        if packed is None:
+            packed = _packed(responses)
+            if len(packed) <= _MEMORABLE_BYTES and all(plan.is_shared for plan in responses):
+                self._layouts.keep(responses, packed)
+        return packed
+
+
+def checked_parameters(parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The parameters of a response, None for none. Raises `BadResponse` for what cannot travel."""
+    if not parameters:
+        return None
+    if len(parameters) > MAX_PARAMETERS:
+        raise BadResponse(
+            f"the response has {len(parameters)} parameters, and {MAX_PARAMETERS} is the most"
+        )
+    try:
+        encode(parameters)
+    except LocalProtocolError as error:
+        raise BadResponse(f"the parameters of the response: {error}") from error
+    return parameters
+
+
+def _fill(block: Block, arrays: Iterable[np.ndarray], plan: Plan, blocks: list[list[int]]) -> None:
+    region, start = block.region, block.offset
+    blocks.append([region.id, start, plan.size_bytes])
+    for data, offset in zip(arrays, plan.offsets):
+        region.write(start + offset, data)
+
+
+def _lay_out(plan: Plan, rows: list[list[Any]], block: int) -> None:
+    """Let these rows of a plan lie one behind another in its block of that number."""
+    for row in rows:
+        row[3:5] = block, plan.size_bytes
+        plan.offsets.append(plan.size_bytes)
+        plan.size_bytes += (row[5] + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def _packed(responses: tuple[Plan, ...]) -> bytes:
+    layout = []
+    first = 0
+    for plan in responses:
+        layout.append([[*row[:3], first + row[3], *row[4:]] for row in plan.rows])
+        first += plan.block_count
+    return encode(*layout)
+
+
+def _check_names(outputs: list[Tensor]) -> None:
+    names = {tensor._name for tensor in outputs}
+    if len(names) != len(outputs):
+        given = [tensor._name for tensor in outputs]
+        twice = next(name for name in given if given.count(name) > 1)
+        raise BadResponse(f"output '{twice}' is given twice")

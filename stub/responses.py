@@ -1,0 +1,67 @@
+"""Responses on their way to the runtime, of requests that the answer to their batch left open."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import CODES, MoonpoolError
+from moonpool.ipc.messages import FINAL
+from moonpool.stub.answer import error_remark
+from moonpool.stub.placement import checked_parameters
+from moonpool.stub.reply import DROPPED, Port, Reply
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from typing import Any
+
+    from moonpool.stub.control import Control
+    from moonpool.stub.placement import Placer
+    from moonpool.stub.response import InferenceResponse
+
+
+class Responses(Port):
+    """Places responses and hands them to the control channel. Any thread may call any method."""
+
+    def __init__(self, placer: Placer, control: Control, start: dict[str, Any]) -> None:
+        self.is_decoupled = bool(start["decoupled"])
+        self._placer = placer
+        self._control = control
+        self._replies: dict[tuple[int, int], weakref.ref[Reply]] = {}
+
+    def reply(self, batch: int, index: int, wanted: Collection[str]) -> Reply:
+        reply = Reply(self, batch, index, wanted)
+        self._replies[batch, index] = weakref.ref(reply)
+        return reply
+
+    def find(self, batch: int, index: int) -> Reply | None:
+        """The state of a request's responses, while somebody may send any."""
+        known = self._replies.get((batch, index))
+        return None if known is None else known()
+
+    def respond(self, reply: Reply, response: InferenceResponse | None, flags: int) -> None:
+        """A response that cannot be placed reaches the client as an error, as in Triton."""
+        blocks: list[list[int]] = []
+        layout = remark = None
+        if response is not None:
+            error = response._error
+            if error is not None:
+                remark = error_remark(int(error.code()), error.message())
+            else:
+                try:
+                    parameters = checked_parameters(response._parameters)
+                    wanted = self._placer.wanted(response._outputs, reply.wanted)
+                    plan = self._placer.place(wanted, blocks, ())
+                except MoonpoolError as refused:
+                    remark = error_remark(CODES.index(refused.code), str(refused))
+                else:
+                    layout = self._placer.layout((plan,))
+                    remark = [parameters, None] if parameters else None
+        if flags:
+            self._replies.pop((reply.batch, reply.index), None)
+        self._control.respond([reply.batch, reply.index, flags, blocks, layout, remark])
+
+    def abandon(self, reply: Reply) -> None:
+        self._replies.pop((reply.batch, reply.index), None)
+        remark = error_remark(CODES.index("INTERNAL"), DROPPED)
+        self._control.respond([reply.batch, reply.index, FINAL, [], None, remark])
