@@ -80,9 +80,11 @@ _ACTED_ON: dict[str, frozenset[str]] = {
             "dynamic_batching",
             "instance_group",
             "default_model_filename",
+            "model_transaction_policy",
             "parameters",
         ]
     ),
+    "ModelTransactionPolicy": frozenset(["decoupled"]),
     "ModelVersionPolicy": frozenset(MESSAGES["ModelVersionPolicy"]),
     "ModelVersionPolicy.Latest": frozenset(["num_versions"]),
     "ModelVersionPolicy.All": frozenset(),

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.region import SharedRegion
     from moonpool.runtime.config_options import ModelOptions
-    from moonpool.runtime.stubs import Stubs
     from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.stubs import Stubs
 
     Respond = Callable[[InferenceRequest, Outcome | None, int], None]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, NoReturn, TypeVar, Union
+from typing import TYPE_CHECKING, TypeVar, Union
 
-from moonpool.stub.errors import TritonModelException, as_text, not_offered
+from moonpool.stub.errors import TritonModelException, as_text
 from moonpool.stub.host import current
 from moonpool.stub.parameters import as_json, checked
 from moonpool.stub.preferred_memory import MemoryType, PreferredMemory

@@ -82,7 +82,7 @@ class Peer:
         number = self.batch if batch is None else batch
         layout = encode(*[each for each, _, _ in responses])
         remarks = [remark for _, *remark in responses]
-        self.say(Kind.ANSWER, number, held, released, blocks, layout, remarks)
+        self.say(Kind.ANSWER, number, held, released, blocks, layout, remarks, None)
 
     def output(self, shape: object = (4,), size: int = 16, **changes: object) -> None:
         """An answer with one output at the start of the region for answers, but for these changes."""
@@ -115,7 +115,7 @@ def twice(row: list[object]) -> Fault:
 
 
 def raw_answer(peer: Peer, layout: bytes, remarks: object = None) -> None:
-    peer.say(Kind.ANSWER, peer.batch, [], [], [], layout, remarks)
+    peer.say(Kind.ANSWER, peer.batch, [], [], [], layout, remarks, None)
 
 
 def send_fds(end: socket.socket, packet: bytes) -> None:
@@ -126,7 +126,8 @@ def send_fds(end: socket.socket, packet: bytes) -> None:
 def with_descriptors(peer: Peer) -> None:
     send_fds(peer.control, encode(Kind.LOG, 0, "with descriptors", "", 0))
     send_fds(
-        peer.work, encode(Kind.ANSWER, peer.batch, [], [], [], encode(*[[]] * peer.count), None)
+        peer.work,
+        encode(Kind.ANSWER, peer.batch, [], [], [], encode(*[[]] * peer.count), None, None),
     )
 
 
@@ -279,7 +280,9 @@ STARTS: dict[str, Fault] = {
     "never says anything": lambda _: hang(),
     "closes both channels": closing("work", "control"),
     "says garbage": lambda peer: peer.work.send(b"\xc1"),
-    "answers what was not asked": lambda peer: peer.say(Kind.ANSWER, 1, [], [], [], b"\x90", None),
+    "answers what was not asked": lambda peer: peer.say(
+        Kind.ANSWER, 1, [], [], [], b"\x90", None, None
+    ),
     "completes instead of loading": lambda peer: peer.say(Kind.COMPLETED, "{}"),
     "loads instead of completing": lambda peer: peer.say(Kind.LOADED, {}),
     "completes with no JSON": lambda peer: peer.say(Kind.COMPLETED, "{"),

@@ -97,7 +97,7 @@ def least(kind: Kind) -> list[Any]:
         Kind.LOADED: [{}],
         Kind.FAILED: ["load", "no", ""],
         Kind.EXECUTE: [1, [], [], b"\x90", None],
-        Kind.ANSWER: [1, [], [], [], b"\x90", None],
+        Kind.ANSWER: [1, [], [], [], b"\x90", None, None],
         Kind.FINALIZE: [],
         Kind.FINALIZED: ["", ""],
         Kind.INDIRECT: [7, 64, 100],

@@ -81,7 +81,7 @@ class Peer(Overflow):
     ) -> None:
         number = self.batch if batch is None else batch
         self.conversation.send(
-            Kind.ANSWER, number, held, released, blocks, encode(*map(list, rows)), remarks
+            Kind.ANSWER, number, held, released, blocks, encode(*map(list, rows)), remarks, None
         )
 
     def store(self, packet: bytes) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ class TestUnusedFields:
             ("model_transaction_policy { decoupled: false } response_cache { }", []),
             ("sequence_batching { }", ["sequence_batching"]),
             ("ensemble_scheduling { step { model_name: \"x\" } }", ["ensemble_scheduling"]),
-            ("model_transaction_policy { decoupled: true }", ["model_transaction_policy"]),
+            ("model_transaction_policy { decoupled: true }", []),
             ("response_cache { enable: true }", ["response_cache"]),
             ("model_warmup { name: \"w\" }", ["model_warmup"]),
             ("optimization { eager_batching: true }", ["optimization"]),

@@ -132,6 +132,6 @@ def test_a_wish_for_memory_is_taken() -> None:
         PreferredMemory(wrong)
 
 
-def test_what_is_not_offered_yet_says_so() -> None:
-    with pytest.raises(TritonModelException, match=r"^moonpool does not offer .* yet\.$"):
-        request().get_response_sender()
+def test_the_sender_of_a_request_of_a_model_s_making_sends_nothing() -> None:
+    with pytest.raises(TritonModelException, match="no reference to the decoupled state"):
+        request().get_response_sender().send(flags=1)
