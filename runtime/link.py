@@ -262,6 +262,7 @@ class Link(Overflow):
     def close(self) -> None:
         """Let go of all regions and of what callers lent; responses that are out stay valid."""
         self.loans.close()
+        self.replies.close()
         for region in list(self.response_regions.values()):
             region.close()
 

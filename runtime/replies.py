@@ -80,3 +80,9 @@ class Replies:
                 if each is request:
                     return key
         return None
+
+    def close(self) -> None:
+        """Forget the requests; their memory may be the caller's."""
+        with self._lock:
+            self._executing = (0, ())
+            self._open.clear()
