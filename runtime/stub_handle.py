@@ -13,28 +13,25 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.channel import Channel
-from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import (
     MoonpoolError,
-    OutOfMemory,
     PeerGone,
     ProtocolError,
-    RemoteProtocolError,
 )
-from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, PROTOCOL_VERSION, Kind, Side
+from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
+from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
 from moonpool.runtime.environment_variables import missing_variable
 from moonpool.runtime.errors import LoadFailed, StubDied
+from moonpool.runtime.growth import Growth
 from moonpool.runtime.link import Link
 from moonpool.runtime.output import Output
 from moonpool.runtime.process import StubProcess
-from moonpool.runtime.regions import new_region
 from moonpool.runtime.stub_metrics import StubMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
-    from moonpool.ipc.region import SharedRegion
     from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.request import InferenceRequest, Outcome
     from moonpool.runtime.stubs import Stubs
@@ -48,8 +45,6 @@ GRACE_S = 0.25
 _EXIT_S = 1.0
 _MUTE = "closed its control channel and was ended"
 _RESPONSES = int(Kind.RESPONSES)
-# So many blocks of answers that callers let go of are worth a message of their own.
-_RELEASE_AT = 64
 
 
 class StubHandle:
@@ -76,29 +71,29 @@ class StubHandle:
         self.metrics = StubMetrics(stubs.metrics)
         self._reason: BaseException | None = None
         self._oom_kills = oom_kills()
-        self._codec = control_codec(Side.RUNTIME)
-        self._sending = threading.Lock()
-        # Waits for memory; has been given up; tells nothing any more.
-        self._is_growing = self._is_closed = self._is_mute = False
+        # Has been given up; tells nothing any more.
+        self._is_closed = self._is_mute = False
         work, work_end = Channel.pair()
-        self._control, control_end = Channel.pair()
+        self._control = ControlChannel()
+        self._send = self._control.send
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         self._output = Output(name, read_fd, options.log_lines_per_s)
-        opened: list[Channel | Output | Link] = [work, self._control, self._output]
+        opened: list[Channel | Output | Link] = [work, self._control.channel, self._output]
         try:
             self._send(Kind.SANDBOX, options.sandbox, options.limits)
             self.link = Link(
                 work,
-                self._send_region,
+                self._control.send_region,
                 region_bytes=options.region_bytes,
                 region_limit_bytes=options.region_limit_bytes,
             )
             opened.append(self.link)
+            self._growth = Growth(self.link, self._control, options.region_limit_bytes)
             self.process = StubProcess(
                 name,
                 python,
                 work_fd=work_end.fileno(),
-                control_fd=control_end.fileno(),
+                control_fd=self._control.peer.fileno(),
                 output_fd=write_fd,
                 environment=environment,
                 folder=os.getcwd(),
@@ -111,13 +106,13 @@ class StubHandle:
             raise
         finally:
             work_end.close()
-            control_end.close()
+            self._control.peer.close()
             os.close(write_fd)
         self._watch()
 
     def _watch(self) -> None:
         self._reactor.watch(self._output.fd, self._read_output)
-        self._reactor.watch(self._control.fileno(), self._read_control)
+        self._reactor.watch(self._control.channel.fileno(), self._read_control)
         self._reactor.watch(self.process.pidfd, self._exited)
         self._stubs.add(self)
 
@@ -267,15 +262,20 @@ class StubHandle:
 
     def _close(self) -> None:
         """On the reactor's thread, so that no descriptor is closed while it is watched."""
-        with self._sending:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        for fd in (self._output.fd, self._control.fileno(), self.process.pidfd, self.link.fileno()):
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._growth.close()
+        for fd in (
+            self._output.fd,
+            self._control.channel.fileno(),
+            self.process.pidfd,
+            self.link.fileno(),
+        ):
             self._reactor.forget(fd)
         self._output.drain()
         self._output.close()
-        self._control.close()
+        self._control.channel.close()
         self.link.conversation.channel.wake()
         self.link.conversation.channel.close()
         self.link.close()
@@ -307,12 +307,9 @@ class StubHandle:
         if self._is_mute or self._is_closed:
             return
         try:
-            for _ in range(most):  # then others have their turn
-                packet = self._control.receive_ready()
-                if packet is None:
-                    break
-                self._handle(self._codec.decode(packet))
-            self._release_many()
+            for fields in self._control.receive(most, self.link):  # then others have their turn
+                self._handle(fields)
+            self._growth.release_many()
         except PeerGone:
             self._hear_no_more()
             # It is ending, which is for `_exited` to see; if it is not, it can be told nothing.
@@ -323,7 +320,7 @@ class StubHandle:
 
     def _hear_no_more(self) -> None:
         self._is_mute = True
-        self._reactor.forget(self._control.fileno())
+        self._reactor.forget(self._control.channel.fileno())
 
     def _kill(self, because: str) -> None:
         """End a process that misbehaves and is still there."""
@@ -344,91 +341,21 @@ class StubHandle:
         elif kind == Kind.METRICS:
             self.metrics.change(fields[1], fields[2])
         elif kind == Kind.GROW:
-            if self._is_growing:
-                raise ProtocolError("GROW came before the last one was answered")
-            self._is_growing = True
-            # Setting memory aside takes a millisecond for every few megabytes.
-            threading.Thread(target=self._grow, args=(fields[1],), name="moonpool-grow").start()
+            self._growth.grow(fields[1])
         elif kind == Kind.RETIRE:
-            regions = self.link.response_regions
-            if fields[1] not in regions or len(regions) == 1:
-                raise ProtocolError(f"region {fields[1]} is not the stub's to retire")
-            regions.pop(fields[1]).close()
+            self._growth.retire(fields[1])
         elif kind == Kind.RELEASE:
             self.link.let_go.extend(map(tuple, fields[1]))
-        elif kind == Kind.INDIRECT:
-            inner = self._codec.decode(self.link.load(*fields[1:]))
-            if inner[0] == kind:
-                raise ProtocolError("INDIRECT that stands for another one")
-            self._handle(inner)
         else:
             raise ProtocolError(f"{Kind(kind).name} is not handled by the runtime")
-
-    def _release_many(self) -> None:
-        """Where responses come apart from batches, so must word of what is free again."""
-        if len(self.link.released) >= _RELEASE_AT:
-            self._release()
-
-    # Sending on the control channel, from any thread
-
-    def _send(self, *message: object) -> None:
-        packet = encode(*message)
-        with self._sending, _reading_peer():
-            self._control.send(packet)
-
-    def _send_region(self, region: SharedRegion, writer: Side) -> None:
-        packet = encode(Kind.REGION, region.id, region.size_bytes, writer)
-        with self._sending, _reading_peer():
-            self._control.send_fd(packet, region.fd)
-
-    def _grow(self, needed_bytes: int) -> None:
-        """Give the stub another region for its answers, with word of all that is free again."""
-        link, limit = self.link, self._options.region_limit_bytes
-        try:
-            self._release()
-            present = sum(region.size_bytes for region in list(link.response_regions.values()))
-            try:
-                region = new_region(present, needed_bytes, limit)
-            except OutOfMemory as error:
-                self._is_growing = False
-                self._send(Kind.REFUSED, str(error))
-                return
-            if self._take_in(region):
-                self._is_growing = False
-                self._send_region(region, Side.STUB)
-        except MoonpoolError as error:
-            _log.debug("[%s] is gone before it could grow: %s", self.name, error)
-
-    def _take_in(self, region: SharedRegion) -> bool:
-        """Own another region for answers; False, and it is closed, where the stub has been given up."""
-        with self._sending:
-            if self._is_closed:
-                region.close()
-            else:
-                self.link.response_regions[region.id] = region
-            return not self._is_closed
 
     def tidy(self) -> None:
         """Give back memory that was not needed lately. For whoever holds the idle instance."""
         self.link.tidy(lambda region_id: self._send(Kind.RETIRE, region_id))
-        if len(self.link.response_regions) > 1:
-            self._release()
-
-    def _release(self) -> None:
-        """Tell the stub what callers let go of, without waiting for a batch that tells it."""
-        while released := self.link.take_released(MAX_PLACES_IN_PACKET):
-            self._send(Kind.RELEASE, released)
+        self._growth.tidy()
 
     def __repr__(self) -> str:
         return f"<Stub {self.name} {self.process!r}>"
-
-
-@contextlib.contextmanager
-def _reading_peer() -> Iterator[None]:
-    try:
-        yield
-    except BlockingIOError as error:
-        raise RemoteProtocolError("the stub does not read its control channel") from error
 
 
 def _nothing(*_: object) -> None:

@@ -1,0 +1,61 @@
+"""The runtime's end of a control channel: notices in both directions, in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import control_codec, encode
+from moonpool.ipc.errors import ProtocolError, RemoteProtocolError
+from moonpool.ipc.messages import Kind, Side
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from moonpool.ipc.conversation import Overflow
+    from moonpool.ipc.region import SharedRegion
+
+
+class ControlChannel:
+    """Any thread may send; one reads."""
+
+    def __init__(self) -> None:
+        # The other end is for the stub; the caller closes it.
+        self.channel, self.peer = Channel.pair()
+        self._codec = control_codec(Side.RUNTIME)
+        self._sending = threading.Lock()
+
+    def send(self, *message: object) -> None:
+        """Send a message; never blocks. Raises `PeerGone`, `Closed`, `RemoteProtocolError`."""
+        packet = encode(*message)
+        with self._sending, _reading_peer():
+            self.channel.send(packet)
+
+    def send_region(self, region: SharedRegion, writer: Side) -> None:
+        """Announce a region with its descriptor. Raises what `send` does."""
+        packet = encode(Kind.REGION, region.id, region.size_bytes, writer)
+        with self._sending, _reading_peer():
+            self.channel.send_fd(packet, region.fd)
+
+    def receive(self, most: int, overflow: Overflow) -> Iterator[list[Any]]:
+        """The messages that are there, at most so many. Raises `PeerGone`, `RemoteProtocolError`."""
+        for _ in range(most):
+            packet = self.channel.receive_ready()
+            if packet is None:
+                return
+            fields = self._codec.decode(packet)
+            if fields[0] == Kind.INDIRECT:
+                fields = self._codec.decode(overflow.load(*fields[1:]))
+                if fields[0] == Kind.INDIRECT:
+                    raise ProtocolError("INDIRECT that stands for another one")
+            yield fields
+
+
+@contextlib.contextmanager
+def _reading_peer() -> Iterator[None]:
+    try:
+        yield
+    except BlockingIOError as error:
+        raise RemoteProtocolError("the stub does not read its control channel") from error

@@ -1,0 +1,94 @@
+"""A stub's memory for answers: it grows when the stub asks, and is told what is free in it again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError, OutOfMemory, ProtocolError
+from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, Kind, Side
+from moonpool.runtime.regions import new_region
+
+if TYPE_CHECKING:
+    from moonpool.ipc.region import SharedRegion
+    from moonpool.runtime.control_channel import ControlChannel
+    from moonpool.runtime.link import Link
+
+_log = logging.getLogger("moonpool")
+# So many blocks of answers that callers let go of are worth a message of their own.
+_RELEASE_AT = 64
+
+
+class Growth:
+    """`grow` and `retire` are for the reactor; the rest is for any thread."""
+
+    def __init__(self, link: Link, control: ControlChannel, limit_bytes: int | None) -> None:
+        self._link = link
+        self._control = control
+        self._limit_bytes = limit_bytes
+        self._is_growing = self._is_closed = False
+        self._closing = threading.Lock()
+
+    def grow(self, needed_bytes: int) -> None:
+        """The stub needs another region of at least so many bytes, and waits. Raises `ProtocolError`."""
+        if self._is_growing:
+            raise ProtocolError("GROW came before the last one was answered")
+        self._is_growing = True
+        # Setting memory aside takes a millisecond for every few megabytes.
+        threading.Thread(target=self._grow, args=(needed_bytes,), name="moonpool-grow").start()
+
+    def _grow(self, needed_bytes: int) -> None:
+        try:
+            # With word of all that is free again, which may be enough.
+            self.release()
+            regions = list(self._link.response_regions.values())
+            try:
+                region = new_region(
+                    sum(each.size_bytes for each in regions), needed_bytes, self._limit_bytes
+                )
+            except OutOfMemory as error:
+                self._is_growing = False
+                self._control.send(Kind.REFUSED, str(error))
+                return
+            if self._take_in(region):
+                self._is_growing = False
+                self._control.send_region(region, Side.STUB)
+        except MoonpoolError as error:
+            _log.debug("a stub is gone before it could grow: %s", error)
+
+    def _take_in(self, region: SharedRegion) -> bool:
+        """Own another region; False, and it is closed, where the stub has been given up."""
+        with self._closing:
+            if self._is_closed:
+                region.close()
+            else:
+                self._link.response_regions[region.id] = region
+            return not self._is_closed
+
+    def retire(self, region_id: int) -> None:
+        """The stub does not use a region any more. Raises `ProtocolError`."""
+        regions = self._link.response_regions
+        if region_id not in regions or len(regions) == 1:
+            raise ProtocolError(f"region {region_id} is not the stub's to retire")
+        regions.pop(region_id).close()
+
+    def release(self) -> None:
+        """Tell the stub what callers let go of, without waiting for a batch that tells it."""
+        while released := self._link.take_released(MAX_PLACES_IN_PACKET):
+            self._control.send(Kind.RELEASE, released)
+
+    def release_many(self) -> None:
+        """As `release`, if it is worth it: where responses come apart from batches, so must this word."""
+        if len(self._link.released) >= _RELEASE_AT:
+            self.release()
+
+    def tidy(self) -> None:
+        """As `release`, if the stub could give a region back then."""
+        if len(self._link.response_regions) > 1:
+            self.release()
+
+    def close(self) -> None:
+        """The stub has been given up: nothing is added any more."""
+        with self._closing:
+            self._is_closed = True
