@@ -76,8 +76,18 @@ def bad_arguments(owner: str, signature: str, *given: object) -> TypeError:
 
 
 def as_text(value: str | bytes) -> str:
-    """A str of exactly that type; Triton's functions take bytes and subclasses of str as well."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    """A str of exactly that type; Triton's functions take bytes and subclasses of str as well.
+
+    Raises TypeError for a str with half a surrogate pair, which cannot be sent.
+    """
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    try:
+        return value.encode().decode()
+    except UnicodeEncodeError:
+        raise TypeError(
+            f"incompatible arguments: a text that has no UTF-8 form: {value!r:.200}"
+        ) from None
 
 
 def not_offered(what: str) -> TritonModelException:

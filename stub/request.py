@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 _new = object.__new__
 CorrelationId = Union[int, str]
 _T = TypeVar("_T")
+# The least number and the bits of what the runtime keeps whole numbers in.
+_RANGES = {
+    "model_version": (-(1 << 63), 64),
+    "flags": (0, 32),
+    "timeout": (0, 64),
+    "correlation_id": (0, 64),
+}
 
 
 class InferenceTrace:
@@ -240,7 +247,7 @@ class InferenceRequest:
 def _wrong_type(name: str, expected: str, value: object) -> TypeError:
     return TypeError(
         f"__init__(): incompatible constructor arguments. InferenceRequest takes {expected} "
-        f"as {name}, not {type(value)}"
+        f"as {name}, not {value!r:.200} of {type(value)}"
     )
 
 
@@ -253,7 +260,11 @@ def _text(name: str, value: object) -> str:
 def _integer(name: str, value: object) -> int:
     if not hasattr(value, "__index__"):
         raise _wrong_type(name, "int", value)
-    return index(value)
+    number = index(value)
+    least, bits = _RANGES[name]
+    if not least <= number < least + (1 << bits):
+        raise _wrong_type(name, f"an int of {bits} bits", number)
+    return number
 
 
 def _sequence(name: str, value: object) -> Sequence[object]:
@@ -272,7 +283,7 @@ def _id_of_sequence(value: object) -> CorrelationId:
     if value is None:
         raise _wrong_type("correlation_id", "int or str", value)
     if isinstance(value, str):
-        return str(value)
+        return as_text(value)
     if isinstance(value, int):
-        return int(value)
+        return _integer("correlation_id", value)
     raise TritonModelException("Correlation ID must be integer or string")

@@ -135,3 +135,27 @@ def test_a_wish_for_memory_is_taken() -> None:
 def test_the_sender_of_a_request_of_a_model_s_making_sends_nothing() -> None:
     with pytest.raises(TritonModelException, match="no reference to the decoupled state"):
         request().get_response_sender().send(flags=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("flags", [0, 2**32 - 1], [-1, 2**32]),
+        ("timeout", [0, 2**64 - 1], [-1, 2**64]),
+        ("model_version", [-(2**63), 2**63 - 1], [-(2**63) - 1, 2**63]),
+        ("correlation_id", [0, 2**64 - 1, "seq"], [-1, 2**64, "\ud800"]),
+        ("request_id", ["", "\u6708", b"\xff"], ["\ud800"]),
+    ],
+)
+def test_numbers_and_texts_are_those_that_can_be_sent(
+    name: str, good: list[Any], bad: list[Any]
+) -> None:
+    def make(value: Any) -> InferenceRequest:
+        arguments: Any = {name: value}
+        return InferenceRequest(inputs=[], requested_output_names=[], model_name="m", **arguments)
+
+    for value in good:
+        assert make(value) is not None
+    for value in bad:
+        with pytest.raises(TypeError):
+            make(value)
