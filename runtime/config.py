@@ -13,12 +13,15 @@ from types import MappingProxyType
 
 from moonpool.runtime import config_checks
 from moonpool.runtime.config_defaults import minimal, normalise, unused_fields
+from moonpool.runtime.config_sequences import sequence_batching
 from moonpool.runtime.config_shape import Raw
 from moonpool.runtime.config_source import ConfigError, Source
 from moonpool.runtime.config_types import (
     DynamicBatching,
     InstanceGroup,
     QueuePolicy,
+    SequenceBatching,
+    SequenceControl,
     TensorConfig,
     VersionPolicy,
 )
@@ -30,6 +33,8 @@ __all__ = [
     "ModelConfig",
     "QueuePolicy",
     "Raw",
+    "SequenceBatching",
+    "SequenceControl",
     "Source",
     "TensorConfig",
     "VersionPolicy",
@@ -53,6 +58,7 @@ class ModelConfig:
     outputs: tuple[TensorConfig, ...]
     instance_groups: tuple[InstanceGroup, ...]
     dynamic_batching: DynamicBatching | None
+    sequence_batching: SequenceBatching | None
     version_policy: VersionPolicy
     default_model_filename: str
     parameters: Mapping[str, str]
@@ -82,6 +88,7 @@ class ModelConfig:
             outputs=config_checks.tensors(full, "output", source, partial=partial),
             instance_groups=groups,
             dynamic_batching=config_checks.dynamic_batching(full, source, partial=partial),
+            sequence_batching=sequence_batching(full, source, partial=partial),
             version_policy=config_checks.version_policy(full, source),
             default_model_filename=full["default_model_filename"],
             parameters=MappingProxyType(

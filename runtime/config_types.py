@@ -61,6 +61,38 @@ class DynamicBatching:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceControl:
+    """An input that tells the model where in a sequence a request is: START, END, READY or CORRID.
+
+    `values` are what stands for false and for true; CORRID has none.
+    """
+
+    name: str
+    kind: str
+    datatype: str
+    values: tuple[float, float] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatching:
+    """How the requests of a sequence are kept together on one instance.
+
+    `slots` is how many sequences an instance has at a time. Direct: a slot is a place in the batch.
+    Else batches are made, as by `DynamicBatching`, of the oldest requests of these sequences.
+    """
+
+    is_direct: bool = True
+    slots: int = 1
+    max_idle_us: int = 1_000_000
+    max_queue_delay_us: int = 0
+    minimum_slot_utilization: float = 0.0
+    preferred_batch_sizes: tuple[int, ...] = ()
+    preserve_ordering: bool = False
+    is_iterative: bool = False
+    controls: tuple[SequenceControl, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class VersionPolicy:
     """Which versions are loaded: the `count` latest, all, or the specific `versions`."""
 

@@ -14,6 +14,12 @@ class InvalidRequest(MoonpoolError):
     code = "INVALID_ARG"
 
 
+class SequenceLost(MoonpoolError):
+    """The instance that had the sequence's state ended. Start the sequence again."""
+
+    code = "UNAVAILABLE"
+
+
 class ModelNotFound(MoonpoolError):
     """No such model or version is loaded."""
 
