@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import CODES, MoonpoolError
+from moonpool.ipc.errors import CODES
 from moonpool.ipc.messages import ANSWERED, OPEN, RESCHEDULED
 from moonpool.stub.execute import RELEASE_RESCHEDULE
-from moonpool.stub.placement import NO_OUTPUTS, Plan, checked_parameters
+from moonpool.stub.placement import NO_OUTPUTS, Plan, error_remark
 
 if TYPE_CHECKING:
     from typing import Any
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from moonpool.stub.response import InferenceResponse
 
 INTERNAL = CODES.index("INTERNAL")
-_MAX_TEXT = 65536
-
-
-def error_remark(code: int, message: str) -> list[Any]:
-    """What is said in place of outputs."""
-    return [None, [code, message[:_MAX_TEXT].encode("utf-8", "replace").decode()]]
 
 
 class Answer:
@@ -63,17 +57,10 @@ class Answer:
                 continue
             if request._reply is not None:
                 request._reply.close()
-            if response._error is not None:
-                self._fail(int(response._error.code()), response._error.message())
-                continue
-            try:
-                parameters = checked_parameters(response._parameters)
-                wanted = placer.wanted(response._outputs, request._requested_output_names)
-                plan = placer.place(wanted, self._blocks, places)
-            except MoonpoolError as error:
-                self._fail(CODES.index(error.code), str(error))
-            else:
-                self._add(plan, [parameters, None] if parameters else None)
+            plan, remark = placer.answer(
+                response, request._requested_output_names, self._blocks, places
+            )
+            self._add(plan or NO_OUTPUTS, remark)
 
     def leave_open(self, requests: list[InferenceRequest]) -> None:
         """All responses come later."""
@@ -82,7 +69,7 @@ class Answer:
 
     def fail(self, requests: list[InferenceRequest], message: str) -> None:
         """The same error for all requests of the batch that are not answered yet."""
-        for request in requests:
+        for request in requests[len(self._plans) :]:
             if request._reply is not None and request._reply.is_used:
                 # What was sent before must come before this; so it goes the same way.
                 request._reply.fail(message)

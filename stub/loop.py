@@ -132,7 +132,8 @@ class Stub:
         if self._cancelled:
             self._cancel_early(batch_id, requests)
         try:
-            returned = model.execute(requests)
+            # Of its list, as of everything else that it is given, a model may make what it likes.
+            returned = model.execute(requests[:])
             if type(returned) is CoroutineType:
                 self._start(model, returned, requests)
             else:

@@ -64,6 +64,8 @@ class Model:
 
         Raises `InvalidReturn`.
         """
+        if isinstance(returned, list) and type(returned) is not list:
+            returned = list(returned)  # its methods are the model's
         validate_execute_return(
             returned,
             requests,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.codec import encode
-from moonpool.ipc.errors import LocalProtocolError, MoonpoolError
+from moonpool.ipc.errors import CODES, LocalProtocolError, MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
 from moonpool.ipc.messages import MAX_DIMS, MAX_PARAMETERS
+from moonpool.ipc.tensors import BYTES, size_bytes
+from moonpool.stub.report import describe
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
     from moonpool.ipc.arena import Block
     from moonpool.ipc.memory import Lease
     from moonpool.stub.regions import Regions
+    from moonpool.stub.response import InferenceResponse
     from moonpool.stub.tensor import Tensor
 
 _MEMORABLE_BYTES = 4096
+_MAX_TEXT = 65536
+_INTERNAL = CODES.index("INTERNAL")
 
 
 class BadResponse(MoonpoolError):
@@ -58,6 +63,30 @@ class Placer:
         self._plans: Memo[tuple[object, ...], Plan] = Memo()
         self._layouts: Memo[tuple[Plan, ...], bytes] = Memo()
 
+    def answer(
+        self,
+        response: InferenceResponse,
+        names: Collection[str],
+        blocks: list[list[int]],
+        passable: Sequence[object] = (),
+    ) -> tuple[Plan | None, list[Any] | None]:
+        """A response as it is sent: the outputs that were asked for, placed, and the remark on it.
+
+        One that cannot be sent becomes an error, which has no outputs: the model may have made it without
+        its constructor, or changed what it holds, and all that can be raised then is no reason to die.
+        """
+        try:
+            error = response._error
+            if error is not None:
+                return None, error_remark(int(error.code()), error.message())
+            parameters = checked_parameters(response._parameters)
+            plan = self.place(self.wanted(response._outputs, names), blocks, passable)
+        except MoonpoolError as refused:
+            return None, error_remark(CODES.index(refused.code), str(refused))
+        except Exception as error:
+            return None, error_remark(_INTERNAL, f"the response cannot be sent: {describe(error)}")
+        return plan, [parameters, None] if parameters else None
+
     def wanted(self, outputs: list[Tensor], names: Collection[str]) -> list[Tensor]:
         """Those outputs that the client asked for."""
         if len(names) == len(self._indices):
@@ -80,7 +109,7 @@ class Placer:
             if array is None or (array.base is not None and lease_of(array) is not None):
                 return self._place_apart(outputs, blocks, passable)
             arrays.append(array)
-            key.append((tensor._name, tensor._datatype, tensor._shape))
+            key.append((tensor._name, tensor._datatype, tensor._shape, array.nbytes))
         known = tuple(key)
         plan = self._plans.get(known)
         if plan is None:
@@ -135,6 +164,11 @@ class Placer:
                 f"output '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} is "
                 "the most"
             )
+        if tensor._datatype != BYTES and data.nbytes != size_bytes(tensor._datatype, tensor._shape):
+            raise BadResponse(
+                f"output '{tensor._name}' of shape {list(tensor._shape)} has {data.nbytes} bytes: its "
+                "array was resized after the tensor was made"
+            )
         return [index, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
 
     def _shared(
@@ -163,6 +197,11 @@ class Placer:
             if len(packed) <= _MEMORABLE_BYTES and all(plan.is_shared for plan in responses):
                 self._layouts.keep(responses, packed)
         return packed
+
+
+def error_remark(code: int, message: str) -> list[Any]:
+    """What is said in place of outputs."""
+    return [None, [code, message[:_MAX_TEXT].encode("utf-8", "replace").decode()]]
 
 
 def checked_parameters(parameters: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ def describe(error: BaseException) -> str:
     """
     if isinstance(error, MoonpoolError):
         return _cut(str(error))
-    text = f"{type(error).__name__}: {_message(error)}"
+    text = f"{_name(error)}: {_message(error)}"
     frames = _model_frames(error.__traceback__)
     if frames:
         text += "\n\nAt:\n" + "".join(
@@ -48,22 +48,28 @@ def traceback_of(error: BaseException) -> str:
     start = frames[0] if frames else None
     try:
         return _cut("".join(traceback.format_exception(type(error), error, start)))
-    except Exception:
+    except BaseException:
         # The model's exception classes can break any of this.
         return describe(error) + "\n"
+
+
+def _name(error: BaseException) -> str:
+    # As a class's own attributes can, its name can be anything's.
+    return str(type.__getattribute__(type(error), "__name__"))
 
 
 def _message(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception as second:
+        notes = getattr(error, "__notes__", None)
+        if isinstance(notes, list) and notes:
+            text += f"\n__notes__ (len={len(notes)}):"
+            text += "".join(f"\n{note!s:.1000}" for note in notes)
+    except BaseException as second:  # these are methods of the model's
         return (
             "<MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>\n\n"
-            f"MESSAGE UNAVAILABLE DUE TO EXCEPTION: {type(second).__name__}"
+            f"MESSAGE UNAVAILABLE DUE TO EXCEPTION: {_name(second)}"
         )
-    notes = getattr(error, "__notes__", None)
-    if isinstance(notes, list) and notes:
-        text += f"\n__notes__ (len={len(notes)}):" + "".join(f"\n{note!s:.1000}" for note in notes)
     # What a socket or a log takes must have a UTF-8 form.
     return text.encode("utf-8", "backslashreplace").decode() or "<EMPTY MESSAGE>"
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import CODES, MoonpoolError
+from moonpool.ipc.errors import CODES
 from moonpool.ipc.messages import FINAL
-from moonpool.stub.answer import error_remark
-from moonpool.stub.placement import checked_parameters
+from moonpool.stub.placement import error_remark
 from moonpool.stub.reply import DROPPED, Port, Reply
 
 if TYPE_CHECKING:
@@ -44,19 +43,8 @@ class Responses(Port):
         blocks: list[list[int]] = []
         layout = remark = None
         if response is not None:
-            error = response._error
-            if error is not None:
-                remark = error_remark(int(error.code()), error.message())
-            else:
-                try:
-                    parameters = checked_parameters(response._parameters)
-                    wanted = self._placer.wanted(response._outputs, reply.wanted)
-                    plan = self._placer.place(wanted, blocks, ())
-                except MoonpoolError as refused:
-                    remark = error_remark(CODES.index(refused.code), str(refused))
-                else:
-                    layout = self._placer.layout((plan,))
-                    remark = [parameters, None] if parameters else None
+            plan, remark = self._placer.answer(response, reply.wanted, blocks)
+            layout = self._placer.layout((plan,)) if plan else None
         if flags:
             self._replies.pop((reply.batch, reply.index), None)
         self._control.respond([reply.batch, reply.index, flags, blocks, layout, remark])

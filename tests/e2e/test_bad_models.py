@@ -159,8 +159,8 @@ def test_a_wrong_return_is_refused_in_triton_s_words(runtime: moonpool.Runtime, 
 
 # In moonpool's own.
 REFUSED = {
-    "nothing": "the model returned None instead of a response for this request",
-    "a list of nothing": "the model returned None instead of a response for this request",
+    "nothing": "the model ended without a last response to this request",
+    "a list of nothing": "the model ended without a last response to this request",
     "an unknown output": "unexpected inference output 'Z' for model 'returns'",
     "an output twice": "output 'Y' is given twice",
     "33 dimensions": "output 'Y' has 33 dimensions",
