@@ -32,12 +32,6 @@ class ModelUnavailable(MoonpoolError):
     code = "UNAVAILABLE"
 
 
-class AlreadyLoaded(MoonpoolError):
-    """A model of that name is loaded. Unload it first."""
-
-    code = "ALREADY_EXISTS"
-
-
 class LoadFailed(MoonpoolError):
     """A model could not be loaded. `stage` says where in its life, `traceback` is the model's own."""
 

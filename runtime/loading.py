@@ -2,62 +2,121 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moonpool.runtime import model_files
 from moonpool.runtime.backend import Model
 from moonpool.runtime.config import ModelConfig, Source, minimal
+from moonpool.runtime.config_checks import name_problem
 from moonpool.runtime.config_defaults import PYTHON_BACKEND
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.errors import ModelNotFound
-from moonpool.runtime.repository import ModelDirectory
+from moonpool.runtime.repository import ModelDirectory, RepositoryError
 from moonpool.runtime.source import ModelSource, of_class, of_file
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping
 
+    from moonpool.runtime.config import Raw
     from moonpool.runtime.repository import ModelRepository
 
+    # The file that serves all models of a backend; None where each has its own.
+    Locate = Callable[[ModelConfig], Path | None]
 
-def models_of(
-    name: str,
-    source: str | os.PathLike[str] | type | None,
-    repository: ModelRepository | None,
-    instances: int | None,
-    override: Mapping[str, Any] | None,
-    locate: Callable[[ModelConfig], Path | None],
-) -> list[Model]:
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A model as a caller asks for it.
+
+    Without `source` it is the repository's. `files` are a whole directory, in place of the repository's.
+    `config` goes field by field before what the directory says; `is_whole`: instead of it.
+    """
+
+    name: str
+    source: str | os.PathLike[str] | type | None = None
+    instances: int | None = None
+    config: Mapping[str, Any] | None = None
+    files: Mapping[str, bytes] | None = None
+    is_whole: bool = False
+
+
+class Prepared:
     """The versions of a model that are to be loaded, ascending; at least one.
 
-    `locate` gives the file that serves all models of a backend; None where each has its own.
+    `stamp` is equal for two that would be the same processes. `discard` must be called when nobody needs the
+    files any more.
+    """
+
+    def __init__(self, models: list[Model], digest: object, made: Path | None = None) -> None:
+        self.models = models
+        self._made = made
+        paths = {m.source.file for m in models}
+        if digest is None:
+            paths |= {m.source.model_directory for m in models if m.source.is_directory}
+        self.stamp = (
+            digest,
+            [(m.version, m.source.class_name, m.config.raw) for m in models],
+            [model_files.stamp_of(path) for path in sorted(paths) if not self._is_made(path)],
+        )
+
+    def _is_made(self, path: Path) -> bool:
+        return self._made is not None and path.is_relative_to(self._made)
+
+    def discard(self) -> None:
+        """Remove the directory that was made for this model alone, if one was."""
+        if self._made is not None:
+            model_files.remove(self._made)
+
+
+def prepare(wanted: Wanted, repository: ModelRepository | None, locate: Locate) -> Prepared:
+    """Find and read what is wanted; starts nothing.
 
     Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.
     """
-    changes = dict(override or {})
-    if instances is not None:
-        changes["instance_group"] = [{"kind": "KIND_AUTO", "count": instances}]
+    name, source = wanted.name, wanted.source
+    changes = dict(wanted.config or {})
+    if wanted.instances is not None:
+        changes["instance_group"] = [{"kind": "KIND_AUTO", "count": wanted.instances}]
+    if wanted.files is not None:
+        return _of_files(wanted, changes, locate)
     if isinstance(source, type):
-        return [_model(name, of_class(source), minimal(name), None, 1, changes)]
+        return Prepared([_model(name, of_class(source), minimal(name), None, 1, changes)], None)
     if source is not None and not Path(source).is_dir():
-        return [_model(name, of_file(source), minimal(name), None, 1, changes)]
+        return Prepared([_model(name, of_file(source), minimal(name), None, 1, changes)], None)
     if source is not None:
-        return _versions(name, ModelDirectory(source), changes, locate)
-    if repository is None:
+        directory = ModelDirectory(source)
+    elif repository is None:
         raise ModelNotFound(
             f"model '{name}': the runtime has no repository; give a directory, file or class"
         )
-    return _versions(name, repository.find(name), changes, locate)
+    else:
+        directory = repository.find(name)
+    return Prepared(_versions(wanted, directory, changes, locate), None)
+
+
+def _of_files(wanted: Wanted, changes: Mapping[str, Any], locate: Locate) -> Prepared:
+    if problem := name_problem(wanted.name):
+        raise RepositoryError(problem)
+    files = dict(wanted.files or {})
+    made = model_files.write_directory(wanted.name, files)
+    try:
+        models = _versions(wanted, ModelDirectory(made / wanted.name), changes, locate)
+    except BaseException:
+        model_files.remove(made)
+        raise
+    digest = {name: hashlib.sha256(content).digest() for name, content in files.items()}
+    return Prepared(models, digest, made)
 
 
 def _versions(
-    name: str,
-    directory: ModelDirectory,
-    changes: Mapping[str, Any],
-    locate: Callable[[ModelConfig], Path | None],
+    wanted: Wanted, directory: ModelDirectory, changes: Mapping[str, Any], locate: Locate
 ) -> list[Model]:
-    raw, source = directory.read_config()
-    config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
+    raw, source = _read(wanted, directory, changes)
+    config = ModelConfig.from_dict(_merged(wanted.name, raw, changes), source=source, partial=True)
     shared = locate(config)
     if shared is not None:
         # As Triton does; models can see it in their configuration.
@@ -71,9 +130,19 @@ def _versions(
         else:
             # What else a version must have, its backend knows.
             file, kind = shared or folder / config.default_model_filename, "triton"
-        where = ModelSource(kind, file, None, directory.path, folder)
-        models.append(_model(name, where, raw, source, version, changes))
+        where = ModelSource(kind, file, None, directory.path, folder, is_directory=True)
+        models.append(_model(wanted.name, where, raw, source, version, changes))
     return models
+
+
+def _read(
+    wanted: Wanted, directory: ModelDirectory, changes: Mapping[str, Any]
+) -> tuple[Raw, Source | None]:
+    """The configuration before the changes, and where its lines are."""
+    if wanted.is_whole:
+        backend = changes.get("backend") or directory.implied_backend() or PYTHON_BACKEND
+        return minimal(wanted.name, str(backend)), None
+    return directory.read_config()
 
 
 def _model(

@@ -5,100 +5,173 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from moonpool.runtime.errors import (
-    AlreadyLoaded,
-    LoadFailed,
-    ModelNotFound,
-    ModelUnavailable,
-    RuntimeClosed,
-)
+from moonpool.runtime.backends import Backends
+from moonpool.runtime.errors import ModelNotFound, ModelUnavailable, RuntimeClosed
 from moonpool.runtime.exposition import expose
 from moonpool.runtime.hosted_model import HostedModel
+from moonpool.runtime.loading import prepare
 from moonpool.runtime.model_metrics import model_families
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.reactor import Reactor
-from moonpool.runtime.states import BACKEND, BackendState, Machine
 from moonpool.runtime.stubs import Stubs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from moonpool.runtime.backend import Backend, Model
-    from moonpool.runtime.config import ModelConfig
+    from moonpool.runtime.loading import Prepared, Wanted
     from moonpool.runtime.python_based import BackendDirectory
+    from moonpool.runtime.repository import ModelRepository
 
 _log = logging.getLogger("moonpool")
+# How long a model that was replaced takes requests still.
+_GRACE_S = 0.1
+
+
+class _Loaded:
+    """The versions of a loaded model, and what they were made of."""
+
+    def __init__(self, versions: Sequence[HostedModel], prepared: Prepared) -> None:
+        self.versions = {hosted.model.version: hosted for hosted in versions}
+        self.latest = versions[-1]
+        self._prepared = prepared
+
+    def is_what(self, prepared: Prepared) -> bool:
+        """Whether these versions, and they serve, are what was prepared."""
+        return self._prepared.stamp == prepared.stamp and all(
+            hosted.why_not_ready() is None for hosted in self.versions.values()
+        )
+
+    def unload(self, drain_timeout_s: float) -> None:
+        for hosted in self.versions.values():
+            hosted.unload(drain_timeout_s)
+        self._prepared.discard()
 
 
 class ModelRegistry:
-    """Loads and unloads; initializes each backend before its first model. Thread-safe."""
+    """Loads and unloads, one at a time for each name. Thread-safe."""
 
     def __init__(
         self,
+        repository: ModelRepository | None,
         backends: Iterable[Backend],
         python_based: BackendDirectory,
         drain_timeout_s: float,
         verbose: bool,
         listener: Callable[[str, str, str], object] | None,
     ) -> None:
-        self._python_based = python_based
+        self._repository = repository
         self._drain_timeout_s = drain_timeout_s
-        self._verbose = verbose
         self._listener = listener
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._models: dict[str, dict[int, HostedModel]] = {}
+        self._models: dict[str, _Loaded] = {}
         self._latest: dict[str, HostedModel] = {}
-        # Being loaded or unloaded: the name is taken.
+        # Being loaded or unloaded.
         self._moving: set[str] = set()
+        # Whose stubs wait for a move of which models.
+        self._asks: list[tuple[str, str]] = []
+        # Replaced, and not unloaded yet.
+        self._retiring = 0
         self._loading: list[HostedModel] = []
         self._closed = False
         self._ended = threading.Event()
         self._disowned = False
         self._reactor = Reactor()
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
-        self._backends: dict[str, Backend] = {backend.name: backend for backend in backends}
-        self._stubs = Stubs(self._reactor)
-        self._backends.setdefault("python", self._python_backend("python"))
-        # Whose models bring their own files.
-        self._own = frozenset(self._backends)
-        now = time.monotonic()
-        self._machines = {name: Machine(name, BACKEND, now) for name in self._backends}
-        self._backend_lock = threading.Lock()
+        stubs = self._stubs = Stubs(self._reactor)
+        self.backends = Backends(
+            backends,
+            python_based,
+            lambda name, folder: PythonBackend(stubs, name, folder, verbose=verbose),
+        )
 
-    def load(self, name: str, prepare: Callable[[], Sequence[Model]]) -> None:
-        """Load what `prepare` finds under this name.
+    # Load
 
-        Raises what that raises, `LoadFailed` and its like, `AlreadyLoaded`, `RuntimeClosed`.
+    def load(self, wanted: Wanted, asker: str | None = None) -> None:
+        """Load a model, or replace a loaded one; does nothing where what is wanted is loaded already.
+
+        What is replaced serves until the new one is ready; then it finishes its requests in the background.
+        `asker` is the model whose stub waits for this. Raises what `prepare` raises, `LoadFailed` and its
+        like, `ModelUnavailable` where this load would wait for itself, `RuntimeClosed`.
         """
-        with self._lock:
+        name = wanted.name
+        with self._move(name, asker):
             self._check_open()
-            if name in self._models or name in self._moving:
-                raise AlreadyLoaded(f"model '{name}' is loaded already; unload it first")
+            prepared = prepare(wanted, self._repository, self.backends.locate)
+            before = self._models.get(name)
+            if before is not None and before.is_what(prepared):
+                prepared.discard()
+                return
+            try:
+                loaded = _Loaded(self._load_versions(prepared.models), prepared)
+            except BaseException:
+                prepared.discard()
+                raise
+            with self._lock:
+                self._models[name] = loaded
+                self._latest[name] = loaded.latest
+        if before is not None:
+            self._retire(name, before)
+
+    @contextlib.contextmanager
+    def _move(self, name: str, asker: str | None = None) -> Iterator[None]:
+        """Inside, nobody else loads or unloads this model. Waits for whoever does."""
+        with self._lock:
+            if asker is not None:
+                self._check_no_circle(name, asker)
+                self._asks.append((asker, name))
+            self._changed.wait_for(lambda: name not in self._moving)
             self._moving.add(name)
-        loaded: list[HostedModel] = []
         try:
-            loaded = self._load_versions(prepare())
+            yield
         finally:
             with self._lock:
                 self._moving.discard(name)
-                if loaded:
-                    self._models[name] = {hosted.model.version: hosted for hosted in loaded}
-                    self._latest[name] = loaded[-1]
+                if asker is not None:
+                    self._asks.remove((asker, name))
                 self._changed.notify_all()
+
+    def _check_no_circle(self, name: str, asker: str) -> None:
+        """The lock is held. Raises `ModelUnavailable` where the move of `name` waits for `asker`."""
+        reached, found = {name}, True
+        while found:
+            more = {to for waiting, to in self._asks if waiting in reached} - reached
+            reached |= more
+            found = bool(more)
+        if name in self._moving and asker in reached:
+            raise ModelUnavailable(
+                f"model '{name}' is loading or unloading, and that waits for model '{asker}', "
+                "which asked for this"
+            )
+
+    def _retire(self, name: str, replaced: _Loaded) -> None:
+        """Unload what nobody finds any more."""
+
+        def act() -> None:
+            # Callers that found it a moment ago may have yet to send their requests.
+            self._ended.wait(_GRACE_S)
+            try:
+                replaced.unload(self._drain_timeout_s)
+            finally:
+                with self._lock:
+                    self._retiring -= 1
+                    self._changed.notify_all()
+
+        with self._lock:
+            self._retiring += 1
+        _apart(act, f"moonpool-retire-{name}")
 
     def _load_versions(self, models: Sequence[Model]) -> list[HostedModel]:
         loaded: list[HostedModel] = []
         try:
             for model in models:
-                backend = self.backend_of(model)
-                self._initialize(backend)
+                backend = self.backends.of(model.config)
+                self.backends.initialize(backend)
                 hosted = HostedModel(backend, model, self._reactor, self._executor, self._tell)
                 self._loading.append(hosted)
                 try:
@@ -117,60 +190,6 @@ class ModelRegistry:
         for hosted in list(self._loading):
             hosted.give_up_loading()
 
-    def backend_of(self, model: Model) -> Backend:
-        """The backend that the model's configuration names. Raises `LoadFailed`."""
-        name = model.config.backend
-        if name not in self._backends:
-            self.locate(model.config)
-            with self._backend_lock:
-                if name not in self._backends:
-                    self._machines[name] = Machine(name, BACKEND, time.monotonic())
-                    self._backends[name] = self._python_backend(name)
-        return self._backends[name]
-
-    def locate(self, config: ModelConfig) -> Path | None:
-        """The file of the Python-based backend that a configuration names; None for other backends.
-
-        Raises `LoadFailed` where there is no such backend.
-        """
-        if config.backend in self._own:
-            return None
-        return self._python_based.find(config.backend, config.raw["runtime"], self._own)
-
-    def _python_backend(self, name: str) -> PythonBackend:
-        folder = self._python_based.python_folder()
-        return PythonBackend(self._stubs, name, folder, verbose=self._verbose)
-
-    def _initialize(self, backend: Backend) -> None:
-        """Once, before its first model. Raises `LoadFailed`, also when it failed earlier."""
-        machine = self._machines[backend.name]
-        with self._backend_lock:
-            if machine.state is BackendState.CREATED:
-                machine.move(BackendState.INITIALIZING, "first model", time.monotonic())
-                try:
-                    backend.initialize()
-                except Exception as error:
-                    machine.move(BackendState.FAILED, str(error), time.monotonic())
-                    raise LoadFailed(
-                        f"backend '{backend.name}' cannot be initialized: {error}", stage="backend"
-                    ) from error
-                machine.move(BackendState.READY, "initialized", time.monotonic())
-            elif machine.state is not BackendState.READY:
-                raise LoadFailed(
-                    f"backend '{backend.name}' is {machine.state}: {machine.because}",
-                    stage="backend",
-                )
-
-    def _finalize(self, backend: Backend) -> None:
-        machine = self._machines[backend.name]
-        if machine.state is BackendState.READY:
-            machine.move(BackendState.FINALIZING, "closed", time.monotonic())
-            try:
-                backend.finalize()
-            except Exception:
-                _log.exception("finalizing backend '%s' failed", backend.name)
-            machine.move(BackendState.STOPPED, "finalized", time.monotonic())
-
     def _tell(self, subject: str, state: str, because: str) -> None:
         _log.debug("%s is %s: %s", subject, state, because)
         if self._listener is not None:
@@ -179,37 +198,35 @@ class ModelRegistry:
             except Exception:
                 _log.exception("the listener failed")
 
+    # Unload
+
     def unload(self, name: str) -> None:
         """Drain and finalize all versions. Raises `ModelNotFound`."""
-        with self._lock:
-            versions = self._models.pop(name, None)
-            self._latest.pop(name, None)
-            if versions is None:
-                raise ModelNotFound(f"model '{name}' is not loaded")
-            self._moving.add(name)
-        try:
-            for hosted in versions.values():
-                hosted.unload(self._drain_timeout_s)
-        finally:
+        with self._move(name):
             with self._lock:
-                self._moving.discard(name)
-                self._changed.notify_all()
+                loaded = self._models.pop(name, None)
+                self._latest.pop(name, None)
+            if loaded is None:
+                raise ModelNotFound(f"model '{name}' is not loaded")
+            loaded.unload(self._drain_timeout_s)
+
+    # Look
 
     def names(self) -> dict[str, list[int]]:
         """The names of the loaded models, each with its versions."""
         with self._lock:
-            return {name: sorted(versions) for name, versions in self._models.items()}
+            return {name: sorted(loaded.versions) for name, loaded in self._models.items()}
 
     def find(self, name: str, version: int | None = None) -> HostedModel:
         """A model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`."""
         hosted = self._latest.get(name)
         if hosted is not None and (version is None or hosted.model.version == version):
             return hosted
-        hosted = self._models.get(name, {}).get(-1 if version is None else version)
-        if hosted is not None:
-            return hosted
+        loaded = self._models.get(name)
+        if loaded is not None and version in loaded.versions:
+            return loaded.versions[version]
         self._check_open()
-        if name in self._models:
+        if loaded is not None:
             raise ModelNotFound(
                 f"Request for unknown model: '{name}' version {version} is not at ready state"
             )
@@ -222,9 +239,11 @@ class ModelRegistry:
         self._check_open()
         self._stubs.catch_up()
         with self._lock:
-            served = [each for versions in self._models.values() for each in versions.values()]
+            served = [h for loaded in self._models.values() for h in loaded.versions.values()]
         families = model_families(each.scheduler for each in served)
         return expose([*families, *self._stubs.metrics.families()])
+
+    # End
 
     def close(self) -> None:
         """Unload everything, also what is being loaded, and finalize the backends.
@@ -262,9 +281,8 @@ class ModelRegistry:
 
     def _finalize_all(self) -> None:
         with self._lock:
-            self._changed.wait_for(lambda: not self._moving)
-        for backend in self._backends.values():
-            self._finalize(backend)
+            self._changed.wait_for(lambda: not self._moving and not self._retiring)
+        self.backends.finalize_all()
         self._executor.shutdown()
         self._reactor.close()
 
@@ -292,3 +310,11 @@ class ModelRegistry:
                     "the runtime belongs to the process that made it, not its forks"
                 )
             raise RuntimeClosed("the runtime was closed; make another")
+
+
+def _apart(act: Callable[[], None], name: str) -> None:
+    """On a thread of its own; on this one where the program is on its way out and starts no more."""
+    try:
+        threading.Thread(target=act, name=name).start()
+    except RuntimeError:
+        act()

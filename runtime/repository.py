@@ -68,16 +68,14 @@ class ModelDirectory:
         """
         file = self.path / CONFIG_FILENAME
         if not os.path.lexists(file):
-            return minimal(
-                self.name, self._implied_backend() or self._nothing_there(file)
-            ), Source()
+            return minimal(self.name, self.implied_backend() or self._nothing_there(file)), Source()
         raw, source = pbtxt.read_with_source(file)
         raw["name"] = raw["name"] or self.name
         if raw["name"] != self.name:
             what = f"unexpected directory name '{self.name}' for model '{raw['name']}'"
             raise source.error("name", f"{what}, directory name must equal model name")
         unsaid = not (raw["backend"] or raw["platform"] or raw["default_model_filename"])
-        if unsaid and (backend := self._implied_backend()):
+        if unsaid and (backend := self.implied_backend()):
             raw = normalise({**raw, "backend": backend}, source)
         return raw, source
 
@@ -120,7 +118,7 @@ class ModelDirectory:
             raise RepositoryError(f"the model file '{path}' cannot be read: check its permissions")
         return path
 
-    def _implied_backend(self) -> str:
+    def implied_backend(self) -> str:
         """The backend for the files that the versions have; "" for none."""
         folders = [self.version_directory(version) for version in self.versions()]
         for backend, filename in FILENAMES.items():

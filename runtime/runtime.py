@@ -15,7 +15,7 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import own
-from moonpool.runtime.loading import models_of
+from moonpool.runtime.loading import Wanted
 from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
@@ -69,15 +69,16 @@ class Runtime:
         model version and instance that changes its state, on whichever thread does that. Raises
         `RepositoryError`, `ConfigError`, `LoadFailed`; what was loaded is unloaded then.
         """
-        self._repository = None if repository is None else ModelRepository(repository)
-        python_based = BackendDirectory(backend_directory)
-        self._models = ModelRegistry(backends, python_based, drain_timeout_s, verbose, listener)
+        found = None if repository is None else ModelRepository(repository)
+        self._models = ModelRegistry(
+            found, backends, BackendDirectory(backend_directory), drain_timeout_s, verbose, listener
+        )
         _open_registries.add(self._models)
         self._forgotten = weakref.finalize(self, self._models.close_soon)
         self._forgotten.atexit = False
-        if self._repository is not None:
+        if found is not None:
             try:
-                names = self._repository.models() if models is None else list(models)
+                names = found.models() if models is None else list(models)
                 in_parallel(self.load, names, "moonpool-load", self._models.give_up_loading)
             except BaseException:
                 self.close()
@@ -92,22 +93,21 @@ class Runtime:
         *,
         instances: int | None = None,
         config: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
         """Load a model, and return when all its instances are ready.
 
         Without `source` it is the repository's model of that name, in the versions of its policy. `source` is
-        a model's directory, one Python file, or a class in a file. `instances` and `config` (in the
-        JSON form of `config.pbtxt`) go before what the directory says.
+        a model's directory, one Python file, or a class in a file. `files` are the contents of a directory by
+        path, such as `1/model.py`, and are written into a private one. `instances` and `config` (in
+        the JSON form of `config.pbtxt`) go before what the directory says.
 
-        Raises `LoadFailed`, `ConfigError`, `RepositoryError`, `BadEnvironment`, `AlreadyLoaded`,
-        `RuntimeClosed`.
+        A loaded model is replaced: it serves until the new one is ready, and finishes the requests that it
+        has. Where the load fails it stays. Nothing happens where nothing was changed since it was loaded.
+
+        Raises `LoadFailed`, `ConfigError`, `RepositoryError`, `BadEnvironment`, `RuntimeClosed`.
         """
-        self._models.load(
-            name,
-            lambda: models_of(
-                name, source, self._repository, instances, config, self._models.locate
-            ),
-        )
+        self._models.load(Wanted(name, source, instances, config, files))
 
     def unload(self, name: str) -> None:
         """Finish the requests that are there, finalize all versions and end their processes.
@@ -281,7 +281,7 @@ class Runtime:
         hosted = self._models.find(model, version)
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype, size_bytes = hosted.signature.empty_dtype(name, dims)
-        backend = self._models.backend_of(hosted.model)
+        backend = self._models.backends.of(hosted.model.config)
         if not isinstance(backend, PythonBackend):
             return np.empty(dims, dtype)
         return backend.memory_of(hosted.model).empty(dims, dtype, size_bytes)

@@ -24,6 +24,8 @@ class ModelSource:
     # `<repository>/<model>` and `<repository>/<model>/<version>`; for a lone file, its folder.
     model_directory: Path
     version_directory: Path
+    # Whether the model has the directory to itself, and all that is in it.
+    is_directory: bool = False
 
 
 def of_file(path: str | os.PathLike[str]) -> ModelSource:

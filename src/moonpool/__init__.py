@@ -12,7 +12,6 @@ from moonpool.runtime.batcher import QueueFull, QueueTimeout
 from moonpool.runtime.config import ConfigError
 from moonpool.runtime.environment_error import BadEnvironment
 from moonpool.runtime.errors import (
-    AlreadyLoaded,
     ExecuteTimedOut,
     InvalidRequest,
     LoadFailed,
@@ -35,7 +34,6 @@ from moonpool.stub.hints import *  # noqa: F403
 __version__ = VERSION
 
 __all__ = [
-    "AlreadyLoaded",
     "Backend",
     "BadEnvironment",
     "ConfigError",

@@ -16,7 +16,6 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import (
-    AlreadyLoaded,
     InvalidRequest,
     LoadFailed,
     ModelNotFound,
@@ -250,22 +249,20 @@ def test_a_model_or_version_that_is_not_there_is_not_found(runtime: moonpool.Run
     assert not runtime.is_ready("echo", 7)
 
 
-def test_a_model_is_not_loaded_twice(runtime: moonpool.Runtime) -> None:
-    with pytest.raises(AlreadyLoaded, match="model 'echo' is loaded already; unload it first"):
-        runtime.load("echo", ECHO_FILE, config=ECHO)
+def test_a_model_that_is_loaded_is_not_started_again(runtime: moonpool.Runtime) -> None:
+    before = runtime.instances("echo")
+    runtime.load("echo", ECHO_FILE, config=ECHO)
 
+    assert runtime.instances("echo") == before
     assert same(runtime.infer("echo", {"X": X}, timeout_s=30.0)["OUT_X"], X)
 
 
 def test_two_loads_of_one_name_at_the_same_time_give_one_model(runtime: moonpool.Runtime) -> None:
-    outcomes: list[object] = []
+    processes: list[object] = []
 
     def load() -> None:
-        try:
-            runtime.load("twin", ECHO_FILE, config=ECHO)
-            outcomes.append(None)
-        except AlreadyLoaded as error:
-            outcomes.append(error)
+        runtime.load("twin", ECHO_FILE, config=ECHO)
+        processes.append(runtime.instances("twin")[0]["pid"])
 
     threads = [threading.Thread(target=load) for _ in range(3)]
     for thread in threads:
@@ -274,11 +271,8 @@ def test_two_loads_of_one_name_at_the_same_time_give_one_model(runtime: moonpool
         thread.join()
     runtime.unload("twin")
 
-    assert sorted(type(outcome).__name__ for outcome in outcomes) == [
-        "AlreadyLoaded",
-        "AlreadyLoaded",
-        "NoneType",
-    ]
+    assert len(processes) == 3
+    assert len(set(processes)) == 1
 
 
 def test_a_model_is_unloaded_when_its_requests_are_answered(runtime: moonpool.Runtime) -> None:
