@@ -330,7 +330,7 @@ CONTROL: dict[Kind, Message] = {
     ),
     # Which levels of LOG are wanted from now on.
     Kind.LOGGING: Message(
-        _RUNTIME, {"info": Flag(), "warning": Flag(), "error": Flag(), "verbose": Int(0, 2**31)}
+        _RUNTIME, {"info": Flag(), "warning": Flag(), "error": Flag(), "verbose": Flag()}
     ),
     # Is the model ready, as it says itself? One question at a time; the reason is nil if it is.
     Kind.READY: Message(_RUNTIME, {"question": _ID}),

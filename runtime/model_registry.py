@@ -13,6 +13,7 @@ from moonpool.runtime.errors import ModelNotFound, ModelUnavailable, RuntimeClos
 from moonpool.runtime.exposition import expose
 from moonpool.runtime.hosted_model import HostedModel
 from moonpool.runtime.loading import prepare
+from moonpool.runtime.log_settings import LogSettings
 from moonpool.runtime.model_metrics import model_families
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
@@ -83,11 +84,9 @@ class ModelRegistry:
         self._disowned = False
         self._reactor = Reactor()
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
-        stubs = self._stubs = Stubs(self._reactor)
+        stubs = self.stubs = Stubs(self._reactor, LogSettings(log_verbose_level=int(verbose)))
         self.backends = Backends(
-            backends,
-            python_based,
-            lambda name, folder: PythonBackend(stubs, name, folder, verbose=verbose),
+            backends, python_based, lambda name, folder: PythonBackend(stubs, name, folder)
         )
 
     # Load
@@ -237,11 +236,11 @@ class ModelRegistry:
     def metrics(self) -> str:
         """The metrics of all models and those that the models made, as text for Prometheus."""
         self._check_open()
-        self._stubs.catch_up()
+        self.stubs.catch_up()
         with self._lock:
             served = [h for loaded in self._models.values() for h in loaded.versions.values()]
         families = model_families(each.scheduler for each in served)
-        return expose([*families, *self._stubs.metrics.families()])
+        return expose([*families, *self.stubs.metrics.families()])
 
     # End
 

@@ -99,9 +99,9 @@ class Output:
 
     def log(self, level: int, message: str, file: str, line: int) -> None:
         """What the model logged on purpose; `level` is as in LOG."""
-        if self._allowed():
-            where = f" ({os.path.basename(harmless(file))}:{line})" if line else ""
-            for part in message.rstrip("\n").split("\n"):
+        where = f" ({os.path.basename(harmless(file))}:{line})" if line else ""
+        for part in message.rstrip("\n").split("\n"):
+            if self._allowed():
                 _log.log(_LEVELS[level], "[%s] %s%s", self._instance, harmless(part), where)
 
     def _line(self, line: bytes) -> None:

@@ -47,14 +47,11 @@ class PythonBackend(Backend):
 
     blocks = False
 
-    def __init__(
-        self, stubs: Stubs, name: str = "python", folder: str = "", *, verbose: bool = False
-    ) -> None:
+    def __init__(self, stubs: Stubs, name: str = "python", folder: str = "") -> None:
         """`folder` is where all models of the backend may import from; "" for nowhere."""
         super().__init__(name)
         self._folder = folder
         self._stubs = stubs
-        self._verbose = verbose
 
     def model_initialize(self, model: Model) -> None:
         """Find the interpreter, and let the model complete its configuration in a process of its own."""
@@ -154,8 +151,8 @@ class PythonBackend(Backend):
     def _start(
         self, model: Model, instance: str, kind: str, device_id: int, mode: str
     ) -> dict[str, Any]:
-        folder, verbose = self._folder, self._verbose
-        return start_of(model, instance, kind, device_id, mode, backend_dir=folder, verbose=verbose)
+        log = self._stubs.log
+        return start_of(model, instance, kind, device_id, mode, backend_dir=self._folder, log=log)
 
     def _process(self, model: Model) -> tuple[str, dict[str, str]]:
         """Interpreter and environment variables of a stub."""

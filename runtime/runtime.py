@@ -135,6 +135,15 @@ class Runtime:
         """Counts and durations, as in Triton's statistics extension."""
         return dict(self._models.find(name, version).scheduler.statistics.snapshot())
 
+    def log_settings(self, **changes: bool | int) -> dict[str, bool | int]:
+        """Change which messages of models are logged, while they run; returns all settings.
+
+        The names are those of Triton's logging extension: `log_info`, `log_warning`, `log_error` (true or
+        false) and `log_verbose_level` (from 1 on, verbose messages are logged). They are for what models
+        say with `Logger` and `logging`. Raises `InvalidRequest`.
+        """
+        return self._models.stubs.change_log(changes).as_dict()
+
     def metrics(self) -> str:
         """The metrics of all models, under Triton's names, and those that models made themselves.
 

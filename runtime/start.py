@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moonpool.runtime.backend import Model
+    from moonpool.runtime.log_settings import LogSettings
 
 # How many processes it gets, say, is not a model's business.
 _COMPLETABLE = (
@@ -29,7 +30,7 @@ def start_of(
     mode: str,
     *,
     backend_dir: str,
-    verbose: bool,
+    log: LogSettings,
 ) -> dict[str, Any]:
     """The object in START, as `stub/handshake.py` describes it.
 
@@ -51,7 +52,7 @@ def start_of(
         "reschedules": False,
         "concurrent_batches": model.options.concurrent_batches,
         "config": config.raw,
-        "verbose": verbose,
+        "log": log.levels,
         "args": {
             "model_config": config.json,
             "model_instance_kind": kind,

@@ -349,6 +349,15 @@ class StubHandle:
         else:
             raise ProtocolError(f"{Kind(kind).name} is not handled by the runtime")
 
+    def tell(self, *message: object) -> None:
+        """Send what a stub that is about to end need not hear."""
+        try:
+            self._send(*message)
+        except PeerGone:
+            _log.debug("[%s] is gone before it could be told: %s", self.name, message[:1])
+        except MoonpoolError as error:
+            _log.warning("[%s] could not be told %s: %s", self.name, message[:1], error)
+
     def tidy(self) -> None:
         """Give back memory that was not needed lately. For whoever holds the idle instance."""
         self.link.tidy(lambda region_id: self._send(Kind.RETIRE, region_id))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.messages import Kind
 from moonpool.runtime.metrics import MetricRegistry
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moonpool.runtime.log_settings import LogSettings
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.stub_handle import StubHandle
 
@@ -18,9 +22,12 @@ _SOON_S = 5.0
 class Stubs:
     """Any thread may call any method."""
 
-    def __init__(self, reactor: Reactor) -> None:
-        self.metrics = MetricRegistry()
+    def __init__(self, reactor: Reactor, log: LogSettings) -> None:
         self.reactor = reactor
+        self.metrics = MetricRegistry()
+        # A stub that is started takes those of this moment.
+        self.log = log
+        self._log_changing = threading.Lock()
         self._alive: set[StubHandle] = set()
 
     def add(self, stub: StubHandle) -> None:
@@ -30,6 +37,16 @@ class Stubs:
     def remove(self, stub: StubHandle) -> None:
         """A stub that has been given up."""
         self._alive.discard(stub)
+
+    def change_log(self, changes: Mapping[str, object]) -> LogSettings:
+        """Change settings, in the stubs as well, and return all of them. Raises `InvalidRequest`."""
+        with self._log_changing:
+            changed = self.log.changed(changes)
+            before, self.log = self.log, changed
+            if changed.levels != before.levels:
+                for stub in self._alive.copy():
+                    stub.tell(Kind.LOGGING, *changed.levels)
+            return changed
 
     def catch_up(self) -> None:
         """Take in what the stubs have told until now."""

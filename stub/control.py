@@ -11,6 +11,7 @@ from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import MAX_RESPONSES_IN_PACKET, Kind, Side
+from moonpool.stub import logger
 
 if TYPE_CHECKING:
     from typing import Any, Callable
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
     from moonpool.stub.regions import Regions
 
+# While one thread waits for the runtime to read, others go on logging.
+_MANY_WAITING = 1024
 _RESPONSES = int(Kind.RESPONSES)
 _INDIRECT = int(Kind.INDIRECT)
 
@@ -29,11 +32,17 @@ class Control:
         self._channel = channel
         self._regions: Regions
         self._cancel: Callable[[int, int], None]
+        self._codec = control_codec(Side.STUB)
+        self._begin()
+        # What was to be sent is the parent's to send, and its lock may be in the hand of a thread of its.
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
         # What is to be sent, in order: packets, and responses as they are described. Whoever has the
         # lock sends all that is there; whoever does not get it need not wait.
         self._outbox: deque[bytes | list[Any]] = deque()
         self._sending = threading.Lock()
-        self._codec = control_codec(Side.STUB)
+        self._left_out = 0
 
     def send(self, *message: Any) -> None:
         """Send a control message; blocks while the runtime is behind with reading."""
@@ -82,9 +91,16 @@ class Control:
         return encode(_RESPONSES, responses)
 
     def log(self, level: int, message: str, file: str, line: int) -> None:
-        """A log line for the runtime; long ones are cut."""
+        """A log line for the runtime; long ones are cut, and left out while too many wait to be sent."""
+        if len(self._outbox) >= _MANY_WAITING:
+            self._left_out += 1
+            return
+        if self._left_out:
+            count, self._left_out = self._left_out, 0
+            self.log(logger.WARNING, f"{count} messages were left out: too many at once", "", 0)
         clean = message[:8192].encode("utf-8", "replace").decode()
-        self.send(Kind.LOG, level, clean, file[-1024:], line)
+        file = file[-1024:].encode("utf-8", "replace").decode()
+        self.send(Kind.LOG, level, clean, file, line)
 
     def listen(self, regions: Regions, cancel: Callable[[int, int], None]) -> None:
         """Start handling what arrives, until the process ends.
@@ -117,6 +133,8 @@ class Control:
             regions.forget(fields[1])
         elif kind == Kind.CANCEL:
             self._cancel(fields[1], fields[2])
+        elif kind == Kind.LOGGING:
+            logger.set_levels(*fields[1:])
         elif kind == _INDIRECT:
             self._handle(self._codec.decode(regions.load(*fields[1:])), fds)
         else:

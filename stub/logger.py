@@ -8,8 +8,6 @@ import time
 from enum import Enum
 from typing import TYPE_CHECKING, Callable, Optional
 
-from moonpool.stub.errors import as_text
-
 if TYPE_CHECKING:
     import logging
 
@@ -35,7 +33,8 @@ class _Route:
     """Where messages go at present; one for the process, as a process has one model."""
 
     sink: Optional[Sink] = None  # noqa: UP045 - evaluated at run time
-    verbose = False
+    # By level.
+    is_wanted: tuple[bool, bool, bool, bool] = (True, True, True, False)
 
 
 def set_sink(sink: Sink | None) -> None:
@@ -43,9 +42,9 @@ def set_sink(sink: Sink | None) -> None:
     _Route.sink = sink
 
 
-def set_verbose(verbose: bool) -> None:
-    """Whether verbose messages are delivered."""
-    _Route.verbose = verbose
+def set_levels(info: bool, warning: bool, error: bool, verbose: bool) -> None:
+    """Which messages are delivered from now on. Others cost nothing but the call."""
+    _Route.is_wanted = (info, warning, error, verbose)
 
 
 class Logger:
@@ -89,10 +88,12 @@ def _log(message: object, level: int) -> None:
         raise TypeError(
             f"log(): incompatible function arguments. message must be a str, not {type(message)}"
         )
-    if level == VERBOSE and not _Route.verbose:
+    if not _Route.is_wanted[level]:
         return
+    if isinstance(message, bytes):
+        message = message.decode("utf-8", "backslashreplace")
     caller = sys._getframe(2)
-    _deliver(level, as_text(message), caller.f_code.co_filename, caller.f_lineno)
+    _deliver(level, str(message), caller.f_code.co_filename, caller.f_lineno)
 
 
 def _deliver(level: int, message: str, file: str, line: int) -> None:
@@ -113,15 +114,17 @@ def _deliver(level: int, message: str, file: str, line: int) -> None:
 def logging_handler() -> logging.Handler:
     """A handler that delivers the records of Python's `logging` to where Logger's messages go.
 
-    It follows the level of the loggers, whatever `set_verbose` says of DEBUG records, and it does
-    not raise. The caller adds it to a logger.
+    DEBUG records are verbose messages. It does not raise. The caller adds it to a logger.
     """
     import logging  # Slow to import, and many models do without it.
 
     class Forwarder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
+            level = _level_of(record)
+            if not _Route.is_wanted[level]:
+                return
             try:
-                _deliver(_level_of(record), self.format(record), record.pathname, record.lineno)
+                _deliver(level, self.format(record), record.pathname, record.lineno)
             except Exception:
                 self.handleError(record)
 

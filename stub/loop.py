@@ -47,6 +47,8 @@ class Stub:
     """One model instance. Everything here runs on the main thread of the process."""
 
     def __init__(self, handshake: Handshake) -> None:
+        # Before the control channel may tell of others.
+        logger.set_levels(*handshake.start["log"])
         self._handshake = handshake
         self._conversation = handshake.conversation
         self._control = Control(handshake.control)
@@ -69,7 +71,6 @@ class Stub:
         start = self._handshake.start
         output.prepare()
         logger.set_sink(self._control.log)
-        logger.set_verbose(bool(start.get("verbose")))
         try:
             model = load_model(start, self._regions)
         except LoadError as error:

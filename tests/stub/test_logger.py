@@ -23,11 +23,11 @@ def sink() -> Iterator[list[Message]]:
     logger.set_sink(lambda *message: messages.append(message))
     yield messages
     logger.set_sink(None)
-    logger.set_verbose(False)
+    logger.set_levels(True, True, True, False)
 
 
 def test_each_level_has_tritons_number_and_the_callers_place(sink: list[Message]) -> None:
-    logger.set_verbose(True)
+    logger.set_levels(True, True, True, True)
     here = sys._getframe().f_lineno
     Logger.log_info("a")
     Logger.log_warn("b")
@@ -51,7 +51,7 @@ def test_verbose_messages_are_dropped_unless_they_are_wanted(sink: list[Message]
     Logger.log_verbose("a")
     assert sink == []
 
-    logger.set_verbose(True)
+    logger.set_levels(True, True, True, True)
     Logger.log("b", Logger.VERBOSE)
     assert [message[1] for message in sink] == ["b"]
 
@@ -80,7 +80,32 @@ def test_without_a_sink_messages_go_to_stderr(
     assert re.fullmatch(pattern, line)
 
 
+def test_what_is_off_is_dropped_and_may_be_on_again(sink: list[Message]) -> None:
+    log = logging.Logger("model")
+    log.addHandler(logger.logging_handler())
+
+    def say_everything() -> list[str]:
+        sink.clear()
+        for say in (Logger.log_info, Logger.log_warn, Logger.log_error, Logger.log_verbose):
+            say(say.__name__)
+        for level in (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG):
+            log.log(level, logging.getLevelName(level))
+        return [message[1].removeprefix("model: ") for message in sink]
+
+    logger.set_levels(False, True, False, True)
+    assert say_everything() == ["log_warn", "log_verbose", "WARNING", "DEBUG"]
+    logger.set_levels(True, False, True, False)
+    assert say_everything() == ["log_info", "log_error", "INFO", "ERROR"]
+
+
+def test_bytes_are_text_as_far_as_they_go(sink: list[Message]) -> None:
+    Logger.log_info(b"good \xff")  # type: ignore[arg-type]
+
+    assert sink[0][1] == r"good \xff"
+
+
 def test_records_of_pythons_logging_arrive_too(sink: list[Message]) -> None:
+    logger.set_levels(True, True, True, True)
     log = logging.Logger("model")
     log.addHandler(logger.logging_handler())
     log.warning("%d left", 3)
