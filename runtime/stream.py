@@ -28,29 +28,37 @@ _END = _End()
 
 
 class StreamWaiter(Waiter):
-    """Collects responses until somebody takes them."""
+    """Collects responses until somebody takes them. Knows nothing of the stream, which may be dropped."""
 
-    __slots__ = ("ring", "waiting")
+    __slots__ = ("bell", "waiting", "wake")
     takes_many = True
 
     def __init__(self) -> None:
         self.waiting: deque[Outcome | _End] = deque()
-        # Wakes whoever waits for the next response.
-        self.ring: Callable[[], None] = _nobody
+        # A thread waits for the next response by this; a task has something else to wake it.
+        self.bell = threading.Lock()
+        self.bell.acquire()
+        self.wake: Callable[[], None] | None = None
 
     def respond(self, outcome: Outcome) -> None:
         self.waiting.append(outcome)
-        self.ring()
+        self._ring()
 
     def resolve(self, outcome: Outcome | None) -> None:
         if outcome is not None:
             self.waiting.append(outcome)
         self.waiting.append(_END)
-        self.ring()
+        self._ring()
 
-
-def _nobody() -> None:
-    """Nobody waits at the moment."""
+    def _ring(self) -> None:
+        wake = self.wake
+        if wake is not None:
+            wake()
+            return
+        try:
+            self.bell.release()
+        except RuntimeError:  # it rings already
+            return
 
 
 class ResponseStream:
@@ -69,9 +77,6 @@ class ResponseStream:
         self._request = request
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._waiter = request.waiter = StreamWaiter()
-        self._bell = threading.Lock()
-        self._bell.acquire()
-        self._waiter.ring = self._ring
         self._has_ended = False
         execution = scheduler.submit(request)
         if execution is not None:
@@ -89,19 +94,13 @@ class ResponseStream:
         waiting = self._waiter.waiting
         while not waiting:
             left_s = -1.0 if self._deadline is None else self._deadline - time.monotonic()
-            if (self._deadline and left_s <= 0) or not self._bell.acquire(timeout=left_s):
+            if (self._deadline and left_s <= 0) or not self._waiter.bell.acquire(timeout=left_s):
                 self._time_out()
         outcome = waiting.popleft()
         if outcome is _END:
             self._has_ended = True
             raise StopIteration
         return _response(outcome)
-
-    def _ring(self) -> None:
-        try:
-            self._bell.release()
-        except RuntimeError:  # it rings already
-            return
 
     # For event loops
 
@@ -126,7 +125,7 @@ class ResponseStream:
 
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
-        self._waiter.ring = _ringer(loop, woken)
+        self._waiter.wake = _waker(loop, woken)
         try:
             async with asyncio.timeout(
                 None if self._deadline is None else self._deadline - time.monotonic()
@@ -137,7 +136,7 @@ class ResponseStream:
         except TimeoutError:
             self._time_out()
         finally:
-            self._waiter.ring = self._ring
+            self._waiter.wake = None
 
     # End
 
@@ -186,25 +185,25 @@ class ResponseStream:
             scheduler.reactor.call_soon(lambda: scheduler.leave(request))
 
 
-def _ringer(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> Callable[[], None]:
+def _waker(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> Callable[[], None]:
     """Wakes a task of this loop once, however often it is called until then."""
     pending = [True]
 
-    def ring() -> None:
+    def wake() -> None:
         try:
             pending.pop()
         except IndexError:  # it is about to wake up
             return
         try:
-            loop.call_soon_threadsafe(wake)
+            loop.call_soon_threadsafe(set_woken)
         except RuntimeError:  # the loop is closed: nobody waits there any more
             return
 
-    def wake() -> None:
+    def set_woken() -> None:
         pending.append(True)
         woken.set()
 
-    return ring
+    return wake
 
 
 def _response(outcome: object) -> Response:

@@ -10,7 +10,7 @@ from moonpool.stub.errors import TritonModelException
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Parameter = Union[bool, int, str]
+Parameter = Union[bool, int, float, str]
 
 
 def checked(parameters: object) -> dict[str, Parameter] | None:
@@ -27,7 +27,8 @@ def checked(parameters: object) -> dict[str, Parameter] | None:
             raise TritonModelException(
                 f"Expect parameters keys to have type str, found type {type(key)}"
             )
-        if not isinstance(value, (bool, int, str)):
+        # Triton has no floats here; its text for what is refused stays as it is.
+        if not isinstance(value, (bool, int, float, str)):
             raise TritonModelException(
                 f"Expect parameters values to have type bool/int/str, found type {type(value)}"
             )

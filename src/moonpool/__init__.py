@@ -26,6 +26,7 @@ from moonpool.runtime.progress import Progress
 from moonpool.runtime.repository import RepositoryError
 from moonpool.runtime.request import Response
 from moonpool.runtime.runtime import Runtime, exit_on_sigterm
+from moonpool.runtime.stream import ResponseStream
 from moonpool.runtime.version import VERSION
 
 # The hints are what `moonpool.stub.hints` puts into this module, here as in a stub.
@@ -54,6 +55,7 @@ __all__ = [
     "RequestTimedOut",
     "Response",
     "ResponseAllocator",
+    "ResponseStream",
     "Runtime",
     "RuntimeClosed",
     "StubDied",
