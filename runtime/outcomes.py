@@ -111,7 +111,9 @@ class Outcomes:
         On the reactor's thread. Raises `RemoteProtocolError` for one that its model may not give.
         """
         if outcome is not None:
-            if request.responses and not self._decoupled:
+            # What went wrong behind the only response takes its place.
+            is_failure = flags and isinstance(outcome, BaseException)
+            if request.responses and not self._decoupled and not is_failure:
                 raise RemoteProtocolError("a second response of a model that is not decoupled")
             request.responses += 1
         if not flags:

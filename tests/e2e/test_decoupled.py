@@ -235,9 +235,7 @@ def test_a_stream_whose_time_is_over_tells_the_model(runtime: moonpool.Runtime) 
     wait_until(lambda: open_requests(runtime) == 0, what="the model to notice")
 
 
-def test_a_stream_of_a_model_with_one_response_has_one(
-    runtime: moonpool.Runtime, undisturbed: object
-) -> None:
+def test_a_stream_of_a_model_with_one_response_has_one(runtime: moonpool.Runtime) -> None:
     x = np.arange(3, dtype=np.float32)
     (response,) = runtime.stream("sibling", {"X": x})
     assert response.outputs["OUT_X"].tolist() == [0, 1, 2]

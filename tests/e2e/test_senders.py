@@ -1,0 +1,92 @@
+"""Response senders of models that give one response a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.hosting import MODELS, Config, hosted, tensor
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import ModelError, RequestTimedOut
+
+pytestmark = pytest.mark.usefixtures("undisturbed")
+
+RULES: Config = {
+    "input": [tensor("HOW", "STRING", 1)],
+    "output": [tensor("TEXTS", "STRING", -1)],
+}
+TWO = "Unable to send response. Non-decoupled model cannot send more than one response."
+CLOSED = "Unable to send response. Response sender has been closed."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rules(runtime: moonpool.Runtime) -> Iterator[None]:
+    with hosted(runtime, "rules", MODELS / "sender_rules.py", RULES):
+        yield
+
+
+def ask(runtime: moonpool.Runtime, how: str, timeout_s: float = 30.0) -> list[str]:
+    texts = runtime.infer("rules", {"HOW": [how]}, timeout_s=timeout_s)["TEXTS"]
+    return [text.decode() for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("good", "good"), ("apart", "apart"), ("late", "apart"), ("unused", "returned")],
+)
+def test_the_response_may_be_sent_or_returned(
+    runtime: moonpool.Runtime, how: str, said: str
+) -> None:
+    assert ask(runtime, how) == [said]
+
+
+def test_a_sender_refuses_in_triton_s_words(runtime: moonpool.Runtime) -> None:
+    assert ask(runtime, "rules") == [
+        "Unable to send response. Unsupported flag provided.",
+        "Inference Response object must be provided when the response flags is set to zero.",
+        "Unable to send response. Non-decoupled model cannot send complete final before sending a "
+        "response.",
+    ]
+    assert ask(runtime, "told") == [TWO, TWO, CLOSED, TWO]
+
+
+def test_a_sender_is_closed_when_execute_returned_a_response(runtime: moonpool.Runtime) -> None:
+    assert ask(runtime, "keep") == ["returned"]
+    assert ask(runtime, "after_return") == [CLOSED, CLOSED]
+
+
+def test_a_request_that_was_answered_by_its_sender_is_not_answered_again(
+    runtime: moonpool.Runtime,
+) -> None:
+    assert ask(runtime, "both") == ["sent"]
+
+
+def test_a_response_without_the_last_flag_is_an_error_when_the_sender_is_dropped(
+    runtime: moonpool.Runtime,
+) -> None:
+    with pytest.raises(ModelError, match="its response sender was dropped"):
+        ask(runtime, "without_final")
+
+
+def test_what_execute_raises_reaches_the_client(runtime: moonpool.Runtime) -> None:
+    with pytest.raises(ModelError, match="raised on purpose"):
+        ask(runtime, "raise")
+
+
+def test_a_client_that_does_not_wait_any_more_is_a_cancelled_request(
+    runtime: moonpool.Runtime,
+) -> None:
+    with pytest.raises(RequestTimedOut):
+        ask(runtime, "wait_cancelled", timeout_s=0.05)
+    assert ask(runtime, "told") == ["cancelled"]
+
+
+def test_a_future_that_is_cancelled_is_a_cancelled_request(runtime: moonpool.Runtime) -> None:
+    scheduler = runtime._models.find("rules").scheduler
+    future = runtime.submit("rules", {"HOW": ["wait_cancelled"]})
+    wait_until(lambda: scheduler.executing == 1)
+    future.cancel()
+    assert ask(runtime, "told") == ["cancelled"]

@@ -1,0 +1,104 @@
+"""Breaks the rules of response senders as its input HOW says; answers with the texts it is told."""
+
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+KEPT = {}
+
+
+def response(*texts):
+    output = np.array([text.encode() for text in texts], np.object_)
+    return pb_utils.InferenceResponse([pb_utils.Tensor("TEXTS", output)])
+
+
+def text_of(call, *arguments, **named):
+    try:
+        call(*arguments, **named)
+    except pb_utils.TritonModelException as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def good(sender):
+    sender.send(response("good"), flags=FINAL)
+
+
+def apart(sender):
+    sender.send(response("apart"))
+    sender.send(flags=FINAL)
+
+
+def late(sender):
+    threading.Thread(target=apart, args=(sender,)).start()
+
+
+def rules(sender):
+    texts = [
+        text_of(sender.send, response("x"), flags=2),
+        text_of(sender.send),
+        text_of(sender.send, flags=FINAL),
+    ]
+    answer = response(*texts)
+    sender.send(answer)
+    KEPT["texts"] = [
+        text_of(sender.send, response("two")),
+        text_of(sender.send, response("two"), flags=FINAL),
+    ]
+    sender.send(flags=FINAL)
+    KEPT["texts"] += [
+        text_of(sender.send, flags=FINAL),
+        text_of(sender.send, response("three")),
+    ]
+
+
+def told(sender):
+    sender.send(response(*KEPT.pop("texts")), flags=FINAL)
+
+
+def keep(sender):
+    KEPT["sender"] = sender
+    return response("returned")
+
+
+def after_return(sender):
+    old = KEPT.pop("sender")
+    sender.send(
+        response(text_of(old.send, response("x")), text_of(old.send, flags=FINAL)), flags=FINAL
+    )
+
+
+def both(sender):
+    sender.send(response("sent"), flags=FINAL)
+    return response("returned")
+
+
+def unused(sender):
+    return response("returned")
+
+
+def without_final(sender):
+    sender.send(response("sent"))
+
+
+def wait_cancelled(sender):
+    while not sender.is_cancelled():
+        threading.Event().wait(0.002)
+    KEPT["texts"] = ["cancelled"]
+    sender.send(response("nobody"), flags=FINAL)
+
+
+HOW = {name: value for name, value in globals().items() if callable(value)}
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            how = pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy()[0].decode()
+            if how == "raise":
+                raise ValueError("raised on purpose")
+            responses.append(HOW[how](request.get_response_sender()))
+        return responses if any(responses) else None

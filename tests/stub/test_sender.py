@@ -1,0 +1,140 @@
+"""The rules of response senders, without a stub."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moonpool.ipc.messages import AGAIN, FINAL
+from moonpool.stub.errors import TritonModelException
+from moonpool.stub.reply import DROPPED, Port, Reply
+from moonpool.stub.request import InferenceRequest
+from moonpool.stub.response import InferenceResponse
+from moonpool.stub.sender import InferenceResponseSender
+from moonpool.stub.tensor import Tensor
+
+
+class Post(Port):
+    """Keeps what was delivered: the response or the text of its error, and the flags."""
+
+    def __init__(self, *, is_decoupled: bool = True) -> None:
+        self.is_decoupled = is_decoupled
+        self.sent: list[tuple[object, int]] = []
+
+    def respond(self, _: Reply, response: InferenceResponse | None, flags: int) -> None:
+        error = None if response is None else response.error()
+        self.sent.append((response if error is None else error.message(), flags))
+
+
+def request(port: Port | None) -> InferenceRequest:
+    origin = None if port is None else (port, 1, 0)
+    return InferenceRequest.from_wire("", 0, 0, 0, None, None, [], 0, origin)
+
+
+def response() -> InferenceResponse:
+    return InferenceResponse([Tensor("Y", np.zeros(1, np.float32))])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("text",), (1,), ([],), (None, "1"), (None, None), (None, 1.0), (response(), "")],
+    ids=repr,
+)
+def test_arguments_of_other_types_are_type_errors(arguments: tuple[Any, ...]) -> None:
+    port = Post()
+    given = request(port)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        given.get_response_sender().send(*arguments)
+    assert port.sent == []
+
+
+def test_a_sender_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="No constructor defined"):
+        InferenceResponseSender()
+
+
+def test_arguments_come_before_the_state(  # the order of the checks is what clients of Triton see
+) -> None:
+    sender = request(Post()).get_response_sender()
+    sender.send(flags=FINAL)
+    for arguments, words in {
+        (None, 2): "Unsupported flag",
+        (None, 0): "must be provided",
+        (None, 1): "has been closed",
+    }.items():
+        with pytest.raises(TritonModelException, match=words):
+            sender.send(*arguments)
+
+
+def test_a_request_of_a_model_s_own_making_has_a_sender_without_a_purpose() -> None:
+    sender = request(None).get_response_sender()
+    with pytest.raises(TritonModelException, match="no reference to the decoupled state"):
+        sender.send(response())
+    assert not sender.is_cancelled()
+
+
+def test_every_sender_of_a_request_has_the_same_state() -> None:
+    port = Post()
+    given = request(port)
+    given.get_response_sender().send(flags=FINAL)
+    with pytest.raises(TritonModelException, match="has been closed"):
+        given.get_response_sender().send(flags=FINAL)
+
+
+def test_what_is_dropped_open_is_abandoned_once() -> None:
+    port = Post()
+    given = request(port)
+    given.reply().leave_open()
+    sender = given.get_response_sender()
+    del given
+    assert port.sent == []
+    del sender
+    assert port.sent == [(DROPPED, FINAL)]
+
+
+def test_what_was_answered_with_its_batch_is_not_abandoned() -> None:
+    port = Post()
+    given = request(port)
+    given.get_response_sender()
+    given.reply().close()
+    del given
+    gc.collect()
+    assert port.sent == []
+
+
+def test_a_rescheduled_request_is_closed() -> None:
+    port = Post()
+    given = request(port)
+    sender = given.get_response_sender()
+    sender.send(response())
+    given.reply().reschedule()
+    with pytest.raises(TritonModelException, match="has been closed"):
+        sender.send(response())
+    assert [flags for _, flags in port.sent] == [0, AGAIN]
+
+
+def test_no_response_follows_the_last_one_however_many_threads_send() -> None:
+    port = Post()
+    sender = request(port).get_response_sender()
+    refused: list[str] = []
+
+    def send(flags: int) -> None:
+        for _ in range(200):
+            try:
+                sender.send(response(), flags)
+            except TritonModelException as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=send, args=(flags,)) for flags in (0, 0, 0, FINAL)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [flags for _, flags in port.sent[:-1]] == [0] * (len(port.sent) - 1)
+    assert port.sent[-1][1] == FINAL
+    assert len(port.sent) + len(refused) == 800
