@@ -25,10 +25,12 @@ BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES  # noqa: E402
 from moonpool.ipc.codec import control_codec, encode, unpack_layout, work_codec  # noqa: E402
-from moonpool.ipc.messages import Kind, Side  # noqa: E402
+from moonpool.ipc.messages import FINAL, Kind, Side  # noqa: E402
 
 HUGE = 2**62
 FP32, BYTES = 11, 13
+# A layout of one response without outputs.
+EMPTY = b"\x91\x90"
 
 
 class Peer:
@@ -128,6 +130,33 @@ def with_descriptors(peer: Peer) -> None:
     send_fds(
         peer.work,
         encode(Kind.ANSWER, peer.batch, [], [], [], encode(*[[]] * peer.count), None, None),
+    )
+
+
+def responses(*rows: tuple[object, ...]) -> Fault:
+    """Responses apart from the answer; in each row None stands for the batch that executes."""
+
+    def send(peer: Peer) -> None:
+        filled = [[peer.batch if row[0] is None else row[0], *row[1:]] for row in rows]
+        peer.tell(Kind.RESPONSES, filled)
+
+    return send
+
+
+def from_the_request(peer: Peer) -> None:
+    block = [peer.requests_region, 0, 16]
+    peer.tell(Kind.RESPONSES, [[peer.batch, 0, FINAL, [block], EMPTY, None]])
+
+
+def control_indirect_twice(peer: Peer) -> None:
+    packet = encode(Kind.INDIRECT, peer.answers_region, 0, 16)
+    os.pwrite(peer.answers_fd, packet, 0)
+    peer.tell(Kind.INDIRECT, peer.answers_region, 0, len(packet))
+
+
+def states(*values: object) -> Fault:
+    return lambda peer: peer.say(
+        Kind.ANSWER, peer.batch, [], [], [], encode(*[[]] * peer.count), None, list(values)
     )
 
 
@@ -258,6 +287,23 @@ FAULTS: dict[str, Fault] = {
     "a work message for control": lambda peer: peer.tell(Kind.FINALIZED, "", ""),
     "retires the only region": lambda peer: peer.tell(Kind.RETIRE, peer.answers_region),
     "retires what is none": lambda peer: peer.tell(Kind.RETIRE, HUGE),
+    "an indirect notice beyond": lambda peer: peer.tell(
+        Kind.INDIRECT, peer.answers_region, 0, 1 << 40
+    ),
+    "an indirect notice in an indirect one": control_indirect_twice,
+    # Responses apart from the answer.
+    "responds to no batch": responses((HUGE, 0, FINAL, [], EMPTY, None)),
+    "responds to no request": responses((None, 1, FINAL, [], EMPTY, None)),
+    "responds with nothing": responses((None, 0, 0, [], None, None)),
+    "ends what had no response": responses((None, 0, FINAL, [], None, None)),
+    "responds twice": responses((None, 0, 0, [], EMPTY, None), (None, 0, 0, [], EMPTY, None)),
+    "responds with two in one": responses((None, 0, FINAL, [], b"\x92\x90\x90", None)),
+    "responds with a block that is none": responses(
+        (None, 0, FINAL, [], encode([[0, FP32, [4], 0, 0, 16]]), None)
+    ),
+    "responds from the request": from_the_request,
+    "a state too many": states(0, 0),
+    "a state that is none": states(3),
     "floods growth": flood(encode(Kind.GROW, 1)),
     # Ends.
     "closes the work channel": closing("work"),
