@@ -1,0 +1,92 @@
+"""The same call on both sides, and that the answers are the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from tests.triton.answers import Answer, Failure, Inputs, LogLine, Outcome
+from tests.triton.moonpool_side import MoonpoolSide
+from tests.triton.triton_side import TritonSide
+
+# How pybind11 begins to refuse arguments of a wrong type; the rest tells its own signatures.
+PYBIND = ("incompatible constructor arguments", "incompatible function arguments")
+
+
+class Both:
+    """Both sides over one repository. A method that asks both asserts that they agree."""
+
+    def __init__(self, triton: TritonSide, moonpool: MoonpoolSide) -> None:
+        self.triton = triton
+        self.moonpool = moonpool
+
+    def infer(self, model: str, inputs: Inputs, **options: Any) -> Outcome:
+        """The outcome, which is the same on both sides."""
+        theirs = self.triton.infer(model, inputs, **options)
+        ours = self.moonpool.infer(model, inputs, **options)
+        assert ours == theirs
+        return ours
+
+    def answer(self, model: str, inputs: Inputs, **options: Any) -> Answer:
+        """As `infer`, where a response is expected."""
+        outcome = self.infer(model, inputs, **options)
+        assert isinstance(outcome, Answer), outcome
+        return outcome
+
+    def failure(self, model: str, inputs: Inputs, **options: Any) -> Failure:
+        """As `infer`, where an error is expected."""
+        outcome = self.infer(model, inputs, **options)
+        assert isinstance(outcome, Failure), outcome
+        return outcome
+
+    def load(self, model: str) -> Failure | None:
+        """What hinders the load, which is the same on both sides."""
+        theirs = self.triton.load(model)
+        ours = self.moonpool.load(model)
+        assert ours == theirs
+        return ours
+
+    @contextlib.contextmanager
+    def hosted(self, model: str) -> Iterator[None]:
+        """The model, loaded on both sides."""
+        assert self.triton.load(model) is None
+        try:
+            assert self.moonpool.load(model) is None
+            try:
+                yield
+            finally:
+                self.moonpool.unload(model)
+        finally:
+            self.triton.unload(model)
+
+    def log(self) -> list[LogLine]:
+        """What models logged since the last look, the same on both sides."""
+        theirs = self.triton.log()
+        ours = self.moonpool.log()
+        assert ours == theirs
+        return ours
+
+    def said(self, code: str, **options: Any) -> tuple[str, str]:
+        """What the model `snippets` says of a piece of Python: Triton's word, then moonpool's."""
+        inputs = {"CODE": np.array([code.encode()], object)}
+        return (
+            _word(self.triton.infer("snippets", inputs, **options)),
+            _word(self.moonpool.infer("snippets", inputs, **options)),
+        )
+
+
+def agree(theirs: str, ours: str) -> bool:
+    """Whether two words are the same; where pybind11 tells its signatures, the exceptions' types."""
+    if any(words in theirs for words in PYBIND):
+        return ours.split(":")[0] == theirs.split(":")[0]
+    return ours == theirs
+
+
+def _word(outcome: Outcome) -> str:
+    if isinstance(outcome, Failure):
+        return f"{outcome.code}: {outcome.text}"
+    (said,) = outcome.outputs["SAID"].data
+    text = said.decode() if isinstance(said, bytes) else str(said)
+    return text

@@ -1,0 +1,90 @@
+"""moonpool, asked in this process, in the terms of the other side."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.triton.answers import Answer, Failure, Inputs, LogLine, Outcome, output_of
+
+import moonpool
+from moonpool import LoadFailed, MoonpoolError
+
+TIMEOUT_S = 50.0
+_LINE = re.compile(r"^\[\w+\] (.*) \((model\.py:\d+)\)$", re.S)
+
+
+class _Lines(logging.Handler):
+    """Keeps the lines that models logged on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[LogLine] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = _LINE.match(record.getMessage())
+        if found is not None:
+            level = "I" if record.levelno <= logging.INFO else record.levelname[0]
+            self.lines.append(LogLine(level, found[2], found[1]))
+
+
+class MoonpoolSide:
+    """One runtime over the same repository."""
+
+    def __init__(self, repository: Path) -> None:
+        self._runtime = moonpool.Runtime(repository, models=[])
+        self._lines = _Lines()
+        self._logger = logging.getLogger("moonpool.stub")
+        self._logger.addHandler(self._lines)
+        self._logger.setLevel(logging.DEBUG)
+
+    def close(self) -> None:
+        self._runtime.close()
+        self._logger.removeHandler(self._lines)
+        self._logger.setLevel(logging.NOTSET)
+
+    def load(self, model: str) -> Failure | None:
+        """Load a model of the repository; what hinders it, if anything does."""
+        try:
+            self._runtime.load(model)
+        except MoonpoolError as error:
+            return Failure(getattr(error, "code", "INTERNAL"), _words(error))
+        return None
+
+    def unload(self, model: str) -> None:
+        self._runtime.unload(model)
+
+    def ready(self, model: str) -> bool:
+        return self._runtime.is_ready(model)
+
+    def infer(self, model: str, inputs: Inputs, **options: Any) -> Outcome:
+        arrays = {name: np.asarray(value) for name, value in inputs.items()}
+        try:
+            response = self._runtime.request(model, arrays, timeout_s=TIMEOUT_S, **options)
+        except MoonpoolError as error:
+            return Failure(error.code, str(error))
+        return _answer(response)
+
+    def config(self, model: str) -> dict[str, Any]:
+        """The configuration as moonpool completed it, in its JSON form."""
+        return self._runtime.config(model).to_dict()
+
+    def log(self) -> list[LogLine]:
+        """What models logged on purpose since the last look."""
+        lines, self._lines.lines = self._lines.lines, []
+        return lines
+
+
+def _words(error: MoonpoolError) -> str:
+    return str(error)
+
+
+def _answer(response: moonpool.Response) -> Answer:
+    outputs = {name: output_of(array) for name, array in response.outputs.items()}
+    return Answer(outputs, dict(response.parameters), response.request_id)
+
+
+__all__ = ["LoadFailed", "MoonpoolSide"]

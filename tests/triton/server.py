@@ -1,0 +1,170 @@
+"""A real tritonserver with its Python backend, for the length of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+VARIABLE = "MOONPOOL_TRITON_PYTHON"
+# What the server calls its regions in /dev/shm; nothing else is called so.
+REGIONS = f"moonpool_tests_{os.getpid()}_"
+START_TIMEOUT_S = 50.0
+STOP_TIMEOUT_S = 50.0
+_READY = "Started Metrics Service"
+
+_FACTS = """
+import importlib.util, sys, sysconfig
+spec = importlib.util.find_spec("pytriton")
+print("" if spec is None else spec.submodule_search_locations[0])
+print(sysconfig.get_config_var("LIBDIR"))
+print("%d.%d" % sys.version_info[:2])
+"""
+
+
+def interpreter() -> Path:
+    """The interpreter beside which nvidia-pytriton is installed. Skips the test where there is none."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    usual = ROOT / ".venv-triton" / "bin" / "python"
+    if not usual.exists():
+        pytest.skip(f"no tritonserver: {usual.parents[1].name} is not here and {VARIABLE} not set")
+    return usual
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody has now; all differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class TritonServer:
+    """The process, its ports and its log. Models are loaded by name from `repository`."""
+
+    def __init__(self, python: Path, repository: Path, folder: Path) -> None:
+        facts = subprocess.run(
+            [python, "-c", _FACTS], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        if not facts[0]:
+            pytest.fail(f"nvidia-pytriton is not installed beside {python}", pytrace=False)
+        self._package, self._libraries, self._version = Path(facts[0]), facts[1], facts[2]
+        self._python = python
+        self._repository = repository
+        self._backends = folder / "backends"
+        self.grpc_port, self.metrics_port = _free_ports(2)
+        self.log_file = folder / "tritonserver.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Return when it takes requests."""
+        self._lay_out_backend()
+        with open(self.log_file, "wb") as log:
+            self._process = subprocess.Popen(
+                self._command(), env=self._environment(), stdout=log, stderr=log, cwd="/"
+            )
+        process = self._process
+        try:
+            wait_until(
+                lambda: _READY in self.log() or process.poll() is not None,
+                START_TIMEOUT_S,
+                "tritonserver to start",
+            )
+        finally:
+            if _READY not in self.log():
+                process.kill()
+                process.wait()
+                pytest.fail(f"tritonserver did not start:\n{self.log()[-4000:]}", pytrace=False)
+
+    def _lay_out_backend(self) -> None:
+        """The wheel keeps the stubs of all Pythons apart; the server wants one beside its backend."""
+        wheel = self._package / "tritonserver"
+        shutil.copytree(wheel / "backends", self._backends)
+        stub = "triton_python_backend_stub"
+        shutil.copy(wheel / "python_backend_stubs" / self._version / stub, self._backends / "python")
+
+    def _command(self) -> list[str]:
+        return [
+            str(self._package / "tritonserver" / "bin" / "tritonserver"),
+            f"--model-repository={self._repository}",
+            f"--backend-directory={self._backends}",
+            f"--backend-config=python,shm-region-prefix-name={REGIONS}",
+            "--model-control-mode=explicit",
+            "--strict-readiness=false",
+            "--model-load-thread-count=8",
+            "--allow-http=false",
+            "--grpc-address=127.0.0.1",
+            f"--grpc-port={self.grpc_port}",
+            "--metrics-address=127.0.0.1",
+            f"--metrics-port={self.metrics_port}",
+            "--exit-timeout-secs=30",
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        """The stub is linked to libpython, and takes the environment that is first in the path."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        bundled = self._package.parent / "nvidia_pytriton.libs"
+        environment["LD_LIBRARY_PATH"] = f"{self._libraries}:{bundled}"
+        environment["PATH"] = f"{self._python.parent}:{environment.get('PATH', os.defpath)}"
+        environment["VIRTUAL_ENV"] = str(self._python.parents[1])
+        return environment
+
+    def log(self) -> str:
+        """All that the server and its stubs have written so far."""
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+    def stop(self) -> None:
+        """Ask it to end; fails when it does not, or leaves memory behind."""
+        process = self._process
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            pytest.fail(f"tritonserver did not end:\n{self.log()[-4000:]}", pytrace=False)
+        wait_until(lambda: not leftovers(), 10.0, "the server's memory to go")
+
+
+def leftovers() -> list[str]:
+    """Regions of the server that are still there."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(REGIONS)]
+
+
+@contextmanager
+def running(python: Path, repository: Path, folder: Path) -> Iterator[TritonServer]:
+    """A server, ready, which is ended afterwards."""
+    server = TritonServer(python, repository, folder)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def python_matches(python: Path) -> bool:
+    """Whether the server's models run under the same minor version as moonpool's own."""
+    said = subprocess.run(
+        [python, "-c", "import sys; print(*sys.version_info[:2])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return [int(part) for part in said] == list(sys.version_info[:2])

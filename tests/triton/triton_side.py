@@ -1,0 +1,206 @@
+"""The real server, asked over gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import struct
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+from tests.triton.answers import (
+    Answer,
+    Failure,
+    Inputs,
+    LogLine,
+    Outcome,
+    Output,
+    Parameter,
+    datatype_of,
+)
+from tests.triton.server import TritonServer
+from tests.waiting import wait_until
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
+TIMEOUT_S = 50.0
+# `I1121 19:19:08.019713 6297 model.py:12] "text"`; verbose lines begin with I as well.
+_LINE = re.compile(r"^([IWEF])\d{4} [\d:.]+ \d+ (model\.py:\d+)\] \"(.*?)\"$", re.S | re.M)
+
+
+class TritonSide:
+    """One server and a channel to it."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._heard = 0
+        self.ready("none of that name")
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def load(self, model: str) -> Failure | None:
+        """Load a model of the repository; what hinders it, if anything does."""
+        with _failures() as failed:
+            self._stub.RepositoryModelLoad(
+                pb.RepositoryModelLoadRequest(model_name=model), timeout=TIMEOUT_S
+            )
+        return _load_failure(failed[0]) if failed else None
+
+    def unload(self, model: str) -> None:
+        """Return when the model is unloaded: a server that is asked again sooner may die."""
+        self._stub.RepositoryModelUnload(
+            pb.RepositoryModelUnloadRequest(model_name=model), timeout=TIMEOUT_S
+        )
+        wait_until(lambda: self._state(model) != "UNLOADING", TIMEOUT_S, f"{model} to be unloaded")
+
+    def _state(self, model: str) -> str:
+        index = self._stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=TIMEOUT_S)
+        (state,) = {entry.state for entry in index.models if entry.name == model}
+        return str(state)
+
+    def ready(self, model: str) -> bool:
+        answer = self._stub.ModelReady(pb.ModelReadyRequest(name=model), timeout=TIMEOUT_S)
+        return bool(answer.ready)
+
+    def infer(self, model: str, inputs: Inputs, **options: Any) -> Outcome:
+        request = _request(model, inputs, **options)
+        with _failures() as failed:
+            return _answer(self._stub.ModelInfer(request, timeout=TIMEOUT_S))
+        return failed[0]
+
+    def stream(self, model: str, inputs: Inputs, **options: Any) -> list[Outcome]:
+        """All responses to one request of a decoupled model."""
+        request = _request(model, inputs, **options)
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+        outcomes: list[Outcome] = []
+        with _failures() as failed:
+            for said in self._stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S):
+                if said.error_message:
+                    outcomes.append(Failure("", said.error_message))
+                    continue
+                answer = _answer(said.infer_response)
+                is_final = answer.parameters.pop("triton_final_response", False)
+                if answer.outputs or answer.parameters or not is_final:
+                    outcomes.append(answer)
+        return [*outcomes, *failed]
+
+    def config(self, model: str) -> Any:
+        """The configuration as the server completed it, as a message."""
+        return self._stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=TIMEOUT_S).config
+
+    def metrics(self) -> str:
+        """The exposition of all metrics."""
+        address = f"http://127.0.0.1:{self._server.metrics_port}/metrics"
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+            return str(answer.read().decode())
+
+    def log(self) -> list[LogLine]:
+        """What models logged on purpose since the last look."""
+        text = self._server.log()[self._heard :]
+        self._heard += len(text)
+        return [LogLine(*found) for found in _LINE.findall(text)]
+
+    def set_verbose(self, level: int) -> None:
+        request = pb.LogSettingsRequest()
+        request.settings["log_verbose_level"].uint32_param = level
+        self._stub.LogSettings(request, timeout=TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[list[Failure]]:
+    """Catches what gRPC raises, into the list."""
+    caught: list[Failure] = []
+    try:
+        yield caught
+    except grpc.RpcError as error:
+        code = error.code().name
+        caught.append(Failure(CODES.get(code, code), error.details() or ""))
+
+
+def _load_failure(failure: Failure) -> Failure:
+    """The model's own words, out of what the server makes of them for each version."""
+    found = re.search(r"UNAVAILABLE state: (.*?): (.*);\n?$", failure.text, re.S)
+    if found is None:
+        return failure
+    return Failure(found[1].upper().replace(" ", "_"), found[2])
+
+
+def _request(
+    model: str,
+    inputs: Inputs,
+    *,
+    outputs: Iterable[str] = (),
+    request_id: str = "",
+    parameters: dict[str, Parameter] | None = None,
+    **known: Any,
+) -> Any:
+    request = pb.ModelInferRequest(model_name=model, id=request_id)
+    for name, value in inputs.items():
+        array = np.asarray(value)
+        datatype = datatype_of(array)
+        request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        request.raw_input_contents.append(_encoded(array, datatype))
+    for name in outputs:
+        request.outputs.add(name=name)
+    for key, given in {**(parameters or {}), **_known(**known)}.items():
+        kind = {bool: "bool", int: "int64", float: "double", str: "string"}[type(given)]
+        setattr(request.parameters[key], f"{kind}_param", given)
+    return request
+
+
+def _known(
+    correlation_id: int | str = 0, flags: int = 0, queue_timeout_us: int = 0, priority: int = 0
+) -> dict[str, Parameter]:
+    """What moonpool has arguments for, as the parameters that the protocol reserves for it."""
+    known: dict[str, Parameter] = {}
+    if correlation_id:
+        known["sequence_id"] = correlation_id
+    if flags & 1:
+        known["sequence_start"] = True
+    if flags & 2:
+        known["sequence_end"] = True
+    if queue_timeout_us:
+        known["timeout"] = queue_timeout_us
+    if priority:
+        known["priority"] = priority
+    return known
+
+
+def _encoded(array: Any, datatype: str) -> bytes:
+    if datatype != "BYTES":
+        return bytes(array.tobytes())
+    encoded = b""
+    for item in array.reshape(-1):
+        text = item if isinstance(item, bytes) else str(item).encode()
+        encoded += struct.pack("<I", len(text)) + text
+    return encoded
+
+
+def _decoded(datatype: str, raw: bytes) -> bytes | tuple[bytes, ...]:
+    if datatype != "BYTES":
+        return raw
+    strings, offset = [], 0
+    while offset < len(raw):
+        (length,) = struct.unpack_from("<I", raw, offset)
+        strings.append(raw[offset + 4 : offset + 4 + length])
+        offset += 4 + length
+    return tuple(strings)
+
+
+def _answer(response: Any) -> Answer:
+    outputs = {
+        output.name: Output(output.datatype, tuple(output.shape), _decoded(output.datatype, raw))
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+    parameters = {
+        key: getattr(value, value.WhichOneof("parameter_choice"))
+        for key, value in response.parameters.items()
+    }
+    return Answer(outputs, parameters, response.id)
