@@ -25,7 +25,7 @@ def shown(value):
     if isinstance(value, c.TritonError):
         return f"TritonError({value.code()}, {value.message()!r})"
     if isinstance(value, c.InferenceResponse):
-        return f"Response({shown(value.output_tensors())}, {shown(value.error())}, {value.parameters()})"
+        return f"Response({shown(value.output_tensors())}, {shown(value.error())})"
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))
 
 
