@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.stub.constants import Constant
 
 
-class ErrorCode(Enum):
-    """Triton's error codes. They compare equal to themselves only, never to integers."""
+class ErrorCode(Constant):
+    """Triton's error codes."""
+
+    __module__ = "c_python_backend_utils"
 
     UNKNOWN = 0
     INTERNAL = 1
@@ -19,8 +20,9 @@ class ErrorCode(Enum):
     ALREADY_EXISTS = 6
     CANCELLED = 7
 
-    def __int__(self) -> int:
-        return int(self.value)
+
+# Triton's name for it, which models show when they print a code.
+ErrorCode.__name__ = ErrorCode.__qualname__ = "__ErrorCode"
 
 
 class TritonError:

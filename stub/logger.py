@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from enum import Enum
 from typing import TYPE_CHECKING, Callable, Optional
+
+from moonpool.stub.constants import Constant
 
 if TYPE_CHECKING:
     import logging
@@ -20,13 +21,19 @@ ERROR = 2
 VERBOSE = 3
 
 
-class LogLevel(Enum):
+class LogLevel(Constant):
     """Triton's levels. Verbose messages are dropped unless they were asked for."""
+
+    __module__ = "c_python_backend_utils"
 
     INFO = INFO
     WARNING = WARNING
     ERROR = ERROR
     VERBOSE = VERBOSE
+
+
+# For annotations in Logger, where the name is an attribute.
+_Level = LogLevel
 
 
 class _Route:
@@ -52,13 +59,14 @@ class Logger:
 
     __module__ = "c_python_backend_utils"
 
+    LogLevel = LogLevel
     INFO = LogLevel.INFO
     WARNING = LogLevel.WARNING
     ERROR = LogLevel.ERROR
     VERBOSE = LogLevel.VERBOSE
 
     @staticmethod
-    def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
+    def log(message: str, level: _Level = LogLevel.INFO) -> None:
         if not isinstance(level, LogLevel):
             raise TypeError(
                 "log(): incompatible function arguments. level must be one of Logger.INFO, "

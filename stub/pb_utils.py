@@ -171,8 +171,9 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> NDArray[np.object_]:
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | MaybeNone:
     """The request's input of that name, or None."""
-    for tensor in inference_request._inputs:
-        if tensor._name == name:
+    is_ours = type(inference_request) is InferenceRequest
+    for tensor in inference_request._inputs if is_ours else inference_request.inputs():
+        if tensor.name() == name:
             return tensor
     return None
 
@@ -181,8 +182,8 @@ def get_output_tensor_by_name(
     inference_response: InferenceResponse, name: str
 ) -> Tensor | MaybeNone:
     """The response's output of that name, or None."""
-    for tensor in inference_response._outputs:
-        if tensor._name == name:
+    for tensor in inference_response.output_tensors():
+        if tensor.name() == name:
             return tensor
     return None
 
@@ -198,16 +199,20 @@ def get_output_config_by_name(model_config: Mapping[str, object], name: str) -> 
 
 
 def _config_by_name(model_config: Mapping[str, object], kind: str, name: str) -> Json | MaybeNone:
-    tensors: list[Json] = model_config.get(kind, [])  # type: ignore[assignment]
-    for tensor in tensors:
-        if tensor["name"] == name:
-            return tensor
+    if kind in model_config:
+        tensors: list[Json] = model_config[kind]  # type: ignore[assignment]
+        for tensor in tensors:
+            if tensor["name"] == name:
+                return tensor
     return None
 
 
 def using_decoupled_model_transaction_policy(model_config: Json) -> bool:
     """Whether the parsed `model_config` says that the model is decoupled."""
-    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+    if "model_transaction_policy" in model_config:
+        decoupled: bool = model_config["model_transaction_policy"]["decoupled"]
+        return decoupled
+    return False
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
+from moonpool.stub.constants import Constant
 from moonpool.stub.errors import bad_arguments
 
 
-class MemoryType(Enum):
+class MemoryType(Constant):
     """Ordinary memory or a GPU's."""
 
-    TRITONSERVER_MEMORY_CPU = 0
-    TRITONSERVER_MEMORY_GPU = 2
+    __module__ = "c_python_backend_utils"
+
+    TRITONSERVER_MEMORY_GPU = 0
+    TRITONSERVER_MEMORY_CPU = 1
 
 
 class PreferredMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from moonpool.stub.errors import TritonModelException, as_text
 from moonpool.stub.host import current
@@ -47,6 +47,8 @@ class InferenceTrace:
 
 _ANYWHERE = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
 _UNTRACED = InferenceTrace()
+# No argument may be None, so it stands for one that is missing.
+_MISSING: Any = None
 
 
 class InferenceRequest:
@@ -96,12 +98,12 @@ class InferenceRequest:
 
     def __init__(
         self,
-        *,
-        inputs: Sequence[Tensor],
-        requested_output_names: Sequence[str],
-        model_name: str,
         request_id: str = "",
         correlation_id: CorrelationId = 0,
+        # In Triton's order, in which the three that must be given follow two that need not.
+        inputs: Sequence[Tensor] = _MISSING,
+        requested_output_names: Sequence[str] = _MISSING,
+        model_name: str = _MISSING,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,

@@ -44,13 +44,13 @@ class InferenceResponse:
             _check_types(output_tensors, error, parameters)
         for tensor in output_tensors:
             if type(tensor) is not Tensor:
-                _check_tensor(tensor, output_tensors, error, parameters)
+                _check_tensors(output_tensors, error, parameters)
         self._outputs = list(output_tensors)
         self._error = error
         self._parameters = None if parameters is None else checked(parameters)
 
     def output_tensors(self) -> list[Tensor]:
-        return self._outputs
+        return list(self._outputs)
 
     def has_error(self) -> bool:
         return self._error is not None
@@ -71,8 +71,8 @@ def _check_types(outputs: object, error: object, parameters: object) -> None:
         raise bad_arguments("InferenceResponse", _SIGNATURE, outputs, error, parameters)
 
 
-def _check_tensor(tensor: object, outputs: object, error: object, parameters: object) -> None:
-    if tensor is None:
-        raise TritonModelException("Output tensor for inference response should not be empty.")
-    if not isinstance(tensor, Tensor):
+def _check_tensors(outputs: Sequence[object], error: object, parameters: object) -> None:
+    if any(tensor is not None and not isinstance(tensor, Tensor) for tensor in outputs):
         raise bad_arguments("InferenceResponse", _SIGNATURE, outputs, error, parameters)
+    if any(tensor is None for tensor in outputs):
+        raise TritonModelException("Output tensor for inference response should not be empty.")

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.leaks import LASTING_PATHS
-from tests.triton.both import Both
-from tests.triton.moonpool_side import MoonpoolSide
-from tests.triton.server import REGIONS, interpreter, running
-from tests.triton.triton_side import TritonSide
+
+pytest.register_assert_rewrite("tests.triton.both")
+
+from tests.triton.both import Both  # noqa: E402 - its assertions are to be rewritten
+from tests.triton.moonpool_side import MoonpoolSide  # noqa: E402
+from tests.triton.server import REGIONS, interpreter, running  # noqa: E402
+from tests.triton.triton_side import TritonSide  # noqa: E402
 
 MODELS = Path(__file__).parent / "models"
 LASTING_PATHS[f"/dev/shm/{REGIONS}"] = "Triton's server has them open until it is stopped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -11,10 +12,10 @@ import numpy as np
 from tests.triton.answers import Answer, Failure, Inputs, LogLine, Outcome, output_of
 
 import moonpool
-from moonpool import LoadFailed, MoonpoolError
+from moonpool import MoonpoolError
 
 TIMEOUT_S = 50.0
-_LINE = re.compile(r"^\[\w+\] (.*) \((model\.py:\d+)\)$", re.S)
+_LINE = re.compile(r"^\[\w+\] (.*) \((model\.py:\d+)\)$", re.DOTALL)
 
 
 class _Lines(logging.Handler):
@@ -70,7 +71,8 @@ class MoonpoolSide:
 
     def config(self, model: str) -> dict[str, Any]:
         """The configuration as moonpool completed it, in its JSON form."""
-        return self._runtime.config(model).to_dict()
+        config: dict[str, Any] = json.loads(self._runtime.config(model).json)
+        return config
 
     def log(self) -> list[LogLine]:
         """What models logged on purpose since the last look."""
@@ -85,6 +87,3 @@ def _words(error: MoonpoolError) -> str:
 def _answer(response: moonpool.Response) -> Answer:
     outputs = {name: output_of(array) for name, array in response.outputs.items()}
     return Answer(outputs, dict(response.parameters), response.request_id)
-
-
-__all__ = ["LoadFailed", "MoonpoolSide"]

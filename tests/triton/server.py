@@ -96,7 +96,9 @@ class TritonServer:
         wheel = self._package / "tritonserver"
         shutil.copytree(wheel / "backends", self._backends)
         stub = "triton_python_backend_stub"
-        shutil.copy(wheel / "python_backend_stubs" / self._version / stub, self._backends / "python")
+        shutil.copy(
+            wheel / "python_backend_stubs" / self._version / stub, self._backends / "python"
+        )
 
     def _command(self) -> list[str]:
         return [

@@ -29,7 +29,9 @@ from tritonclient.grpc import service_pb2_grpc
 CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
 TIMEOUT_S = 50.0
 # `I1121 19:19:08.019713 6297 model.py:12] "text"`; verbose lines begin with I as well.
-_LINE = re.compile(r"^([IWEF])\d{4} [\d:.]+ \d+ (model\.py:\d+)\] \"(.*?)\"$", re.S | re.M)
+_LINE = re.compile(
+    r"^([IWEF])\d{4} [\d:.]+ \d+ (model\.py:\d+)\] \"(.*?)\"$", re.DOTALL | re.MULTILINE
+)
 
 
 class TritonSide:
@@ -126,7 +128,7 @@ def _failures() -> Iterator[list[Failure]]:
 
 def _load_failure(failure: Failure) -> Failure:
     """The model's own words, out of what the server makes of them for each version."""
-    found = re.search(r"UNAVAILABLE state: (.*?): (.*);\n?$", failure.text, re.S)
+    found = re.search(r"UNAVAILABLE state: (.*?): (.*);\n?$", failure.text, re.DOTALL)
     if found is None:
         return failure
     return Failure(found[1].upper().replace(" ", "_"), found[2])

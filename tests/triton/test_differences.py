@@ -1,0 +1,76 @@
+"""Where moonpool differs on purpose: each row of docs/FIDELITY.md that a snippet can show."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from tests.triton.both import Both
+
+pytestmark = pytest.mark.triton
+
+
+class Difference(NamedTuple):
+    """A snippet, how Triton's word for it begins, and how moonpool's does."""
+
+    code: str
+    theirs: str
+    ours: str
+
+
+SURROGATE = 'np.array(["\\ud800"], object)'
+NO_STR = 'class Bad: __str__ = lambda self: 1 / 0\npb_utils.Tensor("X", np.array([Bad()], object))'
+NO_STREAM = """class Plain:
+    def __dlpack__(self): return np.zeros(1, np.int8).__dlpack__()
+    def __dlpack_device__(self): return (1, 0)
+pb_utils.Tensor.from_dlpack("X", Plain())"""
+REQUEST = 'pb_utils.InferenceRequest(inputs=[], requested_output_names=[], model_name="m"'
+MODEL_EXCEPTION = "c_python_backend_utils.TritonModelException: "
+
+DIFFERENCES = [
+    Difference(
+        'pb_utils.deserialize_bytes_tensor(b"\\5\\0\\0\\0a")',
+        "struct.error: ",
+        MODEL_EXCEPTION + "Invalid bytes tensor data: string extends beyond buffer",
+    ),
+    Difference(
+        'pb_utils.deserialize_bytes_tensor(b"\\1\\0")',
+        "struct.error: ",
+        MODEL_EXCEPTION + "Invalid bytes tensor data: incomplete length field",
+    ),
+    Difference(
+        f'pb_utils.Tensor("X", {SURROGATE})',
+        "builtins.UnicodeEncodeError: ",
+        MODEL_EXCEPTION + "element 0 of tensor 'X', of type str, has no UTF-8 form",
+    ),
+    Difference(
+        NO_STR,
+        "builtins.ZeroDivisionError: ",
+        MODEL_EXCEPTION + "element 0 of tensor 'X', of type Bad, has no UTF-8 form",
+    ),
+    Difference('pb_utils.TritonError("\\ud800")', "builtins.TypeError", "TritonError("),
+    Difference(
+        'pb_utils.Tensor("X", np.zeros(1)).triton_dtype()',
+        "builtins.TypeError: Unable to convert function return value",
+        "12",
+    ),
+    Difference(
+        'pb_utils.Tensor("Y", np.zeros(1, np.int8)).from_dlpack("X", np.zeros(1, np.int8))',
+        "builtins.TypeError",
+        "Tensor('X'",
+    ),
+    Difference(NO_STREAM, "builtins.TypeError", "Tensor('X'"),
+    Difference(
+        f"{REQUEST}, correlation_id=-1)",
+        "builtins.RuntimeError: Unable to cast",
+        "builtins.TypeError",
+    ),
+]
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda difference: difference.code[:100])
+def test_a_difference_is_what_it_is_said_to_be(both: Both, difference: Difference) -> None:
+    theirs, ours = both.said(difference.code)
+
+    assert theirs.startswith(difference.theirs)
+    assert ours.startswith(difference.ours)

@@ -1,0 +1,94 @@
+"""What `execute` may return and raise, and what becomes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.triton.both import Both
+
+pytestmark = pytest.mark.triton
+
+RETURNS = [
+    "[response()]",
+    "[response(y(), y([b'a', b''], 'T', object))]",
+    "[response(y([b'a', b''], 'T', object))]",
+    "[pb_utils.InferenceResponse([])]",
+    "[response(y([], 'Y'))]",
+    "[response(y([[1, 2]]))]",
+    "[response(y(dtype=np.int64))]",
+    "[response(y(name='Z'))]",
+    "[response(error=pb_utils.TritonError('on purpose'))]",
+    "[response(error=pb_utils.TritonError(''))]",
+    "[response(error=pb_utils.TritonError('ä \\n two lines'))]",
+    "[response(error=pb_utils.TritonError('x' * 3000))]",
+    *(
+        f"[response(error=pb_utils.TritonError('on purpose', pb_utils.TritonError.{code}))]"
+        for code in [
+            "UNKNOWN",
+            "INTERNAL",
+            "NOT_FOUND",
+            "INVALID_ARG",
+            "UNAVAILABLE",
+            "UNSUPPORTED",
+            "ALREADY_EXISTS",
+            "CANCELLED",
+        ]
+    ),
+    # No list
+    "response()",
+    "(response(),)",
+    "{}",
+    "'text'",
+    "b''",
+    "5",
+    "0.5",
+    "False",
+    "np.zeros(1)",
+    "pb_utils",
+    "type",
+    "pb_utils.TritonError('x')",
+    # Another length
+    "[]",
+    "[response(), response()]",
+    "[None, None]",
+    # Something else in it
+    "[5]",
+    "[y()]",
+    "['text']",
+    "[[response()]]",
+    "[np.zeros(1)]",
+    "[pb_utils.TritonError('x')]",
+    "[requests[0]]",
+    # Exceptions
+    "raises(ValueError('on purpose'))",
+    "raises(ValueError())",
+    "raises(ValueError('two\\nlines'))",
+    "raises(ValueError('ä'))",
+    "raises(KeyError('x'))",
+    "raises(Mine('mine'))",
+    "raises(pb_utils.TritonModelException('a text'))",
+    "raises(OSError(2, 'text', 'file'))",
+    "raises(StopIteration)",
+    "raises(StopIteration(5))",
+    "raises(GeneratorExit('x'))",
+    "raises(MemoryError('x'))",
+    "raises(KeyboardInterrupt)",
+    "raises(SystemExit(3))",
+    "sys.exit('text')",
+    "1 / 0",
+    "undefined_name",
+    "[].nothing",
+    "open('/nothing of that name')",
+    "json.loads('{')",
+    "np.zeros(2) + np.zeros(3)",
+    "pb_utils.Tensor('', np.zeros(1))",
+    "pb_utils.InferenceResponse([None])",
+    "eval('(')",
+    "raises('text')",
+    "raises(pb_utils.TritonError('x'))",
+]
+
+
+@pytest.mark.parametrize("code", RETURNS)
+def test_a_return_has_the_same_outcome(both: Both, code: str) -> None:
+    both.infer("returns", {"CODE": np.array([code.encode()], object)})
