@@ -28,6 +28,13 @@ _BECOMES = {"b": "biufV", "i": "iufV", "u": "iufV", "f": "fV"}
 # However a caller names the sizes, no tensor is larger; the regions' limit comes on top.
 _MAX_BYTES = 1 << 40
 
+_BATCH_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+    "prepended to each input shape. If you want to specify the full shape including the batch dim "
+    "in your input dims config, try setting max_batch_size to zero. See the model configuration "
+    "docs for more info on max_batch_size."
+)
+
 
 class _Input:
     """One input of the configuration, ready for comparing."""
@@ -233,7 +240,7 @@ class Signature:
         expected, got = _shown(wanted), _shown(shape)
         return InvalidRequest(
             f"unexpected shape for input '{spec.name}' for model '{self._model}'. "
-            f"Expected {expected}, got {got}"
+            f"Expected {expected}, got {got}. {_BATCH_NOTE if self._max_batch_size else ''}"
         )
 
     def _with_outputs(self, outputs: Sequence[str], details: Details) -> Details:
@@ -257,9 +264,14 @@ class Signature:
         if missing:
             got = ",".join(f"'{name}'" for name in inputs)
             lacking = ",".join(f"'{name}'" for name in missing)
+            least, most = len(self._required), len(self._inputs)
+            wanted = (
+                f"{most} inputs"
+                if least == most
+                else f"number of inputs between {least} and {most}"
+            )
             raise InvalidRequest(
-                f"expected {len(self._required)} inputs but got {len(inputs)} inputs for model "
-                f"'{self._model}'. Got input(s) [{got}], but missing required input(s) "
+                f"expected {wanted} but got {len(inputs)} inputs for model '{self._model}'. Got input(s) [{got}], but missing required input(s) "
                 f"[{lacking}]. Please provide all required input(s)."
             )
 

@@ -54,11 +54,10 @@ NO_OUTPUTS = Plan([], 0, is_shared=True)
 class Placer:
     """Places the outputs of one response after another. Any thread may call any method."""
 
-    __slots__ = ("_indices", "_layouts", "_model", "_plans", "_regions")
+    __slots__ = ("_indices", "_layouts", "_plans", "_regions")
 
     def __init__(self, regions: Regions, start: dict[str, Any]) -> None:
         self._regions = regions
-        self._model: str = start["args"]["model_name"]
         self._indices = {name: index for index, name in enumerate(start["outputs"])}
         self._plans: Memo[tuple[object, ...], Plan] = Memo()
         self._layouts: Memo[tuple[Plan, ...], bytes] = Memo()
@@ -88,9 +87,14 @@ class Placer:
         return plan, [parameters, None] if parameters else None
 
     def wanted(self, outputs: list[Tensor], names: Collection[str]) -> list[Tensor]:
-        """Those outputs that the client asked for."""
-        if len(names) == len(self._indices):
-            return outputs
+        """Those outputs that the client asked for; as in Triton, the rest is left out, whatever it is."""
+        indices = self._indices
+        for tensor in outputs:
+            if tensor._name not in indices:
+                break
+        else:
+            if len(names) == len(indices):
+                return outputs
         return [tensor for tensor in outputs if tensor._name in names]
 
     def place(
@@ -154,11 +158,6 @@ class Placer:
         return plan
 
     def _row(self, tensor: Tensor, data: np.ndarray) -> list[Any]:
-        index = self._indices.get(tensor._name)
-        if index is None:
-            raise BadResponse(
-                f"unexpected inference output '{tensor._name}' for model '{self._model}'"
-            )
         if len(tensor._shape) > MAX_DIMS:
             raise BadResponse(
                 f"output '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} is "
@@ -169,6 +168,7 @@ class Placer:
                 f"output '{tensor._name}' of shape {list(tensor._shape)} has {data.nbytes} bytes: its "
                 "array was resized after the tensor was made"
             )
+        index = self._indices[tensor._name]
         return [index, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
 
     def _shared(

@@ -63,12 +63,12 @@ REFUSED: dict[str, tuple[Mapping[Any, Any], str]] = {
     ),
     "a missing input": (
         {"A": A},
-        "expected 2 inputs but got 1 inputs for model 'pair'. Got input(s) ['A'], but missing "
+        "expected number of inputs between 2 and 3 but got 1 inputs for model 'pair'. Got input(s) ['A'], but missing "
         "required input(s) ['B']. Please provide all required input(s).",
     ),
     "no inputs at all": (
         {},
-        "expected 2 inputs but got 0 inputs for model 'pair'. Got input(s) [], but missing "
+        "expected number of inputs between 2 and 3 but got 0 inputs for model 'pair'. Got input(s) [], but missing "
         "required input(s) ['A','B']. Please provide all required input(s).",
     ),
     "an optional input in the place of a required one": (

@@ -206,7 +206,7 @@ def test_what_is_no_datatype_is_refused() -> None:
 )
 def test_another_shape_is_refused(shape: tuple[int, ...], shown: str) -> None:
     assert refused(signature(), {**inputs(), "A": np.zeros(shape, F32)}) == (
-        f"unexpected shape for input 'A' for model 'm'. Expected [4], got {shown}"
+        f"unexpected shape for input 'A' for model 'm'. Expected [4], got {shown}. "
     )
 
 
@@ -217,7 +217,11 @@ def test_another_shape_is_refused_where_the_model_batches(
     shape: tuple[int, ...], shown: str
 ) -> None:
     assert refused(signature(8), {**inputs(2), "A": np.zeros(shape, F32)}) == (
-        f"unexpected shape for input 'A' for model 'm'. Expected [-1,4], got {shown}"
+        f"unexpected shape for input 'A' for model 'm'. Expected [-1,4], got {shown}. "
+        "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+        "prepended to each input shape. If you want to specify the full shape including the batch dim "
+        "in your input dims config, try setting max_batch_size to zero. See the model configuration "
+        "docs for more info on max_batch_size."
     )
 
 

@@ -48,7 +48,6 @@ DIFFERENCES = [
         "builtins.ZeroDivisionError: ",
         MODEL_EXCEPTION + "element 0 of tensor 'X', of type Bad, has no UTF-8 form",
     ),
-    Difference('pb_utils.TritonError("\\ud800")', "builtins.TypeError", "TritonError("),
     Difference(
         'pb_utils.Tensor("X", np.zeros(1)).triton_dtype()',
         "builtins.TypeError: Unable to convert function return value",

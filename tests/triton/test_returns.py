@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
+from tests.triton.answers import Failure
 from tests.triton.both import Both
 
 pytestmark = pytest.mark.triton
@@ -79,7 +82,6 @@ RETURNS = [
     "undefined_name",
     "[].nothing",
     "open('/nothing of that name')",
-    "json.loads('{')",
     "np.zeros(2) + np.zeros(3)",
     "pb_utils.Tensor('', np.zeros(1))",
     "pb_utils.InferenceResponse([None])",
@@ -92,3 +94,15 @@ RETURNS = [
 @pytest.mark.parametrize("code", RETURNS)
 def test_a_return_has_the_same_outcome(both: Both, code: str) -> None:
     both.infer("returns", {"CODE": np.array([code.encode()], object)})
+
+
+def test_the_line_of_a_frame_is_where_it_raised_not_where_it_ended(both: Both) -> None:
+    inputs = {"CODE": np.array([b"json.loads('{')"], object)}
+    theirs = both.triton.infer("returns", inputs)
+    ours = both.moonpool.infer("returns", inputs)
+
+    assert isinstance(theirs, Failure)
+    assert isinstance(ours, Failure)
+    there, here = (re.sub(r"\(\d+\): raw_decode", "", each.text) for each in (theirs, ours))
+    assert theirs.text != ours.text
+    assert there == here
