@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from moonpool.ipc import metric_kinds as kinds
+from moonpool.stub.constants import Constant
 from moonpool.stub.errors import TritonModelException, as_text, bad_arguments
 from moonpool.stub.host import current
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moonpool.stub.host import Host
 
 
-class MetricKind(Enum):
+class MetricKind(Constant):
     """The kinds of metric."""
 
     __module__ = "c_python_backend_utils"
@@ -24,9 +24,6 @@ class MetricKind(Enum):
     COUNTER = kinds.COUNTER
     GAUGE = kinds.GAUGE
     HISTOGRAM = kinds.HISTOGRAM
-
-    def __int__(self) -> int:
-        return int(self.value)
 
 
 class _Series:
