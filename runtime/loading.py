@@ -84,9 +84,9 @@ def prepare(wanted: Wanted, repository: ModelRepository | None, locate: Locate) 
     if wanted.files is not None:
         return _of_files(wanted, changes, locate)
     if isinstance(source, type):
-        return Prepared([_model(name, of_class(source), minimal(name), None, 1, changes)], None)
+        return Prepared([model_of(name, of_class(source), minimal(name), None, 1, changes)], None)
     if source is not None and not Path(source).is_dir():
-        return Prepared([_model(name, of_file(source), minimal(name), None, 1, changes)], None)
+        return Prepared([model_of(name, of_file(source), minimal(name), None, 1, changes)], None)
     if source is not None:
         directory = ModelDirectory(source)
     elif repository is None:
@@ -131,7 +131,7 @@ def _versions(
             # What else a version must have, its backend knows.
             file, kind = shared or folder / config.default_model_filename, "triton"
         where = ModelSource(kind, file, None, directory.path, folder, is_directory=True)
-        models.append(_model(wanted.name, where, raw, source, version, changes))
+        models.append(model_of(wanted.name, where, raw, source, version, changes))
     return models
 
 
@@ -145,7 +145,7 @@ def _read(
     return directory.read_config()
 
 
-def _model(
+def model_of(
     name: str,
     where: ModelSource,
     raw: Mapping[str, Any],
@@ -153,6 +153,7 @@ def _model(
     version: int,
     changes: Mapping[str, Any],
 ) -> Model:
+    """One version of a model. Raises `ConfigError`."""
     # There is no support for GPUs yet; AUTO is CPU.
     config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
     config = config.placed(())

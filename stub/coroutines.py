@@ -18,6 +18,7 @@ class Coroutines:
     def __init__(self, most: int) -> None:
         self._room = threading.BoundedSemaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread
         # A loop refers to its tasks weakly.
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopped = False
@@ -58,9 +59,10 @@ class Coroutines:
         import asyncio  # Slow to import, and most models do without it.
 
         self._loop = loop = asyncio.new_event_loop()
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._serve, args=(loop,), name="moonpool-asyncio", daemon=True
-        ).start()
+        )
+        self._thread.start()
         return loop
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -77,3 +79,27 @@ class Coroutines:
         self._is_stopped = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def close(self, timeout_s: float) -> None:
+        """As `stop`, in a process that goes on: what still runs is cancelled, and nothing of the loop is left.
+
+        Where a coroutine blocks the loop for longer than that, it is left alone.
+        """
+        self.stop()
+        if self._loop is None:
+            return
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._loop.run_until_complete(_cancel_all(self._loop))
+            self._loop.close()
+
+
+async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    import asyncio
+
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()

@@ -18,6 +18,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _OWN_FOLDERS = (
     _HERE + os.sep,
     os.path.join(os.path.dirname(_HERE), "ipc") + os.sep,
+    os.path.join(os.path.dirname(_HERE), "testing") + os.sep,
     "<frozen importlib",
 )
 

@@ -16,8 +16,11 @@ from moonpool.runtime.output import harmless
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
+
+    from moonpool.runtime.config import ModelConfig
 
 NAME = "infer"
 HELP = "send one request to a model and print what it answers"
@@ -66,20 +69,25 @@ def run(options: argparse.Namespace) -> int:
             version=options.version,
             timeout_s=options.timeout,
         )
-        datatypes = {tensor.name: tensor.datatype for tensor in config.outputs}
         if options.output_dir is not None:
             _write(outputs, Path(options.output_dir))
         elif options.json:
-            print(json.dumps({name: _plain(array) for name, array in outputs.items()}))
+            print(json.dumps({name: plain(array) for name, array in outputs.items()}))
         else:
-            for name, array in outputs.items():
-                shape = ",".join(map(str, array.shape))
-                print(harmless(f"{name}  {datatypes.get(name, array.dtype)} [{shape}]"))
-                print(array)
+            show(outputs, config)
     return 0
 
 
-def _plain(array: NDArray[Any]) -> object:
+def show(outputs: Mapping[str, NDArray[Any]], config: ModelConfig) -> None:
+    """Print the outputs, each under a line with its name, datatype and shape."""
+    datatypes = {tensor.name: tensor.datatype for tensor in config.outputs}
+    for name, array in outputs.items():
+        shape = ",".join(map(str, array.shape))
+        print(harmless(f"{name}  {datatypes.get(name, array.dtype)} [{shape}]"))
+        print(array)
+
+
+def plain(array: NDArray[Any]) -> object:
     """What JSON can hold: bytes become text, as UTF-8 where they are that."""
     if array.dtype != object:
         return array.tolist()

@@ -15,7 +15,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli import bench, check, demo, infer
+from moonpool.runtime.cli import bench, check, demo, infer, run_model
 from moonpool.runtime.cli.session import UsageError
 from moonpool.runtime.output import harmless
 from moonpool.runtime.runtime import exit_on_sigterm
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 
-_COMMANDS = (demo, infer, check, bench)
+_COMMANDS = (demo, infer, check, run_model, bench)
 _EPILOG = """\
 exit codes: 0 success, 1 failure, 2 wrong command line, 130 interrupted
 

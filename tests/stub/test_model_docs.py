@@ -77,7 +77,7 @@ def test_the_other_examples_for_triton_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     install_utilities("")
 
-    assert len(rest) == 3
+    assert len(rest) == 2
     for block in rest:
         exec(compile(block, "TRITON_MODELS.md", "exec", dont_inherit=True), {})
 

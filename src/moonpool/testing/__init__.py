@@ -1,5 +1,27 @@
 """Test a model without a server: see `docs/TESTING_MODELS.md`."""
 
+from moonpool.testing.host import Load, RecordingHost
+from moonpool.testing.in_process import InProcessModel
+from moonpool.testing.in_stub import StubModel
+from moonpool.testing.load import load, load_in_stub
+from moonpool.testing.model import LoadedModel, NotOneResponse
+from moonpool.testing.outputs import BadOutput
+from moonpool.testing.request import Request, request
+from moonpool.testing.response import Response
 from moonpool.testing.utilities import utilities
 
-__all__ = ["utilities"]
+__all__ = [
+    "BadOutput",
+    "InProcessModel",
+    "Load",
+    "LoadedModel",
+    "NotOneResponse",
+    "RecordingHost",
+    "Request",
+    "Response",
+    "StubModel",
+    "load",
+    "load_in_stub",
+    "request",
+    "utilities",
+]

@@ -1,0 +1,149 @@
+"""`moonpool run-model`: one request to one model, in this very process, where a debugger can look at it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import pdb
+import sys
+import traceback
+from bdb import BdbQuit
+from typing import TYPE_CHECKING, Any
+
+from moonpool.runtime.cli.infer import plain, show
+from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
+from moonpool.runtime.cli.session import UsageError
+from moonpool.runtime.output import harmless
+from moonpool.runtime.terminal import Terminal
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from moonpool.runtime.config import ModelConfig
+
+NAME = "run-model"
+HELP = "run a model in this process, for debugging it"
+DESCRIPTION = """\
+Load one model into this process, send it one request, and print its responses. There is no stub: breakpoint() and
+everything else that needs a terminal works in the model. It runs in this interpreter, whatever environment its
+configuration names.
+
+An input is JSON, or @ and a .npy file. Models that batch take rows: [[1, 2]] is one row of two.
+"""
+EXAMPLES = """\
+examples:
+  moonpool run-model models/add_sub --input 'INPUT0=[[1,2,3,4]]' --input 'INPUT1=[[5,6,7,8]]'
+  moonpool run-model models/add_sub --debug --input INPUT0=@rows.npy --input INPUT1=@rows.npy
+  moonpool run-model models/pipeline --model add_sub=models/add_sub --input 'X=[[1,2,3,4]]'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="DIR", help="the model's directory, or its Python file")
+    parser.add_argument(
+        "--input",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an input, as NAME=JSON or NAME=@FILE.npy; once for each",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME=DIR",
+        dest="models",
+        action="append",
+        default=[],
+        help="a model that this one sends requests to; once for each",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a response")
+    parser.add_argument("--version", metavar="N", type=int, help="the version; default the latest")
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        help="when the model raises, start Python's debugger where it did",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    # Not before it is needed: the other commands have no model in their own process.
+    from moonpool import testing
+
+    values = parse_inputs(options.input)
+    models = _models(options.models)
+    # No time is too long while somebody looks at variables.
+    timeout_s = None if options.debug else 30.0
+    try:
+        with _log(verbose=options.verbose), contextlib.ExitStack() as stack:
+            with _debugged(enabled=options.debug):
+                model = testing.load(
+                    options.model, version=options.version, models=models, timeout_s=timeout_s
+                )
+                stack.enter_context(model)
+            with _debugged(enabled=options.debug):
+                responses = model.stream(as_arrays(values, model.config))
+                for number, response in enumerate(responses, 1):
+                    if model.config.decoupled and not options.json:
+                        print(f"response {number}")
+                    _print(response.check().outputs, model.config, as_json=options.json)
+    except BdbQuit:
+        Terminal(sys.stderr).line("moonpool: the debugger was quit")
+        return 1
+    return 0
+
+
+def _print(outputs: dict[str, NDArray[Any]], config: ModelConfig, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({name: plain(array) for name, array in outputs.items()}))
+    else:
+        show(outputs, config)
+
+
+def _models(arguments: Sequence[str]) -> dict[str, str]:
+    """`NAME=DIR` as directories by name. Raises `UsageError`."""
+    models: dict[str, str] = {}
+    for argument in arguments:
+        name, equals, directory = argument.partition("=")
+        if not (name and equals and directory):
+            raise UsageError(f"--model must be NAME=DIR, not {argument!r}")
+        models[name] = directory
+    return models
+
+
+@contextlib.contextmanager
+def _debugged(*, enabled: bool) -> Iterator[None]:
+    """Inside, what the model raises is shown, and its variables can be looked at, before it goes on."""
+    try:
+        yield
+    except Exception as error:
+        # What moonpool raises of its own accord has no cause, and there is nothing to look at.
+        cause = error.__cause__
+        if enabled and cause is not None and not isinstance(error, BdbQuit):
+            traceback.print_exception(cause)
+            pdb.post_mortem(cause.__traceback__)
+        raise
+
+
+@contextlib.contextmanager
+def _log(*, verbose: bool) -> Iterator[None]:
+    """What the model logs, on stderr."""
+    log = logging.getLogger("moonpool")
+    before = log.level, log.propagate
+    handler = _Handler()
+    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    log.propagate = False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.level, log.propagate = before
+
+
+class _Handler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        for line in self.format(record).split("\n"):
+            Terminal(sys.stderr).line(harmless(line))

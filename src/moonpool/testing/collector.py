@@ -1,0 +1,141 @@
+"""Where the responses of a model in this process go: to the test."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.messages import AGAIN, FINAL
+from moonpool.stub.errors import ErrorCode, TritonError
+from moonpool.stub.placement import Placer, checked_parameters
+from moonpool.stub.reply import Port, Reply
+from moonpool.testing.outputs import copied
+from moonpool.testing.response import Response
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from typing import Any
+
+    import numpy as np
+
+    from moonpool.stub.request import InferenceRequest
+    from moonpool.stub.response import InferenceResponse
+    from moonpool.testing.request import Request
+
+
+class Exchange:
+    """One request of a batch, and what the model has sent in answer to it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.responses: list[Response] = []
+        self.is_final = False
+        # The model wants to have the request once more.
+        self.is_again = False
+        # What the model raised, if that is why it ended.
+        self.cause: BaseException | None = None
+        self.is_cancelled = request.cancel_after == 0
+        # Weak, as a model that drops both of these without a last response has to be told of.
+        self._request: weakref.ref[InferenceRequest] | None = None
+        self._reply: weakref.ref[Reply] | None = None
+        request.executions.add(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_final or self.is_again
+
+    def hand_over(self, request: InferenceRequest) -> None:
+        """This is what the model gets now."""
+        self.is_again = False
+        self._request, self._reply = weakref.ref(request), None
+        request._cancelled = self.is_cancelled
+
+    def made(self, reply: Reply) -> None:
+        self._reply = weakref.ref(reply)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        request = None if self._request is None else self._request()
+        reply = None if self._reply is None else self._reply()
+        if request is not None:
+            request._cancelled = True
+        if reply is not None:
+            reply.is_cancelled = True
+
+
+class Collector(Port):
+    """Keeps what is sent. Any thread may call any method."""
+
+    def __init__(self, start: dict[str, Any]) -> None:
+        self.is_decoupled = bool(start["decoupled"])
+        self._placer = Placer(_Nowhere(), start)  # type: ignore[arg-type]
+        self._changed = threading.Condition(threading.RLock())
+        self._open: dict[tuple[int, int], Exchange] = {}
+
+    def expect(self, batch: int, exchanges: Sequence[Exchange]) -> None:
+        """These are the requests of a batch, by their places."""
+        with self._changed:
+            for index, exchange in enumerate(exchanges):
+                self._open[batch, index] = exchange
+
+    def reply(self, batch: int, index: int, wanted: Collection[str]) -> Reply:
+        reply = Reply(self, batch, index, wanted)
+        self._open[batch, index].made(reply)
+        return reply
+
+    def respond(self, reply: Reply, response: InferenceResponse | None, flags: int) -> None:
+        """As a stub does: a response that cannot be sent reaches the client as an error."""
+        with self._changed:
+            exchange = self._open[reply.batch, reply.index]
+            if response is not None:
+                exchange.responses.append(self._received(response, reply, exchange.cause))
+            if len(exchange.responses) == exchange.request.cancel_after:
+                exchange.cancel()
+            if flags == FINAL:
+                exchange.request.executions.discard(exchange)
+            if flags:
+                exchange.is_final, exchange.is_again = flags == FINAL, flags == AGAIN
+                del self._open[reply.batch, reply.index]
+            self._changed.notify_all()
+
+    def _received(
+        self, response: InferenceResponse, reply: Reply, cause: BaseException | None
+    ) -> Response:
+        if response._error is not None:
+            return Response({}, error=response._error, cause=cause)
+        try:
+            parameters = checked_parameters(response._parameters)
+            wanted = self._placer.wanted(response._outputs, reply.wanted)
+            self._placer.place(wanted, [], ())
+            return Response({tensor._name: copied(tensor) for tensor in wanted}, parameters)
+        except MoonpoolError as error:
+            return Response({}, error=TritonError(str(error), ErrorCode[error.code]), cause=error)
+
+    def wait(self, exchange: Exchange, seen: int, deadline: float | None) -> bool:
+        """Whether there are more responses than those `seen`, or will be no more, before the deadline."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: exchange.is_over or len(exchange.responses) > seen,
+                None if deadline is None else max(0.0, deadline - time.monotonic()),
+            )
+
+
+class _Nowhere:
+    """Memory for outputs that are only checked for whether they could be placed."""
+
+    id = offset = 0
+
+    def __init__(self) -> None:
+        self.region = self
+
+    def allocate(self, size_bytes: int) -> _Nowhere:  # noqa: ARG002 - as Regions has it
+        return self
+
+    def hold(self, blocks: Sequence[object]) -> None:
+        """Nothing lies in a region here."""
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """The test's copy is made elsewhere."""

@@ -1,0 +1,240 @@
+"""What a model in the process of a test asks of its host: other models, which the test provides, and a record of it all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.tensors import BF16, code_of
+from moonpool.runtime.metrics import BadMetric
+from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
+from moonpool.stub.host import ONLY_IN_EXECUTE, Host
+from moonpool.stub.report import describe
+from moonpool.stub.response import InferenceResponse
+from moonpool.stub.response_iterator import ResponseIterator
+from moonpool.stub.tensor import Tensor
+from moonpool.testing.model import LoadedModel
+from moonpool.testing.outputs import copied
+from moonpool.testing.request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Generator, Sequence
+
+    from moonpool.stub.host import Answer
+    from moonpool.stub.request import InferenceRequest
+    from moonpool.testing.metrics import Metrics
+    from moonpool.testing.response import Response
+
+    Target = Callable[..., object] | LoadedModel
+
+
+class Load(NamedTuple):
+    """One call of `load_model`."""
+
+    model: str
+    config: str
+    files: dict[str, bytes]
+
+
+class RecordingHost(Host):
+    """Answers from what the test has provided under the names of other models.
+
+    A function gets the inputs by name, and returns its outputs by name or an `InferenceResponse`; a generator of such is a
+    decoupled model; what it raises becomes an error. All are loaded and ready until the model unloads them.
+    """
+
+    def __init__(self, targets: Mapping[str, Target], metrics: Metrics) -> None:
+        self._targets = targets
+        self.metrics = metrics
+        # The instance that asks, for messages.
+        self.instance = ""
+        # False while the model initializes and finalizes, when it may not send requests.
+        self.is_serving = False
+        # The names of the models that are ready.
+        self.ready = set(targets)
+        # What the model asked for, in order.
+        self.requests: list[InferenceRequest] = []
+        self.loads: list[Load] = []
+        self.unloads: list[str] = []
+
+    # Requests to other models
+
+    def infer(self, request: InferenceRequest, decoupled: bool) -> Answer:
+        self._record(request)
+        if decoupled:
+            return self._iterator(request)
+        try:
+            responses = self._called(request, is_decoupled_wanted=False)
+            return next(_as_responses(responses, request))
+        except Exception as error:
+            return _failed(request, error)
+
+    async def _ainfer(self, request: InferenceRequest) -> Answer:
+        try:
+            returned = self._called(request, is_decoupled_wanted=False)
+            if inspect.isawaitable(returned):
+                returned = await returned
+            return next(_as_responses(returned, request))
+        except Exception as error:
+            return _failed(request, error)
+
+    def ainfer(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Answer]:
+        """A coroutine function is awaited; others run at once."""
+        self._record(request)
+        return _ready(self._iterator(request)) if decoupled else self._ainfer(request)
+
+    def _record(self, request: InferenceRequest) -> None:
+        if not self.is_serving:
+            raise TritonModelException(ONLY_IN_EXECUTE)
+        self.requests.append(request)
+
+    def _iterator(self, request: InferenceRequest) -> ResponseIterator:
+        responses = self._each(request)
+        return ResponseIterator.over(lambda: next(responses, None), responses.close)
+
+    def _each(self, request: InferenceRequest) -> Generator[InferenceResponse, None, None]:
+        try:
+            yield from _as_responses(self._called(request, is_decoupled_wanted=True), request)
+        except Exception as error:
+            yield _failed(request, error)
+
+    def _called(self, request: InferenceRequest, *, is_decoupled_wanted: bool) -> object:
+        """What the function returns, or the responses of the model."""
+        name = request._model_name
+        target = self._targets.get(name)
+        if target is None or name not in self.ready:
+            raise _Refused(
+                f"Failed for execute the inference request. Model '{name}' is not ready."
+            )
+        is_decoupled = (
+            target.config.decoupled
+            if isinstance(target, LoadedModel)
+            else inspect.isgeneratorfunction(target)
+        )
+        if is_decoupled and not is_decoupled_wanted:
+            raise _Refused(
+                f"Model {name} is using the decoupled. The current BLS request call doesn't support "
+                "models using the decoupled transaction policy. Please use 'decoupled=True' argument "
+                "to the 'exec' or 'async_exec' calls for decoupled models.'"
+            )
+        inputs = {tensor._name: copied(tensor) for tensor in request._inputs}
+        if not isinstance(target, LoadedModel):
+            return target(**inputs)
+        return target.stream(
+            Request(
+                inputs,
+                outputs=list(request._requested_output_names) or None,
+                request_id=request._request_id,
+                correlation_id=request._correlation_id,
+                flags=request._flags,
+                timeout_us=request._timeout_us,
+                parameters=request._parameters,
+            )
+        )
+
+    # Model control
+
+    def load_model(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
+        """Raises `TritonModelException` for a model that the test has not provided."""
+        self.loads.append(Load(name, config, dict(files or {})))
+        if name not in self._targets:
+            raise TritonModelException(
+                f"Failed to load model: the test provides no model '{name}'; name it in `models`"
+            )
+        self.ready.add(name)
+
+    def unload_model(self, name: str, unload_dependents: bool) -> None:  # noqa: ARG002
+        self.unloads.append(name)
+        self.ready.discard(name)
+
+    def is_model_ready(self, name: str, version: str) -> bool:  # noqa: ARG002
+        return name in self.ready
+
+    # Metrics
+
+    def new_metric(
+        self,
+        name: str,
+        description: str,
+        kind: int,
+        labels: Mapping[str, str] | None,
+        buckets: Sequence[float] | None,
+    ) -> int:
+        try:
+            return self.metrics.new(name, description, kind, labels, buckets)
+        except BadMetric as error:
+            raise TritonModelException(self.failure(str(error))) from None
+
+    def failure(self, why: str) -> str:
+        return f"Failed to process the request for model '{self.instance}', message: {why}"
+
+    def change_metric(self, metric: int, operation: int, value: float) -> None:
+        self.metrics.change(metric, operation, value)
+
+    def metric_value(self, metric: int) -> float:
+        return self.metrics.value(metric)
+
+    def drop_metric(self, metric: int) -> None:
+        self.metrics.drop(metric)
+
+
+class _Refused(MoonpoolError):
+    """What is said of a request before its model gets it."""
+
+
+async def _ready(answer: Answer) -> Answer:
+    return answer
+
+
+def _as_responses(returned: object, request: InferenceRequest) -> Iterator[InferenceResponse]:
+    """What a function returned, or the responses of a model, as the model that asked gets them."""
+    if isinstance(returned, Iterator):
+        for each in returned:
+            yield _as_response(each, request)
+    else:
+        yield _as_response(returned, request)
+
+
+def _as_response(returned: Any, request: InferenceRequest) -> InferenceResponse:
+    if isinstance(returned, InferenceResponse):
+        return returned
+    if not isinstance(returned, Mapping):
+        response: Response = returned
+        if response.error is not None:
+            return _error(request, response.error.message(), response.error.code())
+        tensors = [_tensor(name, array) for name, array in response.outputs.items()]
+        return InferenceResponse(tensors, parameters=response.parameters or None)
+    for name in request._requested_output_names:
+        if name not in returned:
+            raise _Refused(
+                f"unexpected inference output '{name}' for model '{request._model_name}'"
+            )
+    wanted = request._requested_output_names or list(returned)
+    return InferenceResponse([_tensor(name, returned[name]) for name in wanted])
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    array = np.asarray(value)
+    if code_of(array.dtype, name) == BF16:
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return Tensor.from_wire(name, BF16, array.shape, raw)
+    return Tensor(name, array)
+
+
+def _failed(request: InferenceRequest, error: Exception) -> InferenceResponse:
+    if isinstance(error, MoonpoolError):
+        return _error(request, str(error), ErrorCode[error.code])
+    text = (
+        f"Failed to process the request(s) for model '{request._model_name}_0_0', message: "
+        f"{describe(error)}"
+    )
+    return _error(request, text, ErrorCode.INTERNAL)
+
+
+def _error(request: InferenceRequest, text: str, code: ErrorCode) -> InferenceResponse:
+    whole = f"Model {request._model_name} - Error when running inference: {text}"
+    return InferenceResponse(error=TritonError(whole, code))

@@ -1,0 +1,304 @@
+"""A model in the process of the test: for debuggers, and for looking at its object."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from bdb import BdbQuit
+from functools import partial
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.ipc.tensors import BYTES
+from moonpool.runtime.details import details_of
+from moonpool.runtime.errors import InvalidRequest, LoadFailed, RequestTimedOut
+from moonpool.runtime.request import Details
+from moonpool.runtime.signature import Signature
+from moonpool.runtime.start import completed, start_of
+from moonpool.stub import logger
+from moonpool.stub.coroutines import Coroutines
+from moonpool.stub.execute import RELEASE_RESCHEDULE
+from moonpool.stub.loader import LoadError
+from moonpool.stub.model import Model, import_class
+from moonpool.stub.native import NativeAdapter
+from moonpool.stub.report import describe
+from moonpool.stub.request import InferenceRequest
+from moonpool.stub.tensor import Tensor
+from moonpool.testing.collector import Collector, Exchange
+from moonpool.testing.host import RecordingHost
+from moonpool.testing.imports import ModelImports
+from moonpool.testing.model import LoadedModel
+from moonpool.testing.outputs import check_outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from moonpool.runtime.backend import Model as Description
+    from moonpool.runtime.request import InferenceRequest as CheckedRequest
+    from moonpool.stub.response import InferenceResponse
+    from moonpool.testing.request import Request
+    from moonpool.testing.response import Response
+
+_log = logging.getLogger("moonpool.stub")
+# For coroutines to end when the model is closed.
+_PATIENCE_S = 5.0
+_LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
+
+
+class InProcessModel(LoadedModel):
+    """Calls the model on the thread of the caller, but for coroutines, which run on a thread as in a stub."""
+
+    def __init__(
+        self,
+        description: Description,
+        model_class: type | None,
+        host: RecordingHost,
+        timeout_s: float | None,
+        *,
+        backend_dir: str,
+        checks_outputs: bool,
+    ) -> None:
+        """`model_class` is used as it is; without it, that of the description's file is imported."""
+        super().__init__(description.config)
+        self.host = host
+        self._timeout_s = timeout_s
+        self._checks_outputs = checks_outputs
+        self._is_closed = False
+        # An instance executes one batch at a time. A model may call itself, which is another instance then.
+        self._executing = threading.RLock()
+        self._batches = 0
+        source = description.source
+        folder = str(source.version_directory)
+        folders = [str(source.model_directory), folder, str(source.file.parent)]
+        self._imports = ModelImports(folder, folders, host)
+        group = description.config.instance_groups[0]
+        name, kind = f"{group.name}_0", group.kind
+        host.instance = name
+        try:
+            with self._calling():
+                more: Any = {"backend_dir": backend_dir, "verbose": True}
+                start = start_of(description, name, kind, 0, "complete", **more)
+                found = model_class or import_class(start)
+                answer = json.loads(json.dumps(Model(start, found).complete()))
+                self.config = description.config = completed(description.config, answer)
+                start = start_of(description, name, kind, 0, "serve", **more)
+                self._model = Model(start, found)
+                self._model.initialize()
+        except BaseException:
+            self._imports.close()
+            raise
+        self._args: dict[str, str] = start["args"]
+        self._signature = Signature(self.config)
+        self._collector = Collector(start)
+        self._coroutines = Coroutines(start["concurrent_batches"])
+        host.is_serving = True
+        self._also_close: Callable[[], None] = lambda: None
+
+    @property
+    def instance(self) -> Any:
+        """The object of the model's class."""
+        found = self._model._object
+        return found._object if isinstance(found, NativeAdapter) else found
+
+    @property
+    def args(self) -> dict[str, str]:
+        """What `initialize` got."""
+        return dict(self._args)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Inside, the model's code runs: it has its imports, and the log. Raises `LoadFailed` for `LoadError`."""
+        logger.set_sink(self._to_log)
+        try:
+            with self._imports.active():
+                yield
+        except LoadError as error:
+            cause = error.__cause__
+            if isinstance(cause, (KeyboardInterrupt, BdbQuit)):
+                raise cause from None
+            raise LoadFailed(str(error), stage=error.stage, traceback=error.traceback) from cause
+
+    def _to_log(self, level: int, message: str, file: str, line: int) -> None:
+        where = f" ({os.path.basename(file)}:{line})"
+        _log.log(_LEVELS[level], "[%s] %s%s", self.config.name, message, where)
+
+    # Requests
+
+    def _batch(self, requests: Sequence[Request]) -> list[list[Response]]:
+        exchanges, checked = self._begin(requests)
+        deadline = self._deadline()
+        for exchange, request in zip(exchanges, checked, strict=True):
+            for _ in self._each(exchange, request, deadline):
+                pass
+        return [exchange.responses for exchange in exchanges]
+
+    def _stream(self, request: Request) -> Iterator[Response]:
+        (exchange,), (checked,) = self._begin([request])
+        try:
+            yield from self._each(exchange, checked, self._deadline())
+        finally:
+            if not exchange.is_over:
+                exchange.cancel()
+
+    def _deadline(self) -> float | None:
+        return None if self._timeout_s is None else time.monotonic() + self._timeout_s
+
+    def _begin(self, requests: Sequence[Request]) -> tuple[list[Exchange], list[CheckedRequest]]:
+        """Check a batch, and let the model execute it."""
+        if self._is_closed:
+            raise InvalidRequest(f"model '{self.name}' is closed")
+        checked = [self._checked(request) for request in requests]
+        rows = sum(request.batch_size for request in checked)
+        if rows > self.config.max_batch_size > 0:
+            raise InvalidRequest(
+                f"no runtime would make this batch: it has {rows} rows, and the max_batch_size of "
+                f"model '{self.name}' is {self.config.max_batch_size}"
+            )
+        exchanges = [Exchange(request) for request in requests]
+        self._execute(exchanges, checked)
+        return exchanges, checked
+
+    def _each(
+        self, exchange: Exchange, request: CheckedRequest, deadline: float | None
+    ) -> Iterator[Response]:
+        """The responses to a request that was executed; it is executed again where the model asks for that."""
+        seen = 0
+        rows = None if self.config.decoupled else request.batch_size
+        while not (exchange.is_final and seen == len(exchange.responses)):
+            if seen == len(exchange.responses) and exchange.is_again:
+                self._execute([exchange], [request])
+            if not self._collector.wait(exchange, seen, deadline):
+                exchange.cancel()
+                raise RequestTimedOut(
+                    f"model '{self.name}' sent {len(exchange.responses)} responses to a request, and no "
+                    f"last one, in {self._timeout_s:g} s"
+                )
+            for response in exchange.responses[seen:]:
+                seen += 1
+                if self._checks_outputs:
+                    check_outputs(response.outputs, self.config, rows)
+                yield response
+
+    def _checked(self, request: Request) -> CheckedRequest:
+        """As the runtime would take it. Raises `InvalidRequest`."""
+        details = details_of(
+            request.request_id,
+            request.correlation_id,
+            request.flags,
+            request.timeout_us,
+            request.priority,
+            request.parameters,
+        )
+        return self._signature.request(request.inputs, request.outputs, details)
+
+    def _execute(self, exchanges: Sequence[Exchange], checked: Sequence[CheckedRequest]) -> None:
+        """Call the model's `execute` once."""
+        with self._executing:
+            self._batches += 1
+            self._collector.expect(self._batches, exchanges)
+            requests = []
+            for index, (exchange, request) in enumerate(zip(exchanges, checked, strict=True)):
+                requests.append(self._for_model(request, index))
+                exchange.hand_over(requests[-1])
+            try:
+                with self._calling():
+                    returned = self._model.execute(requests)
+                    if type(returned) is CoroutineType:
+                        for each in requests:
+                            each.reply().leave_open()
+                        ended = partial(self._ended, requests[:], exchanges)
+                        self._coroutines.start(returned, ended)
+                    else:
+                        self._answer(requests, self._model.responses(returned, requests))
+            except (KeyboardInterrupt, BdbQuit):
+                raise  # it is not the model that wants to end
+            except BaseException as error:  # a model may raise anything, SystemExit included
+                self._fail(requests, exchanges, error)
+
+    def _for_model(self, request: CheckedRequest, index: int) -> InferenceRequest:
+        """The request as a stub gives it to the model, with inputs in memory of its own."""
+        names = [tensor.name for tensor in self.config.inputs]
+        tensors = []
+        for placement, tensor in zip(request.inputs, request.shapes.tensors, strict=True):
+            array = np.array(placement.data, order="C")
+            if tensor.datatype >= BYTES:
+                array = array.reshape(-1).view(np.uint8)
+            shape = tuple(tensor.shape)
+            tensors.append(Tensor.from_wire(names[tensor.number], tensor.datatype, shape, array))
+        outputs = [tensor.name for tensor in self.config.outputs]
+        details = request.details or Details()
+        if details.outputs is not None:
+            outputs = [outputs[number] for number in details.outputs]
+        return InferenceRequest.from_wire(
+            details.request_id,
+            details.correlation_id,
+            details.flags,
+            details.timeout_us,
+            details.parameters,  # type: ignore[arg-type]
+            outputs,
+            tensors,
+            details.priority,
+            (self._collector, self._batches, index),
+        )
+
+    def _answer(
+        self, requests: Sequence[InferenceRequest], responses: Sequence[InferenceResponse | None]
+    ) -> None:
+        for request, response in zip(requests, responses, strict=True):
+            if response is not None:
+                request.reply().finish(response)
+            elif request._release_flags == RELEASE_RESCHEDULE:
+                request.reply().reschedule()
+            else:
+                request.reply().leave_open()
+
+    def _ended(
+        self,
+        requests: list[InferenceRequest],
+        exchanges: Sequence[Exchange],
+        returned: object,
+        error: BaseException | None,
+    ) -> None:
+        """On the thread of the coroutines: one of them has ended."""
+        try:
+            if error is not None:
+                raise error
+            self._answer(requests, self._model.responses(returned, requests))
+        except BaseException as raised:
+            self._fail(requests, exchanges, raised)
+
+    def _fail(
+        self,
+        requests: Sequence[InferenceRequest],
+        exchanges: Sequence[Exchange],
+        error: BaseException,
+    ) -> None:
+        """Every request of the batch that has not ended gets the error."""
+        message = self._model.failure(describe(error))
+        for request, exchange in zip(requests, exchanges, strict=True):
+            exchange.cause = error
+            request.reply().fail(message)
+
+    def on_close(self, also: Callable[[], None]) -> None:
+        """To be called when this model has been finalized."""
+        self._also_close = also
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.host.is_serving = False
+        self._coroutines.close(_PATIENCE_S)
+        try:
+            with self._calling():
+                self._model.finalize()
+        finally:
+            self._imports.close()
+            logger.set_sink(None)
+            self._also_close()

@@ -1,0 +1,103 @@
+"""A model in a process of its own, as it is served: for what a test in one process cannot show."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.signature import Signature
+from moonpool.stub.errors import ErrorCode, TritonError
+from moonpool.testing.model import LoadedModel
+from moonpool.testing.outputs import check_outputs
+from moonpool.testing.response import Response
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from moonpool.runtime.runtime import Runtime
+    from moonpool.runtime.stream import ResponseStream
+    from moonpool.testing.request import Request
+
+
+class StubModel(LoadedModel):
+    """The requests of a batch are sent at the same time; which of them the runtime joins is its own decision.
+
+    What ends the stub, or takes too long, is raised: `StubDied`, `ExecuteTimedOut`, `RequestTimedOut`.
+    """
+
+    def __init__(
+        self, runtime: Runtime, name: str, timeout_s: float | None, *, checks_outputs: bool
+    ) -> None:
+        """`runtime` has the model loaded, and belongs to this object from now on."""
+        super().__init__(runtime.config(name))
+        self.runtime = runtime
+        self._timeout_s = timeout_s
+        self._checks_outputs = checks_outputs
+        self._signature = Signature(self.config)
+
+    def _batch(self, requests: Sequence[Request]) -> list[list[Response]]:
+        for request in requests:
+            self._rows(request)
+        if len(requests) == 1:
+            return [list(self._stream(requests[0]))]
+        with ThreadPoolExecutor(max(1, len(requests))) as threads:
+            return list(threads.map(lambda request: list(self._stream(request)), requests))
+
+    def _stream(self, request: Request) -> Iterator[Response]:
+        rows = self._rows(request)
+        with self.runtime.stream(
+            self.name,
+            request.inputs,
+            timeout_s=self._timeout_s,
+            outputs=request.outputs,
+            request_id=request.request_id,
+            correlation_id=request.correlation_id,
+            flags=request.flags,
+            priority=request.priority,
+            queue_timeout_us=request.timeout_us,
+            parameters=request.parameters,
+        ) as stream:
+            execution = _Execution(stream)
+            request.executions.add(execution)
+            try:
+                for count, response in enumerate(_each(stream)):
+                    if count == request.cancel_after:
+                        return
+                    if self._checks_outputs:
+                        check_outputs(response.outputs, self.config, rows)
+                    yield response
+            finally:
+                request.executions.discard(execution)
+
+    def _rows(self, request: Request) -> int | None:
+        """The batch dimension that outputs must have, if any. Raises `InvalidRequest`."""
+        checked = self._signature.request(request.inputs, request.outputs)
+        return None if self.config.decoupled else checked.batch_size
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+class _Execution:
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+
+    def cancel(self) -> None:
+        self._stream.close()
+
+
+def _each(stream: ResponseStream) -> Iterator[Response]:
+    """The responses, errors of the model among them, in memory of the test's own."""
+    while True:
+        try:
+            response = next(stream)
+        except StopIteration:
+            return
+        except ModelError as error:
+            yield Response({}, error=TritonError(str(error), ErrorCode[error.code]))
+        else:
+            outputs = {name: np.array(array) for name, array in response.outputs.items()}
+            yield Response(outputs, response.parameters)

@@ -1,0 +1,67 @@
+"""Outputs of a model, copied as they are when they are sent, and held against its configuration."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.ipc.bytes_tensor import decode_bytes
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.tensors import BF16, BYTES, DTYPES, code_of
+from moonpool.ipc.tensors import NAMES as DATATYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from moonpool.runtime.config import ModelConfig
+    from moonpool.stub.tensor import Tensor
+
+
+class BadOutput(MoonpoolError):
+    """An output that is not what the model's configuration tells its clients."""
+
+
+def copied(tensor: Tensor) -> NDArray[Any]:
+    """The array of a client: another memory than the model's, BYTES as an object array of `bytes`."""
+    if tensor._wire is None:
+        return np.array(tensor._array)
+    raw = np.array(tensor._wire)
+    if tensor._datatype == BYTES:
+        return decode_bytes(raw.data, tensor._shape)
+    return raw[: 2 * prod(tensor._shape)].view(DTYPES[BF16]).reshape(tuple(tensor._shape))
+
+
+def check_outputs(
+    outputs: Mapping[str, NDArray[Any]], config: ModelConfig, rows: int | None
+) -> None:
+    """Raise `BadOutput` unless datatypes and shapes are those of the configuration.
+
+    `rows` is the batch dimension of the request, None where that of the outputs may be another. A runtime lets such
+    outputs pass, as Triton does; but clients make their buffers, and other models, from the configuration.
+    """
+    expected = {tensor.name: tensor for tensor in config.outputs}
+    for name, array in outputs.items():
+        tensor = expected[name]
+        datatype = DATATYPES[code_of(array.dtype, name)]
+        if datatype != tensor.datatype and not (datatype == "UINT16" and tensor.datatype == "BF16"):
+            raise BadOutput(
+                f"output '{name}' of model '{config.name}' is {datatype}, and the configuration says "
+                f"{tensor.datatype}"
+            )
+        if tensor.reshape is not None:
+            continue
+        dims = list(tensor.dims)
+        if config.max_batch_size:
+            dims = [-1 if rows is None else rows, *dims]
+        shape = list(array.shape)
+        if len(shape) != len(dims) or any(
+            want not in (-1, have) for want, have in zip(dims, shape, strict=True)
+        ):
+            raise BadOutput(
+                f"output '{name}' of model '{config.name}' has the shape {shape}, and the "
+                f"configuration says {dims} (-1 is any size)"
+            )

@@ -1,0 +1,52 @@
+"""A response as a test sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moonpool.runtime.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from moonpool.stub.errors import TritonError
+
+
+class Response:
+    """Either outputs by name, with parameters, or an error.
+
+    `response["Y"]` is an output; it raises what the client would see where the response is an error.
+    """
+
+    def __init__(
+        self,
+        outputs: Mapping[str, NDArray[Any]],
+        parameters: Mapping[str, Any] | None = None,
+        error: TritonError | None = None,
+        cause: BaseException | None = None,
+    ) -> None:
+        self.outputs = dict(outputs)
+        self.parameters = dict(parameters or {})
+        self.error = error
+        # What the model raised, where that is what became the error and it was in this process.
+        self.cause = cause
+
+    def check(self) -> Response:
+        """This response, unless it is an error: then raises `ModelError`, caused by what the model raised."""
+        if self.error is not None:
+            raise ModelError(self.error.message(), self.error.code().name) from self.cause
+        return self
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        outputs = self.check().outputs
+        if name not in outputs:
+            raise KeyError(f"the response has no output '{name}'; it has {list(outputs)}")
+        return outputs[name]
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"<Response {self.error!r}>"
+        shown = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in self.outputs.items())
+        return f"<Response {shown}>"

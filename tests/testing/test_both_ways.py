@@ -1,0 +1,192 @@
+"""What a test sees is the same for a model in its own process and for one in a stub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moonpool
+from moonpool import testing
+
+EXAMPLES = Path(moonpool.__path__[0]) / "examples" / "models"
+ROW = np.array([[1, 2]], np.float32)
+
+# Does what its input says.
+MODEL = """
+import asyncio
+import json
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def y(value, dtype=np.float32):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.full((1, 2), value, dtype))])
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.decoupled = pb_utils.using_decoupled_model_transaction_policy(
+            json.loads(args["model_config"])
+        )
+
+    def execute(self, requests):
+        returned = [self.answer(request) for request in requests]
+        return None if self.decoupled else returned
+
+    def answer(self, request):
+        wish = pb_utils.get_input_tensor_by_name(request, "WISH").as_numpy()[0][0].decode()
+        sender = request.get_response_sender()
+        if wish == "answer":
+            return y(1)
+        if wish == "error":
+            error = pb_utils.TritonError("as you wish", pb_utils.TritonError.NOT_FOUND)
+            return pb_utils.InferenceResponse(error=error)
+        if wish == "raise":
+            raise ValueError("as you wish")
+        if wish == "text":
+            return "text"
+        if wish == "unknown output":
+            return pb_utils.InferenceResponse([pb_utils.Tensor("Z", np.zeros(1))])
+        if wish == "other datatype":
+            return y(1, np.float64)
+        if wish == "parameters":
+            return pb_utils.InferenceResponse([], parameters={"a": 1, "b": "c"})
+        if wish == "three":
+            for number in range(3):
+                sender.send(y(number))
+            sender.send(flags=FINAL)
+        if wish == "thread":
+            def later():
+                sender.send(y(1))
+                sender.send(flags=FINAL)
+            threading.Thread(target=later).start()
+        if wish == "closed":
+            sender.send(y(1), FINAL)
+            sender.send(y(1))
+        if wish == "ask":
+            inputs = [pb_utils.Tensor(name, np.ones((1, 4), np.float32)) for name in ("A", "B")]
+            return pb_utils.InferenceRequest(
+                model_name="nothing", requested_output_names=[], inputs=inputs
+            ).exec()
+        return None
+"""
+CONFIG: dict[str, Any] = {
+    "input": [{"name": "WISH", "data_type": "TYPE_STRING", "dims": [1]}],
+    "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [2]}],
+    "max_batch_size": 4,
+}
+DECOUPLED = {**CONFIG, "model_transaction_policy": {"decoupled": True}}
+
+Shown = list[tuple[str, ...]]
+
+
+def shown(responses: list[testing.Response]) -> Shown:
+    """What a test can see of responses, but for places in files."""
+    return [
+        (str({name: array.tolist() for name, array in r.outputs.items()}), str(r.parameters))
+        if r.error is None
+        else (r.error.message().split("\n\nAt:")[0], r.error.code().name)
+        for r in responses
+    ]
+
+
+def outcome(
+    load: Callable[..., testing.LoadedModel], file: Path, config: dict[str, Any], wish: str
+) -> object:
+    with load(file, name="m", config=config) as model:
+        try:
+            return shown(model.responses(WISH=[[wish]]))
+        except moonpool.MoonpoolError as error:
+            return type(error), str(error)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "wish"),
+    [
+        (config, wish)
+        for config in (CONFIG, DECOUPLED)
+        for wish in (
+            *("answer", "error", "raise", "text", "unknown output", "other datatype", "parameters"),
+            *("three", "thread", "closed", "nothing", "ask"),
+        )
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"decoupled={len(value) > 3}",
+)
+def test_the_outcome_is_the_same(file: Path, config: dict[str, Any], wish: str) -> None:
+    here = outcome(testing.load, file, config, wish)
+
+    assert here == outcome(testing.load_in_stub, file, config, wish)
+
+
+@pytest.fixture(params=[testing.load, testing.load_in_stub], ids=["here", "stub"])
+def load(request: pytest.FixtureRequest) -> Callable[..., testing.LoadedModel]:
+    found: Callable[..., testing.LoadedModel] = request.param
+    return found
+
+
+def test_what_does_not_fit_is_refused(load: Callable[..., testing.LoadedModel], file: Path) -> None:
+    with load(file, name="m", config=CONFIG) as model:
+        for inputs in ({"WISH": [[1]]}, {"OTHER": [["a"]]}, {"WISH": [["a"]] * 5}, {"WISH": ["a"]}):
+            with pytest.raises(moonpool.InvalidRequest):
+                model.infer(inputs)
+        with pytest.raises(moonpool.InvalidRequest):
+            model.infer(testing.request({"WISH": [["a"]]}, outputs=["Z"]))
+
+
+def test_batches_and_streams(load: Callable[..., testing.LoadedModel], file: Path) -> None:
+    with load(file, name="m", config=DECOUPLED) as model:
+        assert [len(each) for each in model.responses_batch([{"WISH": [["three"]]}] * 2)] == [3, 3]
+        with pytest.raises(testing.NotOneResponse):
+            model.infer(WISH=[["three"]])
+        stream: Any = model.stream(WISH=[["three"]])
+        assert next(stream)["Y"].tolist() == [[0, 0]]
+        stream.close()
+        request = testing.request({"WISH": [["three"]]}, cancel_after=0)
+        assert model.responses(request) == []
+
+
+@pytest.mark.parametrize("name", ["add_sub", "primes", "normalise", "crashes", "hangs"])
+def test_the_examples_answer(load: Callable[..., testing.LoadedModel], name: str) -> None:
+    values: dict[str, Any] = {"BYTES": b"a", "FP32": 0.5, "INT64": 30}
+    with load(EXAMPLES / name) as model:
+        inputs = {}
+        for tensor in model.config.inputs:
+            shape = (1, *(3 if dim == -1 else dim for dim in tensor.dims))
+            inputs[tensor.name] = np.full(shape, values[tensor.datatype]).tolist()
+        response = model.infer(inputs)
+
+        assert list(response.outputs) == [tensor.name for tensor in model.config.outputs]
+
+
+def test_the_models_own_version_is_chosen(
+    load: Callable[..., testing.LoadedModel], tmp_path: Path
+) -> None:
+    for version in (1, 2):
+        folder = tmp_path / "m" / str(version)
+        folder.mkdir(parents=True)
+        code = f"class M:\n    def __call__(self, WISH):\n        return [[{version}, 0]] * len(WISH)\n"
+        (folder / "model.py").write_text(code)
+    for wanted, found in ((None, 2), (1, 1)):
+        with load(tmp_path / "m", config=CONFIG, version=wanted) as model:
+            assert model.infer(WISH=[["a"]])["Y"].tolist() == [[found, 0]]
+
+
+def test_a_function_cannot_stand_for_a_model_of_a_stub(file: Path) -> None:
+    models: Any = {"other": lambda X: {"Y": X}}  # noqa: N803 - an input's name
+    with pytest.raises(moonpool.LoadFailed, match="what is in the test's own process"):
+        testing.load_in_stub(file, config=CONFIG, models=models)

@@ -1,0 +1,237 @@
+"""What a model in the process of a test asks of its host: other models, model control, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moonpool
+import moonpool.stub.pb_utils as pb_utils
+from moonpool import testing
+
+EXAMPLES = Path(moonpool.__path__[0]) / "examples" / "models"
+CONFIG = {
+    "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [4]}],
+    "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [4]}],
+    "max_batch_size": 8,
+}
+ROW = np.array([[1, 2, 3, 4]], np.float32)
+
+
+def asker(
+    ask: Callable[[pb_utils.InferenceRequest], object], models: Any = None, **options: Any
+) -> testing.InProcessModel:
+    """A model that calls `ask` in `execute`, and answers with what that returns."""
+
+    class TritonPythonModel:
+        def execute(self, requests: list[pb_utils.InferenceRequest]) -> object:
+            return [self.answer(request) for request in requests]
+
+        def answer(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
+            answer = ask(request)
+            if isinstance(answer, pb_utils.InferenceResponse):
+                return answer
+            return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.asarray(answer))])
+
+    return testing.load(TritonPythonModel, name="m", config=CONFIG, models=models, **options)
+
+
+def to(model: str, *outputs: str, **inputs: Any) -> pb_utils.InferenceRequest:
+    return pb_utils.InferenceRequest(
+        model_name=model,
+        requested_output_names=list(outputs),
+        inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
+    )
+
+
+def doubled(_: object) -> object:
+    response: Any = to("double", "Z", a=ROW).exec()
+    if response.has_error():
+        return pb_utils.InferenceResponse(error=response.error())
+    return response.output_tensors()[0].as_numpy()
+
+
+def test_a_function_stands_for_another_model() -> None:
+    with asker(doubled, {"double": lambda a: {"Z": 2 * a, "REST": a}}) as model:
+        assert model.infer(X=ROW)["Y"].tolist() == [[2, 4, 6, 8]]
+        (request,) = model.host.requests
+        assert [tensor.name() for tensor in request.inputs()] == ["a"]
+
+
+def test_a_directory_stands_for_another_model() -> None:
+    def ask(_: object) -> object:
+        response: Any = to("add_sub", "OUTPUT0", INPUT0=ROW, INPUT1=ROW).exec()
+        return response.output_tensors()[0].as_numpy()
+
+    with asker(ask, {"add_sub": EXAMPLES / "add_sub"}) as model:
+        assert model.infer(X=ROW)["Y"].tolist() == [[2, 4, 6, 8]]
+
+
+def test_a_loaded_model_stands_for_another_model() -> None:
+    def ask(_: object) -> object:
+        response: Any = to("add_sub", INPUT0=ROW, INPUT1=ROW).exec()
+        return response.output_tensors()[1].as_numpy()
+
+    with (
+        testing.load(EXAMPLES / "add_sub") as add_sub,
+        asker(ask, {"add_sub": add_sub}) as model,
+    ):
+        assert model.infer(X=ROW)["Y"].tolist() == [[0, 0, 0, 0]]
+
+
+def fails(a: Any) -> object:
+    raise ValueError(f"not {a.shape}")
+
+
+@pytest.mark.parametrize(
+    ("models", "why", "code"),
+    [
+        (
+            {},
+            "Model double - Error when running inference: Failed for execute the inference request. "
+            "Model 'double' is not ready.",
+            "INTERNAL",
+        ),
+        (
+            {"double": fails},
+            "Model double - Error when running inference: Failed to process the request(s) for model "
+            "'double_0_0', message: ValueError: not (1, 4)",
+            "INTERNAL",
+        ),
+        (
+            {"double": lambda a: {"Y": a}},
+            "Model double - Error when running inference: unexpected inference output 'Z' for model "
+            "'double'",
+            "INTERNAL",
+        ),
+        (
+            {"double": EXAMPLES / "primes"},
+            "Model double - Error when running inference: unexpected inference input 'a' for model "
+            "'double'",
+            "INVALID_ARG",
+        ),
+        (
+            {
+                "double": lambda a: pb_utils.InferenceResponse(
+                    error=pb_utils.TritonError(f"{a.ndim}", pb_utils.TritonError.NOT_FOUND)
+                )
+            },
+            "2",
+            "NOT_FOUND",
+        ),
+    ],
+)
+def test_what_goes_wrong_is_in_the_response(models: Any, why: str, code: str) -> None:
+    with asker(doubled, models) as model:
+        (response,) = model.responses(X=ROW)
+
+        assert response.error is not None
+        assert response.error.message().startswith(why)
+        assert response.error.code().name == code
+
+
+def counts(a: Any) -> Iterator[dict[str, Any]]:
+    for number in range(3):
+        yield {"Z": a * number}
+
+
+def test_a_generator_stands_for_a_decoupled_model() -> None:
+    def ask(_: object) -> object:
+        responses: Any = to("double", "Z", a=ROW).exec(decoupled=True)
+        first = [response.output_tensors()[0].as_numpy() for response in responses]
+        again = [response.output_tensors()[0].as_numpy() for response in responses]
+        assert len(again) == 3
+        return sum(first)
+
+    with asker(ask, {"double": counts}) as model:
+        assert model.infer(X=ROW)["Y"].tolist() == [[3, 6, 9, 12]]
+    with asker(ask, {"double": lambda a: {"Z": a}}) as model:
+        (response,) = model.responses(X=ROW)
+        assert response.error is not None  # of the assert: there is one response only
+    with asker(doubled, {"double": counts}) as model:
+        (response,) = model.responses(X=ROW)
+        assert response.error is not None
+        assert "Please use 'decoupled=True'" in response.error.message()
+
+
+def test_requests_to_other_models_may_be_awaited() -> None:
+    async def double(a: Any) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"Z": 2 * a}
+
+    class TritonPythonModel:
+        async def execute(self, requests: list[pb_utils.InferenceRequest]) -> object:
+            calls: Any = [to("double", a=r.inputs()[0].as_numpy()).async_exec() for r in requests]
+            answers = await asyncio.gather(*calls)
+            return [
+                pb_utils.InferenceResponse(
+                    [pb_utils.Tensor("Y", answer.output_tensors()[0].as_numpy())]
+                )
+                for answer in answers
+            ]
+
+    for target in (double, lambda a: {"Z": 2 * a}):
+        with testing.load(TritonPythonModel, config=CONFIG, models={"double": target}) as model:
+            for response in model.infer_batch([{"X": ROW}] * 2):
+                assert response["Y"].tolist() == [[2, 4, 6, 8]]
+
+
+def test_a_model_may_not_ask_others_while_it_initializes() -> None:
+    class TritonPythonModel:
+        def initialize(self, _: dict[str, str]) -> None:
+            to("double", a=ROW).exec()
+
+    with pytest.raises(moonpool.LoadFailed, match="only supported during the 'execute' function"):
+        testing.load(TritonPythonModel, config=CONFIG, models={"double": lambda a: {"Z": a}})
+
+
+def test_models_are_loaded_and_unloaded() -> None:
+    seen = []
+
+    def ask(_: object) -> object:
+        seen.append(pb_utils.is_model_ready("double"))
+        pb_utils.unload_model("double")
+        seen.append(pb_utils.is_model_ready("double"))
+        pb_utils.load_model("double", config="{}", files={"file:1/model.py": b"code"})
+        seen.append(pb_utils.is_model_ready("double"))
+        with pytest.raises(pb_utils.TritonModelException, match=r"Failed to load model: .*'other'"):
+            pb_utils.load_model("other")
+        seen.append(pb_utils.is_model_ready("other"))
+        return ROW
+
+    with asker(ask, {"double": lambda a: {"Z": a}}) as model:
+        model.infer(X=ROW)
+
+        assert seen == [True, False, True, False]
+        assert model.host.unloads == ["double"]
+        assert model.host.loads == [
+            testing.Load("double", "{}", {"file:1/model.py": b"code"}),
+            testing.Load("other", "", {}),
+        ]
+
+
+def test_metrics_can_be_read() -> None:
+    class TritonPythonModel:
+        def initialize(self, args: dict[str, str]) -> None:
+            self.family = pb_utils.MetricFamily("rows", "so many", pb_utils.MetricFamily.COUNTER)
+            self.metric = self.family.Metric(labels={"model": args["model_name"]})
+            with pytest.raises(pb_utils.TritonModelException, match="message: Family name already"):
+                pb_utils.MetricFamily("rows", "so many", pb_utils.MetricFamily.GAUGE)
+
+        def execute(self, requests: list[pb_utils.InferenceRequest]) -> object:
+            self.metric.increment(len(requests))
+            assert self.metric.value() == model.host.metrics['rows{model="m"}']
+            return [pb_utils.InferenceResponse([]) for _ in requests]
+
+    with testing.load(TritonPythonModel, name="m", config=CONFIG) as model:
+        model.infer_batch([{"X": ROW}] * 3)
+
+        assert model.host.metrics['rows{model="m"}'] == 3
+        assert "# TYPE rows counter" in model.host.metrics.text()
+        with pytest.raises(KeyError, match="columns"):
+            model.host.metrics["columns"]
