@@ -95,11 +95,15 @@ class Reply:
             )
 
     def finish(self, response: InferenceResponse) -> None:
-        """Send the last response, unless the request has had it."""
+        """End the request, with this response unless it has had its last one."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = self.is_used = True
-                self._port.respond(self, response, FINAL)
+                self._port.respond(self, response if self._takes_more() else None, FINAL)
+
+    def _takes_more(self) -> bool:
+        """Not where a model that is not decoupled has sent its one response, but no final flag."""
+        return self._port.is_decoupled or not self._count
 
     def fail(self, message: str) -> None:
         """End the request with an error, unless it has ended."""
@@ -135,4 +139,7 @@ class Reply:
         # Nobody else refers to it any more, so there is no lock to take.
         if getattr(self, "_is_open", False) and not self._is_closed:
             self._is_closed = True
-            self._port.abandon(self)
+            if self._takes_more():
+                self._port.abandon(self)
+            else:
+                self._port.respond(self, None, FINAL)

@@ -71,11 +71,14 @@ class TritonPythonModel:
         if wish == "closed":
             sender.send(y(1), FINAL)
             sender.send(y(1))
-        if wish == "ask":
-            inputs = [pb_utils.Tensor(name, np.ones((1, 4), np.float32)) for name in ("A", "B")]
-            return pb_utils.InferenceRequest(
-                model_name="nothing", requested_output_names=[], inputs=inputs
-            ).exec()
+        if wish == "one":
+            sender.send(y(1))
+        if wish == "until cancelled":
+            def on():
+                while not sender.is_cancelled():
+                    sender.send(y(1))
+                sender.send(flags=FINAL)
+            threading.Thread(target=on).start()
         return None
 """
 CONFIG: dict[str, Any] = {
@@ -122,7 +125,7 @@ def file(tmp_path: Path) -> Path:
         for config in (CONFIG, DECOUPLED)
         for wish in (
             *("answer", "error", "raise", "text", "unknown output", "other datatype", "parameters"),
-            *("three", "thread", "closed", "nothing", "ask"),
+            *("three", "thread", "closed", "nothing", "one"),
         )
     ],
     ids=lambda value: value if isinstance(value, str) else f"decoupled={len(value) > 3}",
@@ -141,7 +144,7 @@ def load(request: pytest.FixtureRequest) -> Callable[..., testing.LoadedModel]:
 
 def test_what_does_not_fit_is_refused(load: Callable[..., testing.LoadedModel], file: Path) -> None:
     with load(file, name="m", config=CONFIG) as model:
-        for inputs in ({"WISH": [[1]]}, {"OTHER": [["a"]]}, {"WISH": [["a"]] * 5}, {"WISH": ["a"]}):
+        for inputs in ({"WISH": ROW}, {"OTHER": [["a"]]}, {"WISH": [["a"]] * 5}, {"WISH": ["a"]}):
             with pytest.raises(moonpool.InvalidRequest):
                 model.infer(inputs)
         with pytest.raises(moonpool.InvalidRequest):
@@ -156,8 +159,9 @@ def test_batches_and_streams(load: Callable[..., testing.LoadedModel], file: Pat
         stream: Any = model.stream(WISH=[["three"]])
         assert next(stream)["Y"].tolist() == [[0, 0]]
         stream.close()
-        request = testing.request({"WISH": [["three"]]}, cancel_after=0)
-        assert model.responses(request) == []
+        for count in (0, 2):
+            request = testing.request({"WISH": [["until cancelled"]]}, cancel_after=count)
+            assert len(model.responses(request)) == count
 
 
 @pytest.mark.parametrize("name", ["add_sub", "primes", "normalise", "crashes", "hangs"])

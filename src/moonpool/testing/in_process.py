@@ -18,6 +18,7 @@ import numpy as np
 from moonpool.ipc.tensors import BYTES
 from moonpool.runtime.details import details_of
 from moonpool.runtime.errors import InvalidRequest, LoadFailed, RequestTimedOut
+from moonpool.runtime.log_settings import LogSettings
 from moonpool.runtime.request import Details
 from moonpool.runtime.signature import Signature
 from moonpool.runtime.start import completed, start_of
@@ -80,14 +81,18 @@ class InProcessModel(LoadedModel):
         group = description.config.instance_groups[0]
         name, kind = f"{group.name}_0", group.kind
         host.instance = name
+        log = LogSettings()
         try:
             with self._calling():
-                more: Any = {"backend_dir": backend_dir, "verbose": True}
-                start = start_of(description, name, kind, 0, "complete", **more)
+                start = start_of(
+                    description, name, kind, 0, "complete", backend_dir=backend_dir, log=log
+                )
                 found = model_class or import_class(start)
                 answer = json.loads(json.dumps(Model(start, found).complete()))
                 self.config = description.config = completed(description.config, answer)
-                start = start_of(description, name, kind, 0, "serve", **more)
+                start = start_of(
+                    description, name, kind, 0, "serve", backend_dir=backend_dir, log=log
+                )
                 self._model = Model(start, found)
                 self._model.initialize()
         except BaseException:
@@ -115,6 +120,8 @@ class InProcessModel(LoadedModel):
     def _calling(self) -> Iterator[None]:
         """Inside, the model's code runs: it has its imports, and the log. Raises `LoadFailed` for `LoadError`."""
         logger.set_sink(self._to_log)
+        # Which of them are wanted, the test says by its own logging.
+        logger.set_levels(True, True, True, True)
         try:
             with self._imports.active():
                 yield
@@ -301,4 +308,5 @@ class InProcessModel(LoadedModel):
         finally:
             self._imports.close()
             logger.set_sink(None)
+            logger.set_levels(True, True, True, False)
             self._also_close()
