@@ -77,7 +77,7 @@ class Stub:
             self._handshake.fail(error.stage, str(error), error.traceback)
         try:
             if start["mode"] == "complete":
-                self._conversation.send(Kind.COMPLETED, json.dumps(model.complete()))
+                self._conversation.send(Kind.COMPLETED, model.complete())
             else:
                 self._conversation.send(Kind.LOADED, self._facts())
                 self._serve(model)
