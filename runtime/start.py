@@ -68,7 +68,7 @@ def start_of(
 
 def completed(config: ModelConfig, answer: Mapping[str, Any]) -> ModelConfig:
     """The configuration with what the model's auto_complete_config said. Raises `ConfigError`."""
-    fields = _COMPLETABLE
+    fields: tuple[str, ...] = _COMPLETABLE
     if not any(scheduler in config.raw for scheduler in _SCHEDULERS):
         fields += _SCHEDULERS
     changes = {field: answer[field] for field in fields if field in answer}
