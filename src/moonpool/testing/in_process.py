@@ -189,7 +189,7 @@ class InProcessModel(LoadedModel):
             for response in exchange.responses[seen:]:
                 seen += 1
                 if self._checks_outputs:
-                    check_outputs(response.outputs, self.config, rows)
+                    check_outputs(response, self.config, rows)
                 yield response
 
     def _checked(self, request: Request) -> CheckedRequest:
@@ -247,7 +247,7 @@ class InProcessModel(LoadedModel):
             details.correlation_id,
             details.flags,
             details.timeout_us,
-            details.parameters,  # type: ignore[arg-type]
+            details.parameters,
             outputs,
             tensors,
             details.priority,
