@@ -44,7 +44,7 @@ class _Loaded:
     def is_what(self, prepared: Prepared) -> bool:
         """Whether these versions, and they serve, are what was prepared."""
         return self._prepared.stamp == prepared.stamp and all(
-            hosted.why_not_ready() is None for hosted in self.versions.values()
+            hosted.why_not_serving() is None for hosted in self.versions.values()
         )
 
     def unload(self, drain_timeout_s: float) -> None:

@@ -23,6 +23,7 @@ from moonpool.stub.execute import RELEASE_RESCHEDULE
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model import load_model
 from moonpool.stub.placement import Placer
+from moonpool.stub.readiness import Readiness
 from moonpool.stub.regions import Regions
 from moonpool.stub.report import describe, traceback_of
 from moonpool.stub.responses import Responses
@@ -63,7 +64,10 @@ class Stub:
         # The batch that is executing, for the control thread; and the cancellations that overtook theirs.
         self._executing: tuple[int, list[InferenceRequest]] = (0, [])
         self._cancelled: set[tuple[int, int]] = set()
-        self._control.listen(self._regions, self._cancel)
+        self._readiness = Readiness(
+            handshake.start["instance"], self._control.send, self._coroutines.wait_for
+        )
+        self._control.listen(self._regions, self._cancel, self._readiness.ask)
 
     def run(self) -> None:
         """Load, serve until FINALIZE, and end the process."""
@@ -78,6 +82,7 @@ class Stub:
             if start["mode"] == "complete":
                 self._conversation.send(Kind.COMPLETED, model.complete())
             else:
+                self._readiness.check = model.is_ready
                 self._conversation.send(Kind.LOADED, self._facts())
                 self._serve(model)
             self._finalize(model)
@@ -92,6 +97,7 @@ class Stub:
             "python": sys.version.split()[0],
             "numpy": np.__version__,
             "layers": ",".join(self._handshake.layers),
+            "has_is_ready": self._readiness.check is not None,
         }
 
     def _serve(self, model: Model) -> None:

@@ -77,6 +77,11 @@ class Model:
             return [None] * len(requests)
         return returned  # type: ignore[return-value]
 
+    @property
+    def is_ready(self) -> Callable[[], object] | None:
+        """The model's own function of that name, if it has one."""
+        return getattr(self._object, "is_ready", None)
+
     def failure(self, described: str) -> str:
         """What each client of a batch is told when `execute` raised."""
         return (
