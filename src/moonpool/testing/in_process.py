@@ -88,7 +88,7 @@ class InProcessModel(LoadedModel):
                     description, name, kind, 0, "complete", backend_dir=backend_dir, log=log
                 )
                 found = model_class or import_class(start)
-                answer = json.loads(json.dumps(Model(start, found).complete()))
+                answer = json.loads(Model(start, found).complete())
                 self.config = description.config = completed(description.config, answer)
                 start = start_of(
                     description, name, kind, 0, "serve", backend_dir=backend_dir, log=log
