@@ -59,6 +59,11 @@ class Control:
             self._outbox.append(response)
         self._flush()
 
+    def forget(self) -> None:
+        """What is waiting belongs to the process that this one was forked from."""
+        self._outbox.clear()
+        self._sending = threading.Lock()
+
     def _packet(self, message: tuple[Any, ...]) -> bytes:
         packet = encode(*message)
         if len(packet) > MAX_PACKET_BYTES:
