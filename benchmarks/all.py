@@ -20,6 +20,7 @@ NAMES = (
     "memory",
     "recovery",
     "batching",
+    "streaming",
     "bytes_tensors",
     "peers",
 )

@@ -221,6 +221,7 @@ _DETAILS = Row(
     priority=Int(0, 2**64 - 1),
     parameters=_PARAMETERS,
     outputs=Maybe(ListOf(Int(0, 65535), 65536)),
+    trace=Maybe(Text(_SHORT)),
 )
 _ERROR = Row(code=Int(0, 7), message=Text(_LONG))
 _REMARKS = Row(parameters=_PARAMETERS, error=Maybe(_ERROR))

@@ -26,9 +26,11 @@ def details_of(
     timeout_us: int,
     priority: int,
     parameters: Mapping[str, Parameter] | None,
+    trace_context: str | None = None,
 ) -> Details | None:
     """The details of a request, None where all are as usual. Raises `InvalidRequest` for what the table of messages does not describe."""
-    if not (request_id or correlation_id or flags or timeout_us or priority or parameters):
+    given = request_id or correlation_id or flags or timeout_us or priority or parameters
+    if not given and trace_context is None:
         return None
     if isinstance(correlation_id, str):
         correlation: int | str = _text("correlation_id", correlation_id, _SHORT)
@@ -42,6 +44,7 @@ def details_of(
         _number("priority", priority, _UINT64),
         _parameters(parameters or {}) or None,
         None,
+        None if trace_context is None else _text("trace_context", trace_context, _SHORT),
     )
 
 

@@ -61,6 +61,7 @@ class Details(NamedTuple):
     priority: int = 0
     parameters: Mapping[str, Parameter] | None = None
     outputs: list[int] | None = None
+    trace: str | None = None
 
 
 class Response:

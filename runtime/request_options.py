@@ -28,6 +28,8 @@ class RequestOptions(TypedDict, total=False):
     """For the model's queue policy, as `queue_timeout_us`."""
     queue_timeout_us: int
     parameters: Mapping[str, Parameter] | None
+    trace_context: str | None
+    """What the model finds in `request.trace().get_context()`: the trace that the request is part of."""
     allocator: ResponseAllocator | None
     """Says where the outputs go; it gets `userp`."""
     userp: object
@@ -44,11 +46,14 @@ def make_request(
     priority: int = 0,
     queue_timeout_us: int = 0,
     parameters: Mapping[str, Parameter] | None = None,
+    trace_context: str | None = None,
     allocator: ResponseAllocator | None = None,
     userp: object = None,
 ) -> InferenceRequest:
     """A request with the options of `RequestOptions`. Raises `InvalidRequest`."""
-    details = details_of(request_id, correlation_id, flags, queue_timeout_us, priority, parameters)
+    details = details_of(
+        request_id, correlation_id, flags, queue_timeout_us, priority, parameters, trace_context
+    )
     request = signature.request(inputs, outputs, details)
     if allocator is not None:
         request.allocator = allocator

@@ -10,7 +10,7 @@ import numpy as np
 from moonpool.ipc.codec import unpack_layout
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import BYTES, DTYPES
-from moonpool.stub.request import InferenceRequest
+from moonpool.stub.request import InferenceRequest, InferenceTrace
 from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moonpool.stub.regions import Regions
     from moonpool.stub.reply import Port
 
-_NO_DETAILS: list[Any] = ["", 0, 0, 0, 0, None, None]
+_NO_DETAILS: list[Any] = ["", 0, 0, 0, 0, None, None, None]
 _MEMORABLE_BYTES = 4096
 _RAW = np.dtype("u1")
 
@@ -99,11 +99,11 @@ class Batch:
         for name, datatype, shape, block, offset, dtype, dims in inputs:
             array = np.ndarray(dims, dtype, leases[block], offset)
             tensors.append(Tensor.from_wire(name, datatype, shape, array))
-        request_id, correlation_id, flags, timeout_us, priority, parameters, outputs = (
+        request_id, correlation_id, flags, timeout_us, priority, parameters, outputs, trace = (
             details or _NO_DETAILS
         )
         wanted = self._outputs if outputs is None else [self._outputs[i] for i in outputs]
-        return InferenceRequest.from_wire(
+        request = InferenceRequest.from_wire(
             request_id,
             correlation_id,
             flags,
@@ -114,6 +114,9 @@ class Batch:
             priority,
             origin,
         )
+        if trace is not None:
+            request._trace = InferenceTrace(trace)
+        return request
 
     def let_go(self) -> tuple[list[object], list[object]]:
         """The blocks of this batch that the model keeps, and those of earlier ones it let go of now.

@@ -95,15 +95,15 @@ class Reply:
             )
 
     def finish(self, response: InferenceResponse) -> None:
-        """End the request, with this response unless it has had its last one."""
+        """Send the last response, unless the request has had it.
+
+        An error takes the place of the only response of a model that is not decoupled, where that was
+        sent without the flag.
+        """
         with self._lock:
             if not self._is_closed:
                 self._is_closed = self.is_used = True
-                self._port.respond(self, response if self._takes_more() else None, FINAL)
-
-    def _takes_more(self) -> bool:
-        """Not where a model that is not decoupled has sent its one response, but no final flag."""
-        return self._port.is_decoupled or not self._count
+                self._port.respond(self, response, FINAL)
 
     def fail(self, message: str) -> None:
         """End the request with an error, unless it has ended."""
@@ -139,7 +139,4 @@ class Reply:
         # Nobody else refers to it any more, so there is no lock to take.
         if getattr(self, "_is_open", False) and not self._is_closed:
             self._is_closed = True
-            if self._takes_more():
-                self._port.abandon(self)
-            else:
-                self._port.respond(self, None, FINAL)
+            self._port.abandon(self)

@@ -21,6 +21,7 @@ QUESTIONS = (
     "memory",
     "recovery",
     "batching",
+    "streaming",
     "bytes_tensors",
     "peers",
 )

@@ -90,3 +90,11 @@ def test_a_future_that_is_cancelled_is_a_cancelled_request(runtime: moonpool.Run
     wait_until(lambda: scheduler.executing == 1)
     future.cancel()
     assert ask(runtime, "told") == ["cancelled"]
+
+
+def test_the_model_knows_which_trace_its_request_is_part_of(runtime: moonpool.Runtime) -> None:
+    config: Config = {"output": [tensor("TRACE", "STRING", 1)]}
+    with hosted(runtime, "traced", MODELS / "traced.py", config):
+        for context in ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "", None):
+            answer = runtime.infer("traced", {}, trace_context=context)["TRACE"]
+            assert answer.tolist() == [repr(context).encode()]
