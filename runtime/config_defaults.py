@@ -78,6 +78,7 @@ _ACTED_ON: dict[str, frozenset[str]] = {
             "input",
             "output",
             "dynamic_batching",
+            "sequence_batching",
             "instance_group",
             "default_model_filename",
             "model_transaction_policy",
@@ -93,6 +94,7 @@ _ACTED_ON: dict[str, frozenset[str]] = {
     "ModelOutput": frozenset(["name", "data_type", "dims"]),
     "ModelDynamicBatching": frozenset(MESSAGES["ModelDynamicBatching"]),
     "ModelQueuePolicy": frozenset(MESSAGES["ModelQueuePolicy"]),
+    **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelSequence")},
     "ModelInstanceGroup": frozenset(["name", "kind", "count", "gpus"]),
     "ModelParameter": frozenset(["string_value"]),
 }

@@ -163,10 +163,12 @@ class Execution:
         """
         requests, statistics = self.requests, self.scheduler.statistics
         now_ms = time.time_ns() // 1_000_000
-        good = rows = total_rows = success_ns = queue_ns = fail_ns = 0
+        good = bad = rows = total_rows = success_ns = queue_ns = fail_ns = 0
         for request, answer in zip(requests, answers, strict=True):
             total_rows += request.batch_size
-            if isinstance(answer, (Response, Deferral)):
+            if request.fills_place:
+                self.has_deferred = self.has_deferred or isinstance(answer, Deferral)
+            elif isinstance(answer, (Response, Deferral)):
                 good += 1
                 rows += request.batch_size
                 success_ns += now_ns - request.queued_ns
@@ -174,6 +176,7 @@ class Execution:
                 if not isinstance(answer, Response):
                     self.has_deferred = True
             else:
+                bad += 1
                 fail_ns += now_ns - request.queued_ns
         sent_ns = self.sent_ns
         statistics.record_batch(
@@ -187,8 +190,8 @@ class Execution:
             answered_ns - sent_ns,
             now_ns - answered_ns,
         )
-        if good < len(requests):
-            statistics.record_failures(now_ms, len(requests) - good, fail_ns)
+        if bad:
+            statistics.record_failures(now_ms, bad, fail_ns)
             given: Sequence[object] = answers
             return [each if isinstance(each, _ANSWERS) else _no_answer(each) for each in given]
         return answers

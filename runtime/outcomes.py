@@ -6,11 +6,11 @@ import time
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError, RemoteProtocolError
-from moonpool.runtime.errors import BackendError
+from moonpool.ipc.messages import AGAIN as _AGAIN
 from moonpool.runtime.model_metrics import reason_of
 from moonpool.runtime.open_requests import OpenRequests
 from moonpool.runtime.ordering import Departures
-from moonpool.runtime.request import AGAIN, LATER
+from moonpool.runtime.request import AGAIN, LATER, Deferral
 from moonpool.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.changes import Changes
     from moonpool.runtime.execution import Execution
     from moonpool.runtime.request import Answer, InferenceRequest, Outcome
+    from moonpool.runtime.waiting_room import WaitingRoom
 
     Pairs = list[tuple[InferenceRequest, Outcome | None]]
 
@@ -35,9 +36,12 @@ class Outcomes:
         model: Model,
         changes: Changes,
         is_executing: Callable[[ModelInstance, InferenceRequest], bool],
+        room: WaitingRoom,
+        look: Callable[[], None],
     ) -> None:
+        """`look` is called after something has changed in the room."""
         config = model.config
-        batching = config.dynamic_batching
+        batching = config.dynamic_batching or config.sequence_batching
         in_order = batching is not None and batching.preserve_ordering
         self.statistics = Statistics(model.name, str(model.version))
         self.open = OpenRequests()
@@ -48,6 +52,8 @@ class Outcomes:
         self._changes = changes
         self._lock = changes.lock
         self._is_executing = is_executing
+        self._room = room
+        self._look = look
 
     @property
     def in_order(self) -> bool:
@@ -71,9 +77,9 @@ class Outcomes:
         for request, answer in zip(execution.requests, answers, strict=True):
             if answer is LATER:
                 self.open.open(request, execution.instance)
-            else:
+            elif answer is not AGAIN:
                 done.append(request)
-                outcomes.append(_NOT_ITERATIVE if answer is AGAIN else answer)  # type: ignore[arg-type]
+                outcomes.append(answer)  # type: ignore[arg-type]
         return self._departures.done(done, outcomes)
 
     def leave(self, pairs: Pairs) -> None:
@@ -124,32 +130,37 @@ class Outcomes:
             return
         if not self._decoupled:
             outcome = request.response if outcome is None else outcome
-            if outcome is None:
+            if outcome is None and flags != _AGAIN:
                 raise RemoteProtocolError("the end of a request that had no response")
-        self._end(instance, request, outcome)
+        # A model that gives one response has nothing to come back for once it has given it.
+        is_over = flags != _AGAIN or (outcome is not None and not self._decoupled)
+        self._end(instance, request, outcome if is_over else AGAIN)
+        if self._room.keeps_sequences:
+            self._look()
 
     def _end(
-        self, instance: ModelInstance, request: InferenceRequest, outcome: Outcome | None
+        self, instance: ModelInstance, request: InferenceRequest, answer: Answer | None
     ) -> None:
         with self._lock:
             is_executing = self._is_executing(instance, request)
             if not self.open.end(request, is_executing=is_executing):
                 return  # it was given up, as its model was being unloaded
-            if isinstance(outcome, BaseException):
-                fail_ns = time.monotonic_ns() - request.queued_ns
-                now_ms = time.time_ns() // 1_000_000
-                self.statistics.record_failures(now_ms, 1, fail_ns, reason_of(outcome))
-            resolved = self._departures.done([request], [outcome])
+            now_ns = time.monotonic_ns()
+            if isinstance(answer, Deferral):
+                answer = self._room.answered(request, answer, now_ns)
+            else:
+                self._room.ended(request, now_ns)
             self._changes.tell()
+            if isinstance(answer, Deferral):
+                return
+            if isinstance(answer, BaseException):
+                now_ms = time.time_ns() // 1_000_000
+                fail_ns = now_ns - request.queued_ns
+                self.statistics.record_failures(now_ms, 1, fail_ns, reason_of(answer))
+            resolved = self._departures.done([request], [answer])
         self.leave(resolved)
 
 
 def _resolve(request: InferenceRequest, outcome: Outcome | None) -> None:
     if not request.left:
         request.waiter.resolve(outcome)
-
-
-_NOT_ITERATIVE = BackendError(
-    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
-    "configured to handle such a flag."
-)

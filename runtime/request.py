@@ -120,6 +120,7 @@ class InferenceRequest:
         "attempts",
         "batch_size",
         "details",
+        "fills_place",
         "has_views",
         "left",
         "priority",
@@ -160,9 +161,26 @@ class InferenceRequest:
         self.attempts = 0
         # The caller went away: nobody wants the outcome.
         self.left = False
+        # It stands for an empty place in the batch of a sequence batcher: nobody sent it.
+        self.fills_place = False
         # How many responses came so far apart from the outcome, and the only one of a model that gives one.
         self.responses = 0
         self.response: Outcome | None = None
+
+    @property
+    def correlation_id(self) -> int | str:
+        """Which sequence it belongs to; 0 and "" are none."""
+        return 0 if self.details is None else self.details.correlation_id
+
+    @property
+    def flags(self) -> int:
+        """1 starts a sequence, 2 ends one."""
+        return 0 if self.details is None else self.details.flags
+
+    def identify(self, correlation_id: int | str, flags: int) -> None:
+        """From now on these are its correlation id and its flags."""
+        details = self.details or Details()
+        self.details = details._replace(correlation_id=correlation_id, flags=flags)
 
     @property
     def inputs(self) -> list[Placement]:

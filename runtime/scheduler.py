@@ -1,6 +1,6 @@
 """Requests of one model version on their way into its instances.
 
-The scheduler holds the queue and the idle instances under one lock, asks `batcher.form` what to do whenever
+The scheduler holds what waits and the idle instances under one lock, asks the waiting room what to do whenever
 either changes, and starts what it says. Callers, event loops and the reactor carry the executions out
 (`runtime.execution`).
 """
@@ -12,11 +12,11 @@ import time
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
-from moonpool.runtime.batcher import Queue, QueueTimeout, form
 from moonpool.runtime.changes import Changes
 from moonpool.runtime.errors import BackendError, InvalidRequest, ModelUnavailable
 from moonpool.runtime.execution import Execution, broken
 from moonpool.runtime.outcomes import Outcomes
+from moonpool.runtime.sequence_room import room_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.backend import Model, ModelInstance
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.request import Answer, InferenceRequest
+    from moonpool.runtime.waiting_room import Rejected
 
 
 class Scheduler:
@@ -45,12 +46,9 @@ class Scheduler:
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._changes = Changes(self._lock)
-        self.outcomes = Outcomes(model, self._changes, self._is_executing)
+        self._room = room = room_for(config)
+        self.outcomes = Outcomes(model, self._changes, self._is_executing, room, self._look)
         self.statistics = self.outcomes.statistics
-        self._queue: Queue[InferenceRequest] = Queue(config.max_batch_size, config.dynamic_batching)
-        batching = config.dynamic_batching
-        # Where no batch is worth waiting for, a request that meets an idle instance goes into it.
-        self._direct = batching is None or not batching.max_queue_delay_us
         self._idle: list[ModelInstance] = []
         # Neither idle nor busy: somebody has them for a moment.
         self._taken: set[ModelInstance] = set()
@@ -78,22 +76,21 @@ class Scheduler:
                 raise type(self._refusal)(*self._refusal.args)
             now_ns = time.monotonic_ns()
             request.queued_ns = now_ns
-            if self._direct and self._idle and not len(self._queue):
+            if self._room.is_open and self._idle and not len(self._room):
                 # In this order an interrupted thread leaves no instance behind that nobody knows of.
                 instance = self._idle[-1]
                 driver = None if instance.blocks else request.waiter
                 started = [self._start(instance, [request], now_ns, driver)]
                 self._idle.pop()
-                expired: list[InferenceRequest] = []
+                rejected: Rejected = []
             else:
-                self._queue.add(request, now_ns)
+                self._room.add(request, now_ns)
                 if request.waiter.interruptible:
                     # Requests of others must not be in the hand of a thread that may be stopped anywhere.
                     self.reactor.call_soon(self._look)
                     return None
-                started, expired = self._form(now_ns)
-        self._reject(expired)
-        return self._launch(started, request)
+                started, rejected = self._form(now_ns)
+        return self._launch(started, rejected, request)
 
     def leave(self, request: InferenceRequest) -> None:
         """The caller does not wait any more: a queued request is dropped, an executing one ignored.
@@ -102,7 +99,7 @@ class Scheduler:
         """
         with self._lock:
             request.left = True
-            was_queued = self._queue.remove(request)
+            was_queued = self._room.remove(request, time.monotonic_ns())
             released = self.outcomes.done([request], _LEFT) if was_queued else []
             inside = [each for each in self._busy.values() if request in each.requests]
             instance = inside[0].instance if inside else self.outcomes.open.instance_of(request)
@@ -112,19 +109,21 @@ class Scheduler:
             execution.abandon(request.waiter)
         if instance is not None:
             instance.backend.cancel(instance, request)
+        if was_queued and self._room.keeps_sequences:
+            self.reactor.call_soon(self._look)
 
-    def _form(self, now_ns: int) -> tuple[list[Execution], list[InferenceRequest]]:
+    def _form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
         """What to do now; with the lock held."""
-        if not len(self._queue):
-            return [], []
-        formation = form(self._queue, now_ns, len(self._idle))
-        wake_at_ns = formation.wake_at_ns
+        batches, rejected, wake_at_ns = self._room.form(now_ns, self._idle)
         # Where the reactor comes by earlier anyway, it finds out then when to come again.
         if wake_at_ns is not None and wake_at_ns < (self._wake_at_ns or wake_at_ns + 1):
             self._wake_at_ns = wake_at_ns
             self.reactor.call_at(wake_at_ns / 1e9, self._wake)
-        started = [self._start(self._idle.pop(), batch, now_ns) for batch in formation.batches]
-        return started, formation.expired
+        started = []
+        for instance, batch in batches:
+            started.append(self._start(instance, batch, now_ns))
+            self._idle.remove(instance)
+        return started, rejected
 
     def _start(
         self,
@@ -147,16 +146,20 @@ class Scheduler:
     def _look(self) -> None:
         """See whether a batch can be formed."""
         with self._lock:
-            started, expired = self._form(time.monotonic_ns())
-        self._reject(expired)
-        self._launch(started, None)
+            started, rejected = self._form(time.monotonic_ns())
+        self._launch(started, rejected)
 
     # Executions
 
     def _launch(
-        self, executions: list[Execution], mine: InferenceRequest | None
+        self,
+        executions: list[Execution],
+        rejected: Rejected,
+        mine: InferenceRequest | None = None,
     ) -> Execution | None:
         """Send batches; returns, claimed, the one that holds `mine`. Others find a driver."""
+        for request, error in rejected:
+            self.outcomes.fail([request], error)
         own = None
         may_block = mine is not None and mine.waiter.may_block
         for execution in executions:
@@ -206,9 +209,7 @@ class Scheduler:
 
     def finish(self, execution: Execution, *, interruptible: bool = False) -> None:
         """Read the answer of an execution that the caller has claimed, and hand out the outcomes."""
-        if not self.executes(
-            execution
-        ):  # finished already, by whoever took it from an interrupted thread
+        if not self.executes(execution):  # whoever took it from an interrupted thread finished it
             return
         answered_ns = time.monotonic_ns()
         try:
@@ -232,7 +233,7 @@ class Scheduler:
 
         An interruptible thread does so only where nobody else is concerned, else the reactor does.
         """
-        requests, instance = execution.requests, execution.instance
+        requests, instance, room = execution.requests, execution.instance, self._room
         if len(answers) != len(requests):
             error = BackendError(f"{len(answers)} responses to {len(requests)} requests")
             answers = [error] * len(requests)
@@ -240,20 +241,23 @@ class Scheduler:
         with self._lock:
             if self._busy.get(instance) is not execution:
                 return
-            if interruptible and (len(requests) > 1 or len(self._queue) or self.outcomes.in_order):
+            if interruptible and (
+                len(requests) > 1 or len(room) or room.keeps_sequences or self.outcomes.in_order
+            ):
                 self.reactor.call_soon(lambda: self.settle(execution, answers, answered_ns))
                 return
             answers = execution.record(answers, answered_ns or now_ns, now_ns)
-            if (
-                instance not in self._idle
-            ):  # as it is where a signal handler raised right after this
+            if execution.has_deferred or room.keeps_sequences:
+                pairs = zip(requests, answers, strict=True)
+                answers = [room.answered(request, answer, now_ns) for request, answer in pairs]
+            # It is there already where a signal handler raised right after this.
+            if instance not in self._idle:
                 self._hand_back(instance)
             del self._busy[instance]
-            started, expired = self._form(now_ns)
+            started, rejected = self._form(now_ns)
             resolved = self.outcomes.settled(execution, answers)
             self._changes.tell()
-        self._reject(expired)
-        self._launch(started, None)
+        self._launch(started, rejected)
         self.outcomes.leave(resolved)
 
     def executes(self, execution: Execution) -> bool:
@@ -269,37 +273,33 @@ class Scheduler:
         instance, requests = execution.instance, execution.requests
         with self._lock:
             requests = self.outcomes.open.without_ended(requests)
+            self._room.leave(instance, time.monotonic_ns())
         self._on_lost(instance, requests if delivered else [], error)
         with self._lock:
             # It may be restarted and busy again by now.
             if self._busy.get(instance) is execution:
                 del self._busy[instance]
             self._changes.tell()
+        self.reactor.call_soon(self._look)
         if not delivered:
             self.retry(requests)
 
     def retry(self, requests: Sequence[InferenceRequest]) -> None:
         """Queue requests again that an instance could not answer."""
-        refused: list[InferenceRequest] = []
+        refused: Rejected = []
         with self._lock:
             now_ns = time.monotonic_ns()
-            refusal = self._refusal or ModelUnavailable("Exceeds maximum queue size")
+            refusal = self._refusal or _LEFT
             for request in requests:
                 request.attempts += 1
                 try:
                     if self._refusal is not None or request.left:
                         raise refusal
-                    self._queue.add(request, now_ns)
-                except MoonpoolError:
-                    refused.append(request)
-            started, expired = self._form(now_ns)
-        self._reject(expired)
-        self.outcomes.fail(refused, refusal)
-        self._launch(started, None)
-
-    def _reject(self, expired: list[InferenceRequest]) -> None:
-        if expired:
-            self.outcomes.fail(expired, QueueTimeout())
+                    self._room.add(request, now_ns)
+                except MoonpoolError as error:
+                    refused.append((request, error))
+            started, rejected = self._form(now_ns)
+        self._launch(started, rejected + refused)
 
     # Instances
 
@@ -312,12 +312,14 @@ class Scheduler:
         """Accept no more requests; what is queued stays."""
         with self._lock:
             self._refusal = error
+            self._room.close(time.monotonic_ns())
             self._changes.tell()
+        self.reactor.call_soon(self._look)
 
     def drop(self, error: MoonpoolError) -> None:
         """Fail everything that is queued or open."""
         with self._lock:
-            dropped = self._queue.drain() + self.outcomes.open.take()
+            dropped = self._room.drain(time.monotonic_ns()) + self.outcomes.open.take()
             self._changes.tell()
         self.outcomes.fail(dropped, error)
 
@@ -331,8 +333,10 @@ class Scheduler:
 
     def _hand_back(self, instance: ModelInstance) -> None:
         if instance.broken is not None:
+            self._room.leave(instance, time.monotonic_ns())
             self._on_lost(instance, [], instance.broken)
         elif instance.accepts:
+            self._room.join(instance, time.monotonic_ns())
             self._idle.append(instance)
 
     def report(self, instance: ModelInstance, error: BaseException) -> None:
@@ -341,6 +345,7 @@ class Scheduler:
             instance.broken = error
             if instance in self._idle:
                 self._idle.remove(instance)
+                self._room.leave(instance, time.monotonic_ns())
                 self._on_lost(instance, [], error)
 
     def take(self, instance: ModelInstance) -> bool:
@@ -356,6 +361,7 @@ class Scheduler:
         """An instance broke in the hand of whoever took it."""
         with self._lock:
             self._taken.discard(instance)
+            self._room.leave(instance, time.monotonic_ns())
             self._on_lost(instance, [], error)
             self._changes.tell()
 
@@ -367,7 +373,7 @@ class Scheduler:
     def wait_empty(self, deadline: float) -> bool:
         """Wait until nothing is queued, executes or is open; False at the deadline."""
         return self._changes.wait_for(
-            lambda: not len(self._queue) and not self._busy and not len(self.outcomes.open),
+            lambda: not len(self._room) and not self._busy and not len(self.outcomes.open),
             deadline,
         )
 
@@ -383,7 +389,7 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """How many requests wait for an instance."""
-        return len(self._queue)
+        return len(self._room)
 
     @property
     def executing(self) -> int:

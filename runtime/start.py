@@ -37,6 +37,8 @@ def start_of(
     Models may import from `backend_dir` beside their own folders.
     """
     config, source = model.config, model.source
+    sequences = config.sequence_batching
+    controls = () if sequences is None else sequences.controls
     return {
         "mode": mode,
         "instance": instance,
@@ -46,10 +48,11 @@ def start_of(
         "version_dir": str(source.version_directory),
         "model_dir": str(source.model_directory),
         "backend_dir": backend_dir,
-        "inputs": [tensor.name for tensor in config.inputs],
+        # In the order of their numbers.
+        "inputs": [tensor.name for tensor in config.inputs] + [each.name for each in controls],
         "outputs": [tensor.name for tensor in config.outputs],
         "decoupled": config.decoupled,
-        "reschedules": False,
+        "reschedules": sequences is not None and sequences.is_iterative,
         "concurrent_batches": model.options.concurrent_batches,
         "config": config.raw,
         "log": log.levels,

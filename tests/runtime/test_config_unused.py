@@ -15,7 +15,6 @@ class TestUnusedFields:
             ("", []),
             ("optimization { input_pinned_memory { enable: true } }", []),
             ("model_transaction_policy { decoupled: false } response_cache { }", []),
-            ("sequence_batching { }", ["sequence_batching"]),
             ("ensemble_scheduling { step { model_name: \"x\" } }", ["ensemble_scheduling"]),
             ("model_transaction_policy { decoupled: true }", []),
             ("response_cache { enable: true }", ["response_cache"]),

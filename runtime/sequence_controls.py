@@ -1,0 +1,144 @@
+"""The inputs that tell a model where in a sequence a request is, and the requests that fill empty places."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.ipc.bytes_tensor import encode_bytes
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.tensors import BYTES, CODES, DTYPES
+from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.request import Details, InferenceRequest, Shapes, Tensor
+from moonpool.runtime.sequence import END, START
+from moonpool.runtime.waiter import Waiter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from moonpool.runtime.config import ModelConfig, SequenceControl
+    from moonpool.runtime.sequence import CorrelationId
+
+_FILLING = Details(outputs=[])
+_NOBODY = Waiter()
+
+
+class SequenceControls:
+    """Of one model. Not thread-safe: the scheduler's lock is held around every call."""
+
+    def __init__(self, config: ModelConfig, controls: Sequence[SequenceControl]) -> None:
+        self._model = config.name
+        self._controls = controls
+        self._shape = [1, 1] if config.max_batch_size else [1]
+        # Behind the inputs that callers give.
+        self._first = len(config.inputs)
+        # Of START, END and READY: for false and for true.
+        self._arrays = {
+            control.kind: [self._array(control, value) for value in control.values]
+            for control in controls
+            if control.kind != "CORRID"
+        }
+        self._id = next((each for each in controls if each.kind == "CORRID"), None)
+        self._extended: Memo[Shapes, Shapes] = Memo()
+        self._zeros: Memo[Shapes, tuple[list[NDArray[Any]], Shapes]] = Memo()
+
+    def check(self, correlation_id: CorrelationId) -> None:
+        """Raises `InvalidRequest` for an id that the model's input for ids cannot hold."""
+        control = self._id
+        if control is None or control.datatype == "BYTES":
+            return
+        limits = np.iinfo(DTYPES[CODES[control.datatype]].name)
+        if isinstance(correlation_id, str):
+            what = "is no number" if correlation_id else ""
+        else:
+            what = "" if limits.min <= correlation_id <= limits.max else "is out of range"
+        if what:
+            raise InvalidRequest(
+                f"correlation ID {correlation_id!r:.60} {what}; model '{self._model}' takes it as "
+                f"input '{control.name}' of data-type {control.datatype}"
+            )
+
+    def complete(self, batch: Sequence[InferenceRequest | None]) -> list[InferenceRequest]:
+        """The batch as the model gets it, with a request that nobody sent for every empty place."""
+        some = next(request for request in batch if request is not None)
+        complete = []
+        for each in batch:
+            request = self._filler(some) if each is None else each
+            if self._controls:
+                self._tell(request)
+            complete.append(request)
+        return complete
+
+    def _tell(self, request: InferenceRequest) -> None:
+        """Give the request its control inputs, or other values where it has them already."""
+        shapes = self._extended.get(request.shapes)
+        arrays = [self._value(control, request) for control in self._controls]
+        if shapes is None:
+            shapes = self._extend(request.shapes, arrays)
+            if shapes.is_shared:
+                self._extended.keep(request.shapes, shapes)
+                self._extended.keep(shapes, shapes)
+        request.arrays = [*request.arrays[: len(shapes.tensors) - len(arrays)], *arrays]
+        request.shapes = shapes
+
+    def _value(self, control: SequenceControl, request: InferenceRequest) -> NDArray[Any]:
+        if control.kind == "CORRID":
+            return self._array(control, request.correlation_id)
+        is_true = {
+            "START": request.flags & START,
+            "END": request.flags & END,
+            "READY": not request.fills_place,
+        }[control.kind]
+        return self._arrays[control.kind][bool(is_true)]
+
+    def _array(self, control: SequenceControl, value: object) -> NDArray[Any]:
+        """A control input as it travels; an id of 0 is no text."""
+        code = CODES[control.datatype]
+        if code == BYTES:
+            text = np.array([str(value or "").encode()], object)
+            return np.frombuffer(encode_bytes(text, control.name), np.uint8)
+        return np.full(self._shape, value, DTYPES[code])
+
+    def _extend(self, base: Shapes, arrays: Sequence[NDArray[Any]]) -> Shapes:
+        tensors = [tensor for tensor in base.tensors if tensor.number < self._first]
+        for place, (control, array) in enumerate(zip(self._controls, arrays, strict=True)):
+            code = CODES[control.datatype]
+            tensors.append(Tensor(self._first + place, code, self._shape, array.nbytes))
+        is_shared = base.is_shared and (self._id is None or self._id.datatype != "BYTES")
+        return Shapes(tensors, base.batch_size, base.signature, is_shared=is_shared)
+
+    def _filler(self, like: InferenceRequest) -> InferenceRequest:
+        """A request of zeros and empty strings, in the shapes of another one."""
+        found = self._zeros.get(like.shapes)
+        if found is None:
+            found = _zeros(like.shapes, self._first)
+            if like.shapes.is_shared:
+                self._zeros.keep(like.shapes, found)
+        request = InferenceRequest(*found, _FILLING, has_views=False)
+        request.fills_place = request.left = True
+        request.waiter = _NOBODY
+        return request
+
+
+def _zeros(shapes: Shapes, first_control: int) -> tuple[list[NDArray[Any]], Shapes]:
+    arrays: list[NDArray[Any]] = []
+    tensors = []
+    for tensor in shapes.tensors:
+        if tensor.number >= first_control:
+            continue
+        if tensor.datatype == BYTES:
+            array = np.zeros(prod(tensor.shape) * _EMPTY_STRING_BYTES, np.uint8)
+            tensor = tensor._replace(size_bytes=array.nbytes)
+        else:
+            array = np.zeros(tensor.shape, DTYPES[tensor.datatype])
+        arrays.append(array)
+        tensors.append(tensor)
+    return arrays, Shapes(tensors, shapes.batch_size, shapes.signature, is_shared=shapes.is_shared)
+
+
+# A string is its length and its bytes.
+_EMPTY_STRING_BYTES = len(encode_bytes(np.array([b""], object), ""))
