@@ -155,6 +155,17 @@ class Backend(ABC):
     def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:  # noqa: B027 - optional
         """Nobody waits any more for a request that the instance executes or has open. Does not block."""
 
+    def model_instance_ready(
+        self,
+        instance: ModelInstance,  # noqa: ARG002
+        answer: Callable[[str | None], object],
+    ) -> None:
+        """Call `answer` with None if an instance is ready, else with why not; once, on any thread.
+
+        Does not block; the answer may come later. Asked at any time, also while the instance executes.
+        """
+        answer(None)
+
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:  # noqa: ARG002
         """What to tell callers of an instance that broke; may block for a second."""
         return error

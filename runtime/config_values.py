@@ -81,7 +81,9 @@ def _path(text: str) -> str:
 
 
 YES_NO = Kind("yes, no", _choice(yes=True, no=False))
-SANDBOX = Kind("off, standard, strict", _choice(off="off", standard="standard", strict="strict"))
+# From the loosest to the tightest.
+SANDBOX_LEVELS = ("off", "standard", "strict")
+SANDBOX = Kind(", ".join(SANDBOX_LEVELS), _choice(**{level: level for level in SANDBOX_LEVELS}))
 TIMEOUT = Kind("seconds, none", _or_none(_seconds))
 SECONDS = Kind("seconds", _seconds)
 PAUSE = Kind("seconds", _pause)

@@ -39,6 +39,8 @@ class LoadFailed(MoonpoolError):
         super().__init__(message)
         self.stage = stage
         self.traceback = traceback
+        # Which of the model's versions failed, once that is known.
+        self.version: int | None = None
 
 
 class ModelError(MoonpoolError):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moonpool.runtime.backend import Model, ModelInstance
 from moonpool.runtime.config import unused_fields
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
+from moonpool.runtime.readiness import ask_all
 from moonpool.runtime.scheduler import Scheduler
 from moonpool.runtime.signature import Signature
 from moonpool.runtime.states import MODEL, InstanceState, Machine, ModelState
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.readiness import Answer
+    from moonpool.runtime.supervisor import Seat
 
 _log = logging.getLogger("moonpool")
 
@@ -142,12 +145,23 @@ class HostedModel:
         except Exception as error:
             _log.exception("finalizing %s failed: %s", self, error)
 
-    def why_not_ready(self) -> str | None:
-        """None if a request could run now, else why not."""
+    def ask_ready(self, answer: Answer) -> None:
+        """Tell whether a request could run now, and the model itself says that it is ready.
+
+        `answer` gets None or why not: once, within seconds, on any thread. It must not block.
+        """
+        reason = self.why_not_serving()
+        if reason is not None:
+            answer(reason)
+            return
+        ask_all([seat.instance for seat in self.supervisor.seats if _serves(seat)], answer)
+
+    def why_not_serving(self) -> str | None:
+        """None if a request could run now, whatever the model itself says, else why not."""
         if self.machine.state is not ModelState.READY:
             return f"{self.machine.state}: {self.machine.because}"
         seats = self.supervisor.seats
-        if any(seat.machine.state is InstanceState.READY for seat in seats):
+        if any(_serves(seat) for seat in seats):
             return None
         return "; ".join(f"{seat.instance.name} {seat.machine.because}" for seat in seats)
 
@@ -156,3 +170,7 @@ class HostedModel:
 
     def __repr__(self) -> str:
         return repr(self.machine)
+
+
+def _serves(seat: Seat) -> bool:
+    return seat.machine.state is InstanceState.READY

@@ -13,6 +13,7 @@ from moonpool.runtime.config import ModelConfig, Source, minimal
 from moonpool.runtime.config_checks import name_problem
 from moonpool.runtime.config_defaults import PYTHON_BACKEND
 from moonpool.runtime.config_options import ModelOptions
+from moonpool.runtime.config_values import SANDBOX_LEVELS
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.repository import ModelDirectory, RepositoryError
 from moonpool.runtime.source import ModelSource, of_class, of_file
@@ -33,7 +34,8 @@ class Wanted:
     """A model as a caller asks for it.
 
     Without `source` it is the repository's. `files` are a whole directory, in place of the repository's.
-    `config` goes field by field before what the directory says; `is_whole`: instead of it.
+    `config` goes field by field before what the directory says; `is_whole`: instead of it. `asker` is for the
+    configuration of a model, which may not give another more than it has.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Wanted:
     config: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] | None = None
     is_whole: bool = False
+    asker: ModelOptions | None = None
 
 
 class Prepared:
@@ -132,6 +135,8 @@ def _versions(
             file, kind = shared or folder / config.default_model_filename, "triton"
         where = ModelSource(kind, file, None, directory.path, folder, is_directory=True)
         models.append(model_of(wanted.name, where, raw, source, version, changes))
+        if wanted.asker is not None:
+            _check_not_looser(models[-1], wanted.asker)
     return models
 
 
@@ -158,6 +163,18 @@ def model_of(
     config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
     config = config.placed(())
     return Model(config, ModelOptions.from_parameters(config), version, where)
+
+
+def _check_not_looser(model: Model, asker: ModelOptions) -> None:
+    """A configuration that a model brings gives nothing that this model has not itself."""
+    options, source = model.options, model.config.source
+    if SANDBOX_LEVELS.index(options.sandbox) < SANDBOX_LEVELS.index(asker.sandbox):
+        what = f"a model in the sandbox '{asker.sandbox}' cannot load one in '{options.sandbox}'"
+        raise source.error("parameters[MOONPOOL_SANDBOX]", what)
+    more = set(options.environment) - set(asker.environment)
+    if more and asker.sandbox != "off":
+        what = f"a model cannot give another what it has not itself: {', '.join(sorted(more))}"
+        raise source.error("parameters[MOONPOOL_ENVIRONMENT]", what)
 
 
 def _merged(name: str, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

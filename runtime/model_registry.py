@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.backends import Backends
-from moonpool.runtime.errors import ModelNotFound, ModelUnavailable, RuntimeClosed
+from moonpool.runtime.errors import LoadFailed, ModelNotFound, ModelUnavailable, RuntimeClosed
 from moonpool.runtime.exposition import expose
 from moonpool.runtime.hosted_model import HostedModel
 from moonpool.runtime.loading import prepare
@@ -44,7 +44,7 @@ class _Loaded:
     def is_what(self, prepared: Prepared) -> bool:
         """Whether these versions, and they serve, are what was prepared."""
         return self._prepared.stamp == prepared.stamp and all(
-            hosted.why_not_ready() is None for hosted in self.versions.values()
+            hosted.why_not_serving() is None for hosted in self.versions.values()
         )
 
     def unload(self, drain_timeout_s: float) -> None:
@@ -178,7 +178,9 @@ class ModelRegistry:
                 finally:
                     self._loading.remove(hosted)
                 loaded.append(hosted)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, LoadFailed):
+                error.version = model.version
             for hosted in loaded:
                 hosted.unload(0.0)
             raise

@@ -19,7 +19,7 @@ from moonpool.runtime.start import completed, start_of
 from moonpool.runtime.stub_handle import StubHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from moonpool.runtime.link import Link
     from moonpool.runtime.request import InferenceRequest
@@ -92,7 +92,9 @@ class PythonBackend(Backend):
         instance.state = stub
         try:
             kind, device_id = instance.kind, instance.device_id
-            stub.start(self._start(model, instance.name, kind, device_id, "serve"), deadline)
+            start = self._start(model, instance.name, kind, device_id, "serve")
+            _, facts = stub.start(start, deadline)
+            stub.readiness.has_check = facts.get("has_is_ready") is True
         except BaseException:
             stub.end()
             raise
@@ -118,6 +120,12 @@ class PythonBackend(Backend):
     def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:
         stub: StubHandle = instance.state
         stub.cancel(request)
+
+    def model_instance_ready(
+        self, instance: ModelInstance, answer: Callable[[str | None], object]
+    ) -> None:
+        stub: StubHandle = instance.state
+        stub.readiness.ask(answer)
 
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
         stub: StubHandle = instance.state

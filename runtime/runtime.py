@@ -20,6 +20,7 @@ from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.python_based import BackendDirectory
+from moonpool.runtime.readiness import wait_for_answer
 from moonpool.runtime.repository import ModelRepository
 from moonpool.runtime.request import Response
 from moonpool.runtime.request_options import RequestOptions, make_request
@@ -121,11 +122,19 @@ class Runtime:
         return self._models.names()
 
     def is_ready(self, name: str, version: int | None = None) -> bool:
-        """Whether a request to this model could run now. False for models that are not loaded."""
+        """Whether a request to this model could run now, and its `is_ready`, if it has one, says so.
+
+        Takes as long as `is_ready`, at most some seconds. False for models that are not loaded.
+        """
+        return self.why_not_ready(name, version) is None
+
+    def why_not_ready(self, name: str, version: int | None = None) -> str | None:
+        """As `is_ready`, but the reason in a sentence; None if the model is ready."""
         try:
-            return self._models.find(name, version).why_not_ready() is None
-        except MoonpoolError:
-            return False
+            hosted = self._models.find(name, version)
+        except MoonpoolError as error:
+            return str(error)
+        return wait_for_answer(hosted.ask_ready)
 
     def config(self, name: str, version: int | None = None) -> ModelConfig:
         """The configuration after the model completed it."""

@@ -17,9 +17,10 @@ _COMPLETABLE = (
     "max_batch_size",
     "input",
     "output",
-    "dynamic_batching",
     "model_transaction_policy",
 )
+# At most one of these, and the configuration's own where it has one.
+_SCHEDULERS = ("dynamic_batching", "sequence_batching")
 
 
 def start_of(
@@ -70,5 +71,8 @@ def start_of(
 
 def completed(config: ModelConfig, answer: Mapping[str, Any]) -> ModelConfig:
     """The configuration with what the model's auto_complete_config said. Raises `ConfigError`."""
-    changes = {field: answer[field] for field in _COMPLETABLE if field in answer}
+    fields: tuple[str, ...] = _COMPLETABLE
+    if not any(scheduler in config.raw for scheduler in _SCHEDULERS):
+        fields += _SCHEDULERS
+    changes = {field: answer[field] for field in fields if field in answer}
     return ModelConfig.from_dict({**config.raw, **changes}, source=config.source)

@@ -27,6 +27,7 @@ from moonpool.runtime.growth import Growth
 from moonpool.runtime.link import Link
 from moonpool.runtime.output import Output
 from moonpool.runtime.process import StubProcess
+from moonpool.runtime.readiness import StubReadiness
 from moonpool.runtime.stub_metrics import StubMetrics
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class StubHandle:
         self._options = options
         self._stubs = stubs
         self.metrics = StubMetrics(stubs.metrics)
+        self.readiness = StubReadiness(name, stubs.reactor, self.tell)
         self._reason: BaseException | None = None
         self._oom_kills = oom_kills()
         # Has been given up; tells nothing any more.
@@ -282,6 +284,7 @@ class StubHandle:
         self.process.close()
         self._stubs.remove(self)
         self.metrics.close()
+        self.readiness.close()
 
     # On the reactor's thread
 
@@ -292,6 +295,7 @@ class StubHandle:
         # What the stub started may hold its channel open; whoever waits on it must wake up now.
         self.link.conversation.channel.wake()
         self._has_exited = True
+        self.readiness.close()
         self._on_exit()
 
     def _read_output(self) -> None:
@@ -340,6 +344,8 @@ class StubHandle:
             self._output.log(*fields[1:])
         elif kind == Kind.METRICS:
             self.metrics.change(fields[1], fields[2])
+        elif kind == Kind.READINESS:
+            self.readiness.answered(fields[1], fields[2])
         elif kind == Kind.GROW:
             self._growth.grow(fields[1])
         elif kind == Kind.RETIRE:

@@ -32,6 +32,7 @@ class Control:
         self._channel = channel
         self._regions: Regions
         self._cancel: Callable[[int, int], None]
+        self._ask_ready: Callable[[int], None]
         self._codec = control_codec(Side.STUB)
         self._begin()
         # What was to be sent is the parent's to send, and its lock may be in the hand of a thread of its.
@@ -57,6 +58,11 @@ class Control:
         else:
             self._outbox.append(response)
         self._flush()
+
+    def forget(self) -> None:
+        """What is waiting belongs to the process that this one was forked from."""
+        self._outbox.clear()
+        self._sending = threading.Lock()
 
     def _packet(self, message: tuple[Any, ...]) -> bytes:
         packet = encode(*message)
@@ -102,13 +108,20 @@ class Control:
         file = file[-1024:].encode("utf-8", "replace").decode()
         self.send(Kind.LOG, level, clean, file, line)
 
-    def listen(self, regions: Regions, cancel: Callable[[int, int], None]) -> None:
+    def listen(
+        self,
+        regions: Regions,
+        cancel: Callable[[int, int], None],
+        ask_ready: Callable[[int], None],
+    ) -> None:
         """Start handling what arrives, until the process ends.
 
-        `cancel` gets batch and index of a request that nobody waits for any more.
+        `cancel` gets batch and index of a request that nobody waits for any more, `ask_ready` the number of
+        a question that is to be answered with READINESS.
         """
         self._regions = regions
         self._cancel = cancel
+        self._ask_ready = ask_ready
         threading.Thread(target=self._listen, name="moonpool-control", daemon=True).start()
 
     def _listen(self) -> None:
@@ -133,6 +146,8 @@ class Control:
             regions.forget(fields[1])
         elif kind == Kind.CANCEL:
             self._cancel(fields[1], fields[2])
+        elif kind == Kind.READY:
+            self._ask_ready(fields[1])
         elif kind == Kind.LOGGING:
             logger.set_levels(*fields[1:])
         elif kind == _INDIRECT:

@@ -19,6 +19,7 @@ class Coroutines:
         self._room = threading.BoundedSemaphore(most)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread
+        self._starting = threading.Lock()
         # A loop refers to its tasks weakly.
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopped = False
@@ -33,8 +34,14 @@ class Coroutines:
         Blocks while as many run as may. For the main thread.
         """
         self._room.acquire()
-        loop = self._loop or self._start_loop()
+        loop = self._running_loop()
         loop.call_soon_threadsafe(self._create_task, loop, self._run(coroutine, done))
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, object]) -> object:
+        """Run a coroutine beside those, and wait for what it returns or raises. Not for the loop's thread."""
+        import asyncio
+
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop()).result()
 
     def _create_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, None]
@@ -54,6 +61,10 @@ class Coroutines:
             done(None, error)
         finally:
             self._room.release()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            return self._loop or self._start_loop()
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
         import asyncio  # Slow to import, and most models do without it.

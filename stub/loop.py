@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import json
+import gc
 import os
 import select
 import sys
@@ -24,6 +24,7 @@ from moonpool.stub.execute import RELEASE_RESCHEDULE
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model import load_model
 from moonpool.stub.placement import Placer
+from moonpool.stub.readiness import Readiness
 from moonpool.stub.regions import Regions
 from moonpool.stub.report import describe, traceback_of
 from moonpool.stub.responses import Responses
@@ -64,7 +65,11 @@ class Stub:
         # The batch that is executing, for the control thread; and the cancellations that overtook theirs.
         self._executing: tuple[int, list[InferenceRequest]] = (0, [])
         self._cancelled: set[tuple[int, int]] = set()
-        self._control.listen(self._regions, self._cancel)
+        self._readiness = Readiness(
+            handshake.start["instance"], self._control.send, self._coroutines.wait_for
+        )
+        self._control.listen(self._regions, self._cancel, self._readiness.ask)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def run(self) -> None:
         """Load, serve until FINALIZE, and end the process."""
@@ -77,8 +82,9 @@ class Stub:
             self._handshake.fail(error.stage, str(error), error.traceback)
         try:
             if start["mode"] == "complete":
-                self._conversation.send(Kind.COMPLETED, json.dumps(model.complete()))
+                self._conversation.send(Kind.COMPLETED, model.complete())
             else:
+                self._readiness.check = model.is_ready
                 self._conversation.send(Kind.LOADED, self._facts())
                 self._serve(model)
             self._finalize(model)
@@ -93,35 +99,52 @@ class Stub:
             "python": sys.version.split()[0],
             "numpy": np.__version__,
             "layers": ",".join(self._handshake.layers),
+            "has_is_ready": self._readiness.check is not None,
         }
 
     def _serve(self, model: Model) -> None:
         receive, send = self._conversation.receive, self._conversation.send
         while True:
-            if self._regions.arena.has_grown or self._batch.kept:
+            if self._regions.arena.has_grown or self._batch.kept or self._responses.are_open:
                 self._wait_idle()
             message = receive()
             if message[0] != _EXECUTE:
                 return
-            send(_ANSWER, *self._execute(model, message))
+            answer = self._execute(model, message)
+            if self._responses.is_forked:
+                sys.stderr.write(
+                    "A process that the model forked came back from execute and ends.\n"
+                )
+                os._exit(1)
+            send(_ANSWER, *answer)
 
     def _wait_idle(self) -> None:
         """Wait for work; while none comes, give back memory: what the stub grew by, and requests.
 
-        Word of what is free again may come only now, and to another thread.
+        Word of what is free again may come only now, and to another thread. What the model dropped may
+        be in a cycle, to which an idle process would not come by itself.
         """
         poll = select.poll()
         poll.register(self._conversation.channel.fileno(), select.POLLIN)
         idle_s = 0.0
-        while self._regions.arena.has_grown or self._batch.kept:
-            wait_s = _LOOK_S if self._batch.kept else _KEEP_S
+        while self._regions.arena.has_grown or self._batch.kept or self._responses.are_open:
+            wait_s = _LOOK_S if self._batch.kept or self._responses.are_open else _KEEP_S
             if poll.poll(wait_s * 1000):
                 return
+            if idle_s == 0.0:
+                gc.collect(1)  # the young ones: the others may take long
+            elif idle_s < _KEEP_S <= idle_s + wait_s:
+                gc.collect()
             idle_s += wait_s
             while places := self._batch.let_go_late(MAX_PLACES_IN_PACKET):
                 self._control.send(Kind.RELEASE, places)
             if idle_s >= _KEEP_S:
                 self._regions.retire_idle()
+
+    def _leave_to_parent(self) -> None:
+        """In a process that the model forked: the runtime speaks with the one process only."""
+        self._control.forget()
+        self._responses.is_forked = True
 
     def _execute(self, model: Model, message: list[Any]) -> tuple[object, ...]:
         batch, answer = self._batch, self._answer

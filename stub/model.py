@@ -77,19 +77,26 @@ class Model:
             return [None] * len(requests)
         return returned  # type: ignore[return-value]
 
+    @property
+    def is_ready(self) -> Callable[[], object] | None:
+        """The model's own function of that name, if it has one."""
+        return getattr(self._object, "is_ready", None)
+
     def failure(self, described: str) -> str:
         """What each client of a batch is told when `execute` raised."""
         return (
             f"Failed to process the request(s) for model '{self._instance}', message: {described}"
         )
 
-    def complete(self) -> dict[str, Any]:
-        """The configuration as the model completes it. Raises `LoadError`."""
+    def complete(self) -> str:
+        """The configuration as the model completes it, in JSON. Raises `LoadError`."""
         config: dict[str, Any] = self._start["config"]
         try:
             if self._start["kind"] == "native":
-                return complete_config(self._class, ModelConfig(json.dumps(config))).as_dict()
-            return self._auto_complete(config)
+                completed = complete_config(self._class, ModelConfig(json.dumps(config))).as_dict()
+            else:
+                completed = self._auto_complete(config)
+            return json.dumps(completed)
         except LoadError:
             raise
         except BaseException as error:

@@ -110,7 +110,7 @@ class ModelConfig:
 
     def set_model_transaction_policy(self, transaction_policy_dict: Mapping[str, object]) -> None:
         """Says whether the model is decoupled."""
-        if any(key != "decoupled" for key in transaction_policy_dict):
+        if transaction_policy_dict.keys() - {"decoupled"}:
             raise ValueError(
                 "model transaction property in auto-complete-config function for model "
                 f"'{self._name}' contains property other than 'decoupled'."

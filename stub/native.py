@@ -189,6 +189,11 @@ class NativeAdapter:
             for index in range(len(requests))
         ]
 
+    @property
+    def is_ready(self) -> Callable[[], object] | None:
+        """The model's function of that name, if it has one."""
+        return getattr(self._object, "is_ready", None)
+
     def finalize(self) -> None:
         """Calls the model's `close`, if it has one."""
         close = getattr(self._object, "close", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
 
 from moonpool.stub.errors import TritonModelException, as_text
 from moonpool.stub.host import current
@@ -13,6 +13,7 @@ from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
+    from typing import SupportsIndex
 
     from moonpool.stub.host import Answer
     from moonpool.stub.parameters import Parameter
@@ -241,6 +242,10 @@ class InferenceRequest:
         import asyncio
 
         return asyncio.ensure_future(current().ainfer(self, bool(decoupled)))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        # A copy would be answered apart from the original.
+        raise TypeError("cannot pickle 'c_python_backend_utils.InferenceRequest' object")
 
     def __repr__(self) -> str:
         return f"<InferenceRequest {self._request_id!r}, inputs {list(self._inputs)!r}>"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import CODES
 from moonpool.ipc.messages import FINAL
+from moonpool.stub.errors import TritonModelException
 from moonpool.stub.placement import error_remark
 from moonpool.stub.reply import DROPPED, Port, Reply
 
@@ -27,6 +28,13 @@ class Responses(Port):
         self._placer = placer
         self._control = control
         self._replies: dict[tuple[int, int], weakref.ref[Reply]] = {}
+        # Whether this is a process that the model forked, which has but copies of all replies.
+        self.is_forked = False
+
+    @property
+    def are_open(self) -> bool:
+        """Whether any request may still be answered apart from its batch."""
+        return bool(self._replies)
 
     def reply(self, batch: int, index: int, wanted: Collection[str]) -> Reply:
         reply = Reply(self, batch, index, wanted)
@@ -40,6 +48,10 @@ class Responses(Port):
 
     def respond(self, reply: Reply, response: InferenceResponse | None, flags: int) -> None:
         """A response that cannot be placed reaches the client as an error, as in Triton."""
+        if self.is_forked:
+            raise TritonModelException(
+                "Unable to send response. A process that the model forked cannot send any."
+            )
         blocks: list[list[int]] = []
         layout = remark = None
         if response is not None:
@@ -50,6 +62,8 @@ class Responses(Port):
         self._control.respond([reply.batch, reply.index, flags, blocks, layout, remark])
 
     def abandon(self, reply: Reply) -> None:
+        if self.is_forked:
+            return
         self._replies.pop((reply.batch, reply.index), None)
         remark = error_remark(CODES.index("INTERNAL"), DROPPED)
         self._control.respond([reply.batch, reply.index, FINAL, [], None, remark])

@@ -40,12 +40,8 @@ RETURNS: dict[str, str] = {
     "[R([T.__new__(T)])]": "the response cannot be sent: AttributeError",
     "[R([type('T', (T,), {'__init__': lambda *a: None})('SAID', text)])]": "cannot be sent",
     "[T.__new__(T)]": "Expected an 'InferenceResponse' object in the execute function return list",
-    "r = R(); r.output_tensors().append(None); result = [r]": "the response cannot be sent",
-    "r = R(); r.output_tensors().append(r); result = [r]": "the response cannot be sent",
-    "r = R(); r.output_tensors().extend([T('SAID', text)] * 3); result = [r]": "is given twice",
+    "[R([T('SAID', text)] * 3)]": "output 'SAID' is given twice",
     "[R([T('SAID', text) for _ in range(10_000)])]": "output 'SAID' is given twice",
-    "[R([T(f'N{i}', np.zeros(1)) for i in range(10_000)])]": "unexpected inference output 'N0'",
-    "[R([T('\\ud800', np.zeros(1))])]": "unexpected inference output '?'",
     "t = T('SAID', np.arange(9)); t.as_numpy().resize((0,), refcheck=False); result = [R([t])]": (
         "of shape [9] has 0 bytes: its array was resized after the tensor was made"
     ),
@@ -99,6 +95,9 @@ def test_what_cannot_be_sent_is_an_error_of_its_request(
 
 # What is odd, and does no harm.
 ODD: dict[str, str] = {
+    "r = said('ok'); r.output_tensors().append(None); result = [r]": "ok",
+    "[R([T(f'N{i}', np.zeros(1)) for i in range(10_000)] + [T('SAID', text)])]": "ok",
+    "[R([T('\\ud800', np.zeros(1)), T('SAID', text)])]": "ok",
     "requests.clear(); result = [said('ok')]": "ok",
     "request._inputs.clear(); result = [said('ok')]": "ok",
     "request.inputs().clear(); result = [said(str(len(request.inputs())))]": "1",

@@ -111,8 +111,8 @@ def test_other_wrong_types_are_type_errors() -> None:
             "Expect parameters keys to have type str, found type <class 'int'>",
         ),
         (
-            {"parameters": {"a": [1]}},
-            "Expect parameters values to have type bool/int/str, found type <class 'list'>",
+            {"parameters": {"a": None}},
+            "Expect parameters values to have type bool/int/str, found type <class 'NoneType'>",
         ),
     ],
 )

@@ -53,8 +53,6 @@ class TritonPythonModel:
             raise ValueError("as you wish")
         if wish == "text":
             return "text"
-        if wish == "unknown output":
-            return pb_utils.InferenceResponse([pb_utils.Tensor("Z", np.zeros(1))])
         if wish == "other datatype":
             return y(1, np.float64)
         if wish == "parameters":
@@ -124,7 +122,7 @@ def file(tmp_path: Path) -> Path:
         (config, wish)
         for config in (CONFIG, DECOUPLED)
         for wish in (
-            *("answer", "error", "raise", "text", "unknown output", "other datatype", "parameters"),
+            *("answer", "error", "raise", "text", "other datatype", "parameters"),
             *("three", "thread", "closed", "nothing", "one"),
         )
     ],

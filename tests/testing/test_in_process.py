@@ -269,13 +269,16 @@ def test_what_the_runtime_would_refuse_never_reaches_the_model() -> None:
             model.infer(testing.request({"X": ROW}, outputs=["Z"]))
 
 
-def test_an_output_that_the_configuration_does_not_have_is_an_error_as_in_a_stub() -> None:
-    tensor = pb_utils.Tensor("Z", ROW)
+def test_an_output_that_no_client_would_get_fails_the_test() -> None:
+    outputs = [pb_utils.Tensor("Y", ROW), pb_utils.Tensor("Z", ROW)]
+    response = pb_utils.InferenceResponse(outputs)
     with (
-        load(lambda _: [pb_utils.InferenceResponse([tensor])]) as model,
-        pytest.raises(moonpool.ModelError, match="unexpected inference output 'Z' for model 'm'"),
+        load(lambda _: [response]) as model,
+        pytest.raises(testing.BadOutput, match=r"output 'Z', and the configuration has \['Y'\]"),
     ):
         model.infer(X=ROW)
+    with load(lambda _: [response], checks_outputs=False) as model:
+        assert list(model.infer(X=ROW).outputs) == ["Y"]
 
 
 @pytest.mark.parametrize(

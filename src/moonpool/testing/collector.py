@@ -7,10 +7,9 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.messages import AGAIN, FINAL
 from moonpool.stub.errors import ErrorCode, TritonError
-from moonpool.stub.placement import Placer, checked_parameters
+from moonpool.stub.placement import Placer
 from moonpool.stub.reply import Port, Reply
 from moonpool.testing.outputs import copied
 from moonpool.testing.response import Response
@@ -71,6 +70,7 @@ class Collector(Port):
 
     def __init__(self, start: dict[str, Any]) -> None:
         self.is_decoupled = bool(start["decoupled"])
+        self._names: list[str] = start["outputs"]
         self._placer = Placer(_Nowhere(), start)  # type: ignore[arg-type]
         self._changed = threading.Condition(threading.RLock())
         self._open: dict[tuple[int, int], Exchange] = {}
@@ -106,15 +106,17 @@ class Collector(Port):
     def _received(
         self, response: InferenceResponse, reply: Reply, cause: BaseException | None
     ) -> Response:
-        if response._error is not None:
-            return Response({}, error=response._error, cause=cause)
-        try:
-            parameters = checked_parameters(response._parameters)
-            wanted = self._placer.wanted(response._outputs, reply.wanted)
-            self._placer.place(wanted, [], ())
-            return Response({tensor._name: copied(tensor) for tensor in wanted}, parameters)
-        except MoonpoolError as error:
-            return Response({}, error=TritonError(str(error), ErrorCode[error.code]), cause=error)
+        _, remark = self._placer.answer(response, reply.wanted, [])
+        parameters, error = remark or (None, None)
+        if error is not None:
+            code, message = error
+            return Response({}, error=TritonError(message, ErrorCode(code)), cause=cause)
+        outputs = {
+            tensor._name: copied(tensor)
+            for tensor in self._placer.wanted(response._outputs, reply.wanted)
+        }
+        unknown = [t._name for t in response._outputs if t._name not in self._names]
+        return Response(outputs, parameters, unknown=unknown)
 
     def wait(self, exchange: Exchange, seen: int, deadline: float | None) -> bool:
         """Whether there are more responses than those `seen`, or will be no more, before the deadline."""

@@ -88,7 +88,7 @@ class InProcessModel(LoadedModel):
                     description, name, kind, 0, "complete", backend_dir=backend_dir, log=log
                 )
                 found = model_class or import_class(start)
-                answer = json.loads(json.dumps(Model(start, found).complete()))
+                answer = json.loads(Model(start, found).complete())
                 self.config = description.config = completed(description.config, answer)
                 start = start_of(
                     description, name, kind, 0, "serve", backend_dir=backend_dir, log=log
@@ -189,7 +189,7 @@ class InProcessModel(LoadedModel):
             for response in exchange.responses[seen:]:
                 seen += 1
                 if self._checks_outputs:
-                    check_outputs(response.outputs, self.config, rows)
+                    check_outputs(response, self.config, rows)
                 yield response
 
     def _checked(self, request: Request) -> CheckedRequest:
@@ -247,7 +247,7 @@ class InProcessModel(LoadedModel):
             details.correlation_id,
             details.flags,
             details.timeout_us,
-            details.parameters,  # type: ignore[arg-type]
+            details.parameters,
             outputs,
             tensors,
             details.priority,

@@ -67,7 +67,7 @@ class StubModel(LoadedModel):
                     if count == request.cancel_after:
                         return
                     if self._checks_outputs:
-                        check_outputs(response.outputs, self.config, rows)
+                        check_outputs(response, self.config, rows)
                     yield response
             finally:
                 request.executions.discard(execution)

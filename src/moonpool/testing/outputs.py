@@ -13,12 +13,11 @@ from moonpool.ipc.tensors import BF16, BYTES, DTYPES, code_of
 from moonpool.ipc.tensors import NAMES as DATATYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
 
     from moonpool.runtime.config import ModelConfig
     from moonpool.stub.tensor import Tensor
+    from moonpool.testing.response import Response
 
 
 class BadOutput(MoonpoolError):
@@ -35,16 +34,19 @@ def copied(tensor: Tensor) -> NDArray[Any]:
     return raw[: 2 * prod(tensor._shape)].view(DTYPES[BF16]).reshape(tuple(tensor._shape))
 
 
-def check_outputs(
-    outputs: Mapping[str, NDArray[Any]], config: ModelConfig, rows: int | None
-) -> None:
-    """Raise `BadOutput` unless datatypes and shapes are those of the configuration.
+def check_outputs(response: Response, config: ModelConfig, rows: int | None) -> None:
+    """Raise `BadOutput` unless names, datatypes and shapes of the outputs are those of the configuration.
 
-    `rows` is the batch dimension of the request, None where that of the outputs may be another. A runtime lets such
-    outputs pass, as Triton does; but clients make their buffers, and other models, from the configuration.
+    `rows` is the batch dimension of the request, None where that of the outputs may be another. A runtime leaves out what
+    has no name there, and lets the rest pass, as Triton does; but clients, and other models, rely on the configuration.
     """
     expected = {tensor.name: tensor for tensor in config.outputs}
-    for name, array in outputs.items():
+    for name in response.unknown:
+        raise BadOutput(
+            f"model '{config.name}' made an output '{name}', and the configuration has {list(expected)}: no "
+            "client would get it"
+        )
+    for name, array in response.outputs.items():
         tensor = expected[name]
         datatype = DATATYPES[code_of(array.dtype, name)]
         if datatype != tensor.datatype and not (datatype == "UINT16" and tensor.datatype == "BF16"):

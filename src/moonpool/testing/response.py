@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.runtime.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -26,12 +26,15 @@ class Response:
         parameters: Mapping[str, Any] | None = None,
         error: TritonError | None = None,
         cause: BaseException | None = None,
+        unknown: Sequence[str] = (),
     ) -> None:
         self.outputs = dict(outputs)
         self.parameters = dict(parameters or {})
         self.error = error
         # What the model raised, where that is what became the error and it was in this process.
         self.cause = cause
+        # Outputs of the model that its configuration does not have: clients never see them.
+        self.unknown = list(unknown)
 
     def check(self) -> Response:
         """This response, unless it is an error: then raises `ModelError`, caused by what the model raised."""

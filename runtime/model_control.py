@@ -1,0 +1,141 @@
+"""What a model may ask of the runtime about other models, with Triton's rules and texts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import threading
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.config import ConfigError
+from moonpool.runtime.errors import (
+    InvalidRequest,
+    LoadFailed,
+    ModelNotFound,
+    ModelUnavailable,
+    RuntimeClosed,
+)
+from moonpool.runtime.loading import Wanted
+from moonpool.runtime.repository import RepositoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moonpool.runtime.backend import Model
+    from moonpool.runtime.hosted_model import HostedModel
+    from moonpool.runtime.model_registry import ModelRegistry
+
+_log = logging.getLogger("moonpool")
+_FILE = "file:"
+_WORDS = {
+    "UNKNOWN": "Unknown",
+    "INTERNAL": "Internal",
+    "NOT_FOUND": "Not found",
+    "INVALID_ARG": "Invalid argument",
+    "UNAVAILABLE": "Unavailable",
+    "UNSUPPORTED": "Unsupported",
+    "ALREADY_EXISTS": "Already exists",
+    "CANCELLED": "Cancelled",
+}
+
+
+class ModelControl:
+    """The runtime as one model sees it. Any thread may call any method; only `load` waits."""
+
+    def __init__(self, registry: ModelRegistry, asker: Model) -> None:
+        self._registry = registry
+        self._asker = asker
+
+    def find(self, name: str, version: int | None = None) -> HostedModel:
+        """A model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`."""
+        return self._registry.find(name, version)
+
+    def load(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
+        """Load or reload a model, and return when it is ready.
+
+        `config` is a whole configuration in JSON, "" the one in the repository. `files` has contents by
+        `file:<path>`, and they are the model's directory then. Raises `MoonpoolError` in Triton's words.
+        """
+        try:
+            self._registry.load(_wanted(name, config, files, self._asker), self._asker.name)
+        except (RuntimeClosed, ModelUnavailable):
+            raise
+        except (RepositoryError, ConfigError, ModelNotFound) as error:
+            raise LoadFailed(
+                f"failed to load '{name}', failed to poll from model repository: {error}"
+            ) from error
+        except MoonpoolError as error:
+            version = getattr(error, "version", None)
+            where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
+            raise LoadFailed(
+                f"load failed for model '{name}': {where}{_WORDS[error.code]}: {error};\n"
+            ) from error
+
+    def begin_unload(self, name: str) -> None:
+        """Unload a model in the background, also the one that asks. A model that is not loaded is no error."""
+
+        def unload() -> None:
+            try:
+                self._registry.unload(name)
+            except MoonpoolError as error:
+                _log.info("model '%s' asked to unload '%s': %s", self._asker.name, name, error)
+
+        with contextlib.suppress(
+            RuntimeError
+        ):  # no more threads: the program ends, and unloads all
+            threading.Thread(target=unload, name=f"moonpool-unload-{name}").start()
+
+    def is_ready(self, name: str, version: str) -> bool:
+        """Whether a request to this model could run now. False for models that are not loaded.
+
+        An empty version is the latest. Raises `InvalidRequest` for one that is none.
+        """
+        number = _version(version)
+        try:
+            return self._registry.find(name, number).why_not_ready() is None
+        except MoonpoolError:
+            return False
+
+
+def _wanted(name: str, config: str, files: Mapping[str, bytes] | None, asker: Model) -> Wanted:
+    """Raises `RepositoryError`."""
+    if not config:
+        if files:
+            raise RepositoryError(
+                "Load parameter 'config' must be specified for model file override"
+            )
+        return Wanted(name)
+    try:
+        parsed = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise RepositoryError(f"Invalid config override: {error}") from error
+    if not isinstance(parsed, dict):
+        raise RepositoryError("Invalid config override: it is no JSON object")
+    by_path = {}
+    for key, content in (files or {}).items():
+        if not key.startswith(_FILE):
+            raise RepositoryError(f"Invalid file parameter '{key[:200]}' must be 'file:<path>'.")
+        by_path[key.removeprefix(_FILE)] = content
+    # No files are not a directory without any.
+    return Wanted(name, None, None, parsed, by_path or None, is_whole=True, asker=asker.options)
+
+
+def _version(text: str) -> int | None:
+    """What C's `stol` makes of a version, as Triton reads it; None for the latest."""
+    if not text:
+        return None
+    match = re.match(r"\s*([+-]?[0-9]+)", text)
+    number = 0 if match is None else int(match.group(1)[:20])
+    if match is None or not -(2**63) <= number < 2**63:
+        details = " (details: stol)"
+    elif number < 0:
+        details = ""
+    else:
+        return number
+    raise InvalidRequest(
+        f"failed to get model version from specified version string '{text}'{details}, version "
+        "should be an integral value > 0"
+    )

@@ -1,0 +1,123 @@
+"""Whether models are ready: what each stub's model says of itself, and all instances of a model together."""
+
+from __future__ import annotations
+
+import threading
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.messages import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    from moonpool.runtime.backend import ModelInstance
+    from moonpool.runtime.reactor import Reactor
+
+    # Gets None where it is ready, else why not.
+    Answer: TypeAlias = Callable[[str | None], object]
+
+TIMEOUT_S = 5.0
+_TOO_LATE = "Timed out waiting for user-defined is_ready() response"
+_STILL_TOO_LATE = "Timed out waiting for in-flight is_ready() response"
+
+
+class StubReadiness:
+    """Asks a stub's model, once for all who want to know at the same time."""
+
+    def __init__(self, instance: str, reactor: Reactor, tell: Callable[..., None]) -> None:
+        """`tell` sends a control message."""
+        self._instance = instance
+        self._reactor = reactor
+        self._tell = tell
+        # Whether the model says anything; if not, it is ready.
+        self.has_check = False
+        self._question = 0
+        self._is_asked = False
+        self._is_closed = False
+        # With what each is told when the answer does not come in time.
+        self._waiting: dict[Answer, str] = {}
+
+    def ask(self, answer: Answer) -> None:
+        """`answer` is called once and must not block: at once, or on the reactor's thread within five seconds."""
+        if self.has_check:
+            self._reactor.call_soon(lambda: self._ask(answer))
+        else:
+            answer(None)
+
+    # On the reactor's thread
+
+    def _ask(self, answer: Answer) -> None:
+        if self._is_closed:
+            answer(self._gone())
+            return
+        self._waiting[answer] = _STILL_TOO_LATE if self._is_asked else _TOO_LATE
+        self._reactor.call_later(TIMEOUT_S, lambda: self._give_up(answer))
+        if not self._is_asked:
+            self._is_asked = True
+            self._question += 1
+            self._tell(Kind.READY, self._question)
+
+    def _give_up(self, answer: Answer) -> None:
+        too_late = self._waiting.pop(answer, None)
+        if too_late is not None:
+            answer(too_late)
+
+    def answered(self, question: int, reason: str | None) -> None:
+        """READINESS came. Raises `RemoteProtocolError` where nobody asked."""
+        if not self._is_asked or question != self._question:
+            raise RemoteProtocolError(f"READINESS answers {question}, which was not asked")
+        self._is_asked = False
+        self._tell_all(reason)
+
+    def close(self) -> None:
+        """The stub is gone."""
+        self._is_closed = True
+        self._tell_all(self._gone())
+
+    def _tell_all(self, reason: str | None) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for answer in waiting:
+            answer(reason)
+
+    def _gone(self) -> str:
+        return f"Stub process '{self._instance}' is not healthy."
+
+
+def ask_all(instances: Sequence[ModelInstance], answer: Answer) -> None:
+    """Ask the instances of a model at the same time; it is ready if all are. `answer` as in `ask`."""
+    if not instances:
+        answer(None)
+        return
+    together = _Together(len(instances), answer)
+    for instance in instances:
+        instance.backend.model_instance_ready(instance, together.add)
+
+
+def wait_for_answer(ask: Callable[[Answer], object]) -> str | None:
+    """Ask, and wait on this thread for what is answered. Not for the reactor's."""
+    answers: SimpleQueue[str | None] = SimpleQueue()
+    ask(answers.put)
+    try:
+        return answers.get(timeout=2 * TIMEOUT_S)
+    except Empty:  # the reactor that would have told has ended
+        return "the runtime is being closed"
+
+
+class _Together:
+    """Passes the first reason on, or that there is none when all have answered."""
+
+    def __init__(self, count: int, answer: Answer) -> None:
+        self._left = count
+        self._answer = answer
+        self._lock = threading.Lock()
+
+    def add(self, reason: str | None) -> None:
+        with self._lock:
+            was_open = self._left > 0
+            self._left = 0 if reason is not None else self._left - 1
+            is_over = self._left <= 0
+        if was_open and is_over:
+            self._answer(reason)

@@ -1,0 +1,140 @@
+"""What `auto_complete_config` may change of a configuration, and what becomes of mistakes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moonpool
+
+MODEL = """
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(c):
+        c.add_input({"name": "X", "data_type": "TYPE_FP32", "dims": [4]})
+        c.add_output({"name": "Y", "data_type": "TYPE_FP32", "dims": [4]})
+        CHANGE
+        return c
+
+    def execute(self, requests):
+        return []
+"""
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[moonpool.Runtime]:
+    with moonpool.Runtime() as runtime:
+        yield runtime
+
+
+class Completion:
+    """Loads a model that changes its configuration in some way."""
+
+    def __init__(self, runtime: moonpool.Runtime, folder: Path) -> None:
+        self._runtime = runtime
+        self._folder = folder
+
+    def load(self, change: str, config: str = "") -> dict[str, Any]:
+        (self._folder / "m" / "1").mkdir(parents=True)
+        (self._folder / "m" / "1" / "model.py").write_text(MODEL.replace("CHANGE", change))
+        (self._folder / "m" / "config.pbtxt").write_text('backend: "python" ' + config)
+        self._runtime.load("m", self._folder / "m")
+        return self._runtime.config("m").raw
+
+
+@pytest.fixture
+def completion(runtime: moonpool.Runtime, tmp_path: Path) -> Iterator[Completion]:
+    yield Completion(runtime, tmp_path)
+    if "m" in runtime.models():
+        runtime.unload("m")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        'c.as_dict()["instance_group"] = [{"count": 2, "kind": "KIND_CPU"}]',
+        'c.as_dict()["parameters"] = {"MOONPOOL_SANDBOX": {"string_value": "off"}}',
+        'c.as_dict()["name"] = "other"',
+        'c.as_dict()["version_policy"] = {"all": {}}',
+        'c.as_dict()["default_model_filename"] = "x.py"',
+        'c.as_dict()["response_cache"] = {"enable": True}',
+        'c.as_dict()["optimization"] = {"priority": "PRIORITY_MAX"}',
+    ],
+)
+def test_what_is_not_the_model_s_to_say_stays(completion: Completion, change: str) -> None:
+    raw = completion.load(change)
+    assert raw["name"] == "m"
+    assert [(group["name"], group["count"]) for group in raw["instance_group"]] == [("m", 1)]
+    assert raw["parameters"] == {}
+    assert raw["version_policy"] == {"latest": {"num_versions": 1}}
+    assert raw["default_model_filename"] == "model.py"
+    assert raw["optimization"]["priority"] == "PRIORITY_DEFAULT"
+    assert not raw.get("response_cache", {}).get("enable")
+    assert [tensor["name"] for tensor in raw["input"]] == ["X"]
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "field", "value"),
+    [
+        ("c.set_max_batch_size(8)", "", "max_batch_size", 8),
+        ('c.as_dict()["max_batch_size"] = 2', "max_batch_size: 8", "max_batch_size", 2),
+        (
+            'c.set_model_transaction_policy({"decoupled": True})',
+            "",
+            "model_transaction_policy",
+            {"decoupled": True},
+        ),
+        (
+            'c.as_dict()["model_transaction_policy"] = {"decoupled": False}',
+            "model_transaction_policy { decoupled: true }",
+            "model_transaction_policy",
+            {"decoupled": False},
+        ),
+    ],
+)
+def test_what_is_the_model_s_to_say_is_taken(
+    completion: Completion, change: str, config: str, field: str, value: object
+) -> None:
+    assert completion.load(change, config)[field] == value
+
+
+def test_a_scheduler_is_chosen_where_the_configuration_has_none(completion: Completion) -> None:
+    raw = completion.load("c.set_max_batch_size(8); c.set_dynamic_batching()")
+    assert raw["dynamic_batching"]["preferred_batch_size"] == [8]
+
+
+def test_a_scheduler_of_the_configuration_stays(completion: Completion) -> None:
+    change = 'c.as_dict()["dynamic_batching"] = {"preferred_batch_size": [2]}'
+    config = "max_batch_size: 8 dynamic_batching { preferred_batch_size: 4 }"
+    raw = completion.load(change, config)
+    assert raw["dynamic_batching"]["preferred_batch_size"] == [4]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("return", "auto_complete_config function in model 'm' must return a valid pb.ModelConfig"),
+        (
+            'c.as_dict()["x"] = object()',
+            "TypeError: Object of type object is not JSON serializable",
+        ),
+        ("raise KeyError('k')", "KeyError: 'k'\n\nAt:\n"),
+        ("import sys; sys.exit(3)", "SystemExit: 3\n\nAt:\n"),
+        ('c.as_dict()["max_batch_size"] = float("nan")', "max_batch_size: must be an integer"),
+        (
+            'c.as_dict()["input"][0]["dims"] = [0]',
+            "model input 'X' dimension must be integer >= 1, or -1 to indicate a variable-size",
+        ),
+        (
+            'c.as_dict()["input"][0]["data_type"] = "TYPE_INVALID"',
+            "model input 'X' must specify 'data_type' for m",
+        ),
+    ],
+)
+def test_a_mistake_in_it_fails_the_load(completion: Completion, change: str, text: str) -> None:
+    with pytest.raises(moonpool.MoonpoolError) as caught:
+        completion.load(change)
+    assert text in str(caught.value)

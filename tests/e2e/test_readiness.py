@@ -1,0 +1,141 @@
+"""What models say themselves of being ready."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import ECHO, MODELS, Config, hosted, tensor
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime import readiness
+
+HOW: Config = {"input": [tensor("HOW", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
+
+Tell = Callable[[str], str]
+
+
+@pytest.fixture
+def tell(runtime: moonpool.Runtime) -> Iterator[Tell]:
+    """Tells the model what to say, and returns how often it was asked, and by which instance."""
+
+    def run(how: str) -> str:
+        answer = runtime.infer("moody", {"HOW": np.array([how.encode()], np.object_)})
+        return bytes(answer["SAID"][0]).decode()
+
+    with hosted(runtime, "moody", MODELS / "moody.py", HOW):
+        yield run
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("True", None),
+        ("coroutine", None),
+        ("False", "Model 'moody_0' is not ready (user-defined check failed)."),
+        ("1", "is_ready() must return a boolean value"),
+        ("None", "is_ready() must return a boolean value"),
+        ("np.bool_(True)", "is_ready() must return a boolean value"),
+        ("1 / 0", "Model 'moody_0' is not ready: ZeroDivisionError: division by zero"),
+        ("exit('no')", "Model 'moody_0' is not ready: SystemExit: no"),
+        (
+            "exec('raise ValueError(chr(0xd800) * 10**6)')",
+            "Model 'moody_0' is not ready: ValueError",
+        ),
+    ],
+)
+def test_a_model_says_itself_whether_it_is_ready(
+    runtime: moonpool.Runtime, tell: Tell, how: str, reason: str | None
+) -> None:
+    tell(how)
+    said = runtime.why_not_ready("moody")
+
+    assert said is None if reason is None else (said or "").startswith(reason)
+    assert runtime.is_ready("moody") == (reason is None)
+    assert tell("True") == "2 moody_0"
+    assert runtime.is_ready("moody")
+
+
+def test_a_check_that_hangs_holds_up_nothing_and_is_shared(
+    runtime: moonpool.Runtime, tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "TIMEOUT_S", 0.2)
+    tell("hang")
+
+    assert runtime.why_not_ready("moody") == (
+        "Timed out waiting for user-defined is_ready() response"
+    )
+    assert runtime.why_not_ready("moody") == "Timed out waiting for in-flight is_ready() response"
+    assert tell("") == "1 moody_0"
+    monkeypatch.undo()
+    answers: list[str | None] = []
+    askers = [
+        threading.Thread(target=lambda: answers.append(runtime.why_not_ready("moody")))
+        for _ in range(3)
+    ]
+    for asker in askers:
+        asker.start()
+    tell("False")
+    tell("open")
+    for asker in askers:
+        asker.join()
+
+    assert answers == ["Model 'moody_0' is not ready (user-defined check failed)."] * 3
+
+
+def test_a_model_whose_check_hangs_can_be_unloaded(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "TIMEOUT_S", 0.1)
+    with hosted(runtime, "moody", MODELS / "moody.py", HOW):
+        runtime.infer("moody", {"HOW": np.array([b"hang"], np.object_)})
+        assert not runtime.is_ready("moody")
+
+    assert "not found" in (runtime.why_not_ready("moody") or "")
+
+
+def test_a_process_that_ends_in_its_check_is_not_ready(
+    runtime: moonpool.Runtime, tell: Tell
+) -> None:
+    tell("die")
+
+    assert runtime.why_not_ready("moody") == "Stub process 'moody_0' is not healthy."
+    wait_until(lambda: runtime.is_ready("moody"))
+    assert tell("") == "1 moody_0"
+
+
+def test_all_instances_are_asked_and_one_that_is_not_ready_is_enough(
+    runtime: moonpool.Runtime,
+) -> None:
+    with hosted(runtime, "moody", MODELS / "moody.py", HOW, instances=2):
+        said = runtime.infer("moody", {"HOW": np.array([b"False"], np.object_)})["SAID"][0]
+        name = bytes(said).decode().split()[1]
+
+        assert runtime.why_not_ready("moody") == (
+            f"Model '{name}' is not ready (user-defined check failed)."
+        )
+
+
+def test_a_model_without_a_check_is_not_asked(runtime: moonpool.Runtime) -> None:
+    with hosted(runtime, "echo", MODELS / "echo.py", ECHO):
+        assert runtime.why_not_ready("echo") is None
+
+
+def test_moonpools_own_kind_may_have_a_check_too(runtime: moonpool.Runtime, tmp_path: Path) -> None:
+    file = tmp_path / "shy.py"
+    file.write_text(
+        "class Shy:\n"
+        "    def __call__(self, X):\n"
+        "        return X\n"
+        "    def is_ready(self):\n"
+        "        return False\n"
+    )
+    config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
+    with hosted(runtime, "shy", file, config):
+        assert not runtime.is_ready("shy")
+        assert runtime.infer("shy", {"X": np.ones(2, np.float32)})["Y"].tolist() == [1, 1]
