@@ -22,7 +22,7 @@ from moonpool.runtime.loading import Wanted
 from moonpool.runtime.repository import RepositoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from moonpool.runtime.backend import Model
     from moonpool.runtime.hosted_model import HostedModel
@@ -88,16 +88,19 @@ class ModelControl:
         ):  # no more threads: the program ends, and unloads all
             threading.Thread(target=unload, name=f"moonpool-unload-{name}").start()
 
-    def is_ready(self, name: str, version: str) -> bool:
-        """Whether a request to this model could run now. False for models that are not loaded.
+    def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
+        """Tell whether a request to this model could run now, and it says itself that it is ready.
 
-        An empty version is the latest. Raises `InvalidRequest` for one that is none.
+        `answer` is called once, within seconds, on any thread, and must not block; with False for models that
+        are not loaded. An empty version is the latest. Raises `InvalidRequest` for one that is none.
         """
         number = _version(version)
         try:
-            return self._registry.find(name, number).why_not_ready() is None
+            hosted = self._registry.find(name, number)
         except MoonpoolError:
-            return False
+            answer(False)
+        else:
+            hosted.ask_ready(lambda reason: answer(reason is None))
 
 
 def _wanted(name: str, config: str, files: Mapping[str, bytes] | None, asker: Model) -> Wanted:

@@ -12,11 +12,13 @@ from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import MAX_RESPONSES_IN_PACKET, Kind, Side
 from moonpool.stub import logger
+from moonpool.stub.metric_changes import MetricChanges
 
 if TYPE_CHECKING:
     from typing import Any, Callable
 
     from moonpool.ipc.channel import Channel
+    from moonpool.stub.metric_changes import Row
     from moonpool.stub.regions import Regions
 
 # While one thread waits for the runtime to read, others go on logging.
@@ -34,6 +36,8 @@ class Control:
         self._cancel: Callable[[int, int], None]
         self._ask_ready: Callable[[int], None]
         self._codec = control_codec(Side.STUB)
+        # Past the outbox: nothing else on the channel depends on their order.
+        self.metric_changes = MetricChanges(self._send_changes)
         self._begin()
         # What was to be sent is the parent's to send, and its lock may be in the hand of a thread of its.
         os.register_at_fork(after_in_child=self._begin)
@@ -51,7 +55,11 @@ class Control:
         self._flush()
 
     def respond(self, response: list[Any]) -> None:
-        """Send a response, a row of RESPONSES, together with others that are ready."""
+        """Send a response, a row of RESPONSES, together with others that are ready.
+
+        What the model did to metrics before goes first.
+        """
+        self.metric_changes.flush()
         size_bytes = len(encode(response))
         if size_bytes > MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET:
             self._outbox.append(self._packet((_RESPONSES, [response])))
@@ -79,9 +87,15 @@ class Control:
                 self._sending.release()
 
     def _send_all(self) -> None:
+        while self._outbox:
+            self._send_packet(self._next_packet())
+
+    def _send_changes(self, changes: list[Row], dropped: list[int]) -> None:
+        self._send_packet(encode(Kind.METRICS, changes, dropped))
+
+    def _send_packet(self, packet: bytes) -> None:
         try:
-            while self._outbox:
-                self._channel.send_waiting(self._next_packet())
+            self._channel.send_waiting(packet)
         except PeerGone:
             # Whatever this thread is doing, there is nobody left to do it for.
             os._exit(1)

@@ -167,6 +167,7 @@ class Stub:
             answer.fail(requests, self._report(model, error))
         self._executing = (batch_id, [])
         del requests
+        self._control.metric_changes.flush()
         held, released = batch.let_go()
         return (batch_id, held, released, *answer.give())
 

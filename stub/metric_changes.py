@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -25,19 +24,11 @@ _MANY = 1 << 16
 
 
 class MetricChanges:
-    """Takes changes from any thread, at any moment; also from finalizers that interrupt it.
-
-    Where the process forks, changes from before are the parent's; those of the child are sent one by one.
-    """
+    """Takes changes from any thread, at any moment; also from finalizers that interrupt it."""
 
     def __init__(self, send: Callable[[list[Row], list[int]], object]) -> None:
         """`send` hands rows, and the numbers of what nobody refers to any more, to the runtime."""
         self._send = send
-        self._is_fork = False
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin_in_fork)
-
-    def _begin(self) -> None:
         self._new: deque[tuple[int, int, float]] = deque()
         self._dropped: deque[int] = deque()
         self._sums: dict[int, tuple[int, float]] = {}
@@ -48,10 +39,6 @@ class MetricChanges:
         self._wishes: SimpleQueue[None] = SimpleQueue()
         self._is_wished = False
         self._sender: threading.Thread | None = None
-
-    def _begin_in_fork(self) -> None:
-        self._begin()
-        self._is_fork = True
 
     def add(self, metric: int, operation: int, value: float) -> None:
         """Apply an operation to a metric, soon."""
@@ -64,22 +51,19 @@ class MetricChanges:
                 self._lock.release()
 
     def drop(self, metric: int) -> None:
-        """Let go of a metric, after all its changes. In a fork it is the parent's, and stays."""
-        if not self._is_fork:
-            self._dropped.append(metric)
-            self._wish()
+        """Let go of a metric, after all its changes."""
+        self._dropped.append(metric)
+        self._wish()
 
     def _wish(self) -> None:
-        if self._is_fork:
-            self.flush()
-        elif not self._is_wished:
+        if not self._is_wished:
             self._is_wished = True
             self._wishes.put(None)
 
     def start(self) -> None:
         """Send from now on what no `flush` sends, on a thread of its own."""
         with self._lock:
-            if self._sender is None and not self._is_fork:
+            if self._sender is None:
                 self._sender = threading.Thread(
                     target=self._run, name="moonpool-metrics", daemon=True
                 )

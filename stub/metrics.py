@@ -32,7 +32,7 @@ class _Series:
     __slots__ = ("host", "kind", "number")
 
     def __init__(self, host: Host, kind: int, number: int) -> None:
-        self.host = host
+        self.host = host  # that it was made by; a fork of the process has another one
         self.kind = kind
         self.number = number  # 0 when the family is gone
 
@@ -51,7 +51,8 @@ class _Holding:
         for series in self.all:
             # Metrics may outlive it, and say so when they are used.
             number, series.number = series.number, 0
-            series.host.drop_metric(number)
+            if current() is series.host:
+                series.host.drop_metric(number)
 
 
 class Metric:
@@ -72,45 +73,43 @@ class Metric:
     def increment(self, value: float, /) -> None:
         """Add to a gauge, or a number that is not negative to a counter."""
         number = _number("increment", self, value)
-        series, known_as = self._open("increment")
-        if series.kind == kinds.COUNTER and number < 0:
+        kind, known_as = self._open("increment")
+        if kind == kinds.COUNTER and number < 0:
             raise _refusal(
                 "increment",
-                series,
                 "COUNTER can only be incremented monotonically by non-negative values.",
             )
-        if series.kind == kinds.HISTOGRAM:
-            raise _refusal("increment", series, "HISTOGRAM does not support Increment")
-        series.host.change_metric(known_as, kinds.INCREMENT, number)
+        if kind == kinds.HISTOGRAM:
+            raise _refusal("increment", "HISTOGRAM does not support Increment")
+        current().change_metric(known_as, kinds.INCREMENT, number)
 
     def set(self, value: float, /) -> None:
         """Set a gauge."""
         number = _number("set", self, value)
-        series, known_as = self._open("set")
-        if series.kind != kinds.GAUGE:
-            raise _refusal("set", series, f"{MetricKind(series.kind).name} does not support Set")
-        series.host.change_metric(known_as, kinds.SET, number)
+        kind, known_as = self._open("set")
+        if kind != kinds.GAUGE:
+            raise _refusal("set", f"{MetricKind(kind).name} does not support Set")
+        current().change_metric(known_as, kinds.SET, number)
 
     def observe(self, value: float, /) -> None:
         """Count a value in a histogram."""
         number = _number("observe", self, value)
-        series, known_as = self._open("observe")
-        if series.kind != kinds.HISTOGRAM:
-            kind = MetricKind(series.kind).name
-            raise _refusal("observe", series, f"{kind} does not support Observe")
-        series.host.change_metric(known_as, kinds.OBSERVE, number)
+        kind, known_as = self._open("observe")
+        if kind != kinds.HISTOGRAM:
+            raise _refusal("observe", f"{MetricKind(kind).name} does not support Observe")
+        current().change_metric(known_as, kinds.OBSERVE, number)
 
     def value(self) -> float:
         """The value of a counter or a gauge, of which others may hold the same time series."""
-        series, known_as = self._open("get")
-        if series.kind == kinds.HISTOGRAM:
-            raise _refusal("get", series, "HISTOGRAM does not support Value")
+        kind, known_as = self._open("get")
+        if kind == kinds.HISTOGRAM:
+            raise _refusal("get", "HISTOGRAM does not support Value")
         try:
-            return series.host.metric_value(known_as)
+            return current().metric_value(known_as)
         except TritonModelException as error:
             raise TritonModelException(f"Failed to get metric value: {error}") from error
 
-    def _open(self, doing: str) -> tuple[_Series, int]:
+    def _open(self, doing: str) -> tuple[int, int]:
         # Looked at once: another thread may let go of the family.
         known_as = self._series.number
         if not known_as:
@@ -119,7 +118,7 @@ class Metric:
                 "'MetricFamily' has been deleted. The 'MetricFamily' object should be deleted AFTER "
                 "its corresponding 'Metric' objects have been deleted."
             )
-        return self._series, known_as
+        return self._series.kind, known_as
 
 
 class MetricFamily:
@@ -229,6 +228,6 @@ def _as_float(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def _refusal(doing: str, series: _Series, why: str) -> TritonModelException:
-    inner = series.host.failure(f"TRITONSERVER_METRIC_KIND_{why}")
+def _refusal(doing: str, why: str) -> TritonModelException:
+    inner = current().failure(f"TRITONSERVER_METRIC_KIND_{why}")
     return TritonModelException(f"Failed to {doing} metric value: {inner}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from typing import Any
 
@@ -142,32 +141,3 @@ def test_threads_lose_nothing(changes: MetricChanges, sent: Sent) -> None:
     changes.flush()
 
     assert sum(value for _, _, value, _ in sent.rows) == 300_000
-
-
-def test_a_fork_sends_its_own_changes_and_none_of_its_parents(
-    changes: MetricChanges, sent: Sent
-) -> None:
-    changes.add(1, INCREMENT, 1.0)
-    held = threading.Event()
-    let_go = threading.Event()
-
-    def hold() -> None:
-        with changes._lock:
-            held.set()
-            let_go.wait(10)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait(10)
-    pid = os.fork()
-    if not pid:
-        changes.add(2, INCREMENT, 1.0)
-        changes.drop(1)
-        as_it_should = sent.messages == [([(2, INCREMENT, 1.0, 1)], [])]
-        os._exit(0 if as_it_should else 1)
-    let_go.set()
-    holder.join()
-
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    changes.flush()
-    assert sent.rows == [(1, INCREMENT, 1.0, 1)]
