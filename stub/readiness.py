@@ -43,9 +43,10 @@ class Readiness:
             self._tell(Kind.READINESS, question, self._refusal(error))
 
     def _answer(self, question: int) -> None:
-        self._tell(Kind.READINESS, question, self._why_not())
+        self._tell(Kind.READINESS, question, self.why_not())
 
-    def _why_not(self) -> str | None:
+    def why_not(self) -> str | None:
+        """Ask the model, and wait for it: None where it is ready, else the reason."""
         if self.check is None:
             return None
         try:

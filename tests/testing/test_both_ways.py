@@ -12,7 +12,6 @@ import pytest
 import moonpool
 from moonpool import testing
 
-EXAMPLES = Path(moonpool.__path__[0]) / "examples" / "models"
 ROW = np.array([[1, 2]], np.float32)
 
 # Does what its input says.
@@ -25,6 +24,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+READY = True
 
 
 def y(value, dtype=np.float32):
@@ -40,6 +40,11 @@ class TritonPythonModel:
     def execute(self, requests):
         returned = [self.answer(request) for request in requests]
         return None if self.decoupled else returned
+
+    def is_ready(self):
+        if isinstance(READY, Exception):
+            raise READY
+        return READY
 
     def answer(self, request):
         wish = pb_utils.get_input_tensor_by_name(request, "WISH").as_numpy()[0][0].decode()
@@ -140,6 +145,18 @@ def load(request: pytest.FixtureRequest) -> Callable[..., testing.LoadedModel]:
     return found
 
 
+@pytest.mark.parametrize("ready", ["True", "False", "1", "ValueError('no')"])
+def test_readiness_is_the_same(file: Path, ready: str) -> None:
+    file.write_text(MODEL.replace("READY = True", f"READY = {ready}"))
+    said = []
+    for load in (testing.load, testing.load_in_stub):
+        with load(file, name="m", config=CONFIG) as model:
+            said.append(model.why_not_ready())
+
+    assert said[0] == said[1]
+    assert (said[0] is None) == (ready == "True")
+
+
 def test_what_does_not_fit_is_refused(load: Callable[..., testing.LoadedModel], file: Path) -> None:
     with load(file, name="m", config=CONFIG) as model:
         for inputs in ({"WISH": ROW}, {"OTHER": [["a"]]}, {"WISH": [["a"]] * 5}, {"WISH": ["a"]}):
@@ -160,19 +177,6 @@ def test_batches_and_streams(load: Callable[..., testing.LoadedModel], file: Pat
         for count in (0, 2):
             request = testing.request({"WISH": [["until cancelled"]]}, cancel_after=count)
             assert len(model.responses(request)) == count
-
-
-@pytest.mark.parametrize("name", ["add_sub", "primes", "normalise", "crashes", "hangs"])
-def test_the_examples_answer(load: Callable[..., testing.LoadedModel], name: str) -> None:
-    values: dict[str, Any] = {"BYTES": b"a", "FP32": 0.5, "INT64": 30}
-    with load(EXAMPLES / name) as model:
-        inputs = {}
-        for tensor in model.config.inputs:
-            shape = (1, *(3 if dim == -1 else dim for dim in tensor.dims))
-            inputs[tensor.name] = np.full(shape, values[tensor.datatype]).tolist()
-        response = model.infer(inputs)
-
-        assert list(response.outputs) == [tensor.name for tensor in model.config.outputs]
 
 
 def test_the_models_own_version_is_chosen(

@@ -1,4 +1,4 @@
-"""The tests that the page on testing models shows pass as they are printed."""
+"""The tests that the page on testing models shows, and those of the examples, pass as they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import moonpool
 PACKAGE = Path(moonpool.__path__[0])
 PAGE = Path(__file__).parents[2] / "docs" / "TESTING_MODELS.md"
 
-pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="the documents are not in the wheel")
+no_page = pytest.mark.skipif(not PAGE.is_file(), reason="the documents are not in the wheel")
 
 
 @pytest.fixture
@@ -46,6 +46,7 @@ def run(folder: Path, *arguments: str) -> str:
     return ended.stdout + ended.stderr
 
 
+@no_page
 @pytest.mark.slow
 def test_the_tests_of_the_page_pass(folder: Path) -> None:
     said = run(folder, "-m", "pytest", "-p", "moonpool_pytest", "-p", "no:cacheprovider", "-rA")
@@ -55,5 +56,16 @@ def test_the_tests_of_the_page_pass(folder: Path) -> None:
     assert re.search(r"^=+ (\d+) passed in", said, re.MULTILINE), said
 
 
+@no_page
 def test_the_program_of_the_page_runs(folder: Path) -> None:
     assert run(folder, "use_model.py") == "float32\n"
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_examples_pass(tmp_path: Path) -> None:
+    examples = PACKAGE / "examples"
+    os.symlink(examples / "models", tmp_path / "models")
+    (tmp_path / "test_models.py").write_text((examples / "test_models.py").read_text())
+    said = run(tmp_path, "-m", "pytest", "-p", "no:cacheprovider")
+
+    assert re.search(r"^=+ 20 passed in", said, re.MULTILINE), said

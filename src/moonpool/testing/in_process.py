@@ -28,6 +28,7 @@ from moonpool.stub.execute import RELEASE_RESCHEDULE
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model import Model, import_class
 from moonpool.stub.native import NativeAdapter
+from moonpool.stub.readiness import Readiness
 from moonpool.stub.report import describe
 from moonpool.stub.request import InferenceRequest
 from moonpool.stub.tensor import Tensor
@@ -292,6 +293,12 @@ class InProcessModel(LoadedModel):
             exchange.cause = error
             request.reply().fail(message)
 
+    def why_not_ready(self) -> str | None:
+        readiness = Readiness(self.host.instance, _nobody, self._coroutines.wait_for)
+        readiness.check = self._model.is_ready
+        with self._calling():
+            return readiness.why_not()
+
     def on_close(self, also: Callable[[], None]) -> None:
         """To be called when this model has been finalized."""
         self._also_close = also
@@ -310,3 +317,7 @@ class InProcessModel(LoadedModel):
             logger.set_sink(None)
             logger.set_levels(True, True, True, False)
             self._also_close()
+
+
+def _nobody(*_: object) -> None:
+    """There is no runtime to tell."""

@@ -77,6 +77,9 @@ class StubModel(LoadedModel):
         checked = self._signature.request(request.inputs, request.outputs)
         return None if self.config.decoupled else checked.batch_size
 
+    def why_not_ready(self) -> str | None:
+        return self.runtime.why_not_ready(self.name)
+
     def close(self) -> None:
         self.runtime.close()
 

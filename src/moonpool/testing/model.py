@@ -81,6 +81,10 @@ class LoadedModel(ABC):
         """The responses to a request as they come."""
 
     @abstractmethod
+    def why_not_ready(self) -> str | None:
+        """Asks the model's `is_ready`, if it has one: None where it is ready, else the reason."""
+
+    @abstractmethod
     def close(self) -> None:
         """Finalize the model. Raises what its `finalize` raises; the second time nothing happens."""
 
