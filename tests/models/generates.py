@@ -26,6 +26,8 @@ class TritonPythonModel:
     def step(self, request):
         x = request.inputs()[0].as_numpy()
         which = request.correlation_id()
+        if not which:  # an empty slot
+            return None if self.is_decoupled else pb_utils.InferenceResponse([])
         if request.flags() & 1:
             self.left[which] = int(x.ravel()[0])
         parameters = json.loads(request.parameters())
