@@ -1,0 +1,107 @@
+"""Answers in the way that HOW names; as a decoupled model, as a coroutine, or neither, by its model's name."""
+
+import asyncio
+import gc
+import json
+import queue
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from moonpool.stub.reply import Reply
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+LASTING = (pb_utils.InferenceRequest, pb_utils.InferenceResponse, pb_utils.Tensor, Reply)
+
+
+def doubled(request):
+    x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+    given = json.loads(request.parameters())
+    return pb_utils.InferenceResponse([pb_utils.Tensor("Y", x * 2)], parameters=given or None)
+
+
+def failed(text):
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text))
+
+
+def alive():
+    """How many objects of requests and responses there are."""
+    gc.collect()
+    return sum(isinstance(each, LASTING) for each in gc.get_objects())
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.execute = getattr(self, args["model_name"])
+        self.later = queue.SimpleQueue()
+        threading.Thread(target=self.send_later, daemon=True).start()
+
+    def plain(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        how = pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy().ravel()[0]
+        if how == b"error":
+            return failed("on purpose")
+        if how == b"pass":
+            tensor = pb_utils.get_input_tensor_by_name(request, "X")
+            return pb_utils.InferenceResponse([pb_utils.Tensor("Y", tensor.as_numpy())])
+        if how == b"sender":
+            sender = request.get_response_sender()
+            sender.send(doubled(request))
+            sender.send(flags=FINAL)
+            return None
+        if how == b"later":
+            self.later.put((request.get_response_sender(), [doubled(request)]))
+            return None
+        if how == b"drop":
+            return None
+        if how == b"alive":
+            tensor = pb_utils.Tensor("Y", np.full((1, 16), alive(), np.float32))
+            return pb_utils.InferenceResponse([tensor])
+        return doubled(request)
+
+    def stream(self, requests):
+        for request in requests:
+            how = pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy()[0]
+            sender = request.get_response_sender()
+            if how == b"drop":
+                continue
+            if how == b"cycle":
+                cycle = [sender]
+                cycle.append(cycle)
+            elif how == b"raise":
+                sender.send(doubled(request))
+                raise ValueError("on purpose")
+            elif how == b"until cancelled":
+                self.later.put((sender, None))
+            elif how == b"later":
+                self.later.put((sender, [doubled(request)] * 3))
+            else:
+                for _ in range(int(how)):
+                    sender.send(doubled(request))
+                sender.send(flags=FINAL)
+
+    async def coroutine(self, requests):
+        await asyncio.sleep(0)
+        return [self.answer(request) for request in requests]
+
+    def send_later(self):
+        waiting = []
+        while True:
+            try:
+                sender, responses = self.later.get(timeout=0.01 if waiting else None)
+            except queue.Empty:
+                responses = ()
+            if responses is None:
+                waiting.append(sender)
+            for response in responses or ():
+                sender.send(response)
+            if responses:
+                sender.send(flags=FINAL)
+            sender = responses = None
+            for each in waiting:
+                if each.is_cancelled():
+                    each.send(flags=FINAL)
+            waiting = [each for each in waiting if not each.is_cancelled()]
+            each = None
