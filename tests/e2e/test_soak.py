@@ -194,7 +194,7 @@ class Figures:
             self.rss_bytes[name] = rss_bytes(row["pid"])
             self.descriptors[name] = descriptors(row["pid"])
             self.shared_bytes[name] = int(seat.instance.state.link.size_bytes())
-            self.open[name] = len(hosted.scheduler.outcomes.open) + len(hosted.scheduler._queue)
+            self.open[name] = len(hosted.scheduler.outcomes.open) + hosted.scheduler.queued
         said = runtime.infer("plain", {"HOW": [["alive"]], "X": X[None]}, timeout_s=60.0)
         self.alive["plain"] = int(said["Y"].ravel()[0])
         self.objects = len(gc.get_objects())
@@ -265,4 +265,4 @@ def settle(runtime: moonpool.Runtime) -> None:
 
 
 def is_quiet(scheduler: Scheduler) -> bool:
-    return not len(scheduler.outcomes.open) and not len(scheduler._queue) and not scheduler._busy
+    return not len(scheduler.outcomes.open) and not scheduler.queued and not scheduler._busy
