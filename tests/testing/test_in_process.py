@@ -578,3 +578,70 @@ def test_a_coroutine_that_raises_fails_its_requests() -> None:
         with load(execute, config) as model, pytest.raises(moonpool.ModelError) as raised:
             model.infer(X=ROW)
         assert isinstance(raised.value.__cause__, ValueError)
+
+
+# The end, and what else a model may be made of
+
+
+def test_what_finalize_raises_is_raised_and_the_imports_are_as_before(tmp_path: Path) -> None:
+    code = "class TritonPythonModel:\n    def finalize(self):\n        raise ValueError('at the end')\n"
+    write(tmp_path, {"m/1/model.py": code})
+    model = testing.load(tmp_path / "m", config=CONFIG)
+    with pytest.raises(ValueError, match="at the end"):
+        model.close()
+
+    assert "1.model" not in sys.modules
+    model.close()
+    with pytest.raises(moonpool.InvalidRequest, match="is closed"):
+        model.infer(X=ROW)
+
+
+def test_a_model_of_a_python_based_backend_answers(tmp_path: Path) -> None:
+    code = (
+        "import triton_python_backend_utils as pb_utils\n"
+        "class TritonPythonModel:\n"
+        "    def execute(self, requests):\n"
+        "        return [pb_utils.InferenceResponse([pb_utils.Tensor('Y', r.inputs()[0].as_numpy())])\n"
+        "                for r in requests]\n"
+    )
+    of_model = {"m/config.pbtxt": 'backend: "echo"', "m/1/data": ""}
+    write(tmp_path, {"backends/echo/model.py": code, **of_model})
+    with testing.load(
+        tmp_path / "m", config=CONFIG, backend_directory=tmp_path / "backends"
+    ) as model:
+        assert model.infer(X=ROW)["Y"].tolist() == ROW.tolist()
+
+
+def test_a_coroutine_that_still_waits_ends_with_the_model() -> None:
+    ended = []
+
+    async def execute(_: object) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    with (
+        load(execute, timeout_s=0.05) as model,
+        pytest.raises(moonpool.RequestTimedOut),
+    ):
+        model.infer(X=ROW)
+    assert ended == [True]
+
+
+def test_threads_take_turns() -> None:
+    inside = []
+
+    def execute(requests: list[pb_utils.InferenceRequest]) -> object:
+        inside.append(1)
+        assert len(inside) == 1
+        inside.pop()
+        return [y() for _ in requests]
+
+    with load(execute) as model:
+        threads = [threading.Thread(target=model.infer, kwargs={"X": ROW}) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        model.infer(X=ROW)

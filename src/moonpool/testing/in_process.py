@@ -37,14 +37,15 @@ from moonpool.testing.host import RecordingHost
 from moonpool.testing.imports import ModelImports
 from moonpool.testing.model import LoadedModel
 from moonpool.testing.outputs import check_outputs
+from moonpool.testing.request import Request
+from moonpool.testing.sequences import Sequences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from moonpool.runtime.backend import Model as Description
     from moonpool.runtime.request import InferenceRequest as CheckedRequest
     from moonpool.stub.response import InferenceResponse
-    from moonpool.testing.request import Request
     from moonpool.testing.response import Response
 
 _log = logging.getLogger("moonpool.stub")
@@ -100,7 +101,10 @@ class InProcessModel(LoadedModel):
             self._imports.close()
             raise
         self._args: dict[str, str] = start["args"]
+        self._input_names: list[str] = start["inputs"]
         self._signature = Signature(self.config)
+        batching = self.config.sequence_batching
+        self._sequences = None if batching is None else Sequences(self.config, batching)
         self._collector = Collector(start)
         self._coroutines = Coroutines(start["concurrent_batches"])
         host.is_serving = True
@@ -169,24 +173,43 @@ class InProcessModel(LoadedModel):
                 f"model '{self.name}' is {self.config.max_batch_size}"
             )
         exchanges = [Exchange(request) for request in requests]
-        self._execute(exchanges, checked)
+        if self._sequences is None:
+            self._execute(exchanges, checked)
+        else:
+            with self._executing:
+                of_request = {id(r): e for r, e in zip(checked, exchanges, strict=True)}
+                self._sequences.run(checked, partial(self._execute_to_end, of_request))
         return exchanges, checked
+
+    def _execute_to_end(
+        self, of_request: Mapping[int, Exchange], batch: Sequence[CheckedRequest]
+    ) -> list[bool]:
+        """Call `execute` for a batch of sequences and wait; says which requests are to come again."""
+        deadline = self._deadline()
+        # What fills an empty place, nobody waits for.
+        exchanges = [of_request.get(id(request)) or Exchange(Request({})) for request in batch]
+        self._execute(exchanges, batch)
+        for exchange in exchanges:
+            while not exchange.is_over:
+                self._wait(exchange, len(exchange.responses), deadline)
+        return [exchange.is_again for exchange in exchanges]
+
+    def _wait(self, exchange: Exchange, seen: int, deadline: float | None) -> None:
+        if not self._collector.wait(exchange, seen, deadline):
+            exchange.cancel()
+            raise RequestTimedOut(
+                f"model '{self.name}' sent {len(exchange.responses)} responses to a request, and no "
+                f"last one, in {self._timeout_s:g} s"
+            )
 
     def _each(
         self, exchange: Exchange, request: CheckedRequest, deadline: float | None
     ) -> Iterator[Response]:
-        """The responses to a request that was executed; it is executed again where the model asks for that."""
+        """The responses to a request that was executed, as they come."""
         seen = 0
         rows = None if self.config.decoupled else request.batch_size
         while not (exchange.is_final and seen == len(exchange.responses)):
-            if seen == len(exchange.responses) and exchange.is_again:
-                self._execute([exchange], [request])
-            if not self._collector.wait(exchange, seen, deadline):
-                exchange.cancel()
-                raise RequestTimedOut(
-                    f"model '{self.name}' sent {len(exchange.responses)} responses to a request, and no "
-                    f"last one, in {self._timeout_s:g} s"
-                )
+            self._wait(exchange, seen, deadline)
             for response in exchange.responses[seen:]:
                 seen += 1
                 if self._checks_outputs:
@@ -231,7 +254,7 @@ class InProcessModel(LoadedModel):
 
     def _for_model(self, request: CheckedRequest, index: int) -> InferenceRequest:
         """The request as a stub gives it to the model, with inputs in memory of its own."""
-        names = [tensor.name for tensor in self.config.inputs]
+        names = self._input_names
         tensors = []
         for placement, tensor in zip(request.inputs, request.shapes.tensors, strict=True):
             array = np.array(placement.data, order="C")
