@@ -40,6 +40,9 @@ def start_of(
     config, source = model.config, model.source
     sequences = config.sequence_batching
     controls = () if sequences is None else sequences.controls
+    # The requests of a sequence have to be executed one after the other, coroutines included.
+    in_turn = sequences is not None and not config.decoupled
+    most = 1 if in_turn else model.options.concurrent_batches
     return {
         "mode": mode,
         "instance": instance,
@@ -54,7 +57,7 @@ def start_of(
         "outputs": [tensor.name for tensor in config.outputs],
         "decoupled": config.decoupled,
         "reschedules": sequences is not None and sequences.is_iterative,
-        "concurrent_batches": model.options.concurrent_batches,
+        "concurrent_batches": most,
         "config": config.raw,
         "log": log.levels,
         "args": {

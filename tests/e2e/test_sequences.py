@@ -132,6 +132,40 @@ def test_requests_sent_one_after_the_other_arrive_so_without_waiting_for_answers
         assert sums == [n * (n + 1) / 2 for n in range(1, 30)] + [435]
 
 
+SLOW = """
+import asyncio
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.seen = []
+        self.running = 0
+
+    async def execute(self, requests):
+        self.running += 1
+        for request in requests:
+            self.seen.append(float(request.inputs()[0].as_numpy().item()))
+            await asyncio.sleep(0.002)
+            self.seen.append(self.running)
+        self.running -= 1
+        shown = np.array([[str(self.seen)]], object)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", shown)]) for _ in requests]
+"""
+
+
+def test_coroutines_of_a_sequence_do_not_overlap(
+    runtime: moonpool.Runtime, model_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with hosted(runtime, "m", model_file(SLOW), config()):
+        client = Client(runtime, tmp_path)
+        streams = [client.send("5s", 2)] + [client.send("5", x) for x in range(3, 12)]
+        *_, (last,) = streams
+        seen = json.loads(last.outputs["Y"].item())
+        assert seen == [each for x in range(2, 12) for each in (float(x), 1)]
+        del last
+
+
 def test_refusals_are_in_tritons_words(serve: Serve) -> None:
     with serve() as client:
         x = np.ones((1, 1), np.float32)

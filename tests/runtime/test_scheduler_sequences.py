@@ -1,0 +1,90 @@
+"""Sequences in the scheduler: which instance gets what, and in which order outcomes leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.runtime.desk import Caller, office, queued
+from tests.runtime.recorder import counted, row
+from tests.waiting import wait_until
+
+from moonpool import StubDied
+from moonpool.ipc.errors import PeerGone
+from moonpool.runtime.errors import SequenceLost
+
+START, END = 1, 2
+
+
+def sequences(**batching: Any) -> dict[str, Any]:
+    return {"max_batch_size": 4, "sequence_batching": batching}
+
+
+def ask(runtime: Any, sequence: int, value: float, flags: int = 0) -> Caller:
+    return Caller(runtime, row(value), correlation_id=sequence, flags=flags)
+
+
+def test_a_sequence_stays_with_its_instance_though_another_one_is_idle(folder: Path) -> None:
+    with office(folder, **sequences(), **counted(2)) as (backend, runtime):
+        callers = [ask(runtime, 1, 10, START)]
+        desk = backend.wait_for(1)
+        callers.append(ask(runtime, 1, 11))
+        queued(runtime, 1)
+        assert backend.sent == [[10]]
+        desk.answer()
+        assert backend.wait_for(2) is desk
+        desk.answer()
+        assert [caller.result() for caller in callers] == [10, 11]
+
+
+def test_responses_keep_the_order_of_batches_where_that_is_asked_for(folder: Path) -> None:
+    batching = sequences(oldest={"preserve_ordering": True})
+    with office(folder, **batching, **counted(2)) as (backend, runtime):
+        first = ask(runtime, 1, 10, START)
+        backend.wait_for(1)
+        second = ask(runtime, 2, 20, START)
+        backend.wait_for(2).answer()
+        scheduler = runtime._models.find("m").scheduler
+        wait_until(lambda: scheduler.executing == 1)
+        assert second.is_alive()
+        backend.wait_for(1).answer()
+        assert [first.result(), second.result()] == [10, 20]
+
+
+def test_an_empty_place_is_sent_and_its_answer_goes_nowhere(folder: Path) -> None:
+    with office(folder, **sequences()) as (backend, runtime):
+        backend.is_quick = True
+        for sequence in (1, 2):
+            assert ask(runtime, sequence, sequence, START).result() == sequence
+        assert ask(runtime, 2, 22).result() == 22
+        assert backend.sent == [[1], [0, 2], [0, 22]]
+        assert runtime.statistics("m")["inference_stats"]["success"]["count"] == 3
+
+
+def test_whoever_waits_behind_a_request_that_broke_the_instance_is_told(folder: Path) -> None:
+    with office(folder, **sequences()) as (backend, runtime):
+        first = ask(runtime, 1, 10, START)
+        desk = backend.wait_for(1)
+        second, other = ask(runtime, 1, 11), ask(runtime, 2, 20, START)
+        queued(runtime, 2)
+        desk.break_down(PeerGone("broken"))
+        assert isinstance(first.result(), (PeerGone, StubDied))
+        assert isinstance(second.result(), SequenceLost)
+        # What had not begun begins in the instance that took its place.
+        backend.is_quick = True
+        backend.wait_for(2).answer()
+        assert other.result() == 20
+
+
+def test_a_caller_that_left_leaves_its_sequence_as_it_was(folder: Path) -> None:
+    with office(folder, **sequences()) as (backend, runtime):
+        first = ask(runtime, 1, 10, START)
+        desk = backend.wait_for(1)
+        gone = Caller(runtime, row(11), correlation_id=1, timeout_s=0.01)
+        assert isinstance(gone.result(), TimeoutError)
+        last = ask(runtime, 1, 12, END)
+        queued(runtime, 1)
+        desk.answer()
+        backend.wait_for(2).answer()
+        assert [first.result(), last.result()] == [10, 12]
+        assert backend.sent == [[10], [12]]
