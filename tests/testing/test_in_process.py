@@ -371,6 +371,13 @@ def test_a_load_that_fails_says_where_and_leaves_nothing(stage: str, tmp_path: P
     assert "1" not in sys.modules
 
 
+def test_a_package_of_an_environment_that_is_not_used_here_is_told_of(tmp_path: Path) -> None:
+    write(tmp_path, {"m/1/model.py": "import not_installed_here\nTritonPythonModel = 1\n"})
+    parameters = {"EXECUTION_ENV_PATH": {"string_value": "/envs/its_own"}}
+    with pytest.raises(moonpool.LoadFailed, match=r"(?s)not_installed_here.*/envs/its_own.*stub"):
+        testing.load(tmp_path / "m", config={**CONFIG, "parameters": parameters})
+
+
 def test_what_the_model_logs_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def execute(_: object) -> object:
         pb_utils.Logger.log_warn("careful")

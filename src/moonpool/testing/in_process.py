@@ -73,6 +73,7 @@ class InProcessModel(LoadedModel):
         self._timeout_s = timeout_s
         self._checks_outputs = checks_outputs
         self._is_closed = False
+        self._environment = description.options.execution_env_path
         # An instance executes one batch at a time. A model may call itself, which is another instance then.
         self._executing = threading.RLock()
         self._batches = 0
@@ -134,7 +135,13 @@ class InProcessModel(LoadedModel):
             cause = error.__cause__
             if isinstance(cause, (KeyboardInterrupt, BdbQuit)):
                 raise cause from None
-            raise LoadFailed(str(error), stage=error.stage, traceback=error.traceback) from cause
+            text = str(error)
+            if isinstance(cause, ModuleNotFoundError) and self._environment:
+                text += (
+                    f"\n\nThe environment {self._environment} is the model's in a stub only: use "
+                    "testing.load_in_stub, or install here what the model imports.\n"
+                )
+            raise LoadFailed(text, stage=error.stage, traceback=error.traceback) from cause
 
     def _to_log(self, level: int, message: str, file: str, line: int) -> None:
         where = f" ({os.path.basename(file)}:{line})"
