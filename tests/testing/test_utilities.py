@@ -76,13 +76,14 @@ def test_a_module_of_tritons_that_is_there_already_stays(
     assert sys.modules[NAMES[1]] is sys
 
 
-def run_pytest(folder: Path, arguments: Sequence[str], **variables: str) -> str:
+def run_pytest(folder: Path, arguments: Sequence[str], typed: str = "", **variables: str) -> str:
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": SOURCE, **PLAIN, **variables},
         capture_output=True,
         text=True,
+        input=typed,
         check=False,
         timeout=50,
     )
@@ -99,6 +100,22 @@ def test_a_plain_run_of_pytest_imports_a_model(tmp_path: Path) -> None:
 
     assert "1 passed" in run_pytest(tmp_path, ["-p", "moonpool_pytest"])
     assert "No module named 'c_python_backend_utils'" in run_pytest(tmp_path, [])
+
+
+def test_pytests_debugger_starts_where_the_model_raised(tmp_path: Path) -> None:
+    (tmp_path / "test_model.py").write_text(
+        "from moonpool import testing\n\n"
+        "class TritonPythonModel:\n"
+        "    def execute(self, requests):\n"
+        "        found = 40 + len(requests)\n"
+        "        raise ValueError(found)\n\n"
+        "X = {'name': 'X', 'data_type': 'TYPE_INT8', 'dims': [1]}\n\n"
+        "def test_it():\n"
+        "    with testing.load(TritonPythonModel, config={'input': [X], 'output': [X]}) as model:\n"
+        "        model.infer(X=[1])\n"
+    )
+
+    assert "(Pdb) 'found is 41'\n" in run_pytest(tmp_path, ["--pdb"], "p f'found is {found}'\nq\n")
 
 
 def test_a_run_that_needs_no_model_loads_nothing_of_moonpool(tmp_path: Path) -> None:

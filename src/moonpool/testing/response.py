@@ -39,7 +39,11 @@ class Response:
     def check(self) -> Response:
         """This response, unless it is an error: then raises `ModelError`, caused by what the model raised."""
         if self.error is not None:
-            raise ModelError(self.error.message(), self.error.code().name) from self.cause
+            error = ModelError(self.error.message(), self.error.code().name)
+            if self.cause is not None:
+                # So that a debugger starts where the model raised, and not here.
+                error = error.with_traceback(self.cause.__traceback__)
+            raise error from self.cause
         return self
 
     def __getitem__(self, name: str) -> NDArray[Any]:
