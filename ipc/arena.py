@@ -136,6 +136,11 @@ class Arena:
         for extents in self._extents.values():
             yield from extents.live.values()
 
+    def region(self, region_id: int) -> Region | None:
+        """The region of that number, if blocks are allocated in it."""
+        extents = self._extents.get(region_id)
+        return None if extents is None else extents.region
+
     def find(self, region_id: int, offset: int) -> Block | None:
         """The block in use that begins there, if one does."""
         extents = self._extents.get(region_id)

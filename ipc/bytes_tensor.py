@@ -26,6 +26,7 @@ LENGTH_BYTES = 4
 MAX_STRING_BYTES = 2**32 - 1
 
 _pack_length = struct.Struct("<I").pack
+_unpack_length = struct.Struct("<I").unpack_from
 
 
 def encode_bytes(array: NDArray[np.object_] | NDArray[np.bytes_], name: str = "") -> bytes:
@@ -105,6 +106,23 @@ def decode_bytes(buffer: Buffer, shape: Sequence[int], name: str = "") -> NDArra
     array = np.empty(count, dtype=np.object_)
     array[:] = elements
     return array.reshape(tuple(shape))
+
+
+def check_bytes(buffer: Buffer, shape: Sequence[int], name: str = "") -> None:
+    """Raises BadTensor, and nothing else, unless `buffer` holds exactly the strings of `shape`.
+
+    A peer may write to the buffer later; whoever decodes it checks again.
+    """
+    count = check_shape(shape, name)
+    data = memoryview(buffer)
+    end = data.nbytes
+    offset = 0
+    for _ in range(count):
+        if offset + LENGTH_BYTES > end:
+            raise BadTensor(_fault(bytes(data), count, name))
+        offset += LENGTH_BYTES + _unpack_length(data, offset)[0]
+    if offset != end:
+        raise BadTensor(_fault(bytes(data), count, name))
 
 
 def _fault(data: bytes, count: int, name: str) -> str:

@@ -12,30 +12,15 @@ from typing import TYPE_CHECKING
 import msgpack
 
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
-from moonpool.ipc.messages import (
-    CONTROL,
-    LAYOUT,
-    WORK,
-    Flag,
-    Int,
-    Kind,
-    ListOf,
-    Maybe,
-    OneOf,
-    Packed,
-    Raw,
-    Real,
-    Row,
-    Side,
-    Table,
-    Text,
-)
+from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
+from moonpool.ipc.messages import CALLS, CONTROL, LAYOUT, WORK, Kind, Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from moonpool.ipc.messages import Message, Spec
+    from moonpool.ipc.fields import Spec
+    from moonpool.ipc.messages import Message
 
     Fields = list[Any]
     Check = Callable[[Fields], None]
@@ -104,6 +89,11 @@ def encode(*message: object) -> bytes:
         return _pack(message)  # type: ignore[no-any-return]
     except Exception as error:  # OverflowError, TypeError, ValueError, UnicodeEncodeError
         raise LocalProtocolError(f"{message[:1]!r:.60} cannot be sent: {error}") from error
+
+
+def unpacked(packet: bytes | bytearray) -> Any:
+    """What `encode` made a packet of, unchecked: for what a fork of this very process sent."""
+    return _unpack(packet, strict_map_key=False)
 
 
 def compile_check(kind: Kind, message: Message) -> Check:
@@ -225,3 +215,8 @@ def work_codec(us: Side) -> Codec:
 def control_codec(us: Side) -> Codec:
     """The control channel's messages as `us` receives them."""
     return Codec(CONTROL, us)
+
+
+def calls_codec(us: Side) -> Codec:
+    """The calls channel's messages as `us` receives them."""
+    return Codec(CALLS, us)

@@ -1,8 +1,9 @@
 """Every message between runtime and stub: its fields, who may send it, on which channel, what may follow.
 
-Theory of operation. Two channels join a runtime and a stub. The *work* channel is lockstep: after a message from
+Theory of operation. Three channels join a runtime and a stub. The *work* channel is lockstep: after a message from
 one side only the other side may speak, and `followers` says with what. The *control* channel is asynchronous:
-there any message may come after any other, from its one allowed sender. A message is a msgpack array
+there any message may come after any other, from its one allowed sender. On the *calls* channel the stub asks,
+under numbers that it chooses, and the runtime answers each number in its own time. A message is a msgpack array
 whose first element is its kind; the rest are the fields below in their order. Both ends use this one table: the
 codec builds its checks from it, and `Conversation` its order. What it does not describe is refused, and
 a peer that sent such a thing is not listened to any more.
@@ -22,17 +23,26 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from typing import Union
+from moonpool.ipc.fields import (
+    Flag,
+    Int,
+    ListOf,
+    Maybe,
+    OneOf,
+    Packed,
+    Raw,
+    Real,
+    Row,
+    Table,
+    Text,
+)
 
-    Spec = Union[
-        "Int", "Real", "Text", "Raw", "Flag", "Table", "ListOf", "Row", "Maybe", "OneOf", "Packed"
-    ]
+if TYPE_CHECKING:
+    from moonpool.ipc.fields import Spec
 
 PROTOCOL_VERSION = 1
 
 MAX_DIMS = 32
-_MAX_INT = 2**63 - 1
 
 
 class Side(IntEnum):
@@ -70,105 +80,15 @@ class Kind(IntEnum):
     LOGGING = 25
     READY = 26
     READINESS = 27
-
-
-class Int:
-    """A whole number within bounds. Not a bool, not a float."""
-
-    __slots__ = ("high", "low")
-
-    def __init__(self, low: int = 0, high: int = _MAX_INT) -> None:
-        self.low = low
-        self.high = high
-
-
-class Real:
-    """A float: any, also infinite ones and those that are no numbers."""
-
-    __slots__ = ()
-
-
-class Text:
-    """A string of at most so many characters."""
-
-    __slots__ = ("length",)
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-
-class Raw:
-    """Bytes, at most so many."""
-
-    __slots__ = ("length",)
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-
-class Flag:
-    """True or false."""
-
-    __slots__ = ()
-
-
-class Table:
-    """A dictionary with string keys and scalar values: parameters of a request or a response."""
-
-    __slots__ = ("length",)
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-
-class ListOf:
-    """At most so many of one thing."""
-
-    __slots__ = ("item", "length")
-
-    def __init__(self, item: Spec, length: int) -> None:
-        self.item = item
-        self.length = length
-
-
-class Row:
-    """A list with a fixed number of fields."""
-
-    __slots__ = ("fields",)
-
-    def __init__(self, **fields: Spec) -> None:
-        self.fields = fields
-
-
-class Maybe:
-    """The thing or nil."""
-
-    __slots__ = ("item",)
-
-    def __init__(self, item: Spec) -> None:
-        self.item = item
-
-
-class OneOf:
-    """The one or the other, told apart by type."""
-
-    __slots__ = ("items",)
-
-    def __init__(self, *items: Spec) -> None:
-        self.items = items
-
-
-class Packed:
-    """Bytes that are the packed form of a thing of its own, read with `codec.Inner`.
-
-    For what is the same in message after message: whoever meets bytes again knows what they say.
-    """
-
-    __slots__ = ("item", "length")
-
-    def __init__(self, item: Spec, length: int) -> None:
-        self.item = item
-        self.length = length
+    # Calls channel.
+    INFER = 30
+    REPLY = 31
+    WITHDRAW = 32
+    LET_GO = 33
+    LOAD_MODEL = 34
+    UNLOAD_MODEL = 35
+    IS_MODEL_READY = 36
+    DONE = 37
 
 
 class Message:
@@ -198,14 +118,16 @@ MAX_PARAMETERS = 4096
 _ID = Int()
 _PLACE = Row(region=_ID, offset=_ID)
 _BLOCK = Row(region=_ID, offset=_ID, size=_ID)
-_TENSOR = Row(
-    index=Int(0, 65535),
-    datatype=Int(1, 14),
-    shape=ListOf(Int(), MAX_DIMS),
-    block=Int(0, 2 * MAX_BATCH),
-    offset=_ID,
-    size=_ID,
-)
+_LYING: dict[str, Spec] = {
+    "datatype": Int(1, 14),
+    "shape": ListOf(Int(), MAX_DIMS),
+    "block": Int(0, 2 * MAX_BATCH),
+    "offset": _ID,
+    "size": _ID,
+}
+_TENSOR = Row(index=Int(0, 65535), **_LYING)
+# A tensor between models, which know each other's tensors by name.
+_NAMED_TENSOR = Row(name=Text(_LONG), **_LYING)
 _TENSORS = ListOf(_TENSOR, 65536)
 LAYOUT = Packed(ListOf(_TENSORS, MAX_BATCH), 1 << 28)
 _BLOCKS = ListOf(_BLOCK, 2 * MAX_BATCH)
@@ -336,4 +258,71 @@ CONTROL: dict[Kind, Message] = {
     # Is the model ready, as it says itself? One question at a time; the reason is nil if it is.
     Kind.READY: Message(_RUNTIME, {"question": _ID}),
     Kind.READINESS: Message(_STUB, {"question": _ID, "reason": Maybe(Text(_SHORT))}),
+}
+
+# Calls that one stub may have open at a time.
+MAX_CALLS = 4096
+
+CALLS: dict[Kind, Message] = {
+    # A request to another model. A version of -1 is the latest; a timeout of 0 microseconds is none.
+    # `released`: blocks of earlier replies that the model let go of. `blocks` are the stub's own, or any that
+    # are lent to it at this moment.
+    Kind.INFER: Message(
+        _STUB,
+        {
+            "call": _ID,
+            "model": Text(_LONG),
+            "version": Int(-1),
+            "decoupled": Flag(),
+            "timeout_us": Int(0, 2**64 - 1),
+            "released": _PLACES,
+            "blocks": _BLOCKS,
+            "inputs": ListOf(_NAMED_TENSOR, 65536),
+            "outputs": ListOf(Text(_LONG), 65536),
+            "details": Maybe(
+                Row(
+                    request_id=Text(_LONG),
+                    correlation_id=OneOf(Int(0, 2**64 - 1), Text(_SHORT)),
+                    flags=Int(0, 2**32 - 1),
+                    parameters=_PARAMETERS,
+                )
+            ),
+        },
+    ),
+    # One response. `final`: it is the last. `released`: blocks of the stub's that nobody needs any more.
+    # `blocks` are lent to the stub until it lets go of them.
+    Kind.REPLY: Message(
+        _RUNTIME,
+        {
+            "call": _ID,
+            "final": Flag(),
+            "released": _PLACES,
+            "blocks": _BLOCKS,
+            "outputs": ListOf(_NAMED_TENSOR, 65536),
+            "parameters": _PARAMETERS,
+            "error": Maybe(_ERROR),
+        },
+    ),
+    # The responses to this call are not wanted any more; the last of them comes all the same.
+    Kind.WITHDRAW: Message(_STUB, {"call": _ID}),
+    # Blocks of replies that the model let go of, when no INFER comes by for them to ride on.
+    Kind.LET_GO: Message(_STUB, {"places": ListOf(_PLACE, MAX_PLACES_IN_PACKET)}),
+    # An empty config is the one of the repository. `files`: what the model's directory is to hold.
+    Kind.LOAD_MODEL: Message(
+        _STUB,
+        {
+            "call": _ID,
+            "model": Text(_LONG),
+            "config": Text(1 << 28),
+            "files": Maybe(ListOf(Row(path=Text(_LONG), contents=Raw(1 << 31)), 65536)),
+        },
+    ),
+    Kind.UNLOAD_MODEL: Message(_STUB, {"call": _ID, "model": Text(_LONG), "dependents": Flag()}),
+    # An empty version is the latest.
+    Kind.IS_MODEL_READY: Message(
+        _STUB, {"call": _ID, "model": Text(_LONG), "version": Text(_SHORT)}
+    ),
+    # The answer to anything but INFER: an error, or what was asked for by its name.
+    Kind.DONE: Message(_RUNTIME, {"call": _ID, "error": Maybe(_ERROR), "values": Table(64)}),
+    Kind.INDIRECT: Message(None, {"region": _ID, "offset": _ID, "size": _ID}),
 }

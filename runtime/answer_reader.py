@@ -9,10 +9,11 @@ import numpy as np
 from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.errors import CODES, BadTensor, RemoteProtocolError
 from moonpool.ipc.memo import Memo
+from moonpool.ipc.tensors import BYTES
 from moonpool.runtime.allocator import allocate
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.layout import AnswerLayout, read_answer
-from moonpool.runtime.request import Response
+from moonpool.runtime.request import Response, Wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,8 +69,11 @@ class AnswerReader:
             except Exception as error:  # an allocator may raise anything
                 return error
         else:
-            for name, _, shape, dtype, block, offset, size_bytes in outputs:
-                if dtype is None:
+            for name, datatype, shape, dtype, block, offset, size_bytes in outputs:
+                if datatype >= BYTES and request.is_of_model:
+                    raw = leases[block][offset : offset + size_bytes]
+                    arrays[name] = Wire(datatype, tuple(shape), raw)  # type: ignore[assignment]
+                elif dtype is None:
                     raw = leases[block][offset : offset + size_bytes]
                     arrays[name] = _strings(name, raw, shape)
                 else:

@@ -51,6 +51,7 @@ class Growth:
                 self._is_growing = False
                 self._control.send(Kind.REFUSED, str(error))
                 return
+            region.is_private = self._link.loans.is_private
             if self._take_in(region):
                 self._is_growing = False
                 self._control.send_region(region, Side.STUB)

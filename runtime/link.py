@@ -50,7 +50,9 @@ class Link(Overflow):
         *,
         region_bytes: int,
         region_limit_bytes: int | None,
+        is_private: bool = False,
     ) -> None:
+        """`is_private` says that no other stub may see this one's memory, nor this one theirs."""
         self.conversation = Conversation(channel, Side.RUNTIME, self)
         self._reader = AnswerReader()
         self.replies = Replies()
@@ -63,9 +65,10 @@ class Link(Overflow):
         self.let_go: deque[Place] = deque()
         self._batch = 0
         first = new_region(0, region_bytes, region_limit_bytes)
-        self.loans = Loans(send_region, first, region_limit_bytes)
+        self.loans = Loans(send_region, first, region_limit_bytes, is_private=is_private)
         try:
             answers = new_region(0, region_bytes, region_limit_bytes)
+            answers.is_private = is_private
             self.response_regions[answers.id] = answers
             send_region(first, Side.RUNTIME)
             send_region(answers, Side.STUB)
@@ -178,7 +181,7 @@ class Link(Overflow):
                 f"an answer to batch {batch} with {count} responses; "
                 f"batch {self._batch} has {len(requests)} requests"
             )
-        leases = [self._open(*block) for block in blocks]
+        leases = [self.open(*block) for block in blocks]
         reader.check(layout, leases)
         if remarks is None:
             remarks = _NO_REMARKS * count
@@ -231,7 +234,7 @@ class Link(Overflow):
             )
         return region.lease(offset, size_bytes, self._release, (region_id, offset))
 
-    def _open(self, region_id: int, offset: int, size_bytes: int) -> Lease:
+    def open(self, region_id: int, offset: int, size_bytes: int) -> Lease:
         """A lease on a block of an answer: in a response region, or passed through from the request."""
         if region_id in self.response_regions:
             return self._answer_lease(region_id, offset, size_bytes)

@@ -47,6 +47,8 @@ class Loans:
         send_region: Callable[[SharedRegion, Side], None],
         first: SharedRegion,
         limit_bytes: int | None,
+        *,
+        is_private: bool = False,
     ) -> None:
         """`first` is announced to the stub by the caller."""
         self._send_region = send_region
@@ -57,7 +59,7 @@ class Loans:
         self._regions = {first.id: first}
         self.first_region = first.id
         # Whether this stub and others must not see each other's memory.
-        self.is_private = False
+        self.is_private = first.is_private = is_private
         self._caller_memory: CallerMemory | None = None
         self._announced: dict[int, SharedRegion] = {}
         # Of this batch; and what the model keeps, of earlier batches and of answers to its calls.
@@ -74,6 +76,7 @@ class Loans:
 
     def _grow(self, needed_bytes: int) -> SharedRegion:
         region = new_region(self._arena.size_bytes, needed_bytes, self._limit_bytes)
+        region.is_private = self.is_private
         self._regions[region.id] = region
         self._send_region(region, Side.RUNTIME)
         return region

@@ -84,7 +84,7 @@ class ModelRegistry:
         self._disowned = False
         self._reactor = Reactor()
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
-        stubs = self.stubs = Stubs(self._reactor, LogSettings(log_verbose_level=int(verbose)))
+        stubs = self.stubs = Stubs(self._reactor, self, LogSettings(log_verbose_level=int(verbose)))
         self.backends = Backends(
             backends, python_based, lambda name, folder: PythonBackend(stubs, name, folder)
         )

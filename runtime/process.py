@@ -32,6 +32,7 @@ class StubProcess:
         *,
         work_fd: int,
         control_fd: int,
+        calls_fd: int,
         output_fd: int,
         environment: Mapping[str, str],
         folder: str,
@@ -44,6 +45,7 @@ class StubProcess:
             name,
             str(work_fd),
             str(control_fd),
+            str(calls_fd),
             str(os.getpid()),
             _MSGPACK,
         ]
@@ -52,7 +54,7 @@ class StubProcess:
             environment=environment,
             folder=folder,
             output_fd=output_fd,
-            fds=(work_fd, control_fd),
+            fds=(work_fd, control_fd, calls_fd),
         )
         self.pid = process.pid
         self.pidfd = os.pidfd_open(process.pid)

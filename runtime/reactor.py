@@ -75,6 +75,11 @@ class Reactor:
 
         self.watch(fd, ready)
 
+    def watch_room(self, fd: int, *, wanted: bool) -> None:
+        """Run the callback of a watched `fd` also whenever it can be written to. On the reactor's thread only."""
+        if fd in self._readers:
+            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
     def forget(self, fd: int) -> None:
         """Watch `fd` no more. On the reactor's thread only, and before `fd` is closed."""
         if self._readers.pop(fd, None) is not None:

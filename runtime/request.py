@@ -24,6 +24,19 @@ class Tensor(NamedTuple):
     size_bytes: int
 
 
+class Wire(NamedTuple):
+    """A BYTES or BF16 tensor as one model hands it to another: as the bytes that it travels as."""
+
+    datatype: int
+    shape: tuple[int, ...]
+    raw: NDArray[Any]
+
+    @property
+    def base(self) -> object:
+        """As of an array."""
+        return self.raw.base
+
+
 class Placement(NamedTuple):
     """One input as a backend finds it; `number` is its place in the configuration."""
 
@@ -122,6 +135,7 @@ class InferenceRequest:
         "details",
         "fills_place",
         "has_views",
+        "is_of_model",
         "left",
         "priority",
         "queued_ns",
@@ -156,6 +170,8 @@ class InferenceRequest:
         self.has_views = has_views
         self.allocator: ResponseAllocator | None = None
         self.userp: object = None
+        # Whether another model made it, to which BYTES and BF16 go as `Wire`.
+        self.is_of_model = False
         self.waiter: Waiter
         self.queued_ns = 0
         self.attempts = 0

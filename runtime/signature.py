@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moonpool.ipc.bytes_tensor import encode_bytes
+from moonpool.ipc.bytes_tensor import check_bytes, encode_bytes
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, ITEMSIZE, MAX_DIMS, NAMES, code_of
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.request import Details, InferenceRequest, Shapes, Tensor
+from moonpool.runtime.request import Details, InferenceRequest, Shapes, Tensor, Wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,15 +144,20 @@ class Signature:
         wire = []
         for array, tensor in zip(arrays, shapes.tensors, strict=True):
             if tensor.datatype == BYTES:
-                try:
-                    raw = encode_bytes(array, self._in_order[tensor.number].name)
-                except BadTensor as error:
-                    raise InvalidRequest(f"{error} (model '{self._model}')") from error
-                array = np.frombuffer(raw, np.uint8)
+                array = self._strings(array, self._in_order[tensor.number].name)
                 tensor = tensor._replace(size_bytes=array.nbytes)
             wire.append(array)
             tensors.append(tensor)
         return wire, Shapes(tensors, shapes.batch_size, shapes.signature, is_shared=False)
+
+    def _strings(self, array: NDArray[Any] | Wire, name: str) -> NDArray[Any]:
+        try:
+            if type(array) is Wire:
+                check_bytes(array.raw, array.shape, name)  # type: ignore[arg-type]
+                return array.raw
+            return np.frombuffer(encode_bytes(array, name), np.uint8)  # type: ignore[arg-type]
+        except BadTensor as error:
+            raise InvalidRequest(f"{error} (model '{self._model}')") from error
 
     def empty_dtype(self, name: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], int]:
         """Dtype and size in bytes of an input array. Raises `InvalidRequest`."""
@@ -183,18 +188,27 @@ class Signature:
             if not spec.optional:
                 self._check_count(inputs)
             return None
+        if type(value) is Wire:
+            self._check_datatype(spec, value.datatype)
+            if spec.code == BYTES:
+                return value  # type: ignore[return-value]
+            return value.raw.view(DTYPES[spec.code]).reshape(value.shape)
         if not isinstance(value, np.ndarray):
             value = self._from_python(spec, value)
         try:
             code = code_of(value.dtype, spec.name)
         except BadTensor as error:
             raise InvalidRequest(f"{error} (model '{self._model}')") from error
-        if code != spec.code and not (spec.code == BF16 and code == CODES["UINT16"]):
+        if not (spec.code == BF16 and code == CODES["UINT16"]):
+            self._check_datatype(spec, code)
+        return value
+
+    def _check_datatype(self, spec: _Input, code: int) -> None:
+        if code != spec.code:
             raise InvalidRequest(
                 f"inference input '{spec.name}' data-type is '{NAMES[code]}', but model "
                 f"'{self._model}' expects '{NAMES[spec.code]}'"
             )
-        return value
 
     def _from_python(self, spec: _Input, value: object) -> NDArray[Any]:
         try:

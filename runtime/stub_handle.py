@@ -19,6 +19,7 @@ from moonpool.ipc.errors import (
     ProtocolError,
 )
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
+from moonpool.runtime.call_desk import CallDesk
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
 from moonpool.runtime.environment_variables import missing_variable
@@ -54,6 +55,7 @@ class StubHandle:
     def __init__(
         self,
         stubs: Stubs,
+        model: str,
         name: str,
         python: str,
         environment: Mapping[str, str],
@@ -63,24 +65,22 @@ class StubHandle:
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
         self._on_response: Respond = _nothing
-        self._has_exited = False
-        self._reactor = stubs.reactor
-        self._python = python
-        self._environment = environment
+        self._python, self._environment = python, environment
         self._options = options
-        self._stubs = stubs
+        self._stubs, self._reactor = stubs, stubs.reactor
         self.metrics = StubMetrics(stubs.metrics)
         self.readiness = StubReadiness(name, stubs.reactor, self.tell)
         self._reason: BaseException | None = None
         self._oom_kills = oom_kills()
-        # Has been given up; tells nothing any more.
-        self._is_closed = self._is_mute = False
+        # Has ended; has been given up; tells nothing any more.
+        self._has_exited = self._is_closed = self._is_mute = False
         work, work_end = Channel.pair()
+        calls, calls_end = Channel.pair()
         self._control = ControlChannel()
         self._send = self._control.send
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         self._output = Output(name, read_fd, options.log_lines_per_s)
-        opened: list[Channel | Output | Link] = [work, self._control.channel, self._output]
+        opened: list[Channel | Output | Link] = [work, self._control.channel, calls, self._output]
         try:
             self._send(Kind.SANDBOX, options.sandbox, options.limits)
             self.link = Link(
@@ -88,6 +88,7 @@ class StubHandle:
                 self._control.send_region,
                 region_bytes=options.region_bytes,
                 region_limit_bytes=options.region_limit_bytes,
+                is_private=options.sandbox == "strict",
             )
             opened.append(self.link)
             self._growth = Growth(self.link, self._control, options.region_limit_bytes)
@@ -96,6 +97,7 @@ class StubHandle:
                 python,
                 work_fd=work_end.fileno(),
                 control_fd=self._control.peer.fileno(),
+                calls_fd=calls_end.fileno(),
                 output_fd=write_fd,
                 environment=environment,
                 folder=os.getcwd(),
@@ -107,14 +109,16 @@ class StubHandle:
                 raise LoadFailed(start_failure(python, error), stage="start") from error
             raise
         finally:
-            work_end.close()
-            self._control.peer.close()
+            for end in (work_end, self._control.peer, calls_end):
+                end.close()
             os.close(write_fd)
-        self._watch()
+        self._watch(CallDesk(calls, self.link, self._reactor, stubs.models, model))
 
-    def _watch(self) -> None:
+    def _watch(self, desk: CallDesk) -> None:
+        self._desk = desk
         self._reactor.watch(self._output.fd, self._read_output)
         self._reactor.watch(self._control.channel.fileno(), self._read_control)
+        self._desk.watch(self._kill)
         self._reactor.watch(self.process.pidfd, self._exited)
         self._stubs.add(self)
 
@@ -275,6 +279,7 @@ class StubHandle:
             self.link.fileno(),
         ):
             self._reactor.forget(fd)
+        self._desk.close()
         self._output.drain()
         self._output.close()
         self._control.channel.close()

@@ -11,6 +11,7 @@ from moonpool.runtime.metrics import MetricRegistry
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from moonpool.runtime.call_desk import Models
     from moonpool.runtime.log_settings import LogSettings
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.stub_handle import StubHandle
@@ -22,7 +23,9 @@ _SOON_S = 5.0
 class Stubs:
     """Any thread may call any method."""
 
-    def __init__(self, reactor: Reactor, log: LogSettings) -> None:
+    def __init__(self, reactor: Reactor, models: Models, log: LogSettings) -> None:
+        """`models` are those that the models in the stubs may ask."""
+        self.models = models
         self.reactor = reactor
         self.metrics = MetricRegistry()
         # A stub that is started takes those of this moment.

@@ -1,6 +1,6 @@
 """The first code of a stub, run by path under the model's own interpreter.
 
-    python .../stub/boot.py triton_python_backend_stub NAME WORK_FD CONTROL_FD PARENT_PID MSGPACK
+    python .../stub/boot.py triton_python_backend_stub NAME WORK_FD CONTROL_FD CALLS_FD PARENT_PID MSGPACK
 
 That interpreter may have neither moonpool nor msgpack and may be older than the runtime's. Nothing foreign is
 imported here: the standard library, moonpool's own files beside this one, and the runtime's msgpack
@@ -74,7 +74,7 @@ def forget_msgpack(folder: str) -> None:
 
 def main() -> None:
     """Read the arguments, become a stub, serve, and end the process."""
-    _, _, name, work_fd, control_fd, parent_pid, msgpack_folder = sys.argv
+    _, _, name, work_fd, control_fd, calls_fd, parent_pid, msgpack_folder = sys.argv
     # A model's libraries may look for arguments; these are not for them.
     del sys.argv[1:]
     here = os.path.dirname(os.path.realpath(__file__))
@@ -85,7 +85,7 @@ def main() -> None:
     from moonpool.stub.handshake import shake_hands
 
     forget_msgpack(msgpack_folder)
-    handshake = shake_hands(name, int(work_fd), int(control_fd))
+    handshake = shake_hands(name, int(work_fd), int(control_fd), int(calls_fd))
     handshake.serve()
 
 

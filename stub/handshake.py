@@ -43,7 +43,7 @@ class Announced(Overflow):
         return os.pread(fd, size_bytes, offset)
 
 
-def shake_hands(name: str, work_fd: int, control_fd: int) -> Handshake:
+def shake_hands(name: str, work_fd: int, control_fd: int, calls_fd: int) -> Handshake:
     """Read the first control messages, put the sandbox on, and read what this stub is to be."""
     control = Channel(socket.socket(fileno=control_fd))
     announced = Announced()
@@ -60,7 +60,8 @@ def shake_hands(name: str, work_fd: int, control_fd: int) -> Handshake:
         else:
             raise RemoteProtocolError(f"{Kind(fields[0]).name} came before the regions")
     _, version, start = conversation.receive()
-    handshake = Handshake(name, conversation, control, announced)
+    calls = Channel(socket.socket(fileno=calls_fd))
+    handshake = Handshake(name, conversation, control, calls, announced)
     if version != PROTOCOL_VERSION:
         handshake.fail(
             "handshake",
@@ -79,11 +80,17 @@ class Handshake:
     """What the runtime said, and the channels to it."""
 
     def __init__(
-        self, name: str, conversation: Conversation, control: Channel, announced: Announced
+        self,
+        name: str,
+        conversation: Conversation,
+        control: Channel,
+        calls: Channel,
+        announced: Announced,
     ) -> None:
         self.name = name
         self.conversation = conversation
         self.control = control
+        self.calls = calls
         self.announced = announced
         self.layers: list[str] = []
         self.start: dict[str, Any] = {}

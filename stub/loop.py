@@ -15,12 +15,14 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, Kind
-from moonpool.stub import logger, output
+from moonpool.stub import host, logger, output
 from moonpool.stub.answer import Answer
 from moonpool.stub.batch import Batch
+from moonpool.stub.calls import Calls
 from moonpool.stub.control import Control
 from moonpool.stub.coroutines import Coroutines
 from moonpool.stub.execute import RELEASE_RESCHEDULE
+from moonpool.stub.forks import Door
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model import load_model
 from moonpool.stub.placement import Placer
@@ -28,6 +30,7 @@ from moonpool.stub.readiness import Readiness
 from moonpool.stub.regions import Regions
 from moonpool.stub.report import describe, traceback_of
 from moonpool.stub.responses import Responses
+from moonpool.stub.stub_host import StubHost
 
 if TYPE_CHECKING:
     from typing import Any
@@ -70,6 +73,12 @@ class Stub:
         )
         self._control.listen(self._regions, self._cancel, self._readiness.ask)
         os.register_at_fork(after_in_child=self._leave_to_parent)
+        self._calls = Calls(handshake.calls, self._regions)
+        self._host = StubHost(
+            self._calls, self._regions, self._control.send, handshake.start["instance"]
+        )
+        host.use(self._host)
+        Door(self._calls.disown)
 
     def run(self) -> None:
         """Load, serve until FINALIZE, and end the process."""
@@ -86,7 +95,9 @@ class Stub:
             else:
                 self._readiness.check = model.is_ready
                 self._conversation.send(Kind.LOADED, self._facts())
+                self._host.serves = True
                 self._serve(model)
+                self._host.serves = False
             self._finalize(model)
         except LoadError as error:
             self._handshake.fail(error.stage, str(error), error.traceback)
@@ -104,6 +115,7 @@ class Stub:
 
     def _serve(self, model: Model) -> None:
         receive, send = self._conversation.receive, self._conversation.send
+        calls = self._calls
         while True:
             if self._regions.arena.has_grown or self._batch.kept or self._responses.are_open:
                 self._wait_idle()
@@ -117,6 +129,8 @@ class Stub:
                 )
                 os._exit(1)
             send(_ANSWER, *answer)
+            if calls.let_go:
+                calls.tidy()
 
     def _wait_idle(self) -> None:
         """Wait for work; while none comes, give back memory: what the stub grew by, and requests.

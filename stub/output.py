@@ -19,3 +19,9 @@ def prepare() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def prepare_fork() -> None:
+    """In a process that the model forked, SIGTERM ends it, which is how `multiprocessing` ends its workers."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # no handler of the model's
+        faulthandler.unregister(signal.SIGTERM)

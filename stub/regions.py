@@ -109,6 +109,11 @@ class Regions(Overflow):
                 region = self._requests[region_id]
         return region
 
+    def region(self, region_id: int) -> Region:
+        """A region that something lies in which the runtime lent: another's, or one for our own answers."""
+        own = self.arena.region(region_id)
+        return self.request_region(region_id) if own is None else own
+
     def _grow(self, size_bytes: int) -> Region:
         self._send_control(Kind.GROW, size_bytes)
         answer = self._granted.get(timeout=_ARRIVAL_S)

@@ -24,7 +24,7 @@ class ResponseIterator:
     """
 
     __module__ = "c_python_backend_utils"
-    __slots__ = ("_cancel", "_index", "_is_over", "_lock", "_receive", "_seen")
+    __slots__ = ("_abandon", "_cancel", "_index", "_is_over", "_lock", "_receive", "_seen")
 
     def __init__(self) -> None:
         raise TritonModelException("a ResponseIterator comes from exec(decoupled=True)")
@@ -34,11 +34,16 @@ class ResponseIterator:
         cls,
         receive: Callable[[], InferenceResponse | None],
         cancel: Callable[[], None],
+        abandon: Callable[[], None] | None = None,
     ) -> ResponseIterator:
-        """`receive` waits for the next response, and returns None after the last; `cancel` does not wait."""
+        """`receive` waits for the next response, and returns None after the last. The others do not wait.
+
+        `abandon` is called when nobody refers to the iterator any more.
+        """
         iterator = object.__new__(cls)
         iterator._receive = receive
         iterator._cancel = cancel
+        iterator._abandon = abandon
         iterator._seen = []
         iterator._index = 0
         iterator._is_over = False
@@ -47,6 +52,7 @@ class ResponseIterator:
 
     _receive: Callable[[], InferenceResponse | None]
     _cancel: Callable[[], None]
+    _abandon: Callable[[], None] | None
     _seen: list[InferenceResponse]
     _index: int
     _is_over: bool
@@ -73,3 +79,11 @@ class ResponseIterator:
     def cancel(self) -> None:
         """Tell the model that nobody wants further responses. Nothing happens where it is done already."""
         self._cancel()
+
+    def __del__(self) -> None:
+        try:
+            abandon = self._abandon
+        except AttributeError:  # made by hand, and refused
+            return
+        if abandon is not None:
+            abandon()

@@ -36,9 +36,10 @@ EMPTY = b"\x91\x90"
 class Peer:
     """Raw ends of the two channels, and what the runtime said on them."""
 
-    def __init__(self, work_fd: int, control_fd: int) -> None:
+    def __init__(self, work_fd: int, control_fd: int, calls_fd: int) -> None:
         self.work = socket.socket(fileno=work_fd)
         self.control = socket.socket(fileno=control_fd)
+        self.calls = socket.socket(fileno=calls_fd)
         self.work_codec = work_codec(Side.STUB)
         self.control_codec = control_codec(Side.STUB)
         self.requests_region = self.answers_region = 0
@@ -361,12 +362,12 @@ def serve(peer: Peer, start: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    _, _, _, work_fd, control_fd, parent_pid, _ = sys.argv
+    _, _, _, work_fd, control_fd, calls_fd, parent_pid, _ = sys.argv
     BOOT["die_with_parent"](int(parent_pid))
     place, _, name = os.environ.get("FAULT_AT_START", "").partition(":")
     if place == "boot":
-        STARTS[name](Peer(int(work_fd), int(control_fd)))
-    peer = Peer(int(work_fd), int(control_fd))
+        STARTS[name](Peer(int(work_fd), int(control_fd), int(calls_fd)))
+    peer = Peer(int(work_fd), int(control_fd), int(calls_fd))
     peer.hear_regions()
     _, _, text = peer.hear()
     start = json.loads(text)

@@ -10,29 +10,13 @@ from hypothesis import strategies as st
 
 from moonpool.ipc.codec import Codec, encode
 from moonpool.ipc.errors import RemoteProtocolError
-from moonpool.ipc.messages import (
-    CONTROL,
-    WORK,
-    Flag,
-    Int,
-    Kind,
-    ListOf,
-    Maybe,
-    Message,
-    OneOf,
-    Packed,
-    Raw,
-    Real,
-    Row,
-    Side,
-    Table,
-    Text,
-)
+from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
+from moonpool.ipc.messages import CALLS, CONTROL, WORK, Kind, Message, Side
 
 if TYPE_CHECKING:
-    from moonpool.ipc.messages import Spec
+    from moonpool.ipc.fields import Spec
 
-TABLES = {"work": WORK, "control": CONTROL}
+TABLES = {"work": WORK, "control": CONTROL, "calls": CALLS}
 ROWS = [(name, kind) for name, table in TABLES.items() for kind in table]
 EVERY_ROW = pytest.mark.parametrize(("channel", "kind"), ROWS, ids=lambda v: getattr(v, "name", v))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -18,23 +19,11 @@ from tests.ipc.described import EVERY_ROW, TABLES, fits, message_fits, messages,
 
 from moonpool.ipc.codec import compile_check, control_codec, encode, work_codec
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
-from moonpool.ipc.messages import (
-    CONTROL,
-    WORK,
-    Int,
-    Kind,
-    ListOf,
-    Message,
-    OneOf,
-    Raw,
-    Row,
-    Side,
-    Table,
-    Text,
-)
+from moonpool.ipc.fields import Int, ListOf, OneOf, Raw, Row, Table, Text
+from moonpool.ipc.messages import CALLS, CONTROL, WORK, Kind, Message, Side
 
 if TYPE_CHECKING:
-    from moonpool.ipc.messages import Spec
+    from moonpool.ipc.fields import Spec
 
 pytestmark = pytest.mark.usefixtures("_either_msgpack")
 
@@ -119,9 +108,10 @@ def test_a_message_with_one_thing_wrong_is_judged_as_the_table_says(
         refused(codec, packet)
 
 
-def test_the_two_channels_share_no_kind_but_the_one_for_large_messages() -> None:
-    assert set(WORK) & set(CONTROL) == {Kind.INDIRECT}
-    assert set(WORK) | set(CONTROL) == set(Kind)
+def test_the_channels_share_only_what_stands_for_a_large_message() -> None:
+    for one, other in itertools.combinations([WORK, CONTROL, CALLS], 2):
+        assert set(one) & set(other) <= {Kind.INDIRECT}
+    assert set(WORK) | set(CONTROL) | set(CALLS) == set(Kind)
 
 
 @pytest.mark.parametrize(

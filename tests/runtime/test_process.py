@@ -22,7 +22,7 @@ Start = Callable[[str], StubProcess]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a script in the interpreter's place: it gets a stub's arguments."""
     processes: list[StubProcess] = []
-    ends = [*socket.socketpair(), *socket.socketpair()]
+    ends = [*socket.socketpair(), *socket.socketpair(), *socket.socketpair()]
 
     def start(script: str) -> StubProcess:
         program = tmp_path / f"python{len(processes)}"
@@ -34,6 +34,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 str(program),
                 work_fd=ends[0].fileno(),
                 control_fd=ends[2].fileno(),
+                calls_fd=ends[4].fileno(),
                 output_fd=output.fileno(),
                 environment={"PATH": os.environ["PATH"]},
                 folder=str(tmp_path),
@@ -57,10 +58,10 @@ def output(folder: Path) -> str:
 def test_it_is_called_as_stubs_are(start: Start, tmp_path: Path) -> None:
     process = start('echo "$@"')
     assert process.wait(PATIENCE_S) == 0
-    boot, word, name, work_fd, control_fd, parent, msgpack = output(tmp_path).split()
+    boot, word, name, *fds, parent, msgpack = output(tmp_path).split()
     assert (word, name) == ("triton_python_backend_stub", "m_0_0")
     assert boot.endswith("/stub/boot.py")
-    assert int(work_fd) != int(control_fd)
+    assert len(set(map(int, fds))) == 3
     assert int(parent) == os.getpid()
     assert os.path.isfile(f"{msgpack}/__init__.py")
 
@@ -169,6 +170,7 @@ def test_an_interpreter_that_cannot_be_started_is_an_error(tmp_path: Path) -> No
             str(tmp_path / "none"),
             work_fd=0,
             control_fd=0,
+            calls_fd=0,
             output_fd=2,
             environment={},
             folder="/",

@@ -1,0 +1,374 @@
+"""The runtime's end of a stub's calls channel: what its model asks for is checked, done and answered.
+
+Requests are read on the reactor's thread and put into the scheduler of the model that they are for, as any client's
+are; the answer is sent by whichever thread has the outcome. Nothing here blocks. What takes long, as
+loading a model does, gets a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moonpool.ipc.codec import calls_codec
+from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone, RemoteProtocolError
+from moonpool.ipc.messages import MAX_CALLS, Kind, Side
+from moonpool.runtime.call_tensors import read_inputs, write_outputs
+from moonpool.runtime.calls import Call, Deadlines
+from moonpool.runtime.errors import (
+    BackendError,
+    InvalidRequest,
+    LoadFailed,
+    ModelError,
+    ModelNotFound,
+    ModelUnavailable,
+    RequestTimedOut,
+)
+from moonpool.runtime.loading import Wanted
+from moonpool.runtime.outbox import Outbox
+from moonpool.runtime.request import Details, Response
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moonpool.ipc.channel import Channel
+    from moonpool.runtime.hosted_model import HostedModel
+    from moonpool.runtime.link import Link
+    from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.request import Outcome
+
+_log = logging.getLogger("moonpool")
+# Packets that are read before others have their turn.
+_TURN = 16
+# Calls with a later end have none.
+_MAX_TIMEOUT_US = 10**15
+_MAX_MESSAGE = 65536
+# What takes long, and runs on a thread each.
+_MAX_TASKS = 64
+
+
+class Models(Protocol):
+    """What models may ask of the runtime. Thread-safe."""
+
+    def find(self, name: str, version: int | None = None) -> HostedModel:
+        """A model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`."""
+
+    def load(self, wanted: Wanted, asker: str | None = None) -> None:
+        """Load or replace a model, and return when it is ready. Raises `MoonpoolError`."""
+
+    def unload(self, name: str) -> None:
+        """Unload a model, and return when it is gone. Raises `ModelNotFound`."""
+
+
+class CallDesk:
+    """One for each stub. `close` is for the reactor's thread, the rest for any."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        link: Link,
+        reactor: Reactor,
+        models: Models,
+        asker: str,
+    ) -> None:
+        """`asker` is the name of the model in the stub."""
+        self._channel = channel
+        self._link = link
+        self._reactor = reactor
+        self._models = models
+        self._asker = asker
+        self._kill: Callable[[str], None]
+        self._codec = calls_codec(Side.RUNTIME)
+        self._outbox = Outbox(channel, reactor)
+        self._calls: dict[int, Call] = {}
+        self._deadlines = Deadlines()
+        self._wakes_at_s: float | None = None
+        self._tasks: set[int] = set()
+        self._handlers: dict[int, Callable[[list[Any]], None]] = {
+            Kind.INFER: self._infer,
+            Kind.WITHDRAW: self._withdraw,
+            Kind.LET_GO: lambda fields: link.loans.take_back(fields[1]),
+            Kind.INDIRECT: self._indirect,
+            Kind.LOAD_MODEL: self._load_model,
+            Kind.UNLOAD_MODEL: self._unload_model,
+            Kind.IS_MODEL_READY: self._is_model_ready,
+        }
+
+    def watch(self, kill: Callable[[str], None]) -> None:
+        """Serve the stub from now on; `kill` is told why it is not to be believed any more."""
+        self._kill = kill
+        self._reactor.watch(self._channel.fileno(), self._ready)
+
+    def _ready(self) -> None:
+        try:
+            self._outbox.flush()
+            for _ in range(_TURN):
+                packet = self._channel.receive_ready()
+                if packet is None:
+                    return
+                self._handle(self._codec.decode(packet))
+        except PeerGone:
+            self._reactor.forget(self._channel.fileno())
+            self._leave_all()
+        except RemoteProtocolError as error:
+            self._reactor.forget(self._channel.fileno())
+            self._kill(f"broke the protocol and was ended: {error}")
+
+    def _handle(self, fields: list[Any]) -> None:
+        try:
+            self._handlers[fields[0]](fields)
+        except RemoteProtocolError:
+            raise
+        except Exception as error:  # the stub waits for an answer, whatever went wrong
+            _log.exception("%s of a model of '%s' failed", Kind(fields[0]).name, self._asker)
+            call = self._calls.get(fields[1])
+            if call is not None:
+                self._end(call, BackendError(f"the request failed: {error!r}"))
+            else:
+                self._done(fields[1], error)
+
+    def _leave_all(self) -> None:
+        while self._calls:
+            _, call = self._calls.popitem()
+            call.leave()
+
+    def close(self) -> None:
+        """Nobody waits for anything any more: what was asked for is taken back as far as it can be."""
+        self._reactor.forget(self._channel.fileno())
+        self._leave_all()
+        self._channel.close()
+
+    @property
+    def open_calls(self) -> int:
+        """How many calls wait for a response."""
+        return len(self._calls)
+
+    # Requests to other models
+
+    def _infer(self, fields: list[Any]) -> None:
+        _, number, model, _, decoupled, timeout_us, released, blocks, rows, _, _ = fields
+        if number in self._calls or number in self._tasks:
+            raise RemoteProtocolError(f"call {number} is open already")
+        loans = self._link.loans
+        if released:
+            loans.take_back(released)
+        leases = [self._link.open(*block) for block in blocks]
+        call = Call(number, model, self._answer, takes_many=decoupled)
+        self._calls[number] = call
+        try:
+            if len(self._calls) > MAX_CALLS:
+                raise ModelUnavailable(f"{MAX_CALLS} requests of this model are open already")
+            inputs = read_inputs(rows, leases)
+            del leases
+            execution = self._submit(call, fields, inputs)
+        except RemoteProtocolError:
+            raise
+        except MoonpoolError as error:
+            words = f"Model {model} - Error when running inference: {error}"
+            self._answer(call, ModelError(words, error.code), True)
+            return
+        if 0 < timeout_us < _MAX_TIMEOUT_US and number in self._calls:
+            self._end_at(call, time.monotonic() + timeout_us / 1e6)
+        if execution is not None:
+            execution.drive_in_reactor()
+
+    def _submit(self, call: Call, fields: list[Any], inputs: dict[str, Any]) -> Any:
+        _, _, model, version, decoupled, timeout_us, _, _, _, outputs, told = fields
+        hosted = self._find(model, version)
+        if hosted.model.config.decoupled and not decoupled:
+            raise MoonpoolError(
+                f"Model {model} is using the decoupled. The current BLS request call doesn't support "
+                "models using the decoupled transaction policy. Please use 'decoupled=True' argument "
+                "to the 'exec' or 'async_exec' calls for decoupled models.'"
+            )
+        details = None
+        if told is not None or timeout_us:
+            request_id, correlation_id, flags, parameters = told or ("", 0, 0, None)
+            details = Details(request_id, correlation_id, flags, timeout_us, 0, parameters)
+        request = hosted.signature.request(inputs, outputs, details)
+        request.is_of_model = True
+        request.waiter = call
+        call.request, call.scheduler = request, hosted.scheduler
+        return hosted.scheduler.submit(request)
+
+    def _find(self, model: str, version: int) -> HostedModel:
+        try:
+            return self._models.find(model, None if version == -1 else version)
+        except MoonpoolError as error:
+            refused = type(error)(
+                f"Failed for execute the inference request. Model '{model}' is not ready."
+            )
+            raise refused from error
+
+    def _answer(self, call: Call, outcome: Outcome | None, is_last: bool) -> None:
+        """Send a response, unless the call is over. From any thread."""
+        if is_last:
+            if self._calls.pop(call.number, None) is not call:
+                return
+        elif self._calls.get(call.number) is not call:
+            return
+        blocks: list[list[int]] = []
+        rows: list[list[Any]] = []
+        parameters, error = None, None
+        if isinstance(outcome, Response):
+            try:
+                write_outputs(outcome.outputs, self._link.loans, blocks, rows)
+                parameters = dict(outcome.parameters) or None
+            except MoonpoolError as failure:
+                self._unlend(blocks)
+                blocks, rows = [], []
+                error = _wire_error(failure)
+        elif outcome is not None:
+            error = _wire_error(outcome)
+        del outcome
+        released = self._link.take_released()
+        try:
+            self._send(Kind.REPLY, call.number, is_last, released, blocks, rows, parameters, error)
+        except MoonpoolError as failure:  # too large for what memory there is, or nothing to travel
+            self._unlend(blocks)
+            self._link.released.extend(released)
+            self._send(Kind.REPLY, call.number, is_last, [], [], [], None, _wire_error(failure))
+        if not is_last and self._outbox.is_full:
+            self._end(call, ModelUnavailable("the model that asked leaves responses unread"))
+
+    def _unlend(self, blocks: list[list[int]]) -> None:
+        with contextlib.suppress(RemoteProtocolError):  # the stub is gone, and its loans with it
+            self._link.loans.take_back(blocks)
+
+    def _send(self, *message: Any) -> None:
+        """Send now or, where the stub is behind with reading, when it has caught up. From any thread."""
+        self._outbox.send(message, self._link.loans)
+
+    def _withdraw(self, fields: list[Any]) -> None:
+        # It may have been answered while this was on its way.
+        call = self._calls.get(fields[1])
+        if call is not None:
+            self._end(call, ModelError("Request cancelled", "CANCELLED"))
+
+    def _end(self, call: Call, error: MoonpoolError) -> None:
+        """End a call before its time."""
+        call.leave()
+        self._answer(call, error, True)
+
+    def withdraw_all(self, error: MoonpoolError) -> None:
+        """End all calls: whoever they were made for has gone."""
+        for call in list(self._calls.values()):
+            self._end(call, error)
+
+    # Time
+
+    def _end_at(self, call: Call, when_s: float) -> None:
+        self._deadlines.shrink(self._is_open, len(self._calls))
+        self._deadlines.add(when_s, call)
+        if self._wakes_at_s is None or when_s < self._wakes_at_s:
+            self._wakes_at_s = when_s
+            self._reactor.call_at(when_s, self._expire)
+
+    def _is_open(self, call: Call) -> bool:
+        return self._calls.get(call.number) is call
+
+    def _expire(self) -> None:
+        for call in self._deadlines.due(time.monotonic()):
+            if self._is_open(call):
+                self._end(call, RequestTimedOut("Request timeout expired"))
+        self._deadlines.shrink(self._is_open, len(self._calls))
+        self._wakes_at_s = self._deadlines.next_s
+        if self._wakes_at_s is not None:
+            self._reactor.call_at(self._wakes_at_s, self._expire)
+
+    # Large messages
+
+    def _indirect(self, fields: list[Any]) -> None:
+        packet = self._link.open(*fields[1:]).tobytes()
+        inner = self._codec.decode(packet)
+        if inner[0] == Kind.INDIRECT:
+            raise RemoteProtocolError("an indirect message in an indirect one")
+        self._handle(inner)
+
+    # Other things that models ask for
+
+    def _load_model(self, fields: list[Any]) -> None:
+        _, number, model, config, rows = fields
+        files = None
+        if rows is not None:
+            files = {path.removeprefix("file:"): contents for path, contents in rows}
+
+        def load() -> None:
+            changes = _parsed(model, config) if config else None
+            wanted = Wanted(model, config=changes, files=files, is_whole=changes is not None)
+            self._models.load(wanted, self._asker)
+
+        self._perform(number, load)
+
+    def _unload_model(self, fields: list[Any]) -> None:
+        _, number, model, _ = fields
+
+        def unload() -> None:
+            with contextlib.suppress(ModelNotFound):
+                self._models.unload(model)
+
+        # It may be the very model that asks: nobody waits for the end of it.
+        threading.Thread(target=unload, name="moonpool-unload").start()
+        self._done(number, None)
+
+    def _is_model_ready(self, fields: list[Any]) -> None:
+        _, number, model, version = fields
+        if version and not (version.isdecimal() and int(version) > 0):
+            error = InvalidRequest(
+                f"failed to get model version from specified version string '{version}', version "
+                "should be an integral value > 0"
+            )
+            self._done(number, error)
+            return
+        try:
+            hosted = self._models.find(model, int(version) if version else None)
+        except MoonpoolError:
+            self._done(number, None, {"ready": False})
+        else:
+            hosted.ask_ready(lambda why_not: self._done(number, None, {"ready": why_not is None}))
+
+    def _perform(self, number: int, task: Callable[[], None]) -> None:
+        """Do what takes long on a thread of its own, and tell the stub when it is done."""
+        if number in self._calls or number in self._tasks:
+            raise RemoteProtocolError(f"call {number} is open already")
+        if len(self._tasks) >= _MAX_TASKS:
+            self._done(number, ModelUnavailable(f"{_MAX_TASKS} of these are on their way already"))
+            return
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                task()
+            except Exception as failure:
+                error = failure
+            self._tasks.discard(number)
+            self._done(number, error)
+
+        self._tasks.add(number)
+        threading.Thread(target=run, name="moonpool-call").start()
+
+    def _done(
+        self, number: int, error: BaseException | None, values: dict[str, Any] | None = None
+    ) -> None:
+        self._send(Kind.DONE, number, None if error is None else _wire_error(error), values or {})
+
+
+def _wire_error(error: BaseException) -> list[object]:
+    code = getattr(error, "code", "INTERNAL")
+    message = str(error)[:_MAX_MESSAGE].encode("utf-8", "replace").decode()
+    return [CODES.index(code) if code in CODES else CODES.index("INTERNAL"), message]
+
+
+def _parsed(name: str, config: str) -> dict[str, Any]:
+    """A configuration in JSON. Raises `LoadFailed`."""
+    try:
+        parsed = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise LoadFailed(f"failed to load '{name}', its config is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise LoadFailed(f"failed to load '{name}', its config is no JSON object")
+    return parsed

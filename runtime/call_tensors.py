@@ -1,0 +1,93 @@
+"""Tensors between models: out of the caller's memory, and into memory that it can read."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.ipc.bytes_tensor import encode_bytes
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.memory import ALIGNMENT
+from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE, code_of
+from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.request import Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moonpool.ipc.memory import Lease
+    from moonpool.runtime.loans import Loans
+
+
+def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Lease]) -> dict[str, Any]:
+    """The inputs of a call as a signature takes them: views on these leases.
+
+    Raises `RemoteProtocolError` for what does not lie in them, `InvalidRequest` for a name that is there twice.
+    """
+    inputs: dict[str, Any] = {}
+    for name, datatype, shape, block, offset, size_bytes in rows:
+        if block >= len(leases) or offset + size_bytes > leases[block].size:
+            raise RemoteProtocolError(f"input {name!r:.80} does not lie in its block")
+        if name in inputs:
+            raise InvalidRequest(f"input '{name}' is given twice")
+        if datatype != BYTES and prod(shape) * ITEMSIZE[datatype] != size_bytes:
+            raise RemoteProtocolError(f"input {name!r:.80} of shape {shape} has {size_bytes} bytes")
+        dims = tuple(shape)
+        if datatype >= BYTES:
+            raw = leases[block][offset : offset + size_bytes]
+            inputs[name] = Wire(datatype, dims, raw)
+            continue
+        try:
+            if not size_bytes:
+                inputs[name] = np.empty(dims, DTYPES[datatype])
+            else:
+                inputs[name] = np.ndarray(dims, DTYPES[datatype], leases[block], offset)
+        except (ValueError, OverflowError) as bad:  # a huge dimension beside an empty one
+            raise RemoteProtocolError(f"input {name!r:.80} of shape {shape}: {bad}") from bad
+    return inputs
+
+
+def write_outputs(
+    outputs: Mapping[str, Any], loans: Loans, blocks: list[list[int]], rows: list[list[Any]]
+) -> None:
+    """Lend outputs to a stub until it lets go of them, and describe them.
+
+    Large ones stay where they are, if they may be seen there; the others are copied into one block.
+    Raises `OutOfMemory`; what was lent until then is in `blocks`.
+    """
+    copied: list[tuple[list[Any], Any]] = []
+    total_bytes = 0
+    for name, output in outputs.items():
+        datatype, shape, array = _as_it_travels(output)
+        lent = loans.lend(array, keep=True)
+        if lent is None:
+            row = [name, datatype, shape, 0, total_bytes, array.nbytes]
+            copied.append((row, array))
+            total_bytes += (array.nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        else:
+            row = [name, datatype, shape, len(blocks), lent[1], array.nbytes]
+            blocks.append(lent[0])
+        rows.append(row)
+    if not copied:
+        return
+    block = loans.allocate(total_bytes, keep=True)
+    region, start = block.region, block.offset
+    for row, array in copied:
+        row[3] = len(blocks)
+        region.write(start + row[4], array)
+    blocks.append([region.id, start, total_bytes])
+
+
+def _as_it_travels(output: Any) -> tuple[int, list[int], Any]:
+    """Datatype, shape and an array of the bytes."""
+    if type(output) is Wire:
+        return output.datatype, list(output.shape), output.raw
+    datatype = code_of(output.dtype)
+    shape = list(output.shape)
+    if datatype == BYTES:
+        return datatype, shape, np.frombuffer(encode_bytes(output), np.uint8)
+    if datatype == BF16:
+        return datatype, shape, output.view(np.uint16)
+    return datatype, shape, output

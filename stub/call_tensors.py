@@ -1,0 +1,103 @@
+"""Tensors of requests to other models, and of the responses: out of this process's memory and into it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.ipc.errors import BadTensor
+from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
+from moonpool.ipc.messages import MAX_DIMS
+from moonpool.ipc.region import SharedRegion
+from moonpool.ipc.tensors import BYTES, DTYPES
+from moonpool.stub.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from moonpool.ipc.arena import Block
+    from moonpool.stub.regions import Regions
+
+
+class Placed:
+    """Inputs where the runtime can read them: blocks and rows as they travel."""
+
+    __slots__ = ("_regions", "blocks", "ours", "rows")
+
+    def __init__(self, regions: Regions, tensors: Sequence[Tensor]) -> None:
+        """What lies in shared memory already stays there. Raises `OutOfMemory`, `BadTensor`."""
+        self._regions = regions
+        self.blocks: list[list[int]] = []
+        self.rows: list[list[Any]] = []
+        # Blocks of our own memory that the runtime holds from now on.
+        self.ours: list[Block] = []
+        copied: list[tuple[list[Any], np.ndarray]] = []
+        size_bytes = 0
+        for tensor in tensors:
+            data: np.ndarray = tensor._array if tensor._wire is None else tensor._wire  # type: ignore[assignment]
+            if len(tensor._shape) > MAX_DIMS:
+                raise BadTensor(
+                    f"input '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} "
+                    "is the most"
+                )
+            row = [tensor._name, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
+            self.rows.append(row)
+            if data.base is None or not self._is_there(row, data):
+                row[4] = size_bytes
+                copied.append((row, data))
+                size_bytes += (data.nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        regions.hold(self.ours)
+        if copied:
+            self._copy(copied, size_bytes)
+
+    def _is_there(self, row: list[Any], data: np.ndarray) -> bool:
+        lease = lease_of(data)
+        if lease is None or type(lease.region) is not SharedRegion:
+            return False
+        block = self._regions.arena.find(lease.region.id, lease.offset)
+        if block is not None:
+            self.ours.append(block)
+        row[3:5] = len(self.blocks), offset_in(lease, data)
+        self.blocks.append([lease.region.id, lease.offset, lease.size])
+        return True
+
+    def _copy(self, copied: list[tuple[list[Any], np.ndarray]], size_bytes: int) -> None:
+        try:
+            block = self._regions.allocate(size_bytes)
+        except BaseException:
+            self.take_back()
+            raise
+        region, start = block.region, block.offset
+        for row, data in copied:
+            row[3] = len(self.blocks)
+            region.write(start + row[4], data)
+        self.blocks.append([region.id, start, size_bytes])
+        self.ours.append(block)
+
+    def take_back(self) -> None:
+        """The runtime was not told: it holds nothing."""
+        self._regions.returned.extend([(each.region.id, each.offset) for each in self.ours])
+
+
+def read_outputs(
+    blocks: Sequence[list[int]],
+    rows: Sequence[list[Any]],
+    regions: Regions,
+    give_back: Callable[[object], object],
+) -> list[Tensor]:
+    """The tensors of a reply: views on what the runtime lent, which `give_back` gets the places of."""
+    leases = [
+        regions.region(region).lease(offset, size_bytes, give_back, (region, offset))
+        for region, offset, size_bytes in blocks
+    ]
+    tensors = []
+    for name, datatype, shape, block, offset, size_bytes in rows:
+        lease = leases[block]
+        if datatype >= BYTES:
+            array: np.ndarray = np.ndarray((size_bytes,), np.uint8, lease, offset)
+        else:
+            array = np.ndarray(shape, DTYPES[datatype], lease, offset)
+        tensors.append(Tensor.from_wire(name, datatype, tuple(shape), array))
+    return tensors

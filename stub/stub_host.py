@@ -1,0 +1,245 @@
+"""The host of a model in a stub: it asks the runtime."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError
+from moonpool.ipc.messages import Kind
+from moonpool.stub.call_tensors import Placed, read_outputs
+from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
+from moonpool.stub.host import ONLY_IN_EXECUTE, Host
+from moonpool.stub.response import InferenceResponse
+from moonpool.stub.response_iterator import ResponseIterator
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from typing import Any
+
+    from moonpool.stub.calls import Call, Calls
+    from moonpool.stub.host import Answer
+    from moonpool.stub.regions import Regions
+    from moonpool.stub.request import InferenceRequest
+
+_INFER = int(Kind.INFER)
+_MAX_INT = 2**63 - 1
+_UINT32 = 2**32 - 1
+_UINT64 = 2**64 - 1
+_MAX_ID_CHARACTERS = 4096
+_EMPTY = ("", 0, 0, None)
+
+
+class StubHost(Host):
+    """Any thread may call any method."""
+
+    def __init__(
+        self, calls: Calls, regions: Regions, tell: Callable[..., None], instance: str
+    ) -> None:
+        self._calls = calls
+        self._regions = regions
+        self._tell = tell
+        self._instance = instance
+        # Whether the model may ask other models: from the end of `initialize` to `finalize`.
+        self.serves = False
+
+    # What the others are made of
+
+    def ask(self, kind: Kind, *fields: Any) -> dict[str, Any]:
+        """Ask the runtime for anything but inference, and wait. Raises TritonModelException with its reason."""
+        call = self._calls.open()
+        try:
+            self._calls.send(int(kind), call.number, *fields)
+        except MoonpoolError as error:
+            self._calls.forget(call)
+            raise TritonModelException(str(error)) from error
+        _, _, failure, values = self._calls.wait(call)
+        if failure is not None:
+            raise TritonModelException(
+                f"Failed to process the request for model '{self._instance}', message: {failure[1]}"
+            )
+        answer: dict[str, Any] = values
+        return answer
+
+    def tell(self, kind: Kind, *fields: Any) -> None:
+        """Tell the runtime something, on the control channel; does not wait for it."""
+        self._tell(int(kind), *fields)
+
+    # Requests to other models
+
+    def infer(self, request: InferenceRequest, decoupled: bool) -> Answer:
+        self._check()
+        call = self._calls.open(request)
+        failed = self._send(call, request, decoupled)
+        if decoupled:
+            return self._iterator(call, failed)
+        if failed is not None:
+            return failed
+        try:
+            fields = self._calls.wait(call)
+        except BaseException:  # a signal handler of the model's raised
+            self._calls.abandon(call)
+            raise
+        return self._response(fields)
+
+    def ainfer(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Answer]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Answer] = loop.create_future()
+        self._check()
+        if decoupled:
+            future.set_result(self.infer(request, decoupled))
+            return future
+        waiting: list[Call] = []
+        call = self._calls.open(request, partial(self._notify, loop, future, waiting))
+        waiting.append(call)
+        failed = self._send(call, request, decoupled)
+        if failed is not None:
+            future.set_result(failed)
+        else:
+            future.add_done_callback(partial(self._ended, call))
+        return future
+
+    def _ended(self, call: Call, future: asyncio.Future[Answer]) -> None:
+        if future.cancelled():
+            self._calls.abandon(call)
+
+    def _notify(
+        self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Answer], waiting: list[Call]
+    ) -> None:
+        try:
+            loop.call_soon_threadsafe(self._resolve, future, waiting[0])
+        except RuntimeError:  # the loop was closed: nobody waits there any more
+            self._calls.abandon(waiting[0])
+
+    def _resolve(self, future: asyncio.Future[Answer], call: Call) -> None:
+        if future.done():
+            self._calls.abandon(call)
+        else:
+            future.set_result(self._response(call.inbox.popleft()))
+
+    def _check(self) -> None:
+        if not self.serves:
+            raise TritonModelException(ONLY_IN_EXECUTE)
+
+    def _send(
+        self, call: Call, request: InferenceRequest, decoupled: bool
+    ) -> InferenceResponse | None:
+        """Send a request; returns a response that says why where it cannot be sent."""
+        placed = None
+        try:
+            _check_fields(request)
+            placed = Placed(self._regions, request._inputs)
+            self._calls.send(
+                _INFER,
+                call.number,
+                request._model_name,
+                request._model_version,
+                decoupled,
+                request._timeout_us,
+                self._calls.take_let_go(),
+                placed.blocks,
+                placed.rows,
+                request._requested_output_names,
+                _details(request),
+            )
+        except MoonpoolError as error:
+            self._calls.forget(call)
+            if placed is not None:
+                placed.take_back()
+            text = f"Model {request._model_name} - Error when running inference: {error}"
+            return InferenceResponse(error=TritonError(text, _code(CODES.index(error.code))))
+        return None
+
+    def _response(self, fields: list[Any]) -> InferenceResponse:
+        _, _, _, _, blocks, rows, parameters, failure = fields
+        error = None
+        if failure is not None:
+            error = TritonError(failure[1], _code(failure[0]))
+        outputs = read_outputs(blocks, rows, self._regions, self._calls.give_back) if rows else []
+        response = InferenceResponse(outputs, error)
+        response._parameters = parameters
+        return response
+
+    def _iterator(self, call: Call, failed: InferenceResponse | None) -> ResponseIterator:
+        if failed is not None:
+            left = [None, failed]
+            return ResponseIterator.over(left.pop, _nothing)
+        calls = self._calls
+        is_over = False
+
+        def receive() -> InferenceResponse | None:
+            nonlocal is_over
+            if is_over:
+                return None
+            fields = calls.wait(call)
+            is_over = fields[2]
+            return self._response(fields)
+
+        return ResponseIterator.over(
+            receive, partial(calls.withdraw, call), partial(calls.abandon, call)
+        )
+
+    # Other models themselves
+
+    def load_model(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
+        rows = None if files is None else [[path, bytes(files[path])] for path in files]
+        with _prefixed("Failed to load model: "):
+            self.ask(Kind.LOAD_MODEL, name, config, rows)
+
+    def unload_model(self, name: str, unload_dependents: bool) -> None:
+        with _prefixed("Failed to unload model: "):
+            self.ask(Kind.UNLOAD_MODEL, name, unload_dependents)
+
+    def is_model_ready(self, name: str, version: str) -> bool:
+        with _prefixed("Failed to check model readiness: "):
+            return bool(self.ask(Kind.IS_MODEL_READY, name, version)["ready"])
+
+
+@contextlib.contextmanager
+def _prefixed(words: str) -> Iterator[None]:
+    try:
+        yield
+    except TritonModelException as error:
+        raise TritonModelException(f"{words}{error}") from error
+
+
+def _check_fields(request: InferenceRequest) -> None:
+    """Raises `BadTensor` for what no message has room for."""
+    correlation_id = request._correlation_id
+    if isinstance(correlation_id, str):
+        fits = len(correlation_id) <= _MAX_ID_CHARACTERS
+    else:
+        fits = 0 <= correlation_id <= _UINT64
+    for name, value, is_good in (
+        ("correlation_id", correlation_id, fits),
+        ("flags", request._flags, 0 <= request._flags <= _UINT32),
+        ("timeout", request._timeout_us, 0 <= request._timeout_us <= _UINT64),
+        ("model_version", request._model_version, -1 <= request._model_version <= _MAX_INT),
+    ):
+        if not is_good:
+            raise BadTensor(f"the {name} of the request cannot be {value!r:.60}")
+
+
+def _details(request: InferenceRequest) -> tuple[object, ...] | None:
+    details = (
+        request._request_id,
+        request._correlation_id,
+        request._flags,
+        request._parameters or None,
+    )
+    return None if details == _EMPTY else details
+
+
+_CODES = {int(code): code for code in ErrorCode}
+
+
+def _code(number: int) -> ErrorCode:
+    return _CODES[number]
+
+
+def _nothing() -> None:
+    """Where there is nothing to withdraw."""

@@ -1,0 +1,304 @@
+"""Requests from models to models: what a model asks, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.e2e.hosting import ECHO, MODELS, Config, hosted, is_running, tensor
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import ModelError
+
+CALLER: Config = {
+    "input": [tensor("DO", "STRING", 1), tensor("X", "FP32", -1)],
+    "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)],
+}
+CALLEE: Config = {
+    "input": [tensor("X", "FP32", -1)],
+    "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)],
+}
+SQUARE: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
+WORDS: Config = {
+    "input": [tensor("WORDS", "STRING", -1, -1)],
+    "output": [tensor("OUT_WORDS", "STRING", -1, -1)],
+}
+X = np.arange(4, dtype=np.float32)
+PATIENCE_S = 20.0
+
+
+def callee(mode: str) -> Config:
+    return {**CALLEE, "parameters": {"MODE": {"string_value": mode}}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models(runtime: moonpool.Runtime) -> Iterator[None]:
+    names = ["slow", "raises", "refuses", "told"]
+    runtime.load("caller", MODELS / "caller.py", config=CALLER, instances=2)
+    runtime.load("square", MODELS / "square.py", config=SQUARE)
+    runtime.load("mirror", MODELS / "echo.py", config=ECHO)
+    runtime.load("words", MODELS / "echo.py", config=WORDS)
+    for name in names:
+        runtime.load(name, MODELS / "callee.py", config=callee(name))
+    yield
+    for name in ["caller", "square", "mirror", "words", *names]:
+        runtime.unload(name)
+
+
+def do(
+    runtime: moonpool.Runtime, name: str, x: NDArray[Any] = X, model: str = "caller", **told: Any
+) -> Any:
+    """What the model says of having done that: words where it has some, else numbers."""
+    asked = {"DO": [name + json.dumps(told)], "X": x}
+    outputs = runtime.infer(model, asked, timeout_s=PATIENCE_S)
+    return outputs["SAID"][0].decode() if "SAID" in outputs else outputs["Y"].copy()
+
+
+def squares(times: int) -> list[float]:
+    return [float(sum((x + i) ** 2 for i in range(times))) for x in X]
+
+
+def test_a_model_asks_another_one(runtime: moonpool.Runtime) -> None:
+    assert do(runtime, "once").tolist() == [0, 1, 4, 9]
+
+
+def test_a_model_asks_for_as_long_as_it_likes(runtime: moonpool.Runtime) -> None:
+    assert do(runtime, "often", times=1000).tolist() == ((X + 999) ** 2).tolist()
+
+
+def test_coroutines_ask_at_the_same_time(runtime: moonpool.Runtime) -> None:
+    assert do(runtime, "gathered", times=100).tolist() == squares(100)
+
+
+def test_a_coroutine_that_is_cancelled_withdraws_its_request(runtime: moonpool.Runtime) -> None:
+    asked = {"DO": ['given_up{"model": "slow"}'], "X": X}
+    assert runtime.infer("caller", asked, timeout_s=PATIENCE_S)["Y"].tolist() == [0, 1, 4, 9]
+
+
+def test_threads_of_a_model_ask_at_the_same_time(runtime: moonpool.Runtime) -> None:
+    assert do(runtime, "in_threads", threads=8, times=50).tolist() == [
+        50 * sum(i * i for i in range(8))
+    ]
+
+
+def test_threads_and_coroutines_share_the_channel(runtime: moonpool.Runtime) -> None:
+    expected = [50 * sum(i * i for i in range(3)) + each for each in squares(50)]
+    assert do(runtime, "mixed", times=50).tolist() == expected
+
+
+def test_a_thread_asks_after_its_batch_was_answered(runtime: moonpool.Runtime) -> None:
+    with hosted(runtime, "late", MODELS / "caller.py", CALLER):
+        for _ in range(3):
+            do(runtime, "late", model="late")
+            assert do(runtime, "go", model="late").tolist() == [0, 1, 4, 9]
+
+
+# Forks
+
+
+def test_a_pool_of_processes_asks(runtime: moonpool.Runtime) -> None:
+    assert do(runtime, "in_pool", processes=4).tolist() == squares(4)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_child_of_a_child_asks(runtime: moonpool.Runtime, depth: int) -> None:
+    assert do(runtime, "in_child", depth=depth).tolist() == [(depth + 1) * i * i for i in range(4)]
+
+
+def test_a_child_has_all_that_its_model_has(runtime: moonpool.Runtime) -> None:
+    error, responses, response, is_ready, shape = json.loads(do(runtime, "child_report"))
+    assert "Model 'nobody' is not ready" in error
+    assert responses == [[0, 1, 4, 9]]
+    assert (response, is_ready, shape) == ([0, 1, 4, 9], True, [4])
+
+
+def test_a_child_that_dies_while_it_waits_harms_nobody(runtime: moonpool.Runtime) -> None:
+    assert do(runtime, "dead_child").tolist() == [0, 1, 4, 9]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (
+            {"model": "nobody"},
+            "NOT_FOUND: Model nobody - Error when running inference: Failed for execute the "
+            "inference request. Model 'nobody' is not ready.",
+        ),
+        (
+            {"model_version": 7},
+            "NOT_FOUND: Model square - Error when running inference: Failed for execute the "
+            "inference request. Model 'square' is not ready.",
+        ),
+        (
+            {"output": "Z"},
+            "INVALID_ARG: Model square - Error when running inference: unexpected inference output "
+            "'Z' for model 'square'",
+        ),
+        (
+            {"name": "W"},
+            "INVALID_ARG: Model square - Error when running inference: unexpected inference input "
+            "'W' for model 'square'",
+        ),
+        ({"model": "refuses"}, "ALREADY_EXISTS: not today"),
+        ({"model": "slow", "timeout": 50_000}, "UNAVAILABLE: Request timeout expired"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_an_error_comes_in_the_response_with_its_code(
+    runtime: moonpool.Runtime, told: dict[str, Any], said: str
+) -> None:
+    asked = {"DO": ["error" + json.dumps(told)], "X": X}
+    outputs = runtime.infer("caller", asked, timeout_s=PATIENCE_S)
+    assert outputs["SAID"][0].decode() == said
+
+
+def test_what_the_other_model_raises_is_told(runtime: moonpool.Runtime) -> None:
+    asked = {"DO": ['error{"model": "raises"}'], "X": X}
+    said = runtime.infer("caller", asked, timeout_s=PATIENCE_S)["SAID"][0].decode()
+    assert said.startswith("INTERNAL: Failed to process the request(s) for model 'raises_0'")
+    assert "on purpose" in said
+
+
+def test_a_model_cannot_ask_before_it_executes(runtime: moonpool.Runtime) -> None:
+    said = do(runtime, "initialized")
+    assert said == "BLS is only supported during the 'execute' function."
+
+
+def test_what_no_message_has_room_for_is_refused_in_the_response(runtime: moonpool.Runtime) -> None:
+    before = runtime.instances("caller")
+    said = json.loads(do(runtime, "bad_fields"))
+    names = ["correlation_id", "model_version", "33 dimensions"]
+    assert len(said) >= 2
+    for name, each in zip(names, said, strict=False):
+        assert each.startswith("INVALID_ARG: Model square - Error when running inference")
+        assert name in each
+    assert runtime.instances("caller") == before
+
+
+def test_what_is_told_of_a_request_arrives(runtime: moonpool.Runtime) -> None:
+    told = json.loads(do(runtime, "parameters"))
+    assert told == ["id", 7, 1, 11_000_000_000, {"a": 1, "b": "two", "c": True}]
+
+
+# Models in models
+
+
+def test_a_model_asks_itself(runtime: moonpool.Runtime) -> None:
+    assert do(runtime, "recursive", depth=1).tolist() == (X + 1).tolist()
+
+
+def test_a_model_that_waits_for_itself_is_ended_by_its_timeout(runtime: moonpool.Runtime) -> None:
+    # Both instances wait for a third.
+    assert do(runtime, "recursive", depth=2, timeout=200_000) == (
+        "UNAVAILABLE: Request timeout expired"
+    )
+
+
+def test_an_iterator_over_a_model_with_one_response(runtime: moonpool.Runtime) -> None:
+    first, again = json.loads(do(runtime, "iterated"))
+    assert first == again == [[0, 1, 4, 9]]
+
+
+# Tensors
+
+
+def test_strings_go_and_come(runtime: moonpool.Runtime) -> None:
+    assert json.loads(do(runtime, "strings")) == [0, 70_000, 1, 2]
+
+
+@pytest.mark.parametrize("size", [10, 20_000, 1 << 20])
+def test_a_reply_is_good_for_the_next_request(runtime: moonpool.Runtime, size: int) -> None:
+    assert do(runtime, "chained", size=size).tolist() == [0, 1, 4, 9]
+
+
+def test_large_memory_that_is_handed_on_and_back_is_the_same(runtime: moonpool.Runtime) -> None:
+    assert do(runtime, "echoed", size=1 << 18).tolist() == [8, 8]
+    assert do(runtime, "echoed", size=16).tolist() == [7, 8]
+
+
+def test_replies_stay_valid_when_the_model_that_gave_them_is_gone(
+    runtime: moonpool.Runtime,
+) -> None:
+    with hosted(runtime, "keeper", MODELS / "caller.py", CALLER):
+        with hosted(runtime, "brief", MODELS / "square.py", SQUARE):
+            asked = {"DO": ['keep{"size": 262144, "model": "brief"}'], "X": X}
+            runtime.infer("keeper", asked, timeout_s=PATIENCE_S)
+            os.kill(runtime.instances("brief")[0]["pid"], signal.SIGKILL)
+            wait_until(lambda: runtime.instances("brief")[0]["restarts"] == 1)
+            runtime.infer("keeper", asked, timeout_s=PATIENCE_S)
+        assert do(runtime, "kept", model="keeper").tolist() == [9 * 262144.0] * 2
+
+
+def test_memory_does_not_grow_over_many_calls(runtime: moonpool.Runtime) -> None:
+    with hosted(runtime, "counter", MODELS / "caller.py", CALLER):
+        seat = runtime._models.find("counter").supervisor.seats[0]
+        link = seat.instance.state.link
+        for size in (100, 50_000):
+            x = np.ones(size, np.float32)
+            regions = do(runtime, "memory", x, model="counter", times=100)
+            size_bytes = link.size_bytes()
+            assert (
+                do(runtime, "memory", x, model="counter", times=2000).tolist() == regions.tolist()
+            )
+            assert link.size_bytes() == size_bytes
+
+
+# Ends
+
+
+def test_a_model_whose_callee_dies_is_told(runtime: moonpool.Runtime) -> None:
+    with hosted(runtime, "dies", MODELS / "callee.py", callee("dies")):
+        asked = {"DO": ['error{"model": "dies"}'], "X": X}
+        said = runtime.infer("caller", asked, timeout_s=PATIENCE_S)["SAID"][0].decode()
+        assert "Stub process 'dies_0' is not healthy. It exited with 3 during execute" in said
+
+
+def test_a_call_ends_with_the_process_that_made_it(runtime: moonpool.Runtime) -> None:
+    with hosted(runtime, "short", MODELS / "caller.py", CALLER):
+        failed = runtime.submit("short", {"DO": ['once{"model": "slow"}'], "X": X})
+        desk = runtime._models.find("short").supervisor.seats[0].instance.state._desk
+        wait_until(lambda: desk.open_calls == 1)
+        pid = runtime.instances("short")[0]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(moonpool.StubDied):
+            failed.result(PATIENCE_S)
+        wait_until(lambda: desk.open_calls == 0)
+        wait_until(lambda: runtime.is_ready("short"))
+    assert do(runtime, "once", model="caller").tolist() == [0, 1, 4, 9]
+    assert not is_running(pid)
+
+
+def test_a_runtime_is_closed_while_models_ask_each_other() -> None:
+    with moonpool.Runtime(drain_timeout_s=0.2) as runtime:
+        runtime.load("caller", MODELS / "caller.py", config=CALLER)
+        runtime.load("square", MODELS / "square.py", config=SQUARE)
+        # One instance that waits for itself, without end.
+        stuck = runtime.submit("caller", {"DO": ['recursive{"depth": 1}'], "X": X})
+        desk = runtime._models.find("caller").supervisor.seats[0].instance.state._desk
+        wait_until(lambda: desk.open_calls == 1)
+        pid = runtime.instances("caller")[0]["pid"]
+    wait_until(stuck.done)
+    assert not is_running(pid)
+
+
+def test_a_model_is_unloaded_while_another_asks_it(runtime: moonpool.Runtime) -> None:
+    runtime.load("gone", MODELS / "callee.py", config=callee("slow"))
+    asked = {"DO": ['once{"model": "gone"}'], "X": X}
+    answer = runtime.submit("caller", asked)
+    gone = runtime._models.find("gone")
+    wait_until(lambda: gone.scheduler.executing == 1)
+    runtime.unload("gone")
+    assert answer.result(PATIENCE_S).outputs["Y"].tolist() == [0, 1, 4, 9]
+    with pytest.raises(ModelError, match="Model 'gone' is not ready"):
+        runtime.infer("caller", asked, timeout_s=PATIENCE_S)
