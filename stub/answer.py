@@ -56,7 +56,7 @@ class Answer:
                 self._leave(request)
                 continue
             if request._reply is not None:
-                request._reply.close()
+                request._reply.close(1)
             plan, remark = placer.answer(
                 response, request._requested_output_names, self._blocks, places
             )
@@ -76,7 +76,7 @@ class Answer:
                 self._add(NO_OUTPUTS, None, OPEN)
             else:
                 if request._reply is not None:
-                    request._reply.close()
+                    request._reply.close(0)
                 self._fail(INTERNAL, message)
 
     def give(

@@ -120,9 +120,10 @@ class Reply:
         """`execute` gave no response: whoever drops this without a last response has to be told of."""
         self._is_open = True
 
-    def close(self) -> None:
-        """The request was answered with its batch."""
+    def close(self, responses: int) -> None:
+        """The request was answered with its batch, by that many responses: 1, or 0 where it failed."""
         with self._lock:
+            self._count += responses
             self._is_closed = True
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import FINAL
@@ -72,4 +73,4 @@ class InferenceResponseSender:
 
 
 def _is_number(flags: object) -> bool:
-    return hasattr(flags, "__index__")
+    return hasattr(flags, "__index__") and 0 <= index(flags) < 1 << 32

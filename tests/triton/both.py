@@ -11,6 +11,7 @@ import numpy as np
 from tests.triton.answers import Answer, Failure, Inputs, LogLine, Outcome
 from tests.triton.moonpool_side import MoonpoolSide
 from tests.triton.triton_side import TritonSide
+from tests.waiting import wait_until
 
 # How pybind11 begins to refuse arguments of a wrong type; the rest tells its own signatures.
 PREFIX = "c_python_backend_utils."
@@ -23,6 +24,8 @@ class Both:
     def __init__(self, triton: TritonSide, moonpool: MoonpoolSide) -> None:
         self.triton = triton
         self.moonpool = moonpool
+        # What hindered each model of the zoo: Triton's word, then moonpool's.
+        self.loads: dict[str, tuple[Failure | None, Failure | None]] = {}
 
     def infer(self, model: str, inputs: Inputs, **options: Any) -> Outcome:
         """The outcome, which is the same on both sides."""
@@ -42,6 +45,13 @@ class Both:
         outcome = self.infer(model, inputs, **options)
         assert isinstance(outcome, Failure), outcome
         return outcome
+
+    def stream(self, model: str, inputs: Inputs, **options: Any) -> list[Outcome]:
+        """All responses, which are the same on both sides; of errors, the texts."""
+        theirs = self.triton.stream(model, inputs, **options)
+        ours = self.moonpool.stream(model, inputs, **options)
+        assert ours == theirs
+        return ours
 
     def load(self, model: str) -> Failure | None:
         """What hinders the load, which is the same on both sides."""
@@ -66,6 +76,7 @@ class Both:
     def log(self) -> list[LogLine]:
         """What models logged since the last look, the same on both sides."""
         theirs = self.triton.log()
+        wait_until(lambda: self.moonpool.log_length >= len(theirs), what="lines in moonpool's log")
         ours = self.moonpool.log()
         assert ours == theirs
         return ours

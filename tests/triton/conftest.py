@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,19 +13,28 @@ from tests.leaks import LASTING_PATHS
 
 pytest.register_assert_rewrite("tests.triton.both")
 
-from tests.triton.both import Both  # noqa: E402 - its assertions are to be rewritten
+from tests.triton.answers import Failure  # noqa: E402 - below, assertions are to be rewritten
+from tests.triton.both import Both  # noqa: E402
+from tests.triton.broken import BROKEN, CONFIG  # noqa: E402
 from tests.triton.moonpool_side import MoonpoolSide  # noqa: E402
 from tests.triton.server import REGIONS, interpreter, running  # noqa: E402
 from tests.triton.triton_side import TritonSide  # noqa: E402
 
 MODELS = Path(__file__).parent / "models"
+# Loaded and unloaded by the tests that use them.
+APART = {"finalizes", "finalize_raises"}
 LASTING_PATHS[f"/dev/shm/{REGIONS}"] = "Triton's server has them open until it is stopped"
 
 
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of its own, which holds the zoo and what tests add to it."""
-    return Path(shutil.copytree(MODELS, tmp_path_factory.mktemp("triton") / "repository"))
+    """A repository of its own, which holds the zoo, the broken ones, and what tests add to it."""
+    folder = Path(shutil.copytree(MODELS, tmp_path_factory.mktemp("triton") / "repository"))
+    for name, text in BROKEN.items():
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(CONFIG)
+        (folder / name / "1" / "model.py").write_text(text)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -33,17 +43,21 @@ def both(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with running(interpreter(), repository, tmp_path_factory.mktemp("server")) as server:
         triton, moonpool = TritonSide(server), MoonpoolSide(repository)
         try:
-            _load_zoo(triton, moonpool)
-            yield Both(triton, moonpool)
+            both = Both(triton, moonpool)
+            zoo = set(os.listdir(MODELS)) - APART
+            both.loads = _loads(triton, moonpool, sorted(zoo | set(BROKEN)))
+            assert {both.loads[name] for name in zoo} == {(None, None)}
+            yield both
         finally:
             moonpool.close()
             triton.close()
 
 
-def _load_zoo(triton: TritonSide, moonpool: MoonpoolSide) -> None:
-    """Triton waits a second in each load, so all are under way at once."""
-    names = sorted(path.name for path in MODELS.iterdir())
-    with ThreadPoolExecutor(len(names)) as threads:
-        failures = dict(zip(names, threads.map(triton.load, names), strict=True))
-    failures |= {f"{name} in moonpool": moonpool.load(name) for name in names}
-    assert {name: failure for name, failure in failures.items() if failure} == {}
+def _loads(
+    triton: TritonSide, moonpool: MoonpoolSide, names: list[str]
+) -> dict[str, tuple[Failure | None, Failure | None]]:
+    """What hindered each load. Triton waits a second in each, so all are under way at once."""
+    with ThreadPoolExecutor(16) as threads:
+        theirs = list(threads.map(triton.load, names))
+        ours = list(threads.map(moonpool.load, names))
+    return dict(zip(names, zip(theirs, ours, strict=True), strict=True))

@@ -14,7 +14,7 @@ from tests.triton.answers import Answer, Failure, Inputs, LogLine, Outcome, outp
 import moonpool
 from moonpool import MoonpoolError
 
-TIMEOUT_S = 50.0
+TIMEOUT_S = 20.0
 _LINE = re.compile(r"^\[\w+\] (.*) \((model\.py:\d+)\)$", re.DOTALL)
 
 
@@ -69,10 +69,31 @@ class MoonpoolSide:
             return Failure(error.code, str(error))
         return _answer(response)
 
+    def stream(self, model: str, inputs: Inputs, **options: Any) -> list[Outcome]:
+        """All responses to one request of a decoupled model; of errors, only the texts."""
+        arrays = {name: np.asarray(value) for name, value in inputs.items()}
+        outcomes: list[Outcome] = []
+        try:
+            stream = self._runtime.stream(model, arrays, timeout_s=TIMEOUT_S, **options)
+        except MoonpoolError as error:
+            return [Failure("", str(error))]
+        while True:
+            try:
+                outcomes.append(_answer(next(stream)))
+            except StopIteration:
+                return outcomes
+            except MoonpoolError as error:
+                outcomes.append(Failure("", str(error)))
+
     def config(self, model: str) -> dict[str, Any]:
         """The configuration as moonpool completed it, in its JSON form."""
         config: dict[str, Any] = json.loads(self._runtime.config(model).json)
         return config
+
+    @property
+    def log_length(self) -> int:
+        """How many lines `log` would give."""
+        return len(self._lines.lines)
 
     def log(self) -> list[LogLine]:
         """What models logged on purpose since the last look."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 from tests.triton.answers import (
     Answer,
     Failure,
@@ -27,10 +28,11 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
-TIMEOUT_S = 50.0
-# `I1121 19:19:08.019713 6297 model.py:12] "text"`; verbose lines begin with I as well.
+TIMEOUT_S = 20.0
+# `I1121 19:19:08.019713 6297 model.py:12] "text"`; a stub that is not connected yet has no quotes.
 _LINE = re.compile(
-    r"^([IWEF])\d{4} [\d:.]+ \d+ (model\.py:\d+)\] \"(.*?)\"$", re.DOTALL | re.MULTILINE
+    r"^([IWEF])\d{4} [\d:.]+ \d+ (model\.py:\d+)\]  ?(?:\"(.*?)\"|([^\"\n]+))$",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -107,7 +109,7 @@ class TritonSide:
         """What models logged on purpose since the last look."""
         text = self._server.log()[self._heard :]
         self._heard += len(text)
-        return [LogLine(*found) for found in _LINE.findall(text)]
+        return [LogLine(a, b, c or d) for a, b, c, d in _LINE.findall(text)]
 
     def set_verbose(self, level: int) -> None:
         request = pb.LogSettingsRequest()
@@ -123,6 +125,8 @@ def _failures() -> Iterator[list[Failure]]:
         yield caught
     except grpc.RpcError as error:
         code = error.code().name
+        if "Socket closed" in str(error) or "Connection refused" in str(error):
+            pytest.exit("tritonserver has died")
         caught.append(Failure(CODES.get(code, code), error.details() or ""))
 
 
@@ -131,7 +135,8 @@ def _load_failure(failure: Failure) -> Failure:
     found = re.search(r"UNAVAILABLE state: (.*?): (.*);\n?$", failure.text, re.DOTALL)
     if found is None:
         return failure
-    return Failure(found[1].upper().replace(" ", "_"), found[2])
+    code = found[1].upper().replace(" ", "_")
+    return Failure(CODES.get(code, code), found[2])
 
 
 def _request(

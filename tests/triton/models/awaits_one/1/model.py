@@ -1,0 +1,1 @@
+../../awaits/1/model.py

@@ -1,0 +1,6 @@
+"""Its `finalize` fails."""
+
+
+class TritonPythonModel:
+    def finalize(self):
+        undefined_variable
