@@ -100,7 +100,7 @@ def test_what_was_answered_with_its_batch_is_not_abandoned() -> None:
     port = Post()
     given = request(port)
     given.get_response_sender()
-    given.reply().close()
+    given.reply().close(1)
     del given
     gc.collect()
     assert port.sent == []

@@ -26,6 +26,12 @@ APART = {"finalizes", "finalize_raises"}
 LASTING_PATHS[f"/dev/shm/{REGIONS}"] = "Triton's server has them open until it is stopped"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The first test waits until all models are loaded."""
+    if item.path.parent == MODELS.parent:
+        item.add_marker(pytest.mark.timeout(240))
+
+
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of its own, which holds the zoo, the broken ones, and what tests add to it."""

@@ -60,6 +60,12 @@ DIFFERENCES = [
     ),
     Difference(NO_STREAM, "builtins.TypeError", "Tensor('X'"),
     Difference(
+        f'{REQUEST}, parameters={{"a": 1.5}}).parameters()',
+        MODEL_EXCEPTION + "Expect parameters values to have type bool/int/str, found type",
+        "'{\"a\":1.5}'",
+    ),
+    Difference("request.get_response_sender() is request.get_response_sender()", "True", "False"),
+    Difference(
         f"{REQUEST}, correlation_id=-1)",
         "builtins.RuntimeError: Unable to cast",
         "builtins.TypeError",
