@@ -184,6 +184,42 @@ def test_refusals_are_in_tritons_words(serve: Serve) -> None:
             client.runtime.infer("m", {"X": x, "START": x}, correlation_id=1, flags=1)
 
 
+# The examples of the page
+
+
+def example(name: str, folder: Path) -> Path:
+    path = Path(__file__).parents[2] / "docs" / "TRITON_MODELS.md"
+    if not path.exists():
+        pytest.skip("only the tests are here, without the documents")
+    page = path.read_text()
+    file = folder / Path(name).name
+    file.write_text(page.partition(f"```python\n# {name}\n")[2].partition("```")[0])
+    return file
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_sums_of_the_page_are_right(
+    runtime: moonpool.Runtime, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
+    made = config(**strategy) | {"output": [tensor("SUM", "FP32", 1)]}
+    caller: dict[str, Any] = {}
+    exec(example("ask_sums.py", tmp_path).read_text(), caller)
+    with hosted(runtime, "sums", example("sums/1/model.py", tmp_path), made):
+        assert caller["ask"](runtime).tolist() == [[6]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_generation_of_the_page_counts_down(
+    runtime: moonpool.Runtime, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
+    made = config(iterative_sequence=True, **strategy) | {"output": [tensor("LEFT", "FP32", 1)]}
+    made["model_transaction_policy"] = {"decoupled": True}
+    with hosted(runtime, "m", example("count_down/1/model.py", tmp_path), made):
+        streams = [runtime.stream("m", {"X": [[float(n)]]}, timeout_s=30.0) for n in (3, 5, 2)]
+        found = [[each.outputs["LEFT"].item() for each in stream] for stream in streams]
+    assert found == [[2, 1, 0], [4, 3, 2, 1, 0], [1, 0]]
+
+
 # Slots
 
 
