@@ -157,7 +157,9 @@ class CallDesk:
         if released:
             loans.take_back(released)
         leases = [self._link.open(*block) for block in blocks]
-        call = Call(number, model, self._answer, takes_many=decoupled)
+        call = Call(
+            number, model, self._answer, takes_many=decoupled, batch=self._link.replies.executing
+        )
         self._calls[number] = call
         try:
             if len(self._calls) > MAX_CALLS:
@@ -254,10 +256,16 @@ class CallDesk:
         call.leave()
         self._answer(call, error, True)
 
-    def withdraw_all(self, error: MoonpoolError) -> None:
-        """End all calls: whoever they were made for has gone."""
+    def leave_deserted(self) -> None:
+        """End the calls of a batch that nobody waits for any more. From any thread."""
+        batch = self._link.replies.deserted
+        if batch and self._calls:
+            self._reactor.call_soon(lambda: self._leave_batch(batch))
+
+    def _leave_batch(self, batch: int) -> None:
         for call in list(self._calls.values()):
-            self._end(call, error)
+            if call.batch == batch:
+                self._end(call, ModelError("Request cancelled", "CANCELLED"))
 
     # Time
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Call(Waiter):
     """A request that a model made. `answer` gets each outcome, and whether it is the last."""
 
-    __slots__ = ("_answer", "model", "number", "request", "scheduler", "takes_many")
+    __slots__ = ("_answer", "batch", "model", "number", "request", "scheduler", "takes_many")
 
     def __init__(
         self,
@@ -26,7 +26,10 @@ class Call(Waiter):
         answer: Callable[[Call, Outcome | None, bool], None],
         *,
         takes_many: bool,
+        batch: int,
     ) -> None:
+        """`batch` is the one that the model executes, 0 for none."""
+        self.batch = batch
         self.number = number
         self.model = model
         self.takes_many = takes_many

@@ -69,6 +69,17 @@ class Replies:
                 self._ended.add(index)
             return requests[index]
 
+    @property
+    def executing(self) -> int:
+        """The number of the batch that is executing, 0 for none."""
+        return self._executing[0]
+
+    @property
+    def deserted(self) -> int:
+        """The number of the batch that is executing, where nobody waits for it any more, else 0."""
+        batch, requests = self._executing
+        return batch if all(request.left for request in requests) else 0
+
     def key_of(self, request: InferenceRequest) -> Key | None:
         """The numbers of a request that is executing or open."""
         with self._lock:

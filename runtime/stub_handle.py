@@ -66,8 +66,7 @@ class StubHandle:
         self._on_exit: Callable[[], None] = _nothing
         self._on_response: Respond = _nothing
         self._python, self._environment = python, environment
-        self._options = options
-        self._stubs, self._reactor = stubs, stubs.reactor
+        self._stubs, self._reactor, self._options = stubs, stubs.reactor, options
         self.metrics = StubMetrics(stubs.metrics)
         self.readiness = StubReadiness(name, stubs.reactor, self.tell)
         self._reason: BaseException | None = None
@@ -184,6 +183,7 @@ class StubHandle:
         if key is not None:
             with contextlib.suppress(MoonpoolError):  # a stub that is gone needs no telling
                 self._send(Kind.CANCEL, *key)
+            self._desk.leave_deserted()
 
     def finalize(self, timeout_s: float | None) -> None:
         """Let the model finalize, and wait for the process to end; ends it when it takes too long."""

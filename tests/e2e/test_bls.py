@@ -205,6 +205,17 @@ def test_a_model_that_waits_for_itself_is_ended_by_its_timeout(runtime: moonpool
     )
 
 
+def test_models_that_wait_for_each_other_are_let_go_when_the_client_leaves(
+    runtime: moonpool.Runtime,
+) -> None:
+    # Both instances wait for a third, and have no timeout.
+    asked = {"DO": ['recursive{"depth": 2}'], "X": X}
+    with pytest.raises(moonpool.RequestTimedOut):
+        runtime.infer("caller", asked, timeout_s=0.5)
+    for _ in range(2):
+        assert do(runtime, "once").tolist() == [0, 1, 4, 9]
+
+
 def test_an_iterator_over_a_model_with_one_response(runtime: moonpool.Runtime) -> None:
     first, again = json.loads(do(runtime, "iterated"))
     assert first == again == [[0, 1, 4, 9]]
