@@ -84,10 +84,12 @@ class Both:
     def said(self, code: str, **options: Any) -> tuple[str, str]:
         """What the model `snippets` says of a piece of Python: Triton's word, then moonpool's."""
         inputs = {"CODE": np.array([code.encode()], object)}
-        return (
-            _word(self.triton.infer("snippets", inputs, **options)),
-            _word(self.moonpool.infer("snippets", inputs, **options)),
-        )
+        return _word(self.triton.infer("snippets", inputs, **options)), self.ours(code, **options)
+
+    def ours(self, code: str, **options: Any) -> str:
+        """What moonpool alone says of it: for what Triton cannot be asked."""
+        inputs = {"CODE": np.array([code.encode()], object)}
+        return _word(self.moonpool.infer("snippets", inputs, **options))
 
 
 def _without_id(outcome: Outcome) -> Outcome:
