@@ -151,6 +151,8 @@ class ResponseStream:
             if _END not in self._waiter.waiting:
                 self._scheduler.leave(self._request)
             self._waiter.waiting.clear()
+            # Whoever waits for the next response elsewhere finds the end.
+            self._waiter.resolve(None)
 
     async def aclose(self) -> None:
         """As `close`."""

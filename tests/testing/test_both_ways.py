@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 import moonpool
 from moonpool import testing
@@ -76,10 +78,11 @@ class TritonPythonModel:
             sender.send(y(1))
         if wish == "one":
             sender.send(y(1))
-        if wish == "until cancelled":
+        if wish.endswith("until cancelled"):
             def on():
                 while not sender.is_cancelled():
-                    sender.send(y(1))
+                    if not wish.startswith("nothing"):
+                        sender.send(y(1))
                 sender.send(flags=FINAL)
             threading.Thread(target=on).start()
         return None
@@ -177,6 +180,21 @@ def test_batches_and_streams(load: Callable[..., testing.LoadedModel], file: Pat
         for count in (0, 2):
             request = testing.request({"WISH": [["until cancelled"]]}, cancel_after=count)
             assert len(model.responses(request)) == count
+
+
+def test_a_client_may_go_away_while_it_waits(
+    load: Callable[..., testing.LoadedModel], file: Path
+) -> None:
+    request = testing.request({"WISH": [["nothing until cancelled"]]})
+    with load(file, name="m", config=DECOUPLED) as model:
+        found: list[object] = []
+        asking = threading.Thread(target=lambda: found.append(model.responses(request)))
+        asking.start()
+        wait_until(lambda: request.executions)
+        request.cancel()
+        asking.join(10)
+
+        assert found == [[]]
 
 
 def test_the_models_own_version_is_chosen(
