@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import moonpool.stub.pb_utils as pb_utils
+from moonpool.stub import host
 from moonpool.stub.loader import install_utilities, load_native, load_triton
 from moonpool.stub.model_config import ModelConfig
 from moonpool.stub.native import NativeAdapter, complete_config
@@ -77,9 +79,32 @@ def test_the_other_examples_for_triton_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     install_utilities("")
 
-    assert len(rest) == 2
-    for block in rest:
-        exec(compile(block, "TRITON_MODELS.md", "exec", dont_inherit=True), {})
+    asked = Asked()
+    host.use(asked)
+    try:
+        assert len(rest) == 3
+        for block in rest:
+            exec(compile(block, "TRITON_MODELS.md", "exec", dont_inherit=True), {})
+    finally:
+        host.use(None)
+    assert asked.calls == ["ready other", "load other", "load other", "load new", "unload other"]
+
+
+class Asked(host.Host):
+    """Does nothing that a model asks for, and remembers it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def is_model_ready(self, name: str, version: str) -> bool:  # noqa: ARG002
+        self.calls.append(f"ready {name}")
+        return False
+
+    def load_model(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:  # noqa: ARG002
+        self.calls.append(f"load {name}")
+
+    def unload_model(self, name: str, unload_dependents: bool) -> None:  # noqa: ARG002
+        self.calls.append(f"unload {name}")
 
 
 def test_the_first_native_model_runs(tmp_path: Path) -> None:
