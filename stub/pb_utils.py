@@ -14,10 +14,10 @@ import numpy as np
 
 from moonpool.ipc.bytes_tensor import encode_bytes
 from moonpool.stub.errors import TritonError, TritonModelException
-from moonpool.stub.host import current
 from moonpool.stub.logger import Logger
 from moonpool.stub.metrics import Metric, MetricFamily, MetricKind
 from moonpool.stub.model_config import Json, ModelConfig
+from moonpool.stub.model_control import is_model_ready, load_model, unload_model
 from moonpool.stub.not_offered import (
     InferenceResponseSender,
 )
@@ -213,33 +213,6 @@ def using_decoupled_model_transaction_policy(model_config: Json) -> bool:
         decoupled: bool = model_config["model_transaction_policy"]["decoupled"]
         return decoupled
     return False
-
-
-def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Load a model, and return when it is ready. Raises TritonModelException.
-
-    `config` is a configuration in JSON that goes before the one in the model's directory; `files` maps
-    `file:<path>` to contents, and then they are the model's directory.
-    """
-    if files is not None and not isinstance(files, dict):
-        raise TritonModelException(
-            f"failed to load model '{model_name}', files should be a dictionary of file paths and "
-            "file contents"
-        )
-    current().load_model(model_name, config, files)
-
-
-def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Begin to unload a model; does not wait. Raises TritonModelException."""
-    current().unload_model(model_name, bool(unload_dependents))
-
-
-def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether a request to this model could run now; an empty version is the latest.
-
-    Raises TritonModelException for a model that there is not.
-    """
-    return current().is_model_ready(model_name, model_version)
 
 
 class _Place:

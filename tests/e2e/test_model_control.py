@@ -278,7 +278,7 @@ def test_a_model_unloads_itself_while_it_executes(runtime: moonpool.Runtime) -> 
     before = pid(runtime, "asker")
     assert ask(runtime, 'pb_utils.unload_model("asker")', "1 + 1") == ["None", "2"]
     wait_until(lambda: not is_running(before))
-    with pytest.raises(moonpool.ModelNotFound):
+    with pytest.raises((moonpool.ModelNotFound, moonpool.ModelUnavailable)):
         ask(runtime, "1")
 
 
