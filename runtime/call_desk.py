@@ -8,11 +8,10 @@ loading a model does, gets a thread of its own.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.codec import calls_codec
 from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone, RemoteProtocolError
@@ -21,14 +20,10 @@ from moonpool.runtime.call_tensors import read_inputs, write_outputs
 from moonpool.runtime.calls import Call, Deadlines
 from moonpool.runtime.errors import (
     BackendError,
-    InvalidRequest,
-    LoadFailed,
     ModelError,
-    ModelNotFound,
     ModelUnavailable,
     RequestTimedOut,
 )
-from moonpool.runtime.loading import Wanted
 from moonpool.runtime.outbox import Outbox
 from moonpool.runtime.request import Details, Response
 
@@ -38,6 +33,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
     from moonpool.runtime.hosted_model import HostedModel
     from moonpool.runtime.link import Link
+    from moonpool.runtime.model_control import ModelControl
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.request import Outcome
 
@@ -51,19 +47,6 @@ _MAX_MESSAGE = 65536
 _MAX_TASKS = 64
 
 
-class Models(Protocol):
-    """What models may ask of the runtime. Thread-safe."""
-
-    def find(self, name: str, version: int | None = None) -> HostedModel:
-        """A model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`."""
-
-    def load(self, wanted: Wanted, asker: str | None = None) -> None:
-        """Load or replace a model, and return when it is ready. Raises `MoonpoolError`."""
-
-    def unload(self, name: str) -> None:
-        """Unload a model, and return when it is gone. Raises `ModelNotFound`."""
-
-
 class CallDesk:
     """One for each stub. `close` is for the reactor's thread, the rest for any."""
 
@@ -72,15 +55,13 @@ class CallDesk:
         channel: Channel,
         link: Link,
         reactor: Reactor,
-        models: Models,
-        asker: str,
+        models: ModelControl,
     ) -> None:
-        """`asker` is the name of the model in the stub."""
+        """`models` is the runtime as the model in the stub sees it."""
         self._channel = channel
         self._link = link
         self._reactor = reactor
         self._models = models
-        self._asker = asker
         self._kill: Callable[[str], None]
         self._codec = calls_codec(Side.RUNTIME)
         self._outbox = Outbox(channel, reactor)
@@ -124,7 +105,9 @@ class CallDesk:
         except RemoteProtocolError:
             raise
         except Exception as error:  # the stub waits for an answer, whatever went wrong
-            _log.exception("%s of a model of '%s' failed", Kind(fields[0]).name, self._asker)
+            _log.exception(
+                "%s of a model of '%s' failed", Kind(fields[0]).name, self._models.asker.name
+            )
             call = self._calls.get(fields[1])
             if call is not None:
                 self._end(call, BackendError(f"the request failed: {error!r}"))
@@ -301,43 +284,24 @@ class CallDesk:
 
     def _load_model(self, fields: list[Any]) -> None:
         _, number, model, config, rows = fields
-        files = None
-        if rows is not None:
-            files = {path.removeprefix("file:"): contents for path, contents in rows}
-
-        def load() -> None:
-            changes = _parsed(model, config) if config else None
-            wanted = Wanted(model, config=changes, files=files, is_whole=changes is not None)
-            self._models.load(wanted, self._asker)
-
-        self._perform(number, load)
+        files = None if rows is None else dict(rows)
+        self._perform(number, lambda: self._models.load(model, config, files))
 
     def _unload_model(self, fields: list[Any]) -> None:
         _, number, model, _ = fields
-
-        def unload() -> None:
-            with contextlib.suppress(ModelNotFound):
-                self._models.unload(model)
-
-        # It may be the very model that asks: nobody waits for the end of it.
-        threading.Thread(target=unload, name="moonpool-unload").start()
+        self._models.begin_unload(model)
         self._done(number, None)
 
     def _is_model_ready(self, fields: list[Any]) -> None:
         _, number, model, version = fields
-        if version and not (version.isdecimal() and int(version) > 0):
-            error = InvalidRequest(
-                f"failed to get model version from specified version string '{version}', version "
-                "should be an integral value > 0"
-            )
-            self._done(number, error)
-            return
+
+        def answer(is_ready: bool) -> None:
+            self._done(number, None, {"ready": is_ready})
+
         try:
-            hosted = self._models.find(model, int(version) if version else None)
-        except MoonpoolError:
-            self._done(number, None, {"ready": False})
-        else:
-            hosted.ask_ready(lambda why_not: self._done(number, None, {"ready": why_not is None}))
+            self._models.ask_ready(model, version, answer)
+        except MoonpoolError as error:
+            self._done(number, error)
 
     def _perform(self, number: int, task: Callable[[], None]) -> None:
         """Do what takes long on a thread of its own, and tell the stub when it is done."""
@@ -369,14 +333,3 @@ def _wire_error(error: BaseException) -> list[object]:
     code = getattr(error, "code", "INTERNAL")
     message = str(error)[:_MAX_MESSAGE].encode("utf-8", "replace").decode()
     return [CODES.index(code) if code in CODES else CODES.index("INTERNAL"), message]
-
-
-def _parsed(name: str, config: str) -> dict[str, Any]:
-    """A configuration in JSON. Raises `LoadFailed`."""
-    try:
-        parsed = json.loads(config)
-    except (ValueError, RecursionError) as error:
-        raise LoadFailed(f"failed to load '{name}', its config is no JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise LoadFailed(f"failed to load '{name}', its config is no JSON object")
-    return parsed

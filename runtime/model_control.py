@@ -47,7 +47,7 @@ class ModelControl:
 
     def __init__(self, registry: ModelRegistry, asker: Model) -> None:
         self._registry = registry
-        self._asker = asker
+        self.asker = asker
 
     def find(self, name: str, version: int | None = None) -> HostedModel:
         """A model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`."""
@@ -60,7 +60,7 @@ class ModelControl:
         `file:<path>`, and they are the model's directory then. Raises `MoonpoolError` in Triton's words.
         """
         try:
-            self._registry.load(_wanted(name, config, files, self._asker), self._asker.name)
+            self._registry.load(_wanted(name, config, files, self.asker), self.asker.name)
         except (RuntimeClosed, ModelUnavailable):
             raise
         except (RepositoryError, ConfigError, ModelNotFound) as error:
@@ -81,7 +81,7 @@ class ModelControl:
             try:
                 self._registry.unload(name)
             except MoonpoolError as error:
-                _log.info("model '%s' asked to unload '%s': %s", self._asker.name, name, error)
+                _log.info("model '%s' asked to unload '%s': %s", self.asker.name, name, error)
 
         with contextlib.suppress(
             RuntimeError

@@ -154,7 +154,7 @@ class PythonBackend(Backend):
         return state.caller_memory
 
     def _new_stub(self, model: Model, name: str) -> StubHandle:
-        return StubHandle(self._stubs, model.name, name, *self._process(model), model.options)
+        return StubHandle(self._stubs, model, name, *self._process(model))
 
     def _start(
         self, model: Model, instance: str, kind: str, device_id: int, mode: str

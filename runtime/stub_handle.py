@@ -26,6 +26,7 @@ from moonpool.runtime.environment_variables import missing_variable
 from moonpool.runtime.errors import LoadFailed, StubDied
 from moonpool.runtime.growth import Growth
 from moonpool.runtime.link import Link
+from moonpool.runtime.model_control import ModelControl
 from moonpool.runtime.output import Output
 from moonpool.runtime.process import StubProcess
 from moonpool.runtime.readiness import StubReadiness
@@ -34,7 +35,7 @@ from moonpool.runtime.stub_metrics import StubMetrics
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from moonpool.runtime.config_options import ModelOptions
+    from moonpool.runtime.backend import Model
     from moonpool.runtime.request import InferenceRequest, Outcome
     from moonpool.runtime.stubs import Stubs
 
@@ -55,13 +56,13 @@ class StubHandle:
     def __init__(
         self,
         stubs: Stubs,
-        model: str,
+        model: Model,
         name: str,
         python: str,
         environment: Mapping[str, str],
-        options: ModelOptions,
     ) -> None:
         """Start the process. Raises `LoadFailed` where it cannot be started, `OutOfMemory`."""
+        options = model.options
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
         self._on_response: Respond = _nothing
@@ -111,7 +112,7 @@ class StubHandle:
             for end in (work_end, self._control.peer, calls_end):
                 end.close()
             os.close(write_fd)
-        self._watch(CallDesk(calls, self.link, self._reactor, stubs.models, model))
+        self._watch(CallDesk(calls, self.link, self._reactor, ModelControl(stubs.models, model)))
 
     def _watch(self, desk: CallDesk) -> None:
         self._desk = desk

@@ -11,8 +11,8 @@ from moonpool.runtime.metrics import MetricRegistry
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from moonpool.runtime.call_desk import Models
     from moonpool.runtime.log_settings import LogSettings
+    from moonpool.runtime.model_registry import ModelRegistry
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.stub_handle import StubHandle
 
@@ -23,7 +23,7 @@ _SOON_S = 5.0
 class Stubs:
     """Any thread may call any method."""
 
-    def __init__(self, reactor: Reactor, models: Models, log: LogSettings) -> None:
+    def __init__(self, reactor: Reactor, models: ModelRegistry, log: LogSettings) -> None:
         """`models` are those that the models in the stubs may ask."""
         self.models = models
         self.reactor = reactor
