@@ -143,7 +143,10 @@ class Execution:
         """Let the reactor, for which it is claimed, wait for the answer. Twice is as good as once."""
         reactor = self.scheduler.reactor
         self._drivers = [reactor]
-        reactor.call_soon(self._wait_in_reactor)
+        if reactor.is_here and not self.pending.is_received():
+            self._wait_in_reactor()
+        else:
+            reactor.call_soon(self._wait_in_reactor)
 
     def _wait_in_reactor(self) -> None:
         if self.scheduler.executes(self):

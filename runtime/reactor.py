@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger("moonpool")
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT
 
 
 class Reactor:
@@ -36,6 +37,9 @@ class Reactor:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._epoll.register(self._timer.fileno(), select.EPOLLIN)
         self._readers: dict[int, Callable[[], object]] = {}
+        # What is watched once at a time stays registered between the times.
+        self._once: dict[int, Callable[[], object]] = {}
+        self._armed: set[int] = set()
         self._soon: deque[Callable[[], object]] = deque()
         self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
@@ -67,13 +71,22 @@ class Reactor:
         self.call_soon(lambda: self._watch(fd, callback))
 
     def watch_once(self, fd: int, callback: Callable[[], object]) -> None:
-        """Run `callback` once, when `fd` is readable or at its end. `fd` must not be closed before."""
+        """Run `callback` once, when `fd` is readable or at its end. `fd` must not be closed before.
 
-        def ready() -> None:
-            self.forget(fd)
-            callback()
+        It stays known, as it is soon watched again, until it is closed or `forget` comes.
+        """
+        if self.is_here:
+            self._arm(fd, callback)
+        else:
+            self.call_soon(lambda: self._arm(fd, callback))
 
-        self.watch(fd, ready)
+    def _arm(self, fd: int, callback: Callable[[], object]) -> None:
+        self._once[fd] = callback
+        try:
+            self._epoll.modify(fd, _ONCE)
+        except FileNotFoundError:  # it is new, or was closed meanwhile and is another one now
+            self._epoll.register(fd, _ONCE)
+            self._armed.add(fd)
 
     def watch_room(self, fd: int, *, wanted: bool) -> None:
         """Run the callback of a watched `fd` also whenever it can be written to. On the reactor's thread only."""
@@ -82,8 +95,11 @@ class Reactor:
 
     def forget(self, fd: int) -> None:
         """Watch `fd` no more. On the reactor's thread only, and before `fd` is closed."""
-        if self._readers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+        if self._readers.pop(fd, None) is not None or fd in self._armed:
+            self._once.pop(fd, None)
+            self._armed.discard(fd)
+            with contextlib.suppress(FileNotFoundError):
+                self._epoll.unregister(fd)
 
     def close(self) -> None:
         """Stop the thread when what was to run soon has run. May be called many times."""
@@ -130,7 +146,7 @@ class Reactor:
                 elif fd == self._timer.fileno():
                     self._timer.clear()
                 else:
-                    self._call(self._readers.get(fd, _nothing))
+                    self._call(self._once.pop(fd, None) or self._readers.get(fd, _nothing))
 
     def _run_soon(self) -> None:
         for _ in range(len(self._soon)):
