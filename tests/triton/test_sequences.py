@@ -1,0 +1,173 @@
+"""The sequence batcher: the same requests one after the other, and what the model and the callers see of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.triton.answers import Answer, Failure, Outcome
+from tests.triton.both import Both
+
+pytestmark = pytest.mark.triton
+
+MODELS = Path(__file__).parents[1] / "models"
+
+CONTROLS = """
+control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
+control_input { name: "END" control { kind: CONTROL_SEQUENCE_END bool_false_true: [ false, true ] } }
+control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 2, 3 ] } }
+control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT32 } }
+max_sequence_idle_microseconds: 3600000000
+"""
+
+
+def write(repository: Path, model: str, file: str, batching: str, rows: int = 4) -> None:
+    """A model of the tests with this sequence batcher."""
+    (repository / model / "1").mkdir(parents=True)
+    shutil.copy(MODELS / file, repository / model / "1" / "model.py")
+    datatype = "TYPE_STRING" if file == "sequences.py" else "TYPE_FP32"
+    (repository / model / "config.pbtxt").write_text(
+        f"""
+        name: "{model}" backend: "python" max_batch_size: {rows}
+        input {{ name: "X" data_type: TYPE_FP32 dims: [ 1 ] }}
+        output {{ name: "Y" data_type: {datatype} dims: [ 1 ] }}
+        instance_group {{ kind: KIND_CPU }}
+        sequence_batching {{ {batching} }}
+        """
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models(both: Both, repository: Path) -> Iterator[None]:
+    """All models of the module, loaded on both sides; Triton waits a second in each load and unload."""
+    names = []
+    for number, (batching, rows) in enumerate(BATCHERS):
+        names.append(f"sequences_{number}")
+        write(repository, names[-1], "sequences.py", batching, rows)
+    for number, batching in enumerate(STRATEGIES):
+        names.append(f"iterative_{number}")
+        write(repository, names[-1], "generates.py", f"iterative_sequence: true {batching}")
+    with ThreadPoolExecutor(len(names)) as threads:
+        assert [*threads.map(both.triton.load, names)] == [None] * len(names)
+        assert [both.moonpool.load(name) for name in names] == [None] * len(names)
+        yield
+        for name in names:
+            both.moonpool.unload(name)
+        for _ in threads.map(both.triton.unload, names):
+            pass
+
+
+def ask(side: Any, model: str, request: str, rows: int, x: float = 1, **more: Any) -> Outcome:
+    """`"7s"` is sequence 7, START."""
+    number = request.rstrip("abcse")
+    suffix = request[len(number) :]
+    outcome: Outcome = side.infer(
+        model,
+        {"X": np.full((rows, 1) if rows else (1,), x, np.float32)},
+        request_id=request,
+        correlation_id=int(number or 0) if number.isdigit() or not number else number,
+        flags=("s" in suffix) | 2 * ("e" in suffix),
+        **more,
+    )
+    return outcome
+
+
+def said(outcome: Outcome) -> Any:
+    """What the model said, but for the name of its instance."""
+    if isinstance(outcome, Failure):
+        code, text = outcome
+        return code, text.rpartition("] ")[2]
+    said: Any = outcome.outputs["Y"].data[0]
+    told = json.loads(said)
+    del told["instance"]
+    return told
+
+
+REQUESTS = [
+    "42", "42e", "", "s", "1s", "2s", "3s", "3", "2", "4s", "5s", "3e", "3", "2e", "6s", "6e", "1",
+    "1s", "1a", "5e", "4", "4e", "1e", "1", "1se", "1",
+]  # fmt: skip
+BATCHERS = [
+    ("direct { }" + CONTROLS, 4),
+    ("direct { minimum_slot_utilization: 0.75 max_queue_delay_microseconds: 1000 }" + CONTROLS, 4),
+    ("direct { } max_sequence_idle_microseconds: 3600000000", 6),
+    ("oldest { max_candidate_sequences: 5 }" + CONTROLS, 4),
+    (
+        "oldest { max_candidate_sequences: 8 preferred_batch_size: [ 2 ] } "
+        "max_sequence_idle_microseconds: 3600000000",
+        2,
+    ),
+    ("oldest { max_candidate_sequences: 8 }" + CONTROLS, 0),
+]
+STRATEGIES = ["", "oldest { max_candidate_sequences: 2 }"]
+
+
+@pytest.mark.parametrize("number", range(len(BATCHERS)))
+def test_requests_of_sequences_are_seen_and_refused_alike(both: Both, number: int) -> None:
+    rows, model = BATCHERS[number][1], f"sequences_{number}"
+    requests = [each for each in REQUESTS if rows != 4 or not each.startswith(("5", "6"))]
+    for request in requests:
+        theirs = said(ask(both.triton, model, request, min(rows, 1)))
+        ours = said(ask(both.moonpool, model, request, min(rows, 1)))
+        assert ours == theirs, request
+    if rows:
+        assert said(ask(both.moonpool, model, "7s", 2)) == said(ask(both.triton, model, "7s", 2))
+
+
+@pytest.mark.parametrize("number", range(len(STRATEGIES)))
+def test_rescheduled_requests_come_again_alike(both: Both, tmp_path: Path, number: int) -> None:
+    found = []
+    for side, name in ((both.triton, "theirs"), (both.moonpool, "ours")):
+        log = tmp_path / name
+        outcomes = [
+            ask(side, f"iterative_{number}", request, 1, 3, parameters={"log": str(log)})
+            for request in ("", "7", "7s", "7", "")
+        ]
+        found.append(([said_briefly(each) for each in outcomes], log.read_text()))
+    assert found[0] == found[1]
+
+
+def said_briefly(outcome: Outcome) -> Any:
+    return outcome.outputs if isinstance(outcome, Answer) else said(outcome)
+
+
+WRONG = {
+    "a choice too many": 'control_input { name: "C" control { kind: CONTROL_SEQUENCE_START '
+    "fp32_false_true: [ 0, 1 ] int32_false_true: [ 0, 1 ] } }",
+    "no choice": 'control_input { name: "C" control { kind: CONTROL_SEQUENCE_READY } }',
+    "three values": 'control_input { name: "C" control { kind: CONTROL_SEQUENCE_END '
+    "bool_false_true: [ false, true, true ] } }",
+    "no datatype": 'control_input { name: "C" control { kind: CONTROL_SEQUENCE_CORRID } }',
+    "a choice for the id": 'control_input { name: "C" control { kind: CONTROL_SEQUENCE_CORRID '
+    "data_type: TYPE_INT64 fp32_false_true: [ 0, 1 ] } }",
+    "no name": "control_input { control { kind: CONTROL_SEQUENCE_READY int32_false_true: [0, 1] } }",
+    "a name twice": 'control_input { name: "C" control { kind: CONTROL_SEQUENCE_READY '
+    'int32_false_true: [ 0, 1 ] } } control_input { name: "C" control { kind: '
+    "CONTROL_SEQUENCE_END int32_false_true: [ 0, 1 ] } }",
+    "a kind twice": 'control_input { name: "C" control { kind: CONTROL_SEQUENCE_READY '
+    'int32_false_true: [ 0, 1 ] } } control_input { name: "D" control { kind: '
+    "CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } }",
+    "too much of the slots": "direct { minimum_slot_utilization: 1.5 }",
+    "too large a batch": "oldest { preferred_batch_size: [ 8 ] }",
+    "an empty batch": "oldest { preferred_batch_size: [ 0 ] }",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_batcher_is_refused_in_the_same_words(
+    both: Both, repository: Path, name: str
+) -> None:
+    model = "wrong_" + name.replace(" ", "_")
+    write(repository, model, "sequences.py", WRONG[name])
+    assert both.triton.load(model) is not None
+    ours = both.moonpool.load(model)
+    assert ours is not None
+    theirs = both.triton._server.log()
+    text = ours.text.rpartition(": ")[2] if ": " in ours.text else ours.text
+    assert f"Poll failed for model directory '{model}': {text}" in theirs
