@@ -145,8 +145,10 @@ class Reactor:
                     os.eventfd_read(fd)
                 elif fd == self._timer.fileno():
                     self._timer.clear()
+                elif fd in self._once:
+                    self._call(self._once.pop(fd))
                 else:
-                    self._call(self._once.pop(fd, None) or self._readers.get(fd, _nothing))
+                    self._call(self._readers.get(fd, _nothing))
 
     def _run_soon(self) -> None:
         for _ in range(len(self._soon)):
