@@ -55,29 +55,31 @@ class Answer:
             if response is None:
                 self._leave(request)
                 continue
-            if request._reply is not None:
-                request._reply.close(1)
+            reply = request._reply
+            if reply is not None and not reply.close(1):
+                reply.finish(response)
+                self._add(NO_OUTPUTS, None, OPEN)
+                continue
             plan, remark = placer.answer(
                 response, request._requested_output_names, self._blocks, places
             )
             self._add(plan or NO_OUTPUTS, remark)
 
     def leave_open(self, requests: list[InferenceRequest]) -> None:
-        """All responses come later."""
+        """All responses come later, or the word that a request is to be rescheduled."""
         for request in requests:
-            self._leave(request)
+            request.reply().leave_open()
+            self._add(NO_OUTPUTS, None, OPEN)
 
     def fail(self, requests: list[InferenceRequest], message: str) -> None:
         """The same error for all requests of the batch that are not answered yet."""
         for request in requests[len(self._plans) :]:
-            if request._reply is not None and request._reply.is_used:
-                # What was sent before must come before this; so it goes the same way.
-                request._reply.fail(message)
-                self._add(NO_OUTPUTS, None, OPEN)
+            reply = request._reply
+            if reply is None or reply.close(0):
+                self._add(NO_OUTPUTS, error_remark(INTERNAL, message))
             else:
-                if request._reply is not None:
-                    request._reply.close(0)
-                self._fail(INTERNAL, message)
+                reply.fail(message)
+                self._add(NO_OUTPUTS, None, OPEN)
 
     def give(
         self,
@@ -93,17 +95,12 @@ class Answer:
     def _leave(self, request: InferenceRequest) -> None:
         reply = request._reply
         if request._release_flags != RELEASE_RESCHEDULE:
-            request.reply().leave_open()
-            self._add(NO_OUTPUTS, None, OPEN)
-        elif reply is not None and reply.is_used:
-            # As above: what was sent before must come before this.
+            self.leave_open([request])
+        elif reply is None or reply.close(0):
+            self._add(NO_OUTPUTS, None, RESCHEDULED)
+        else:
             reply.reschedule()
             self._add(NO_OUTPUTS, None, OPEN)
-        else:
-            self._add(NO_OUTPUTS, None, RESCHEDULED)
-
-    def _fail(self, code: int, message: str) -> None:
-        self._add(NO_OUTPUTS, error_remark(code, message))
 
     def _add(self, plan: Plan, remark: list[Any] | None, state: int = ANSWERED) -> None:
         self._plans.append(plan)

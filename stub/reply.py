@@ -31,6 +31,9 @@ class Port:
         """Deliver a response, the word that there are no more (`FINAL`), or both; or `AGAIN`."""
         raise NotImplementedError
 
+    def forget(self, reply: Reply) -> None:
+        """Nothing was sent, and nothing will be."""
+
     def abandon(self, reply: Reply) -> None:
         """The model dropped everything that it could have answered with. May come from a destructor."""
         self.respond(reply, InferenceResponse(error=TritonError(DROPPED)), FINAL)
@@ -44,12 +47,12 @@ class Reply:
         "_count",
         "_is_closed",
         "_is_open",
+        "_is_used",
         "_lock",
         "_port",
         "batch",
         "index",
         "is_cancelled",
-        "is_used",
         "wanted",
     )
 
@@ -60,8 +63,8 @@ class Reply:
         # The names of the outputs that the client asked for.
         self.wanted = wanted
         self.is_cancelled = False
-        # Whether anything was sent: then all that follows has to go the same way.
-        self.is_used = False
+        # Whether anything was sent.
+        self._is_used = False
         self._count = 0
         self._is_open = False
         self._is_closed = False
@@ -80,7 +83,7 @@ class Reply:
             if response is not None:
                 self._count += 1
             self._is_closed = final
-            self.is_used = True
+            self._is_used = True
             self._port.respond(self, response, FINAL if final else 0)
 
     def _check_count(self, response: InferenceResponse | None, *, final: bool) -> None:
@@ -102,7 +105,7 @@ class Reply:
         """
         with self._lock:
             if not self._is_closed:
-                self._is_closed = self.is_used = True
+                self._is_closed = self._is_used = True
                 self._port.respond(self, response, FINAL)
 
     def fail(self, message: str) -> None:
@@ -120,11 +123,18 @@ class Reply:
         """`execute` gave no response: whoever drops this without a last response has to be told of."""
         self._is_open = True
 
-    def close(self, responses: int) -> None:
-        """The request was answered with its batch, by that many responses: 1, or 0 where it failed."""
+    def close(self, responses: int) -> bool:
+        """The answer to its batch deals with the request, by that many responses.
+
+        False, and nothing is done, where something was sent: what follows has to go the same way.
+        """
         with self._lock:
+            if self._is_used:
+                return False
             self._count += responses
             self._is_closed = True
+        self._port.forget(self)
+        return True
 
     @property
     def is_closed(self) -> bool:

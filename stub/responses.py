@@ -58,12 +58,15 @@ class Responses(Port):
             plan, remark = self._placer.answer(response, reply.wanted, blocks)
             layout = self._placer.layout((plan,)) if plan else None
         if flags:
-            self._replies.pop((reply.batch, reply.index), None)
+            self.forget(reply)
         self._control.respond([reply.batch, reply.index, flags, blocks, layout, remark])
+
+    def forget(self, reply: Reply) -> None:
+        self._replies.pop((reply.batch, reply.index), None)
 
     def abandon(self, reply: Reply) -> None:
         if self.is_forked:
             return
-        self._replies.pop((reply.batch, reply.index), None)
+        self.forget(reply)
         remark = error_remark(CODES.index("INTERNAL"), DROPPED)
         self._control.respond([reply.batch, reply.index, FINAL, [], None, remark])

@@ -270,3 +270,12 @@ def test_coroutines_reschedule_too(
         for i, stream in enumerate(streams):
             found = [each.outputs["Y"].item() for each in stream]
             assert found == list(range(19 + i, -1, -1))
+
+
+@every_strategy
+def test_a_coroutine_may_reschedule(runtime: moonpool.Runtime, batching: dict[str, Any]) -> None:
+    made = config(is_decoupled=False, **batching)
+    with hosted(runtime, "m", MODELS / "steps.py", made):
+        for steps in (1, 5):
+            inputs = {"X": np.full((1, 1), steps, np.float32)}
+            assert runtime.infer("m", inputs, timeout_s=PATIENCE_S)["Y"].item() == steps

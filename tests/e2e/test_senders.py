@@ -55,7 +55,7 @@ def test_a_sender_refuses_in_triton_s_words(runtime: moonpool.Runtime) -> None:
 
 def test_a_sender_is_closed_when_execute_returned_a_response(runtime: moonpool.Runtime) -> None:
     assert ask(runtime, "keep") == ["returned"]
-    assert ask(runtime, "after_return") == [CLOSED, CLOSED]
+    assert ask(runtime, "after_return") == [TWO, CLOSED]
 
 
 def test_a_request_that_was_answered_by_its_sender_is_not_answered_again(
