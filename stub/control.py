@@ -36,10 +36,8 @@ class Control:
         self._cancel: Callable[[int, int], None]
         self._ask_ready: Callable[[int], None]
         self._codec = control_codec(Side.STUB)
-        # Past the outbox: nothing else on the channel depends on their order.
-        self.metric_changes = MetricChanges(self._send_changes)
         self._begin()
-        # What was to be sent is the parent's to send, and its lock may be in the hand of a thread of its.
+        # What was to be sent is the parent's to send, and its locks may be in the hand of a thread of its.
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
@@ -48,6 +46,8 @@ class Control:
         self._outbox: deque[bytes | list[Any]] = deque()
         self._sending = threading.Lock()
         self._left_out = 0
+        # Past the outbox: nothing else on the channel depends on their order.
+        self.metric_changes = MetricChanges(self._send_changes)
 
     def send(self, *message: Any) -> None:
         """Send a control message; blocks while the runtime is behind with reading."""
@@ -66,11 +66,6 @@ class Control:
         else:
             self._outbox.append(response)
         self._flush()
-
-    def forget(self) -> None:
-        """What is waiting belongs to the process that this one was forked from."""
-        self._outbox.clear()
-        self._sending = threading.Lock()
 
     def _packet(self, message: tuple[Any, ...]) -> bytes:
         packet = encode(*message)

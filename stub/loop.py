@@ -157,7 +157,6 @@ class Stub:
 
     def _leave_to_parent(self) -> None:
         """In a process that the model forked: the runtime speaks with the one process only."""
-        self._control.forget()
         self._responses.is_forked = True
 
     def _execute(self, model: Model, message: list[Any]) -> tuple[object, ...]:

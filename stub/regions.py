@@ -33,19 +33,18 @@ class _Turn:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner = 0
+        self._lock = threading.RLock()
+        self._is_taken = False
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if not self._lock.acquire(blocking=False):
-            if self._owner == me:
-                raise OutOfMemory("a destructor asked for memory while memory was being allocated")
-            self._lock.acquire()
-        self._owner = me
+        self._lock.acquire()
+        if self._is_taken:
+            self._lock.release()
+            raise OutOfMemory("a destructor asked for memory while memory was being allocated")
+        self._is_taken = True
 
     def __exit__(self, *_: object) -> None:
-        self._owner = 0
+        self._is_taken = False
         self._lock.release()
 
 
