@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("moonpool")
 # How long a model that was replaced takes requests still.
-_GRACE_S = 0.1
+_GRACE_S = 1.0
 
 
 class _Loaded:
@@ -80,7 +80,7 @@ class ModelRegistry:
         self._retiring = 0
         self._loading: list[HostedModel] = []
         self._closed = False
-        self._ended = threading.Event()
+        self._closing, self._ended = threading.Event(), threading.Event()
         self._disowned = False
         self._reactor = Reactor()
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
@@ -153,7 +153,7 @@ class ModelRegistry:
 
         def act() -> None:
             # Callers that found it a moment ago may have yet to send their requests.
-            self._ended.wait(_GRACE_S)
+            self._closing.wait(_GRACE_S)
             try:
                 replaced.unload(self._drain_timeout_s)
             finally:
@@ -259,6 +259,7 @@ class ModelRegistry:
         if not first:
             self._ended.wait()
             return
+        self._closing.set()
         try:
             with self._lock:
                 self._changed.wait_for(lambda: not self._moving)

@@ -55,7 +55,11 @@ def at_start(expression: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    folder = tmp_path / "models"
+    return made(tmp_path / "models")
+
+
+def made(folder: Path) -> Path:
+    """A repository of a model that asks, and of some that it can ask for."""
     for name in ("asker", "target"):
         write(folder, name, EVALUATOR)
     write(folder, "bad", "raise ValueError('bad file')")
@@ -72,6 +76,14 @@ def runtime(
     with moonpool.Runtime(repository, models=["asker"]) as runtime:
         yield runtime
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runtime]:
+    """For tests after which all is as before."""
+    repository = made(tmp_path_factory.mktemp("unchanged"))
+    with moonpool.Runtime(repository, models=["asker"]) as runtime:
+        yield runtime
 
 
 def ask(runtime: moonpool.Runtime, *codes: str, model: str = "asker") -> list[str]:
@@ -218,14 +230,14 @@ def test_a_model_is_made_of_files(runtime: moonpool.Runtime, tmp_path: Path) -> 
     ],
 )
 def test_what_cannot_be_done_is_told_in_tritons_words(
-    runtime: moonpool.Runtime, code: str, text: str
+    unchanged: moonpool.Runtime, code: str, text: str
 ) -> None:
-    (said,) = ask(runtime, code)
+    (said,) = ask(unchanged, code)
     assert said.startswith(text)
-    assert list(runtime.models()) == ["asker"]
+    assert list(unchanged.models()) == ["asker"]
 
 
-def test_a_model_gives_no_other_more_than_it_has(runtime: moonpool.Runtime) -> None:
+def test_a_model_gives_no_other_more_than_it_has(unchanged: moonpool.Runtime) -> None:
     for key, value, text in (
         ("MOONPOOL_SANDBOX", "off", "a model in the sandbox 'standard' cannot load one in 'off'"),
         (
@@ -235,7 +247,7 @@ def test_a_model_gives_no_other_more_than_it_has(runtime: moonpool.Runtime) -> N
         ),
     ):
         config = json.dumps({"parameters": {key: {"string_value": value}}})
-        (said,) = ask(runtime, f'pb_utils.load_model("target", {config!r})')
+        (said,) = ask(unchanged, f'pb_utils.load_model("target", {config!r})')
         assert said.endswith(text)
 
 
