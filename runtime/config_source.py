@@ -23,6 +23,7 @@ class ConfigError(MoonpoolError):
     ) -> None:
         place = ":".join(str(part) for part in (file, line) if part is not None)
         super().__init__(": ".join(part for part in (place, field, what) if part))
+        self.what = what
         self.file = file
         self.line = line
         self.field = field

@@ -171,6 +171,10 @@ def _check_not_looser(model: Model, asker: ModelOptions) -> None:
     if SANDBOX_LEVELS.index(options.sandbox) < SANDBOX_LEVELS.index(asker.sandbox):
         what = f"a model in the sandbox '{asker.sandbox}' cannot load one in '{options.sandbox}'"
         raise source.error("parameters[MOONPOOL_SANDBOX]", what)
+    if asker.sandbox == "strict" and options.execution_env_path is not None:
+        # It is a program that runs before the sandbox is put on.
+        what = "a model in the sandbox 'strict' cannot choose the interpreter of another"
+        raise source.error("parameters[EXECUTION_ENV_PATH]", what)
     more = set(options.environment) - set(asker.environment)
     if more and asker.sandbox != "off":
         what = f"a model cannot give another what it has not itself: {', '.join(sorted(more))}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
-from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.config import ConfigError, ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,4 +79,12 @@ def completed(config: ModelConfig, answer: Mapping[str, Any]) -> ModelConfig:
     if not any(scheduler in config.raw for scheduler in _SCHEDULERS):
         fields += _SCHEDULERS
     changes = {field: answer[field] for field in fields if field in answer}
-    return ModelConfig.from_dict({**config.raw, **changes}, source=config.source)
+    try:
+        return ModelConfig.from_dict({**config.raw, **changes}, source=config.source)
+    except ConfigError as error:
+        (top,) = re.findall(r"^\w*", error.field)
+        if error.line is not None or changes.get(top) == config.raw.get(top):
+            raise
+        # The file has no such thing; the model said it.
+        what = f"{error.what} (said by auto_complete_config)"
+        raise ConfigError(what, field=error.field) from error

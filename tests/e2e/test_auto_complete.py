@@ -106,6 +106,12 @@ def test_a_scheduler_is_chosen_where_the_configuration_has_none(completion: Comp
     assert raw["dynamic_batching"]["preferred_batch_size"] == [8]
 
 
+def test_a_mistake_of_the_file_is_told_with_its_place(completion: Completion) -> None:
+    config = 'input [\n{ name: "Z"\n dims: [ 4 ] } ]'
+    with pytest.raises(moonpool.ConfigError, match=r"config\.pbtxt:1: input\[0\]\.data_type"):
+        completion.load("pass", config)
+
+
 def test_a_scheduler_of_the_configuration_stays(completion: Completion) -> None:
     change = 'c.as_dict()["dynamic_batching"] = {"preferred_batch_size": [2]}'
     config = "max_batch_size: 8 dynamic_batching { preferred_batch_size: 4 }"
@@ -126,7 +132,8 @@ def test_a_scheduler_of_the_configuration_stays(completion: Completion) -> None:
         ('c.as_dict()["max_batch_size"] = float("nan")', "max_batch_size: must be an integer"),
         (
             'c.as_dict()["input"][0]["dims"] = [0]',
-            "model input 'X' dimension must be integer >= 1, or -1 to indicate a variable-size",
+            "input[0].dims: model input 'X' dimension must be integer >= 1, or -1 to indicate a "
+            "variable-size dimension for m (said by auto_complete_config)",
         ),
         (
             'c.as_dict()["input"][0]["data_type"] = "TYPE_INVALID"',

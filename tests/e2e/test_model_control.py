@@ -217,6 +217,7 @@ def test_a_model_is_made_of_files(runtime: moonpool.Runtime, tmp_path: Path) -> 
         ('pb_utils.is_model_ready("nobody")', "False"),
         ('pb_utils.is_model_ready("asker", "0")', "False"),
         ('pb_utils.is_model_ready("asker", "2")', "False"),
+        ('pb_utils.is_model_ready("asker", " 1x")', "True"),
         (
             'pb_utils.is_model_ready("asker", "x")',
             f"TritonModelException: {READY}failed to get model version from specified version string "

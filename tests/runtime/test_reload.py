@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -14,6 +15,9 @@ import pytest
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.runtime.config_options import ModelOptions
+from moonpool.runtime.loading import Wanted, prepare
+from moonpool.runtime.repository import ModelRepository
 
 SAYS = """
 import numpy as np
@@ -219,6 +223,35 @@ def test_files_that_make_no_model_are_refused_and_leave_nothing(
             runtime.load("m", files=files)
         assert runtime.models() == {}
         assert sorted(own_temporary.parent.rglob("*")) == outside
+
+
+@pytest.mark.parametrize(
+    ("asker", "parameters", "is_allowed"),
+    [
+        ({}, {}, True),
+        ({}, {"MOONPOOL_SANDBOX": "strict"}, True),
+        ({}, {"MOONPOOL_SANDBOX": "off"}, False),
+        ({"sandbox": "off"}, {"MOONPOOL_SANDBOX": "off", "MOONPOOL_ENVIRONMENT": "A"}, True),
+        ({"sandbox": "strict"}, {}, False),
+        ({"sandbox": "strict"}, {"MOONPOOL_SANDBOX": "strict"}, True),
+        (
+            {"sandbox": "strict"},
+            {"MOONPOOL_SANDBOX": "strict", "EXECUTION_ENV_PATH": "/an/environment"},
+            False,
+        ),
+        ({}, {"EXECUTION_ENV_PATH": "/an/environment"}, True),
+        ({"environment": ("A", "B")}, {"MOONPOOL_ENVIRONMENT": "B"}, True),
+        ({"environment": ("A",)}, {"MOONPOOL_ENVIRONMENT": "A,B"}, False),
+    ],
+)
+def test_a_configuration_of_a_model_is_no_looser_than_its_own(
+    repository: Path, asker: dict[str, Any], parameters: dict[str, str], is_allowed: bool
+) -> None:
+    config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+    wanted = Wanted("m", config=config, is_whole=True, asker=ModelOptions(**asker))
+    refused = contextlib.nullcontext() if is_allowed else pytest.raises(moonpool.ConfigError)
+    with refused:
+        prepare(wanted, ModelRepository(repository), lambda _: None)
 
 
 def test_files_go_before_the_repository_s(runtime: moonpool.Runtime, own_temporary: Path) -> None:
