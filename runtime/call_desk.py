@@ -174,7 +174,8 @@ class CallDesk:
         if told is not None or timeout_us:
             request_id, correlation_id, flags, parameters = told or ("", 0, 0, None)
             details = Details(request_id, correlation_id, flags, timeout_us, 0, parameters)
-        request = hosted.signature.request(inputs, outputs, details)
+        # As in Triton, who asks for no output gets all.
+        request = hosted.signature.request(inputs, outputs or None, details)
         request.is_of_model = True
         request.waiter = call
         call.request, call.scheduler = request, hosted.scheduler

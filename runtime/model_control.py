@@ -94,7 +94,7 @@ class ModelControl:
         `answer` is called once, within seconds, on any thread, and must not block; with False for models that
         are not loaded. An empty version is the latest. Raises `InvalidRequest` for one that is none.
         """
-        number = _version(version)
+        number = version_of(version)
         try:
             hosted = self._registry.find(name, number)
         except MoonpoolError:
@@ -126,8 +126,8 @@ def _wanted(name: str, config: str, files: Mapping[str, bytes] | None, asker: Mo
     return Wanted(name, None, None, parsed, by_path or None, is_whole=True, asker=asker.options)
 
 
-def _version(text: str) -> int | None:
-    """What C's `stol` makes of a version, as Triton reads it; None for the latest."""
+def version_of(text: str) -> int | None:
+    """What C's `stol` makes of a version, as Triton reads it; None for the latest. Raises `InvalidRequest`."""
     if not text:
         return None
     match = re.match(r"\s*([+-]?[0-9]+)", text)

@@ -32,6 +32,8 @@ class Exchange:
         self.request = request
         self.responses: list[Response] = []
         self.is_final = False
+        # The word that there are no more came without a response.
+        self.ended_alone = False
         # The model wants to have the request once more.
         self.is_again = False
         # What the model raised, if that is why it ended.
@@ -97,6 +99,7 @@ class Collector(Port):
             if len(exchange.responses) == exchange.request.cancel_after:
                 exchange.cancel()
             if flags == FINAL:
+                exchange.ended_alone = response is None and self.is_decoupled
                 exchange.request.executions.discard(exchange)
             if flags:
                 exchange.is_final, exchange.is_again = flags == FINAL, flags == AGAIN

@@ -10,7 +10,9 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import BF16, code_of
+from moonpool.runtime.errors import InvalidRequest, ModelNotFound
 from moonpool.runtime.metrics import BadMetric
+from moonpool.runtime.model_control import version_of
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import ONLY_IN_EXECUTE, Host
 from moonpool.stub.report import describe
@@ -68,14 +70,13 @@ class RecordingHost(Host):
         if decoupled:
             return self._iterator(request)
         try:
-            responses = self._called(request, is_decoupled_wanted=False)
-            return next(_as_responses(responses, request))
+            return next(_as_responses(self._called(request), request))
         except Exception as error:
             return _failed(request, error)
 
     async def _ainfer(self, request: InferenceRequest) -> Answer:
         try:
-            returned = self._called(request, is_decoupled_wanted=False)
+            returned = self._called(request)
             if inspect.isawaitable(returned):
                 returned = await returned
             return next(_as_responses(returned, request))
@@ -98,43 +99,39 @@ class RecordingHost(Host):
 
     def _each(self, request: InferenceRequest) -> Generator[InferenceResponse, None, None]:
         try:
-            yield from _as_responses(self._called(request, is_decoupled_wanted=True), request)
+            ends_alone = yield from _as_responses(self._called(request, decoupled=True), request)
+            if ends_alone:
+                # The flag that there are no more came without a response.
+                yield InferenceResponse([])
         except Exception as error:
             yield _failed(request, error)
 
-    def _called(self, request: InferenceRequest, *, is_decoupled_wanted: bool) -> object:
+    def _called(self, request: InferenceRequest, *, decoupled: bool = False) -> object:
         """What the function returns, or the responses of the model."""
-        name = request._model_name
+        name, version = request._model_name, request._model_version
         target = self._targets.get(name)
-        if target is None or name not in self.ready:
-            raise _Refused(
+        if target is None or not self._is_ready(name, None if version == -1 else version):
+            raise ModelNotFound(
                 f"Failed for execute the inference request. Model '{name}' is not ready."
             )
-        is_decoupled = (
-            target.config.decoupled
-            if isinstance(target, LoadedModel)
-            else inspect.isgeneratorfunction(target)
-        )
-        if is_decoupled and not is_decoupled_wanted:
-            raise _Refused(
+        if not decoupled and _is_decoupled(target):
+            raise MoonpoolError(
                 f"Model {name} is using the decoupled. The current BLS request call doesn't support "
                 "models using the decoupled transaction policy. Please use 'decoupled=True' argument "
                 "to the 'exec' or 'async_exec' calls for decoupled models.'"
             )
         inputs = {tensor._name: copied(tensor) for tensor in request._inputs}
-        if not isinstance(target, LoadedModel):
+        if isinstance(target, LoadedModel):
+            return target.stream(_as_request(request, inputs))
+        try:
             return target(**inputs)
-        return target.stream(
-            Request(
-                inputs,
-                outputs=list(request._requested_output_names) or None,
-                request_id=request._request_id,
-                correlation_id=request._correlation_id,
-                flags=request._flags,
-                timeout_us=request._timeout_us,
-                parameters=request._parameters,
-            )
-        )
+        except Exception as error:
+            return _raised(request, error)
+
+    def _is_ready(self, name: str, version: int | None) -> bool:
+        target = self._targets.get(name)
+        served = target.version if isinstance(target, LoadedModel) else 1
+        return name in self.ready and version in (None, served)
 
     # Model control
 
@@ -151,8 +148,14 @@ class RecordingHost(Host):
         self.unloads.append(name)
         self.ready.discard(name)
 
-    def is_model_ready(self, name: str, version: str) -> bool:  # noqa: ARG002
-        return name in self.ready
+    def is_model_ready(self, name: str, version: str) -> bool:
+        """A function is version 1."""
+        try:
+            return self._is_ready(name, version_of(version))
+        except InvalidRequest as error:
+            raise TritonModelException(
+                f"Failed to check model readiness: {self.failure(str(error))}"
+            ) from None
 
     # Metrics
 
@@ -182,21 +185,46 @@ class RecordingHost(Host):
         self.metrics.drop(metric)
 
 
-class _Refused(MoonpoolError):
-    """What is said of a request before its model gets it."""
+def _is_decoupled(target: Target) -> bool:
+    if isinstance(target, LoadedModel):
+        return target.config.decoupled
+    return inspect.isgeneratorfunction(target)
+
+
+def _as_request(request: InferenceRequest, inputs: Mapping[str, Any]) -> Request:
+    return Request(
+        inputs,
+        outputs=list(request._requested_output_names) or None,
+        request_id=request._request_id,
+        correlation_id=request._correlation_id,
+        flags=request._flags,
+        timeout_us=request._timeout_us,
+        parameters=request._parameters,
+    )
 
 
 async def _ready(answer: Answer) -> Answer:
     return answer
 
 
-def _as_responses(returned: object, request: InferenceRequest) -> Iterator[InferenceResponse]:
-    """What a function returned, or the responses of a model, as the model that asked gets them."""
-    if isinstance(returned, Iterator):
-        for each in returned:
-            yield _as_response(each, request)
-    else:
+def _as_responses(
+    returned: object, request: InferenceRequest
+) -> Generator[InferenceResponse, None, bool]:
+    """What a function returned, or the responses of a model; then whether the end was told apart from the last."""
+    if not isinstance(returned, Iterator):
         yield _as_response(returned, request)
+        return False
+    while True:
+        try:
+            each = next(returned)
+        except StopIteration as end:
+            return end.value is not False
+        except MoonpoolError:
+            raise
+        except Exception as error:  # of a generator that the test wrote
+            yield _raised(request, error)
+            return False
+        yield _as_response(each, request)
 
 
 def _as_response(returned: Any, request: InferenceRequest) -> InferenceResponse:
@@ -205,12 +233,12 @@ def _as_response(returned: Any, request: InferenceRequest) -> InferenceResponse:
     if not isinstance(returned, Mapping):
         response: Response = returned
         if response.error is not None:
-            return _error(request, response.error.message(), response.error.code())
+            return InferenceResponse(error=response.error)
         tensors = [_tensor(name, array) for name, array in response.outputs.items()]
         return InferenceResponse(tensors, parameters=response.parameters or None)
     for name in request._requested_output_names:
         if name not in returned:
-            raise _Refused(
+            raise InvalidRequest(
                 f"unexpected inference output '{name}' for model '{request._model_name}'"
             )
     wanted = request._requested_output_names or list(returned)
@@ -225,16 +253,15 @@ def _tensor(name: str, value: object) -> Tensor:
     return Tensor(name, array)
 
 
+def _raised(request: InferenceRequest, error: Exception) -> InferenceResponse:
+    """What a model says that raised: the function stands for one."""
+    model = request._model_name
+    text = f"Failed to process the request(s) for model '{model}_0', message: {describe(error)}"
+    return InferenceResponse(error=TritonError(text))
+
+
 def _failed(request: InferenceRequest, error: Exception) -> InferenceResponse:
-    if isinstance(error, MoonpoolError):
-        return _error(request, str(error), ErrorCode[error.code])
-    text = (
-        f"Failed to process the request(s) for model '{request._model_name}_0_0', message: "
-        f"{describe(error)}"
-    )
-    return _error(request, text, ErrorCode.INTERNAL)
-
-
-def _error(request: InferenceRequest, text: str, code: ErrorCode) -> InferenceResponse:
-    whole = f"Model {request._model_name} - Error when running inference: {text}"
-    return InferenceResponse(error=TritonError(whole, code))
+    """What is said of a request that its model could not be given, or could not answer in time."""
+    code = error.code if isinstance(error, MoonpoolError) else "INTERNAL"
+    text = f"Model {request._model_name} - Error when running inference: {error}"
+    return InferenceResponse(error=TritonError(text, ErrorCode[code]))

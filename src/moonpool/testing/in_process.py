@@ -41,7 +41,7 @@ from moonpool.testing.request import Request
 from moonpool.testing.sequences import Sequences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from moonpool.runtime.backend import Model as Description
     from moonpool.runtime.request import InferenceRequest as CheckedRequest
@@ -68,7 +68,7 @@ class InProcessModel(LoadedModel):
         checks_outputs: bool,
     ) -> None:
         """`model_class` is used as it is; without it, that of the description's file is imported."""
-        super().__init__(description.config)
+        super().__init__(description.config, description.version)
         self.host = host
         self._timeout_s = timeout_s
         self._checks_outputs = checks_outputs
@@ -157,10 +157,11 @@ class InProcessModel(LoadedModel):
                 pass
         return [exchange.responses for exchange in exchanges]
 
-    def _stream(self, request: Request) -> Iterator[Response]:
+    def _stream(self, request: Request) -> Generator[Response, None, bool]:
         (exchange,), (checked,) = self._begin([request])
         try:
             yield from self._each(exchange, checked, self._deadline())
+            return exchange.ended_alone
         finally:
             if not exchange.is_over:
                 exchange.cancel()

@@ -15,7 +15,7 @@ from moonpool.testing.outputs import check_outputs
 from moonpool.testing.response import Response
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from moonpool.runtime.runtime import Runtime
     from moonpool.runtime.stream import ResponseStream
@@ -32,7 +32,7 @@ class StubModel(LoadedModel):
         self, runtime: Runtime, name: str, timeout_s: float | None, *, checks_outputs: bool
     ) -> None:
         """`runtime` has the model loaded, and belongs to this object from now on."""
-        super().__init__(runtime.config(name))
+        super().__init__(runtime.config(name), runtime.models()[name][-1])
         self.runtime = runtime
         self._timeout_s = timeout_s
         self._checks_outputs = checks_outputs
@@ -46,7 +46,7 @@ class StubModel(LoadedModel):
         with ThreadPoolExecutor(max(1, len(requests))) as threads:
             return list(threads.map(lambda request: list(self._stream(request)), requests))
 
-    def _stream(self, request: Request) -> Iterator[Response]:
+    def _stream(self, request: Request) -> Generator[Response, None, bool]:
         rows = self._rows(request)
         with self.runtime.stream(
             self.name,
@@ -65,12 +65,13 @@ class StubModel(LoadedModel):
             try:
                 for count, response in enumerate(_each(stream)):
                     if count == request.cancel_after:
-                        return
+                        break
                     if self._checks_outputs:
                         check_outputs(response, self.config, rows)
                     yield response
             finally:
                 request.executions.discard(execution)
+        return self.config.decoupled  # as most such models do it
 
     def _rows(self, request: Request) -> int | None:
         """The batch dimension that outputs must have, if any. Raises `InvalidRequest`."""

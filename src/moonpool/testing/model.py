@@ -10,7 +10,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.testing.request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
     from types import TracebackType
 
     from moonpool.runtime.config import ModelConfig
@@ -28,9 +28,10 @@ class LoadedModel(ABC):
     What does not fit the configuration raises `InvalidRequest`, as the runtime would.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, version: int) -> None:
         # As the model has completed it.
         self.config = config
+        self.version = version
 
     @property
     def name(self) -> str:
@@ -50,7 +51,7 @@ class LoadedModel(ABC):
 
     def stream(
         self, request: Request | Mapping[str, Any] | None = None, /, **inputs: Any
-    ) -> Iterator[Response]:
+    ) -> Generator[Response, None, bool]:
         """As `responses`, each when it is there. Closing the iterator before its end cancels the request."""
         return self._stream(_as_request(request, inputs))
 
@@ -77,8 +78,8 @@ class LoadedModel(ABC):
         """All responses to each request of a batch."""
 
     @abstractmethod
-    def _stream(self, request: Request) -> Iterator[Response]:
-        """The responses to a request as they come."""
+    def _stream(self, request: Request) -> Generator[Response, None, bool]:
+        """The responses to a request as they come; then whether the end was told apart from the last."""
 
     @abstractmethod
     def why_not_ready(self) -> str | None:
