@@ -21,6 +21,7 @@ NAMES = (
     "recovery",
     "batching",
     "streaming",
+    "bls",
     "bytes_tensors",
     "peers",
 )

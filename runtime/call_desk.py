@@ -165,10 +165,11 @@ class CallDesk:
         _, _, model, version, decoupled, timeout_us, _, _, _, outputs, told = fields
         hosted = self._find(model, version)
         if hosted.model.config.decoupled and not decoupled:
-            raise MoonpoolError(
+            raise ModelError(
                 f"Model {model} is using the decoupled. The current BLS request call doesn't support "
                 "models using the decoupled transaction policy. Please use 'decoupled=True' argument "
-                "to the 'exec' or 'async_exec' calls for decoupled models.'"
+                "to the 'exec' or 'async_exec' calls for decoupled models.'",
+                "UNSUPPORTED",
             )
         details = None
         if told is not None or timeout_us:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import encode
-from moonpool.ipc.errors import Closed, PeerGone
+from moonpool.ipc.errors import Closed, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.reactor import Reactor
 
 # What a stub may leave unread: its model asked for all of it, but need not have the time to look at it.
-_MAX_WAITING = 65536
+_FULL_BYTES = 64 << 20
+_MOST_BYTES = 2 * _FULL_BYTES
 
 
 class Outbox:
@@ -28,6 +29,7 @@ class Outbox:
         self._reactor = reactor
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
 
     def send(self, message: tuple[Any, ...], loans: Loans) -> None:
         """Never blocks. What is too large for a packet is lent. Raises `OutOfMemory`."""
@@ -39,12 +41,12 @@ class Outbox:
             packet = encode(Kind.INDIRECT, block.region.id, start, len(packet))
         with self._lock:
             if self._waiting:
-                self._waiting.append(packet)
+                self._put(packet)
                 return
             try:
                 self._channel.send(packet)
             except BlockingIOError:
-                self._waiting.append(packet)
+                self._put(packet)
                 self._reactor.call_soon(self._watch)
             except (PeerGone, Closed):
                 return  # its end is seen elsewhere
@@ -52,20 +54,26 @@ class Outbox:
     @property
     def is_full(self) -> bool:
         """Whether nothing that can be done without should be sent."""
-        return len(self._waiting) >= _MAX_WAITING
+        return self._waiting_bytes >= _FULL_BYTES
+
+    def _put(self, packet: bytes) -> None:
+        self._waiting.append(packet)
+        self._waiting_bytes += len(packet)
 
     def _watch(self) -> None:
         self._reactor.watch_room(self._channel.fileno(), wanted=True)
 
     def flush(self) -> None:
-        """Send what waits, as far as there is room. Raises `PeerGone`."""
+        """Send what waits, as far as there is room. Raises `PeerGone`, `RemoteProtocolError`."""
         if not self._waiting:
             return
+        if self._waiting_bytes > _MOST_BYTES:
+            raise RemoteProtocolError(f"the stub leaves {self._waiting_bytes} bytes unread")
         with self._lock:
             while self._waiting:
                 try:
                     self._channel.send(self._waiting[0])
                 except BlockingIOError:
                     return
-                self._waiting.popleft()
+                self._waiting_bytes -= len(self._waiting.popleft())
         self._reactor.watch_room(self._channel.fileno(), wanted=False)

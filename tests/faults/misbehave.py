@@ -24,7 +24,7 @@ BOOT["make_importable"]("moonpool", os.path.dirname(os.path.dirname(BOOT["__file
 BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES  # noqa: E402
-from moonpool.ipc.codec import control_codec, encode, unpack_layout, work_codec  # noqa: E402
+from moonpool.ipc.codec import calls_codec, control_codec, encode, unpack_layout, work_codec  # noqa: E402
 from moonpool.ipc.messages import FINAL, Kind, Side  # noqa: E402
 
 HUGE = 2**62
@@ -59,6 +59,16 @@ class Peer:
         if not packet:
             os._exit(0)
         return self.work_codec.decode(packet)
+
+    def call(self, model: str = "sibling", **changes: object) -> None:
+        """A request with one input at the start of the region for answers, but for these changes."""
+        block = [changes.get("region", self.answers_region), changes.get("at", 0), 16]
+        shape, size = changes.get("shape", (4,)), changes.get("size", 16)
+        row = ["X", FP32, shape, changes.get("block", 0), changes.get("offset", 0), size]
+        released = changes.get("released", ())
+        outputs = changes.get("outputs", ["OUT_X"])
+        head = [Kind.INFER, changes.get("number", 1), model, -1, False, 0]
+        self.calls.send(encode(*head, released, [block], [row], outputs, None))
 
     def hear_regions(self) -> None:
         for _ in range(3):
@@ -228,6 +238,34 @@ def deep(peer: Peer) -> None:
     peer.work.send(b"\x91" * (MAX_PACKET_BYTES - 1) + b"\xc0")
 
 
+def calls_twice(peer: Peer) -> None:
+    """With one number, and the first call stays open: it waits for this very process."""
+    for _ in range(2):
+        peer.call("rogue", outputs=["Y"])
+
+
+def lets_go_twice(peer: Peer) -> None:
+    peer.call()
+    fields = calls_codec(Side.STUB).decode(peer.calls.recv(MAX_PACKET_BYTES))
+    places = [block[:2] for block in fields[4]]
+    peer.calls.send(encode(Kind.LET_GO, places))
+    peer.calls.send(encode(Kind.LET_GO, places))
+
+
+def indirect_call(peer: Peer) -> None:
+    packet = encode(Kind.INDIRECT, peer.answers_region, 0, 16)
+    os.pwrite(peer.answers_fd, packet, 0)
+    peer.calls.send(encode(Kind.INDIRECT, peer.answers_region, 0, len(packet)))
+
+
+def flood_calls(peer: Peer) -> None:
+    """Ask for what there is not, and never read that there is none."""
+    with contextlib.suppress(OSError):
+        for number in range(HUGE):
+            peer.call("x" * 10_000, number=number)
+    hang()
+
+
 FAULTS: dict[str, Fault] = {
     # Not a message.
     "garbage": lambda peer: peer.work.send(b"\xc1\xff garbage"),
@@ -306,6 +344,24 @@ FAULTS: dict[str, Fault] = {
     "a state too many": states(0, 0),
     "a state that is none": states(3),
     "floods growth": flood(encode(Kind.GROW, 1)),
+    # The calls channel.
+    "calls garbage": lambda peer: peer.calls.send(b"\xc1"),
+    "a call of the runtime": lambda peer: peer.calls.send(encode(Kind.DONE, 1, None, {})),
+    "a call that is open": calls_twice,
+    "a call from no region": lambda peer: peer.call(region=HUGE),
+    "a call from another's region": lambda peer: peer.call(region=peer.requests_region, at=1 << 16),
+    "a call from beyond the region": lambda peer: peer.call(at=HUGE),
+    "a call beyond its block": lambda peer: peer.call(offset=8),
+    "a call from a block that is none": lambda peer: peer.call(block=1),
+    "a call of no shape": lambda peer: peer.call(shape=(5,)),
+    "a huge call of nothing": lambda peer: peer.call(shape=(0, HUGE, HUGE), size=0),
+    "a call that lets go of what it has not": lambda peer: peer.call(released=[[HUGE, 0]]),
+    "lets go of what it has not": lambda peer: peer.calls.send(
+        encode(Kind.LET_GO, [[peer.requests_region, 1 << 16]])
+    ),
+    "lets go twice": lets_go_twice,
+    "an indirect call in an indirect one": indirect_call,
+    "floods calls": flood_calls,
     # Ends.
     "closes the work channel": closing("work"),
     "leaves a child": leave_a_child,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 
 import numpy as np
@@ -13,7 +14,27 @@ class TritonPythonModel:
         self.mode = json.loads(args["model_config"])["parameters"]["MODE"]["string_value"]
 
     def execute(self, requests):
+        if self.mode in ("stream", "endless"):
+            for request in requests:
+                threading.Thread(target=self.stream, args=(request,)).start()
+            return None
         return [self.answer(request) for request in requests]
+
+    def stream(self, request):
+        """As many responses as X says, or until nobody wants them."""
+        sender = request.get_response_sender()
+        x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+        count = int(x[0]) if self.mode == "stream" else 1 << 60
+        for number in range(count):
+            if sender.is_cancelled():
+                break
+            y = np.full(len(x), number, np.float32)
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)]))
+            if self.mode == "endless":
+                time.sleep(0.001)
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        with open(os.environ.get("ENDED", os.devnull), "a") as file:
+            file.write("ended\n")
 
     def answer(self, request):
         if self.mode == "slow":

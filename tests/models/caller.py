@@ -183,6 +183,45 @@ def iterated(x, model="square"):
     return json.dumps([first, again])
 
 
+def streamed(x, size=4):
+    """All responses of a model that has many, and what a second loop sees, and a loop after a break."""
+    x = np.full(size, x[0], np.float32)
+    responses = request(x, model="stream").exec(decoupled=True)
+    seen = []
+    for response in responses:
+        assert not response.has_error(), response.error().message()
+        seen.append([float(t.as_numpy().max()) for t in response.output_tensors()])
+        if len(seen) == 2:
+            break
+    firsts = len(seen)
+    for number, response in enumerate(responses):
+        if number >= firsts:
+            seen.append([float(t.as_numpy().max()) for t in response.output_tensors()])
+    again = [len(response.output_tensors()) for response in responses]
+    return json.dumps([seen, again])
+
+
+def cancelled(x, by):
+    """Leaves an endless stream."""
+    responses = request(x, model="endless").exec(decoupled=True)
+    first = [y_of(next(responses))[0] for _ in range(3)]
+    if by == "cancel":
+        responses.cancel()
+        last = list(responses)[-1]
+        said = f"{last.error().code().name}: {last.error().message()}"
+    else:
+        del responses
+        gc.collect()
+        said = "forgotten"
+    return json.dumps([[float(each) for each in first], said])
+
+
+def streams(x, count):
+    """Many streams at a time, read by coroutines' threads and in turn."""
+    iterators = [request(x, model="stream").exec(decoupled=True) for _ in range(count)]
+    return np.array([sum(1 for _ in each) for each in iterators], np.float32)
+
+
 def strings(x):
     words = np.array([[b"", b"a" * 70_000], [b"\xff", "ü".encode()]], object)
     tensor = pb_utils.Tensor("WORDS", words)

@@ -1,0 +1,24 @@
+"""Asks another model as often as its input N says, one request after another; answers with the seconds that it took."""
+
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request):
+        n, size = pb_utils.get_input_tensor_by_name(request, "N").as_numpy()
+        inputs = [pb_utils.Tensor(name, np.ones(size, np.float32)) for name in ("A", "B")]
+        before = time.perf_counter()
+        for _ in range(n):
+            response = pb_utils.InferenceRequest(
+                model_name="sums", inputs=inputs, requested_output_names=["SUM", "DIFF"]
+            ).exec()
+            if response.has_error():
+                raise pb_utils.TritonModelException(response.error().message())
+        seconds = np.array([time.perf_counter() - before])
+        return pb_utils.InferenceResponse([pb_utils.Tensor("SECONDS", seconds)])
