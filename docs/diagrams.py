@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from moonpool.ipc.messages import CONTROL, WORK, Kind, Message, Side
+from moonpool.ipc.messages import CALLS, CONTROL, WORK, Kind, Message, Side
 from moonpool.runtime.states import BACKEND, INSTANCE, MODEL, draw
 
 PAGE = Path(__file__).parent / "ARCHITECTURE.md"
@@ -39,6 +39,7 @@ def drawings() -> dict[str, str]:
         "instance": _mermaid(draw(INSTANCE)),
         "work": _messages(WORK, ordered=True),
         "control": _messages(CONTROL, ordered=False),
+        "calls": _messages(CALLS, ordered=False),
     }
 
 

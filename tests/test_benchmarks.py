@@ -22,6 +22,7 @@ QUESTIONS = (
     "recovery",
     "batching",
     "streaming",
+    "bls",
     "bytes_tensors",
     "peers",
 )
