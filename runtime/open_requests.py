@@ -23,10 +23,13 @@ class OpenRequests:
         return len(self._instance_of)
 
     def open(self, request: InferenceRequest, instance: ModelInstance) -> None:
-        """Its batch was answered, it was not; unless it has had its last response already."""
+        """Its batch was answered, it was not; unless it has had its last response already.
+
+        Nobody waits for what fills a place.
+        """
         if request in self._ended:
             self._ended.remove(request)
-        else:
+        elif not request.fills_place:
             self._instance_of[request] = instance
 
     def end(self, request: InferenceRequest, *, is_executing: bool) -> bool:
@@ -54,7 +57,7 @@ class OpenRequests:
         return taken
 
     def without_ended(self, requests: Iterable[InferenceRequest]) -> list[InferenceRequest]:
-        """Those of a batch that was lost which had no last response yet."""
-        left = [request for request in requests if request not in self._ended]
+        """Those of a batch that was lost which had no last response yet, and that somebody sent."""
+        left = [each for each in requests if each not in self._ended and not each.fills_place]
         self._ended.difference_update(requests)
         return left

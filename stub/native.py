@@ -61,13 +61,21 @@ def complete_config(model: Callable[..., object], config: ModelConfig) -> ModelC
     given = config.as_dict()
     hinted = native_config(model, given["max_batch_size"])
     config.set_max_batch_size(hinted["max_batch_size"])
+    controls = _controls(given)
     for tensor in hinted.get("input", ()):
-        config.add_input(tensor)
+        if tensor["name"] not in controls:
+            config.add_input(tensor)
     for tensor in hinted.get("output", ()):
         config.add_output(tensor)
     if "dynamic_batching" in hinted and "sequence_batching" not in given:
         config.set_dynamic_batching()
     return config
+
+
+def _controls(config: Json) -> set[str]:
+    """The inputs that the sequence batcher adds to every request."""
+    batching = config.get("sequence_batching", {})
+    return {control["name"] for control in batching.get("control_input", ())}
 
 
 def _max_batch_size(model: Callable[..., object], signature: Signature, otherwise: int) -> int:
@@ -128,6 +136,7 @@ class NativeAdapter:
 
     def _check_inputs(self, signature: Signature) -> None:
         configured = {tensor["name"] for tensor in self._config.get("input", ())}
+        configured |= _controls(self._config)
         if missing := signature.required - configured:
             raise BadHint(
                 f"{signature.where}: the configuration of model '{self._name}' has no input "

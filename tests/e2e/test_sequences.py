@@ -220,6 +220,44 @@ def test_the_generation_of_the_page_counts_down(
     assert found == [[2, 1, 0], [4, 3, 2, 1, 0], [1, 0]]
 
 
+NATIVE = """
+import numpy as np
+from moonpool import Batch, Float32, Int64
+
+class Sums:
+    max_batch_size = 4
+
+    def __init__(self):
+        self.sums = {}
+
+    def __call__(
+        self, X: Float32[Batch, 1], START: Float32[Batch, 1], ID: Int64[Batch, 1]
+    ) -> Float32[Batch, 1]:
+        sums = np.zeros_like(X)
+        for row, which in enumerate(ID.ravel().tolist()):
+            if START[row]:
+                self.sums[which] = 0
+            self.sums[which] = self.sums.get(which, 0) + X[row]
+            sums[row] = self.sums[which]
+        return sums
+"""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_moonpools_own_models_get_sequences_by_control_inputs(
+    runtime: moonpool.Runtime, model_file: Callable[[str], Path], strategy: dict[str, Any]
+) -> None:
+    number = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_INT64"}
+    controls = [CONTROLS[0], {"name": "ID", "control": [number]}]
+    made = {"sequence_batching": {"control_input": controls, **strategy}}
+    with hosted(runtime, "m", model_file(NATIVE), made):
+        for flags, wanted in ((START, 1), (0, 2), (END, 3)):
+            for which in (1, 2, 3):
+                inputs = {"X": np.full((1, 1), which, np.float32)}
+                found = runtime.infer("m", inputs, correlation_id=which, flags=flags)
+                assert found["OUTPUT0"].item() == wanted * which
+
+
 # Slots
 
 

@@ -88,3 +88,15 @@ def test_a_caller_that_left_leaves_its_sequence_as_it_was(folder: Path) -> None:
         backend.wait_for(2).answer()
         assert [first.result(), last.result()] == [10, 12]
         assert backend.sent == [[10], [12]]
+
+
+def test_what_fills_a_place_fails_nowhere_in_the_statistics(folder: Path) -> None:
+    with office(folder, **sequences()) as (backend, runtime):
+        backend.is_quick = True
+        for sequence in (1, 2):
+            ask(runtime, sequence, sequence, START).result()
+        backend.is_quick = False
+        lost = ask(runtime, 2, 22)
+        backend.wait_for(3).break_down(PeerGone("broken"))
+        assert isinstance(lost.result(), (PeerGone, StubDied))
+        assert runtime.statistics("m")["inference_stats"]["fail"]["count"] == 1
