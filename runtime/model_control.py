@@ -60,7 +60,7 @@ class ModelControl:
         `file:<path>`, and they are the model's directory then. Raises `MoonpoolError` in Triton's words.
         """
         try:
-            self._registry.load(_wanted(name, config, files, self.asker), self.asker.name)
+            self._registry.load(wanted_of(name, config, files, self.asker), self.asker.name)
         except (RuntimeClosed, ModelUnavailable):
             raise
         except (RepositoryError, ConfigError, ModelNotFound) as error:
@@ -103,8 +103,8 @@ class ModelControl:
             hosted.ask_ready(lambda reason: answer(reason is None))
 
 
-def _wanted(name: str, config: str, files: Mapping[str, bytes] | None, asker: Model) -> Wanted:
-    """Raises `RepositoryError`."""
+def wanted_of(name: str, config: str, files: Mapping[str, bytes] | None, asker: Model) -> Wanted:
+    """What a model asks for with `load_model`. Raises `RepositoryError` for what makes no sense."""
     if not config:
         if files:
             raise RepositoryError(

@@ -198,7 +198,9 @@ def test_models_are_loaded_and_unloaded() -> None:
         seen.append(pb_utils.is_model_ready("double"))
         pb_utils.load_model("double", config="{}", files={"file:1/model.py": b"code"})
         seen.append(pb_utils.is_model_ready("double"))
-        with pytest.raises(pb_utils.TritonModelException, match=r"Failed to load model: .*'other'"):
+        with pytest.raises(
+            pb_utils.TritonModelException, match=r"Failed to load model: .*'other' in the `models`"
+        ):
             pb_utils.load_model("other")
         seen.append(pb_utils.is_model_ready("other"))
         return ROW

@@ -10,9 +10,10 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import BF16, code_of
-from moonpool.runtime.errors import InvalidRequest, ModelNotFound
+from moonpool.runtime.errors import InvalidRequest, ModelError, ModelNotFound
 from moonpool.runtime.metrics import BadMetric
-from moonpool.runtime.model_control import version_of
+from moonpool.runtime.model_control import version_of, wanted_of
+from moonpool.runtime.repository import RepositoryError
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import ONLY_IN_EXECUTE, Host
 from moonpool.stub.report import describe
@@ -26,6 +27,7 @@ from moonpool.testing.request import Request
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
 
+    from moonpool.runtime.backend import Model as Description
     from moonpool.stub.host import Answer
     from moonpool.stub.request import InferenceRequest
     from moonpool.testing.metrics import Metrics
@@ -52,11 +54,12 @@ class RecordingHost(Host):
     def __init__(self, targets: Mapping[str, Target], metrics: Metrics) -> None:
         self._targets = targets
         self.metrics = metrics
-        # The instance that asks, for messages.
+        # Who asks: the model, and the name of its instance.
+        self.asker: Description
         self.instance = ""
         # False while the model initializes and finalizes, when it may not send requests.
         self.is_serving = False
-        # The names of the models that are ready.
+        # The names of the models that are loaded.
         self.ready = set(targets)
         # What the model asked for, in order.
         self.requests: list[InferenceRequest] = []
@@ -110,15 +113,16 @@ class RecordingHost(Host):
         """What the function returns, or the responses of the model."""
         name, version = request._model_name, request._model_version
         target = self._targets.get(name)
-        if target is None or not self._is_ready(name, None if version == -1 else version):
+        if target is None or not self._is_loaded(name, None if version == -1 else version):
             raise ModelNotFound(
                 f"Failed for execute the inference request. Model '{name}' is not ready."
             )
         if not decoupled and _is_decoupled(target):
-            raise MoonpoolError(
+            raise ModelError(
                 f"Model {name} is using the decoupled. The current BLS request call doesn't support "
                 "models using the decoupled transaction policy. Please use 'decoupled=True' argument "
-                "to the 'exec' or 'async_exec' calls for decoupled models.'"
+                "to the 'exec' or 'async_exec' calls for decoupled models.'",
+                "UNSUPPORTED",
             )
         inputs = {tensor._name: copied(tensor) for tensor in request._inputs}
         if isinstance(target, LoadedModel):
@@ -128,7 +132,7 @@ class RecordingHost(Host):
         except Exception as error:
             return _raised(request, error)
 
-    def _is_ready(self, name: str, version: int | None) -> bool:
+    def _is_loaded(self, name: str, version: int | None) -> bool:
         target = self._targets.get(name)
         served = target.version if isinstance(target, LoadedModel) else 1
         return name in self.ready and version in (None, served)
@@ -136,12 +140,15 @@ class RecordingHost(Host):
     # Model control
 
     def load_model(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
-        """Raises `TritonModelException` for a model that the test has not provided."""
+        """Raises `TritonModelException`, also for a model that the test has not provided."""
         self.loads.append(Load(name, config, dict(files or {})))
-        if name not in self._targets:
-            raise TritonModelException(
-                f"Failed to load model: the test provides no model '{name}'; name it in `models`"
-            )
+        try:
+            wanted_of(name, config, files, self.asker)
+            if name not in self._targets:
+                raise RepositoryError(f"name '{name}' in the `models` of the test")
+        except RepositoryError as error:
+            why = f"failed to load '{name}', failed to poll from model repository: {error}"
+            raise TritonModelException(f"Failed to load model: {self.failure(why)}") from None
         self.ready.add(name)
 
     def unload_model(self, name: str, unload_dependents: bool) -> None:  # noqa: ARG002
@@ -149,13 +156,15 @@ class RecordingHost(Host):
         self.ready.discard(name)
 
     def is_model_ready(self, name: str, version: str) -> bool:
-        """A function is version 1."""
+        """A function is version 1, and ready as soon as it is loaded."""
         try:
-            return self._is_ready(name, version_of(version))
+            is_loaded = self._is_loaded(name, version_of(version))
         except InvalidRequest as error:
             raise TritonModelException(
                 f"Failed to check model readiness: {self.failure(str(error))}"
             ) from None
+        target = self._targets.get(name)
+        return is_loaded and not (isinstance(target, LoadedModel) and target.why_not_ready())
 
     # Metrics
 

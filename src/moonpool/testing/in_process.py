@@ -83,7 +83,7 @@ class InProcessModel(LoadedModel):
         self._imports = ModelImports(folder, folders, host)
         group = description.config.instance_groups[0]
         name, kind = f"{group.name}_0", group.kind
-        host.instance = name
+        host.asker, host.instance = description, name
         log = LogSettings()
         try:
             with self._calling():
