@@ -36,5 +36,12 @@ def checked(parameters: object) -> dict[str, Parameter] | None:
 
 
 def as_json(parameters: Mapping[str, object] | None) -> str:
-    """The text that `parameters()` gives a model, which has to parse it."""
+    """The text that `parameters()` gives of what a model made, and which it has to parse."""
     return json.dumps(parameters) if parameters else "{}"
+
+
+def as_compact_json(parameters: Mapping[str, object] | None) -> str:
+    """The same of what came from the runtime: Triton writes that itself, in another form."""
+    if not parameters:
+        return "{}"
+    return json.dumps(parameters, separators=(",", ":"), ensure_ascii=False)

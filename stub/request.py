@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
 
 from moonpool.stub.errors import TritonModelException, as_text
 from moonpool.stub.host import current
-from moonpool.stub.parameters import as_json, checked
+from moonpool.stub.parameters import as_compact_json, as_json, checked
 from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
 from moonpool.stub.tensor import Tensor
 
@@ -195,7 +195,8 @@ class InferenceRequest:
 
     def parameters(self) -> str:
         """The parameters as a JSON text."""
-        return as_json(self._parameters)
+        is_own = self._origin is None
+        return as_json(self._parameters) if is_own else as_compact_json(self._parameters)
 
     def requested_output_names(self) -> set[str]:
         return set(self._requested_output_names)

@@ -18,7 +18,8 @@ _END = "Iteration is done for the responses."
 class ResponseIterator:
     """Responses in the order in which they were sent, each as soon as it is there.
 
-    A second loop sees those again that the first one saw, then goes on. The last response may be an
+    A loop that is left early is resumed by the next one; after the last response, a loop sees all of them
+    again. The last response may be an
     empty one: a model that ends without a further response says so with a message of its own.
     Thread-safe; each response goes to one of the threads that share a loop.
     """
@@ -60,7 +61,8 @@ class ResponseIterator:
 
     def __iter__(self) -> ResponseIterator:
         with self._lock:
-            self._index = 0
+            if self._is_over:
+                self._index = 0
         return self
 
     def __next__(self) -> InferenceResponse:

@@ -105,6 +105,7 @@ def test_a_loop_goes_on_where_one_broke_off() -> None:
     for _ in responses:
         break
 
+    assert list(responses) == answers[1:]
     assert list(responses) == answers
     with pytest.raises(StopIteration, match=r"^Iteration is done for the responses\.$"):
         next(responses)

@@ -64,6 +64,33 @@ DIFFERENCES = [
         MODEL_EXCEPTION + "Expect parameters values to have type bool/int/str, found type",
         "'{\"a\": 1.5}'",
     ),
+    Difference(
+        """i = asking("streams", ["Y"], "sender.send(y(1)); sender.send(failed()); sender.send(flags=FINAL)")
+[r.has_error() for r in i.exec(decoupled=True)]""",
+        "list[False, False]",
+        "list[False, True, False]",
+    ),
+    Difference(
+        """error = "[response(error=pb_utils.TritonError('mine', pb_utils.TritonError.CANCELLED))]"
+asking("returns", ["Y"], error).exec()""",
+        "Response(list[], TritonError(__ErrorCode.INTERNAL, 'mine'))",
+        "Response(list[], TritonError(__ErrorCode.CANCELLED, 'mine'))",
+    ),
+    Difference(
+        'asking("nothing_of_that_name", ["Y"]).exec().error().code()',
+        "<__ErrorCode.INTERNAL: 1>",
+        "<__ErrorCode.NOT_FOUND: 2>",
+    ),
+    Difference(
+        'asking("batch", ["Y"]).exec().error().code()',
+        "<__ErrorCode.INTERNAL: 1>",
+        "<__ErrorCode.INVALID_ARG: 3>",
+    ),
+    Difference(
+        'asking("batch", ["Y"]).exec().error().message()',
+        '"Model batch - Error when running inference: [request id: <id_unknown>] expected 1 inputs',
+        '"Model batch - Error when running inference: expected 1 inputs',
+    ),
     Difference("request.get_response_sender() is request.get_response_sender()", "True", "False"),
     Difference(
         f"{REQUEST}, correlation_id=-1)",
@@ -90,6 +117,14 @@ SURVIVED = {
     "an array by its capsule": (
         'pb_utils.Tensor.from_dlpack("X", np.arange(3, dtype=np.int32).__dlpack__())',
         "Tensor('X', [3], array(<i4, (3,), list[0, 1, 2]))",
+    ),
+    "an error without outputs, to another model": (
+        'asking("batch", ["Y"], X=np.full((1, 2), -3, np.int32)).exec()',
+        "Response(list[], TritonError(__ErrorCode.NOT_FOUND, 'refused -3'))",
+    ),
+    "a loop that is cancelled, which is newer than this Triton": (
+        'asking("streams", ["Y"], "sender.send(y(1), FINAL)").exec(decoupled=True).cancel()',
+        "None",
     ),
     "is_cancelled of a request of the model's making": (
         f"{REQUEST}).is_cancelled()",

@@ -29,6 +29,16 @@ def shown(value):
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))
 
 
+def asking(model, outputs, code=None, **more):
+    """A request to another model of the zoo; `code` becomes its input CODE."""
+    inputs = [pb_utils.Tensor(name, more.pop(name)) for name in list(more) if name.isupper()]
+    if code is not None:
+        inputs.append(pb_utils.Tensor("CODE", np.array([code.encode()], object)))
+    return pb_utils.InferenceRequest(
+        model_name=model, requested_output_names=outputs, inputs=inputs, **more
+    )
+
+
 def run(code, names):
     """The value of the last line, which must be an expression."""
     tree = ast.parse(code)
@@ -47,6 +57,7 @@ class TritonPythonModel:
     def answer(self, request):
         (code,) = pb_utils.get_input_tensor_by_name(request, "CODE").as_numpy()
         names = {"pb_utils": pb_utils, "c": c, "np": np, "request": request, "self": self}
+        names.update(asking=asking, shown=shown)
         try:
             said = shown(run(code.decode(), names))
         except BaseException as error:

@@ -1,0 +1,1 @@
+../../snippets/1/model.py
