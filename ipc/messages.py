@@ -89,6 +89,8 @@ class Kind(IntEnum):
     UNLOAD_MODEL = 35
     IS_MODEL_READY = 36
     DONE = 37
+    NEW_METRIC = 38
+    METRIC_VALUE = 39
 
 
 class Message:
@@ -109,8 +111,10 @@ MAX_BATCH = 65536
 # channel has room for the smaller number; messages of the work channel may lie in memory.
 MAX_PLACES = 1 << 20
 MAX_PLACES_IN_PACKET = 1024
-# Changes of metrics that fit a packet, and as many metrics that nobody refers to any more.
-MAX_METRIC_CHANGES = 800
+# Changes of metrics in a packet, and as many metrics that nobody refers to any more.
+MAX_METRIC_CHANGES = 256
+# What a message has room for of one metric: labels, buckets, characters. The runtime takes fewer.
+MAX_METRIC_PARTS = 65_536
 _LONG = 1 << 20
 _SHORT = 4096
 MAX_PARAMETERS = 4096
@@ -322,6 +326,20 @@ CALLS: dict[Kind, Message] = {
     Kind.IS_MODEL_READY: Message(
         _STUB, {"call": _ID, "model": Text(_LONG), "version": Text(_SHORT)}
     ),
+    # A metric, or the family alone where there are no labels; DONE has its number as `metric`.
+    Kind.NEW_METRIC: Message(
+        _STUB,
+        {
+            "call": _ID,
+            "name": Text(_LONG),
+            "description": Text(_LONG),
+            "metric_kind": Int(0, 2),
+            "labels": Maybe(ListOf(Row(name=Text(_LONG), value=Text(_LONG)), MAX_METRIC_PARTS)),
+            "buckets": Maybe(ListOf(Real(), MAX_METRIC_PARTS)),
+        },
+    ),
+    # With all that METRICS said before; DONE has it as `value`.
+    Kind.METRIC_VALUE: Message(_STUB, {"call": _ID, "metric": _ID}),
     # The answer to anything but INFER: an error, or what was asked for by its name.
     Kind.DONE: Message(_RUNTIME, {"call": _ID, "error": Maybe(_ERROR), "values": Table(64)}),
     Kind.INDIRECT: Message(None, {"region": _ID, "offset": _ID, "size": _ID}),

@@ -24,6 +24,7 @@ from moonpool.runtime.errors import (
     ModelUnavailable,
     RequestTimedOut,
 )
+from moonpool.runtime.metrics import BadMetric
 from moonpool.runtime.outbox import Outbox
 from moonpool.runtime.request import Details, Response
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.model_control import ModelControl
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.request import Outcome
+    from moonpool.runtime.stub_metrics import StubMetrics
 
 _log = logging.getLogger("moonpool")
 # Packets that are read before others have their turn.
@@ -56,12 +58,14 @@ class CallDesk:
         link: Link,
         reactor: Reactor,
         models: ModelControl,
+        metrics: StubMetrics,
     ) -> None:
-        """`models` is the runtime as the model in the stub sees it."""
+        """`models` is the runtime as the model in the stub sees it, `metrics` are those of the stub."""
         self._channel = channel
         self._link = link
         self._reactor = reactor
         self._models = models
+        self._metrics = metrics
         self._kill: Callable[[str], None]
         self._codec = calls_codec(Side.RUNTIME)
         self._outbox = Outbox(channel, reactor)
@@ -77,6 +81,8 @@ class CallDesk:
             Kind.LOAD_MODEL: self._load_model,
             Kind.UNLOAD_MODEL: self._unload_model,
             Kind.IS_MODEL_READY: self._is_model_ready,
+            Kind.NEW_METRIC: self._new_metric,
+            Kind.METRIC_VALUE: self._metric_value,
         }
 
     def watch(self, kill: Callable[[str], None]) -> None:
@@ -303,6 +309,20 @@ class CallDesk:
         try:
             self._models.ask_ready(model, version, answer)
         except MoonpoolError as error:
+            self._done(number, error)
+
+    # Metrics
+
+    def _new_metric(self, fields: list[Any]) -> None:
+        self._tell(fields[1], lambda: {"metric": self._metrics.hold(*fields[2:])})
+
+    def _metric_value(self, fields: list[Any]) -> None:
+        self._tell(fields[1], lambda: {"value": self._metrics.value(fields[2])})
+
+    def _tell(self, number: int, values: Callable[[], dict[str, Any]]) -> None:
+        try:
+            self._done(number, None, values())
+        except BadMetric as error:
             self._done(number, error)
 
     def _perform(self, number: int, task: Callable[[], None]) -> None:

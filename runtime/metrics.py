@@ -19,7 +19,7 @@ from moonpool.runtime import exposition
 from moonpool.runtime.exposition import Sample, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moonpool.runtime.exposition import Labels
 
@@ -177,8 +177,13 @@ class MetricRegistry:
 
         Raises `BadMetric` for what the kind does not allow.
         """
+        self.change_many([(metric, operation, value, count)])
+
+    def change_many(self, changes: Iterable[tuple[Metric, int, float, int]]) -> None:
+        """As `change`, one after the other until one cannot be."""
         with self._lock:
-            metric.change(operation, value, count)
+            for metric, operation, value, count in changes:
+                metric.change(operation, value, count)
 
     def families(self) -> list[exposition.Family]:
         """All that is there now, in the order in which it came."""

@@ -68,7 +68,7 @@ class StubHandle:
         self._on_response: Respond = _nothing
         self._python, self._environment = python, environment
         self._stubs, self._reactor, self._options = stubs, stubs.reactor, options
-        self.metrics = StubMetrics(stubs.metrics)
+        self.metrics = StubMetrics(stubs.metrics, self.catch_up)
         self.readiness = StubReadiness(name, stubs.reactor, self.tell)
         self._reason: BaseException | None = None
         self._oom_kills = oom_kills()
@@ -112,10 +112,10 @@ class StubHandle:
             for end in (work_end, self._control.peer, calls_end):
                 end.close()
             os.close(write_fd)
-        self._watch(CallDesk(calls, self.link, self._reactor, ModelControl(stubs.models, model)))
+        self._watch(calls, ModelControl(stubs.models, model))
 
-    def _watch(self, desk: CallDesk) -> None:
-        self._desk = desk
+    def _watch(self, calls: Channel, models: ModelControl) -> None:
+        self._desk = CallDesk(calls, self.link, self._reactor, models, self.metrics)
         self._reactor.watch(self._output.fd, self._read_output)
         self._reactor.watch(self._control.channel.fileno(), self._read_control)
         self._desk.watch(self._kill)
@@ -310,8 +310,8 @@ class StubHandle:
 
     def catch_up(self) -> None:
         """Take in what the stub has told until now."""
-        # No socket holds as many packets; one that goes on telling does not keep the reactor for ever.
-        self._read_control(most=4096)
+        # No socket holds more packets; a stub that goes on telling does not keep the reactor for ever.
+        self._read_control(most=300)
 
     def _read_control(self, most: int = 64) -> None:
         if self._is_mute or self._is_closed:

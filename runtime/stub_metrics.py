@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.metric_kinds import HISTOGRAM
 from moonpool.runtime.metrics import BadMetric, Family
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from moonpool.runtime.metrics import Metric, MetricRegistry
 
@@ -20,8 +20,10 @@ MAX_HELD = 10_000
 class StubMetrics:
     """What is held in the name of a stub, and given back when it is gone. One thread at a time."""
 
-    def __init__(self, registry: MetricRegistry) -> None:
+    def __init__(self, registry: MetricRegistry, catch_up: Callable[[], object]) -> None:
+        """`catch_up` takes in the changes that the stub has told until now."""
         self._registry = registry
+        self._catch_up = catch_up
         self._held: dict[int, Family | Metric] = {}
         self._next = 1
 
@@ -30,10 +32,10 @@ class StubMetrics:
         name: str,
         description: str,
         kind: int,
-        labels: Mapping[str, str] | None,
+        labels: Iterable[tuple[str, str]] | None,
         buckets: Sequence[float] | None,
     ) -> int:
-        """The number of another metric, or of the family alone where `labels` is None.
+        """The number of another metric, or of the family alone where `labels`, name and value, is None.
 
         Raises `BadMetric`.
         """
@@ -45,32 +47,38 @@ class StubMetrics:
         if labels is None:
             self._held[number] = self._registry.hold_family(name, description, kind)
         else:
-            self._held[number] = self._registry.hold(name, description, kind, labels, buckets)
+            self._held[number] = self._registry.hold(name, description, kind, dict(labels), buckets)
         self._next += 1
         return number
 
-    def change(self, changes: Sequence[Sequence[float]], dropped: Sequence[int]) -> None:
+    def change(self, changes: Sequence[Sequence[Any]], dropped: Sequence[int]) -> None:
         """Rows of number, operation, value and count; then the numbers that nobody knows any more.
 
         Raises `RemoteProtocolError` for what no honest stub sends.
         """
-        for number, operation, value, count in changes:
-            metric = self._known(int(number))
-            # One that was dropped by one thread while another changed it.
-            if metric is None:
-                continue
-            if isinstance(metric, Family):
-                raise RemoteProtocolError(f"METRICS changes {number}, which is a family")
-            try:
-                self._registry.change(metric, int(operation), value, int(count))
-            except BadMetric as error:
-                raise RemoteProtocolError(f"METRICS with {error}") from error
+        try:
+            self._registry.change_many(self._changed(changes))
+        except BadMetric as error:
+            raise RemoteProtocolError(f"METRICS with {error}") from error
         for number in dropped:
             if self._known(number) is not None:
                 self._release(self._held.pop(number))
 
+    def _changed(self, rows: Sequence[Sequence[Any]]) -> Iterator[tuple[Metric, int, float, int]]:
+        for number, operation, value, count in rows:
+            metric = self._known(number)
+            if isinstance(metric, Family):
+                raise RemoteProtocolError(f"METRICS changes {number}, which is a family")
+            # Else one thread dropped it while another one changed it.
+            if metric is not None:
+                yield metric, operation, value, count
+
     def value(self, number: int) -> float:
-        """The value of a counter or a gauge. Raises `BadMetric`, `RemoteProtocolError`."""
+        """The value of a counter or a gauge, with all changes that the stub told before.
+
+        Raises `BadMetric`, `RemoteProtocolError`.
+        """
+        self._catch_up()
         metric = self._known(number)
         if metric is None:
             raise BadMetric("the metric has been deleted")

@@ -39,7 +39,15 @@ _LENGTH = struct.Struct("<Q")
 _GONE = "The process that hosts the model has ended."
 # What a fork may ask of the stub's host beside inference.
 _METHODS = frozenset(
-    ["load_model", "unload_model", "is_model_ready", "new_metric", "change_metric", "metric_value"]
+    [
+        "load_model",
+        "unload_model",
+        "is_model_ready",
+        "new_metric",
+        "change_metric",
+        "metric_value",
+        "failure",
+    ]
 )
 
 
@@ -141,6 +149,9 @@ class ForkedHost(Host):
         buckets: Sequence[float] | None,
     ) -> int:
         return int(self._call("new_metric", name, description, kind, labels, buckets))
+
+    def failure(self, why: str) -> str:
+        return str(self._call("failure", why))
 
     def change_metric(self, metric: int, operation: int, value: float) -> None:
         self._call("change_metric", metric, operation, value)

@@ -75,7 +75,10 @@ class Stub:
         os.register_at_fork(after_in_child=self._leave_to_parent)
         self._calls = Calls(handshake.calls, self._regions)
         self._host = StubHost(
-            self._calls, self._regions, self._control.send, handshake.start["instance"]
+            self._calls,
+            self._regions,
+            self._control,
+            handshake.start["instance"],
         )
         host.use(self._host)
         Door(self._calls.disown)

@@ -79,6 +79,8 @@ class MetricChanges:
 
     def flush(self) -> None:
         """Send all that was added before, or wait for whoever does so."""
+        if self._sender is None and not self._new:  # models without metrics come by all the time
+            return
         with self._lock:
             # What is dropped from here on may have changes that are not added up yet.
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]

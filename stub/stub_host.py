@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError
-from moonpool.ipc.messages import Kind
+from moonpool.ipc.messages import MAX_METRIC_PARTS, Kind
 from moonpool.stub.call_tensors import Placed, read_outputs
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import ONLY_IN_EXECUTE, Host
@@ -16,10 +17,11 @@ from moonpool.stub.response_iterator import ResponseIterator
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Iterator, Mapping, Sequence
     from typing import Any
 
     from moonpool.stub.calls import Call, Calls
+    from moonpool.stub.control import Control
     from moonpool.stub.host import Answer
     from moonpool.stub.regions import Regions
     from moonpool.stub.request import InferenceRequest
@@ -35,12 +37,11 @@ _EMPTY = ("", 0, 0, None)
 class StubHost(Host):
     """Any thread may call any method."""
 
-    def __init__(
-        self, calls: Calls, regions: Regions, tell: Callable[..., None], instance: str
-    ) -> None:
+    def __init__(self, calls: Calls, regions: Regions, control: Control, instance: str) -> None:
         self._calls = calls
         self._regions = regions
-        self._tell = tell
+        self._control = control
+        self._metric_changes = control.metric_changes
         self._instance = instance
         # Whether the model may ask other models: from the end of `initialize` to `finalize`.
         self.serves = False
@@ -57,15 +58,13 @@ class StubHost(Host):
             raise TritonModelException(str(error)) from error
         _, _, failure, values = self._calls.wait(call)
         if failure is not None:
-            raise TritonModelException(
-                f"Failed to process the request for model '{self._instance}', message: {failure[1]}"
-            )
+            raise TritonModelException(self.failure(failure[1]))
         answer: dict[str, Any] = values
         return answer
 
     def tell(self, kind: Kind, *fields: Any) -> None:
         """Tell the runtime something, on the control channel; does not wait for it."""
-        self._tell(int(kind), *fields)
+        self._control.send(int(kind), *fields)
 
     # Requests to other models
 
@@ -197,6 +196,40 @@ class StubHost(Host):
     def is_model_ready(self, name: str, version: str) -> bool:
         with _prefixed("Failed to check model readiness: "):
             return bool(self.ask(Kind.IS_MODEL_READY, name, version)["ready"])
+
+    # Metrics
+
+    def new_metric(
+        self,
+        name: str,
+        description: str,
+        kind: int,
+        labels: Mapping[str, str] | None,
+        buckets: Sequence[float] | None,
+    ) -> int:
+        rows = None if labels is None else list(labels.items())
+        texts = [name, description, *itertools.chain.from_iterable(rows or ())]
+        if max(len(texts), len(buckets or ()), sum(map(len, texts))) > MAX_METRIC_PARTS:
+            raise TritonModelException(
+                self.failure("the texts, labels or buckets of a metric are too many")
+            )
+        self._metric_changes.start()
+        number: int = self.ask(Kind.NEW_METRIC, name, description, kind, rows, buckets)["metric"]
+        return number
+
+    def change_metric(self, metric: int, operation: int, value: float) -> None:
+        self._metric_changes.add(metric, operation, value)
+
+    def metric_value(self, metric: int) -> float:
+        self._metric_changes.flush()
+        value: float = self.ask(Kind.METRIC_VALUE, metric)["value"]
+        return value
+
+    def drop_metric(self, metric: int) -> None:
+        self._metric_changes.drop(metric)
+
+    def failure(self, why: str) -> str:
+        return f"Failed to process the request for model '{self._instance}', message: {why}"
 
 
 @contextlib.contextmanager

@@ -139,3 +139,19 @@ def test_moonpools_own_kind_may_have_a_check_too(runtime: moonpool.Runtime, tmp_
     with hosted(runtime, "shy", file, config):
         assert not runtime.is_ready("shy")
         assert runtime.infer("shy", {"X": np.ones(2, np.float32)})["Y"].tolist() == [1, 1]
+
+
+def test_models_ask_each_other_and_themselves(runtime: moonpool.Runtime, tell: Tell) -> None:
+    def said(code: str) -> str:
+        answer = runtime.infer("talks", {"CODE": np.array([code.encode()], np.object_)})
+        return bytes(answer["SAID"][0]).decode()
+
+    code: Config = {"input": [tensor("CODE", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
+    with hosted(runtime, "talks", MODELS / "talks.py", code):
+        ask = "said = [pb_utils.is_model_ready(name) for name in ('moody', 'talks', 'nobody')]"
+
+        assert said(ask) == "[True, True, False]"
+        tell("False")
+        assert said(ask) == "[False, True, False]"
+        tell("coroutine")
+        assert said(ask) == "[True, True, False]"

@@ -330,6 +330,12 @@ FAULTS: dict[str, Fault] = {
         Kind.INDIRECT, peer.answers_region, 0, 1 << 40
     ),
     "an indirect notice in an indirect one": control_indirect_twice,
+    "changes a metric that there never was": lambda peer: peer.tell(
+        Kind.METRICS, [[1, 0, 1.0, 1]], []
+    ),
+    "drops a metric that there never was": lambda peer: peer.tell(Kind.METRICS, [], [HUGE]),
+    "a whole number for a metric": lambda peer: peer.tell(Kind.METRICS, [[1, 0, 1, 1]], []),
+    "is ready unasked": lambda peer: peer.tell(Kind.READINESS, 1, None),
     # Responses apart from the answer.
     "responds to no batch": responses((HUGE, 0, FINAL, [], EMPTY, None)),
     "responds to no request": responses((None, 1, FINAL, [], EMPTY, None)),

@@ -11,6 +11,10 @@ from moonpool.runtime.metrics import BadMetric, MetricRegistry
 from moonpool.runtime.stub_metrics import MAX_HELD, StubMetrics
 
 
+def nothing_told() -> None:
+    """There is no stub that told anything."""
+
+
 @pytest.fixture
 def registry() -> MetricRegistry:
     return MetricRegistry()
@@ -18,17 +22,17 @@ def registry() -> MetricRegistry:
 
 @pytest.fixture
 def metrics(registry: MetricRegistry) -> StubMetrics:
-    return StubMetrics(registry)
+    return StubMetrics(registry, nothing_told)
 
 
 def test_what_a_stub_held_is_let_go_of_when_it_is_gone(
     registry: MetricRegistry, metrics: StubMetrics
 ) -> None:
-    other = StubMetrics(registry)
-    shared = metrics.hold("shared", "d", COUNTER, {}, None)
-    metrics.hold("own", "d", COUNTER, {}, None)
+    other = StubMetrics(registry, nothing_told)
+    shared = metrics.hold("shared", "d", COUNTER, [], None)
+    metrics.hold("own", "d", COUNTER, [], None)
     metrics.hold("alone", "d", COUNTER, None, None)
-    other.hold("shared", "d", COUNTER, {}, None)
+    other.hold("shared", "d", COUNTER, [], None)
     metrics.change([[shared, INCREMENT, 3.0, 1]], [])
 
     metrics.close()
@@ -38,7 +42,7 @@ def test_what_a_stub_held_is_let_go_of_when_it_is_gone(
 
 
 def test_changes_of_what_was_dropped_meanwhile_are_ignored(metrics: StubMetrics) -> None:
-    number = metrics.hold("n", "d", GAUGE, {}, None)
+    number = metrics.hold("n", "d", GAUGE, [], None)
     metrics.change([[number, SET, 3.0, 1]], [number, number])
     metrics.change([[number, SET, 4.0, 1]], [number])
 
@@ -47,7 +51,7 @@ def test_changes_of_what_was_dropped_meanwhile_are_ignored(metrics: StubMetrics)
 
 
 def test_a_stub_that_lies_about_its_metrics_is_found_out(metrics: StubMetrics) -> None:
-    counter = metrics.hold("n", "d", COUNTER, {}, None)
+    counter = metrics.hold("n", "d", COUNTER, [], None)
     family = metrics.hold("n", "d", COUNTER, None, None)
     for changes, dropped in (
         ([[counter, INCREMENT, -1.0, 1]], []),
@@ -68,7 +72,7 @@ def test_a_stub_that_lies_about_its_metrics_is_found_out(metrics: StubMetrics) -
 
 
 def test_a_histogram_has_no_value(metrics: StubMetrics) -> None:
-    number = metrics.hold("h", "d", HISTOGRAM, {}, [1.0])
+    number = metrics.hold("h", "d", HISTOGRAM, [], [1.0])
     with pytest.raises(
         BadMetric, match="TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Value"
     ):
@@ -77,10 +81,10 @@ def test_a_histogram_has_no_value(metrics: StubMetrics) -> None:
 
 def test_one_stub_cannot_have_all_metrics(metrics: StubMetrics, registry: MetricRegistry) -> None:
     for number in range(MAX_HELD):
-        metrics.hold("n", "d", GAUGE, {"number": str(number)}, None)
+        metrics.hold("n", "d", GAUGE, [("number", str(number))], None)
     with pytest.raises(BadMetric, match="at most 10000 metrics; use labels with fewer values"):
-        metrics.hold("n", "d", GAUGE, {"number": "one more"}, None)
+        metrics.hold("n", "d", GAUGE, [("number", "one more")], None)
 
-    assert StubMetrics(registry).hold("n", "d", GAUGE, {"number": "one more"}, None)
+    assert StubMetrics(registry, nothing_told).hold("n", "d", GAUGE, [("number", "one more")], None)
     metrics.change([], [1])
-    assert metrics.hold("n", "d", GAUGE, {"number": "one more"}, None) == MAX_HELD + 1
+    assert metrics.hold("n", "d", GAUGE, [("number", "one more")], None) == MAX_HELD + 1

@@ -28,7 +28,7 @@ class Keeper(host.Host):
 
     def __init__(self) -> None:
         self.registry = MetricRegistry()
-        self.metrics = StubMetrics(self.registry)
+        self.metrics = StubMetrics(self.registry, lambda: None)
         self.made = 0
 
     def failure(self, why: str) -> str:
@@ -44,7 +44,8 @@ class Keeper(host.Host):
     ) -> int:
         self.made += 1
         try:
-            return self.metrics.hold(name, description, kind, labels, buckets)
+            rows = None if labels is None else labels.items()
+            return self.metrics.hold(name, description, kind, rows, buckets)
         except BadMetric as error:
             raise TritonModelException(self.failure(str(error))) from error
 
