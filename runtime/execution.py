@@ -36,6 +36,7 @@ class Execution:
         "answers",
         "has_deferred",
         "instance",
+        "is_lost",
         "is_sent",
         "pending",
         "requests",
@@ -60,6 +61,8 @@ class Execution:
         self.sent_ns = started_ns
         self.pending: Pending
         self.is_sent = False
+        # Its instance broke: what the instance still says of its requests comes too late.
+        self.is_lost = False
         self.answers: Sequence[Answer] | None = None
         # Whether some of its requests have no outcome yet.
         self.has_deferred = False
@@ -74,8 +77,15 @@ class Execution:
         if hasattr(result, "finish"):
             self.pending = result  # type: ignore[assignment]
             self.is_sent = True
+            self._cancel_left()
             return None
         return [_no_answer(result)] * len(self.requests)
+
+    def _cancel_left(self) -> None:
+        """Whoever left before the instance knew of the request could not tell it so."""
+        for request in self.requests:
+            if request.left and not request.fills_place:
+                self.instance.backend.cancel(self.instance, request)
 
     def claim(self, by: object) -> bool:
         """Whether `by` drives it from now on. True once after each `offer`.

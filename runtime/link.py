@@ -21,7 +21,7 @@ from moonpool.runtime.replies import Replies
 from moonpool.runtime.request import AGAIN, LATER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.memory import Lease
@@ -61,8 +61,9 @@ class Link(Overflow):
         # Places in response regions that callers let go of; they ride on the next EXECUTE.
         self.released: deque[object] = deque()
         self._release: Callable[[object], object] = self.released.append
-        # Blocks of requests that the model kept, and let go of while it had nothing to answer.
-        self.let_go: deque[Place] = deque()
+        # Blocks of requests that the model kept, and let go of while it had nothing to answer. The answer
+        # that says that it keeps them may not have been read yet.
+        self._let_go: deque[Place] = deque()
         self._batch = 0
         first = new_region(0, region_bytes, region_limit_bytes)
         self.loans = Loans(send_region, first, region_limit_bytes, is_private=is_private)
@@ -100,8 +101,7 @@ class Link(Overflow):
 
         Raises `OutOfMemory` (nothing was sent), `PeerGone`, `RemoteProtocolError`.
         """
-        while self.let_go:
-            self.loans.take_back([self.let_go.popleft()])
+        self._take_back()
         # The first block is for copies; where nothing is copied it is empty, in a region that there is.
         blocks = [[self.loans.first_region, 0, 0]]
         released = self.take_released()
@@ -120,6 +120,16 @@ class Link(Overflow):
             self.released.extend(released)
             self.loans.end_batch(())
             raise
+
+    def let_go_of(self, places: Iterable[Sequence[int]]) -> None:
+        """The model kept these until now. For the reactor. Raises `RemoteProtocolError` for too many."""
+        self._let_go.extend((each[0], each[1]) for each in places)
+        if len(self._let_go) > self.loans.count:
+            raise RemoteProtocolError("the stub releases more blocks than it was given")
+
+    def _take_back(self) -> None:
+        while self._let_go:
+            self.loans.take_back([self._let_go.popleft()])
 
     def _lay_out(
         self, requests: Sequence[InferenceRequest], elsewhere: dict[tuple[int, int], Place]
@@ -254,7 +264,11 @@ class Link(Overflow):
     # Memory that nobody needs for now
 
     def tidy(self, tell: Callable[[int], None]) -> None:
-        """Give up request regions that were not used since the last time; `tell` tells the stub."""
+        """Give up request regions that were not used since the last time; `tell` tells the stub.
+
+        Raises `RemoteProtocolError`.
+        """
+        self._take_back()
         self.loans.tidy(tell)
 
     def size_bytes(self) -> int:

@@ -246,6 +246,12 @@ class Loans:
             return self._arena.used_bytes
 
     @property
+    def count(self) -> int:
+        """How much is lent at this moment."""
+        with self._lock:
+            return len(self._lent) + sum(map(len, self._kept.values()))
+
+    @property
     def is_kept(self) -> bool:
         """Whether the model keeps anything."""
         return bool(self._kept)

@@ -35,13 +35,12 @@ class Replies:
 
     def answered(self, states: Sequence[int] | None) -> None:
         """The batch was answered; what it says of each request. Raises `RemoteProtocolError`."""
-        if states is None and not self._ended:
-            self._executing = (0, ())
-            return
         with self._lock:
             batch, requests = self._executing
-            ended, self._ended = self._ended, set()
             self._executing = (0, ())
+            if states is None and not self._ended:
+                return
+            ended, self._ended = self._ended, set()
             for index, request in enumerate(requests):
                 state = ANSWERED if states is None else states[index]
                 if state == OPEN and index not in ended:

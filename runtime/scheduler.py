@@ -42,8 +42,7 @@ class Scheduler:
         config = model.config
         self._name, self._decoupled = config.name, config.decoupled
         self.reactor = reactor
-        self._executor = executor
-        self._on_lost = on_lost
+        self._executor, self._on_lost = executor, on_lost
         self._lock = threading.Lock()
         self._changes = Changes(self._lock)
         self._room = room = room_for(config)
@@ -266,12 +265,13 @@ class Scheduler:
 
     def _is_executing(self, instance: ModelInstance, request: InferenceRequest) -> bool:
         execution = self._busy.get(instance)
-        return execution is not None and request in execution.requests
+        return execution is not None and not execution.is_lost and request in execution.requests
 
     def _lose(self, execution: Execution, error: BaseException, *, delivered: bool) -> None:
         """The instance broke. What it had not been given yet is queued again."""
         instance, requests = execution.instance, execution.requests
         with self._lock:
+            execution.is_lost = True
             requests = self.outcomes.open.without_ended(requests)
             self._room.leave(instance, time.monotonic_ns())
         self._on_lost(instance, requests if delivered else [], error)

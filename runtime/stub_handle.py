@@ -357,7 +357,7 @@ class StubHandle:
         elif kind == Kind.RETIRE:
             self._growth.retire(fields[1])
         elif kind == Kind.RELEASE:
-            self.link.let_go.extend(map(tuple, fields[1]))
+            self.link.let_go_of(fields[1])
         else:
             raise ProtocolError(f"{Kind(kind).name} is not handled by the runtime")
 

@@ -350,6 +350,7 @@ FAULTS: dict[str, Fault] = {
     "a state too many": states(0, 0),
     "a state that is none": states(3),
     "floods growth": flood(encode(Kind.GROW, 1)),
+    "floods releases": flood(encode(Kind.RELEASE, [[1, 64]] * 1024)),
     # The calls channel.
     "calls garbage": lambda peer: peer.calls.send(b"\xc1"),
     "a call of the runtime": lambda peer: peer.calls.send(encode(Kind.DONE, 1, None, {})),

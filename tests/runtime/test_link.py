@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.scripted import FP32, KiB, Pair, y
 
 from moonpool import ModelError, OutOfMemory, Response
-from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 
 
 @pytest.fixture
@@ -160,6 +160,31 @@ def test_blocks_that_the_model_keeps_stay_until_it_releases_them(pair: Pair) -> 
     pair.peer.answer(released=[place])
     pair.finish(requests)
     assert pair.lent_bytes == 0
+
+
+def test_what_the_model_lets_go_of_while_it_is_idle_is_free_without_another_batch(
+    pair: Pair,
+) -> None:
+    requests = pair.execute([1, 2, 3])
+    place = pair.peer.blocks[0][:2]
+    pair.peer.answer(held=[place])
+    # The word of it overtakes the answer.
+    pair.link.let_go_of([place])
+    pair.finish(requests)
+    pair.link.tidy(lambda _: None)
+    assert pair.lent_bytes == 0
+
+
+def test_no_more_is_let_go_of_than_was_lent(pair: Pair) -> None:
+    requests = pair.execute([1, 2, 3])
+    place = pair.peer.blocks[0][:2]
+    pair.link.let_go_of([place])
+    with pytest.raises(RemoteProtocolError, match="more blocks than it was given"):
+        pair.link.let_go_of([place])
+    pair.peer.answer()
+    pair.finish(requests)
+    with pytest.raises(RemoteProtocolError, match="which it does not hold"):
+        pair.link.tidy(lambda _: None)
 
 
 def test_an_input_may_be_passed_through_as_an_output(pair: Pair) -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.desk import Caller, office, queued
+from tests.runtime.desk import Caller, Office, office, queued
 from tests.runtime.recorder import PATIENCE_S, echo, row, x
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool import RequestTimedOut, Response
 from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.messages import FINAL
+from moonpool.runtime.request import InferenceRequest
 
 HOUR_US = 3_600_000_000
 
@@ -189,3 +191,66 @@ def test_an_unload_whose_time_is_over_gives_everybody_a_reason(folder: Path) -> 
             with pytest.raises(moonpool.ModelUnavailable, match="is being unloaded"):
                 future.result(PATIENCE_S)
     backend.check_pairs()
+
+
+# Word that crosses other word
+
+
+def test_a_request_ends_once_though_its_instance_dies_as_it_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with office(folder) as (backend, runtime):
+        scheduler = runtime._models.find("m").scheduler
+        lost = scheduler._on_lost
+
+        def answer_first(
+            instance: moonpool.ModelInstance, requests: list[InferenceRequest], error: BaseException
+        ) -> None:
+            for request in requests:
+                instance.respond(request, Response({}), FINAL)
+            lost(instance, requests, error)
+
+        monkeypatch.setattr(scheduler, "_on_lost", answer_first)
+        future = runtime.submit("m", x(1))
+        backend.wait_for(1).break_down(PeerGone("the instance is gone"))
+        with pytest.raises(PeerGone):
+            future.result(PATIENCE_S)
+        wait_until(lambda: scheduler.statistics.fail_count)
+        assert scheduler.statistics.fail_count == 1
+        # Nobody remembers it.
+        assert not scheduler.outcomes.open._ended
+
+
+def test_an_instance_is_told_of_a_caller_who_left_while_it_was_sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with office(folder) as (backend, runtime):
+        scheduler = runtime._models.find("m").scheduler
+        execute, events = Office.model_instance_execute, []
+
+        def leave_first(office: Office, instance: Any, requests: list[InferenceRequest]) -> Any:
+            scheduler.leave(requests[0])
+            events.append("executes")
+            return execute(office, instance, requests)
+
+        monkeypatch.setattr(Office, "model_instance_execute", leave_first)
+        monkeypatch.setattr(Office, "cancel", lambda *_: events.append("is told"))
+        runtime.submit("m", x(1))
+        backend.wait_for(1).answer()
+        wait_until(lambda: not scheduler.executing)
+        assert events == ["is told", "executes", "is told"]
+
+
+def test_requests_that_fill_empty_places_are_no_failures(folder: Path) -> None:
+    changes = {"max_batch_size": 4, "sequence_batching": {"direct": {}}}
+    with office(folder, **changes) as (backend, runtime):
+        scheduler = runtime._models.find("m").scheduler
+        first = Caller(runtime, row(1), correlation_id=1, flags=1)
+        backend.wait_for(1).answer()
+        assert first.result() == 1
+        second = Caller(runtime, row(2), correlation_id=2, flags=1)
+        # Before it is the empty place of the first sequence.
+        assert backend.wait_for(2).values == [0, 2]
+        backend.wait_for(2).break_down(PeerGone("the instance is gone"))
+        assert isinstance(second.result(), PeerGone)
+        assert scheduler.statistics.fail_count == 1
