@@ -183,7 +183,7 @@ def test_the_model_sees_what_the_request_says() -> None:
 
     (found,) = seen
     assert (found.request_id(), found.correlation_id(), found.flags()) == ("r", "c", 1)
-    assert (found.timeout(), found.parameters()) == (5, '{"p": 1}')
+    assert (found.timeout(), json.loads(found.parameters())) == (5, {"p": 1})
     assert found.requested_output_names() == {"Y"}
     # What a model writes into its inputs, its clients do not see.
     assert array.tolist() == ROW.tolist()

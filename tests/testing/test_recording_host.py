@@ -72,6 +72,49 @@ def test_a_directory_stands_for_another_model() -> None:
         assert model.infer(X=ROW)["Y"].tolist() == [[2, 4, 6, 8]]
 
 
+def test_the_models_of_directories_may_ask_each_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "middle.py").write_text(MIDDLE)
+
+    def ask(_: object) -> object:
+        response: Any = to("middle", "Y", X=ROW).exec()
+        pb_utils.Logger.log_warn("said behind")
+        return response.output_tensors()[0].as_numpy()
+
+    models = {"middle": tmp_path / "middle.py", "add_sub": EXAMPLES / "add_sub"}
+    with asker(ask, models) as model:
+        assert model.infer(X=ROW)["Y"].tolist() == [[2, 4, 6, 8]]
+        assert len(model.host.requests) == 1
+    said = [record.getMessage().partition(" (")[0] for record in caplog.records]
+    assert [each for each in said if "said" in each] == ["[middle] said inside", "[m] said behind"]
+
+
+MIDDLE = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "X", "data_type": "TYPE_FP32", "dims": [1, 4]})
+        config.add_output({"name": "Y", "data_type": "TYPE_FP32", "dims": [1, 4]})
+        return config
+
+    def execute(self, requests):
+        pb_utils.Logger.log_warn("said inside")
+        return [self.answer(request.inputs()[0].as_numpy()) for request in requests]
+
+    def answer(self, x):
+        inputs = [pb_utils.Tensor(name, x) for name in ("INPUT0", "INPUT1")]
+        response = pb_utils.InferenceRequest(
+            model_name="add_sub", requested_output_names=["OUTPUT0"], inputs=inputs
+        ).exec()
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor("Y", response.output_tensors()[0].as_numpy())]
+        )
+"""
+
+
 def test_a_loaded_model_stands_for_another_model() -> None:
     def ask(_: object) -> object:
         response: Any = to("add_sub", INPUT0=ROW, INPUT1=ROW).exec()

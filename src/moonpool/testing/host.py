@@ -25,7 +25,7 @@ from moonpool.testing.outputs import copied
 from moonpool.testing.request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 
     from moonpool.runtime.backend import Model as Description
     from moonpool.stub.host import Answer
@@ -51,7 +51,10 @@ class RecordingHost(Host):
     decoupled model; what it raises becomes an error. All are loaded and ready until the model unloads them.
     """
 
-    def __init__(self, targets: Mapping[str, Target], metrics: Metrics) -> None:
+    def __init__(
+        self, targets: Mapping[str, Target], names: Iterable[str], metrics: Metrics
+    ) -> None:
+        """`targets` may be filled later; `names` are all that there will be."""
         self._targets = targets
         self.metrics = metrics
         # Who asks: the model, and the name of its instance.
@@ -60,7 +63,7 @@ class RecordingHost(Host):
         # False while the model initializes and finalizes, when it may not send requests.
         self.is_serving = False
         # The names of the models that are loaded.
-        self.ready = set(targets)
+        self.ready = set(names)
         # What the model asked for, in order.
         self.requests: list[InferenceRequest] = []
         self.loads: list[Load] = []

@@ -22,7 +22,6 @@ from moonpool.runtime.log_settings import LogSettings
 from moonpool.runtime.request import Details
 from moonpool.runtime.signature import Signature
 from moonpool.runtime.start import completed, start_of
-from moonpool.stub import logger
 from moonpool.stub.coroutines import Coroutines
 from moonpool.stub.execute import RELEASE_RESCHEDULE
 from moonpool.stub.loader import LoadError
@@ -34,11 +33,11 @@ from moonpool.stub.request import InferenceRequest
 from moonpool.stub.tensor import Tensor
 from moonpool.testing.collector import Collector, Exchange
 from moonpool.testing.host import RecordingHost
-from moonpool.testing.imports import ModelImports
 from moonpool.testing.model import LoadedModel
 from moonpool.testing.outputs import check_outputs
 from moonpool.testing.request import Request
 from moonpool.testing.sequences import Sequences
+from moonpool.testing.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -80,7 +79,7 @@ class InProcessModel(LoadedModel):
         source = description.source
         folder = str(source.version_directory)
         folders = [str(source.model_directory), folder, str(source.file.parent)]
-        self._imports = ModelImports(folder, folders, host)
+        self._surroundings = Surroundings(folder, folders, host, self._to_log)
         group = description.config.instance_groups[0]
         name, kind = f"{group.name}_0", group.kind
         host.asker, host.instance = description, name
@@ -99,7 +98,7 @@ class InProcessModel(LoadedModel):
                 self._model = Model(start, found)
                 self._model.initialize()
         except BaseException:
-            self._imports.close()
+            self._surroundings.close()
             raise
         self._args: dict[str, str] = start["args"]
         self._input_names: list[str] = start["inputs"]
@@ -124,12 +123,9 @@ class InProcessModel(LoadedModel):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Inside, the model's code runs: it has its imports, and the log. Raises `LoadFailed` for `LoadError`."""
-        logger.set_sink(self._to_log)
-        # Which of them are wanted, the test says by its own logging.
-        logger.set_levels(True, True, True, True)
+        """Inside, the model's code runs, in its surroundings. Raises `LoadFailed` for `LoadError`."""
         try:
-            with self._imports.active():
+            with self._surroundings.active():
                 yield
         except LoadError as error:
             cause = error.__cause__
@@ -344,9 +340,7 @@ class InProcessModel(LoadedModel):
             with self._calling():
                 self._model.finalize()
         finally:
-            self._imports.close()
-            logger.set_sink(None)
-            logger.set_levels(True, True, True, False)
+            self._surroundings.close()
             self._also_close()
 
 

@@ -48,10 +48,10 @@ def load(
     is named; `config`, in the JSON form of `config.pbtxt`, goes before what the directory says. The model is imported in
     this interpreter, whatever environment its configuration names.
 
-    `models` are those that it may send requests to: functions, as `RecordingHost` describes them, models that were loaded for
-    tests, or sources of further ones, which see the same `models`. `backend_directory` is as in `Runtime`. `timeout_s` is how long to wait for responses after
-    `execute` has returned. `checks_outputs` says whether outputs of another datatype or shape than the configuration's
-    raise `BadOutput`.
+    `models` are those that it may send requests to: functions, as `RecordingHost` describes them, models that were
+    loaded for tests, or sources of further ones, which see the same `models`. `backend_directory` is as in `Runtime`.
+    `timeout_s` is how long to wait for responses after `execute` has returned. `checks_outputs` says whether outputs of
+    another name, datatype or shape than the configuration's raise `BadOutput`.
 
     Raises `LoadFailed` (caused by what the model raised), `ConfigError`, `RepositoryError`, `ModelNotFound`.
     """
@@ -63,7 +63,7 @@ def load(
         return InProcessModel(
             _description(source, name, config, backends),
             source if isinstance(source, type) else None,
-            RecordingHost(targets, metrics),
+            RecordingHost(targets, models or {}, metrics),
             timeout_s,
             backend_dir=backends.python_folder(),
             checks_outputs=checks_outputs,

@@ -52,7 +52,7 @@ class LoadedModel(ABC):
     def stream(
         self, request: Request | Mapping[str, Any] | None = None, /, **inputs: Any
     ) -> Generator[Response, None, bool]:
-        """As `responses`, each when it is there. Closing the iterator before its end cancels the request."""
+        """As `responses`, each when it is there. The first `next` sends the request, closing the iterator cancels it."""
         return self._stream(_as_request(request, inputs))
 
     def infer_batch(self, requests: Sequence[Request | Mapping[str, Any]]) -> list[Response]:

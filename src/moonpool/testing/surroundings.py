@@ -1,7 +1,7 @@
-"""The process's imports as one model has them, where several models may live in one process.
+"""What a stub is to its one model, where several models may live in one process: imports, a host, a log.
 
-Every version's file is called `1.model` or the like, and brings its neighbours under names as common. A stub has one model;
-here the modules and folders of the model that runs are in place, and those of the others are not.
+Every version's file is called `1.model` or the like, and brings its neighbours under names as common. Here the modules and
+folders of the model that runs are in place, and those of the others are not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from moonpool.stub import host, pb_utils
+from moonpool.stub import host, logger, pb_utils
 from moonpool.stub.loader import UTILITIES
 
 if TYPE_CHECKING:
@@ -21,18 +21,22 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from moonpool.stub.host import Host
+    from moonpool.stub.logger import Sink
 
 _switching = threading.RLock()
 
 
-class ModelImports:
-    """What `import` finds, and whom `pb_utils` asks, while one model is the current one of the process."""
+class Surroundings:
+    """What `import` finds, and whom `pb_utils` asks and tells, while one model is the current one of the process."""
 
-    _current: ModelImports | None = None
+    _current: Surroundings | None = None
 
-    def __init__(self, version_directory: str, folders: Iterable[str], asks: Host) -> None:
+    def __init__(
+        self, version_directory: str, folders: Iterable[str], asks: Host, log: Sink
+    ) -> None:
         """`folders` hold the model's files; `asks` is the host of the model."""
         self._version_directory = version_directory
+        self._log = log
         self._folders = tuple(os.path.realpath(folder) + os.sep for folder in folders)
         self._host = asks
         self._modules: dict[str, ModuleType] = {}
@@ -45,7 +49,7 @@ class ModelImports:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside, this model is the current one; it stays so afterwards unless another one was."""
-        before = ModelImports._current
+        before = Surroundings._current
         self._switch(self)
         try:
             yield
@@ -56,20 +60,20 @@ class ModelImports:
     def close(self) -> None:
         """The model is gone: the process has its own imports again."""
         with _switching:
-            if ModelImports._current is self:
+            if Surroundings._current is self:
                 self._switch(None)
 
     @staticmethod
-    def _switch(to: ModelImports | None) -> None:
+    def _switch(to: Surroundings | None) -> None:
         with _switching:
-            current = ModelImports._current
+            current = Surroundings._current
             if current is to:
                 return
             if current is not None:
                 current._take_out()
             if to is not None:
                 to._put_in()
-            ModelImports._current = to
+            Surroundings._current = to
 
     def _put_in(self) -> None:
         self._modules_before = dict(sys.modules)
@@ -78,6 +82,9 @@ class ModelImports:
         sys.path.extend(self._path)
         pb_utils.set_model_dir(self._version_directory)
         host.use(self._host)
+        # Which messages are wanted, the test says by its own logging.
+        logger.set_levels(True, True, True, True)
+        logger.set_sink(self._log)
 
     def _take_out(self) -> None:
         before = self._modules_before
@@ -97,6 +104,8 @@ class ModelImports:
                 self._path.append(folder)
         pb_utils.set_model_dir("")
         host.use(None)
+        logger.set_levels(True, True, True, False)
+        logger.set_sink(None)
 
     def _owns(self, module: ModuleType) -> bool:
         file = getattr(module, "__file__", None)
