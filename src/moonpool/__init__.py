@@ -20,6 +20,7 @@ from moonpool.runtime.errors import (
     ModelUnavailable,
     RequestTimedOut,
     RuntimeClosed,
+    SequenceLost,
     StubDied,
 )
 from moonpool.runtime.progress import Progress
@@ -58,6 +59,7 @@ __all__ = [
     "ResponseStream",
     "Runtime",
     "RuntimeClosed",
+    "SequenceLost",
     "StubDied",
     "exit_on_sigterm",
 ]

@@ -13,8 +13,7 @@ from tests.e2e.hosting import MODELS, hosted, tensor
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.errors import SequenceLost
-from moonpool.runtime.stream import ResponseStream
+from moonpool import ResponseStream, SequenceLost
 
 PATIENCE_S = 30.0
 FOR_EVER = 10_000_000

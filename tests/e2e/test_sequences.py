@@ -18,8 +18,7 @@ from tests.e2e.hosting import MODELS, hosted, tensor
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.errors import SequenceLost
-from moonpool.runtime.stream import ResponseStream
+from moonpool import ResponseStream, SequenceLost
 
 START, END = 1, 2
 PATIENCE_S = 30.0

@@ -1,0 +1,150 @@
+"""Many sequences at once, with callers that leave and processes that die: no sum is wrong, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import MODELS, hosted, options
+from tests.e2e.test_iterative import config as countdown
+from tests.e2e.test_sequences import END, PATIENCE_S, START, STRATEGIES, config
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import SequenceLost
+
+STORM_S = 4.0
+CLIENTS = 12
+UNTIRING = options(MAX_RESTARTS=1000, RESTART_BACKOFF_S=0, RESTART_BACKOFF_MAX_S=0)
+
+
+class Storm:
+    """Clients with a sequence each, again and again. What became of their requests is counted."""
+
+    def __init__(self, runtime: moonpool.Runtime) -> None:
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._until = time.monotonic() + STORM_S
+
+    def client(self, number: int) -> None:
+        dice = random.Random(number)
+        while time.monotonic() < self._until:
+            self._sequence(number + 1, dice)
+
+    def _sequence(self, which: int, dice: random.Random) -> None:
+        steps = dice.randint(1, 12)
+        wanted = 0.0
+        for step in range(steps):
+            x = float(dice.randint(1, 9))
+            flags = START * (step == 0) | END * (step == steps - 1)
+            dies, leaves = dice.random() < 0.004, dice.random() < 0.03
+            try:
+                wanted += x
+                response = self._runtime.request(
+                    "m",
+                    {"X": np.full((1, 1), -1 if dies else x, np.float32)},
+                    timeout_s=0.0005 if leaves else PATIENCE_S,
+                    correlation_id=which,
+                    flags=flags,
+                )
+            except moonpool.MoonpoolError as error:
+                self._count(type(error).__name__)
+                return  # what the model has of the sequence is not known any more
+            self._count("answered")
+            found = float(
+                str(response.outputs["Y"].item(), "utf-8").partition('"sum": ')[2].split(",")[0]
+            )
+            if found != wanted:
+                self.wrong.append(f"sequence {which}: {found} and not {wanted}")
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_whatever_happens_every_sum_is_right_and_nothing_is_left(
+    runtime: moonpool.Runtime, strategy: dict[str, Any]
+) -> None:
+    made = config(max_batch_size=2, max_sequence_idle_microseconds=200_000, **strategy)
+    made |= UNTIRING
+    with hosted(runtime, "m", MODELS / "sequences.py", made, 3):
+        storm = Storm(runtime)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for done in [pool.submit(storm.client, number) for number in range(CLIENTS)]:
+                done.result(STORM_S + 2 * PATIENCE_S)
+        assert storm.wrong == []
+        assert storm.counts["answered"] > 100
+        assert storm.counts["StubDied"]
+        assert storm.counts["RequestTimedOut"]
+        assert set(storm.counts) <= {
+            "answered",
+            "RequestTimedOut",
+            "StubDied",
+            SequenceLost.__name__,
+        }
+        check_empty(runtime)
+
+
+def check_empty(runtime: moonpool.Runtime) -> None:
+    scheduler = runtime._models.find("m").scheduler
+    wait_until(lambda: not scheduler.queued and not scheduler.executing)
+    sequencer = scheduler._room._sequencer  # type: ignore[attr-defined]
+    assert not sequencer._executing
+    wait_until(lambda: not sequencer._open, what="idle sequences to end by themselves")
+    assert not sequencer._idle
+    assert not sequencer._backlog
+    slots = sum(len(table.slots) for table in sequencer._tables.values())
+    assert len(sequencer._free) == slots
+
+
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_generations_that_are_left_and_killed_leave_nothing(
+    runtime: moonpool.Runtime, tmp_path: Path, *, is_decoupled: bool
+) -> None:
+    made = countdown(is_decoupled=is_decoupled, iterative_sequence=True)
+    made |= UNTIRING
+    counts: Counter[str] = Counter()
+    until = time.monotonic() + STORM_S
+
+    def client(number: int) -> None:
+        dice = random.Random(number)
+        while time.monotonic() < until:
+            steps = dice.randint(1, 20)
+            log: dict[str, Any] = {"log": str(tmp_path / "log")}
+            if dice.random() < 0.01:
+                log["dies_at"] = 1
+            leaves = dice.random() < 0.1
+            stream = runtime.stream(
+                "m",
+                {"X": np.full((1, 1), steps, np.float32)},
+                timeout_s=0.002 if leaves else PATIENCE_S,
+                parameters=log,
+            )
+            try:
+                found = [each.outputs["Y"].item() for each in stream]
+            except moonpool.MoonpoolError as error:
+                counts[type(error).__name__] += 1
+            else:
+                assert found == (list(range(steps - 1, -1, -1)) if is_decoupled else [0])
+                counts["answered"] += 1
+
+    with hosted(runtime, "m", MODELS / "generates.py", made, 2):
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for done in [pool.submit(client, number) for number in range(CLIENTS)]:
+                done.result(STORM_S + 2 * PATIENCE_S)
+        assert counts["answered"] > 50
+        assert counts["StubDied"]
+        assert counts["RequestTimedOut"]
+        assert set(counts) <= {"answered", "RequestTimedOut", "StubDied", SequenceLost.__name__}
+        check_empty(runtime)
+        wait_until(lambda: not len(runtime._models.find("m").scheduler.outcomes.open))
