@@ -33,11 +33,18 @@ class Family(NamedTuple):
 
 
 def expose(families: Iterable[Family]) -> str:
-    """The text, every line with its end. Families without samples are left out."""
-    lines = []
+    """The text, every line with its end.
+
+    Families without samples are left out, and those of one name are shown as the first one.
+    """
+    by_name: dict[str, Family] = {}
     for family in families:
-        if not family.samples:
-            continue
+        if family.samples:
+            by_name.setdefault(family.name, family._replace(samples=[])).samples.extend(
+                family.samples
+            )
+    lines = []
+    for family in by_name.values():
         lines.append(f"# HELP {family.name} {family.description.translate(_IN_DESCRIPTIONS)}\n")
         lines.append(f"# TYPE {family.name} {family.type}\n")
         lines.extend(

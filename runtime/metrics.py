@@ -109,8 +109,10 @@ class Histogram(Metric):
 class MetricRegistry:
     """The custom metrics of a runtime. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserved: Mapping[str, int] | None = None) -> None:
+        """`reserved` are the kinds of families that are kept elsewhere, by name."""
         self._lock = threading.Lock()
+        self._reserved = reserved or {}
         self._families: dict[str, Family] = {}
 
     def hold_family(self, name: str, description: str, kind: int) -> Family:
@@ -150,7 +152,7 @@ class MetricRegistry:
     def _family(self, name: str, description: str, kind: int) -> Family:
         """The one that is there, or a new one that is not there yet."""
         family = self._families.get(name)
-        if family is not None and family.kind != kind:
+        if kind != (family.kind if family is not None else self._reserved.get(name, kind)):
             raise BadMetric("Family name already exists with different type")
         return family or _new_family(name, description, kind)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.metric_kinds import COUNTER, GAUGE
 from moonpool.runtime.batcher import QueueTimeout
 from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.exposition import Family, Sample
@@ -52,6 +53,14 @@ _COUNTERS: list[tuple[str, str, Callable[[Statistics], int]]] = [
         lambda s: s.output_ns // 1000,
     ),
 ]
+
+# What models may not make something else of.
+KINDS = {
+    "nv_inference_request_success": COUNTER,
+    "nv_inference_request_failure": COUNTER,
+    **{name: COUNTER for name, _, _ in _COUNTERS},
+    "nv_inference_pending_request_count": GAUGE,
+}
 
 
 def model_families(schedulers: Iterable[Scheduler]) -> list[Family]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import Kind
 from moonpool.runtime.metrics import MetricRegistry
+from moonpool.runtime.model_metrics import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +28,7 @@ class Stubs:
         """`models` are those that the models in the stubs may ask."""
         self.models = models
         self.reactor = reactor
-        self.metrics = MetricRegistry()
+        self.metrics = MetricRegistry(KINDS)
         # A stub that is started takes those of this moment.
         self.log = log
         self._log_changing = threading.Lock()

@@ -213,6 +213,11 @@ class StubHost(Host):
             raise TritonModelException(
                 self.failure("the texts, labels or buckets of a metric are too many")
             )
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            why = f"the texts of a metric must have a UTF-8 form: {error}"
+            raise TritonModelException(self.failure(why)) from error
         self._metric_changes.start()
         number: int = self.ask(Kind.NEW_METRIC, name, description, kind, rows, buckets)["metric"]
         return number

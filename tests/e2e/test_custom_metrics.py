@@ -37,7 +37,7 @@ def run(runtime: moonpool.Runtime) -> Iterator[Run]:
 
 
 def lines(runtime: moonpool.Runtime, name: str) -> list[str]:
-    return re.findall(rf"^{name}(?:[ {{].*)$", runtime.metrics(), re.MULTILINE)
+    return re.findall(rf"^{name}[ {{].*$", runtime.metrics(), re.MULTILINE)
 
 
 def test_all_kinds_are_shown(runtime: moonpool.Runtime, run: Run) -> None:
@@ -111,6 +111,21 @@ def test_instances_and_models_share_a_metric(runtime: moonpool.Runtime, run: Run
             "message: Family name already exists with different type"
         )
     assert lines(runtime, "n") == ['n{a="b"} 5']
+
+
+def test_the_runtimes_own_names_keep_their_kind(runtime: moonpool.Runtime, run: Run) -> None:
+    said = run(
+        "family = pb_utils.MetricFamily('nv_inference_count', 'mine', pb_utils.COUNTER)\n"
+        "family.Metric({'mine': 'yes'}).increment(7)\n"
+        "try: pb_utils.MetricFamily('nv_inference_count', 'mine', pb_utils.GAUGE)\n"
+        "except pb_utils.TritonModelException as error: said = str(error)\n"
+    )
+
+    assert "Family name already exists with different type" in said
+    assert len(lines(runtime, "# HELP nv_inference_count")) == 1
+    shown = runtime.metrics().splitlines()
+    mine = shown.index('nv_inference_count{mine="yes"} 7')
+    assert shown[mine - 1].startswith("nv_inference_count{model=")
 
 
 def test_a_metric_ends_with_its_family_and_its_process(runtime: moonpool.Runtime, run: Run) -> None:
@@ -199,7 +214,7 @@ def test_a_model_cannot_have_all_metrics(runtime: moonpool.Runtime, run: Run) ->
             "the texts, labels or buckets of a metric are too many",
         ),
         ("buckets=[1.0] * 70_000", "Unexpected buckets found"),
-        ("{'a': chr(0xd800)}", "cannot be sent"),
+        ("{'a': chr(0xd800)}", "the texts of a metric must have a UTF-8 form: 'utf-8' codec"),
     ],
 )
 def test_what_is_too_much_for_a_metric_is_refused(run: Run, arguments: str, error: str) -> None:
