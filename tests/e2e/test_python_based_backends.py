@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.runtime.cli.shell import CommandLine
 from tests.runtime.recorder import Recorder
 
 import moonpool
@@ -155,6 +156,15 @@ def test_a_backend_that_is_not_there_is_told_with_where_was_looked(
     )
     assert str(folders[1] / "nobody_s" / "model.py") in text
     assert text.endswith("there are: onnxruntime, python, pytorch, speaker)")
+
+
+def test_commands_take_the_directory(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    repository, backends = folders
+    ended = CommandLine(tmp_path)(
+        "infer", repository, "one", "--backend-directory", backends, "--input", "X=[1]", "--json"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "beside the backend" in ended.stdout
 
 
 def test_a_directory_of_backends_that_is_not_there_is_told(tmp_path: Path) -> None:

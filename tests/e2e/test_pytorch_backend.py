@@ -106,6 +106,13 @@ def test_the_platform_names_the_backend(runtime: moonpool.Runtime, loaded: str) 
     assert infer(runtime, loaded, x=THREES) == {"y": [[7.0, 7.0]] * 3}
 
 
+@pytest.mark.parametrize("loaded", ["mode"], indirect=True)
+def test_the_inference_mode_is_a_parameter(runtime: moonpool.Runtime, loaded: str) -> None:
+    assert infer(runtime, loaded, x=A) == {"y": [1.0] * 3}
+    runtime.load(loaded, config={"parameters": {"INFERENCE_MODE": {"string_value": "false"}}})
+    assert infer(runtime, loaded, x=A) == {"y": [0.0] * 3}
+
+
 @pytest.mark.parametrize("loaded", ["exported"], indirect=True)
 def test_an_exported_program_is_served_in_batches(runtime: moonpool.Runtime, loaded: str) -> None:
     for rows in (1, 3):

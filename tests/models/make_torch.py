@@ -48,6 +48,12 @@ class Linear(torch.nn.Module):
         return self.layer(x)
 
 
+class Mode(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1
+        return torch.full_like(x, float(y.is_inference()))
+
+
 class Misbehaves(torch.nn.Module):
     """Does what its input says."""
 
@@ -89,6 +95,7 @@ one(
 one("half", Twice(), [("x", "BF16", "-1")], [("y", "BF16", "-1")])
 one("in_place", Twice(), [("x", "FP32", "-1")], [("y", "FP32", "-1")])
 one("texts", Twice(), [("x", "STRING", "-1")], [("y", "FP32", "-1")])
+one("mode", Mode(), [("x", *F3)], [("y", *F3)])
 one("misbehaves", Misbehaves(), [("x", *F3)], [("y", *F3)], "max_batch_size: 4")
 traced = torch.jit.trace(Linear().eval(), torch.ones(1, 3))
 traced.save(
