@@ -81,6 +81,8 @@ def prepare(wanted: Wanted, repository: ModelRepository | None, locate: Locate) 
     Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.
     """
     name, source = wanted.name, wanted.source
+    if source is not None and wanted.files is not None:
+        raise RepositoryError(f"model '{name}': give a source or files, not both")
     changes = dict(wanted.config or {})
     if wanted.instances is not None:
         changes["instance_group"] = [{"kind": "KIND_AUTO", "count": wanted.instances}]

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool")
 # How long a model that was replaced takes requests still.
 _GRACE_S = 1.0
+# How often a closing runtime looks for loads that have begun meanwhile.
+_STILL_S = 0.2
 
 
 class _Loaded:
@@ -78,7 +80,8 @@ class ModelRegistry:
         self._asks: list[tuple[str, str]] = []
         # Replaced, and not unloaded yet.
         self._retiring = 0
-        self._loading: list[HostedModel] = []
+        # Each with the model that asked for it, if one did.
+        self._loading: list[tuple[HostedModel, str | None]] = []
         self._closed = False
         self._closing, self._ended = threading.Event(), threading.Event()
         self._disowned = False
@@ -107,7 +110,7 @@ class ModelRegistry:
                 prepared.discard()
                 return
             try:
-                loaded = _Loaded(self._load_versions(prepared.models), prepared)
+                loaded = _Loaded(self._load_versions(prepared.models, asker), prepared)
             except BaseException:
                 prepared.discard()
                 raise
@@ -165,18 +168,19 @@ class ModelRegistry:
             self._retiring += 1
         _apart(act, f"moonpool-retire-{name}")
 
-    def _load_versions(self, models: Sequence[Model]) -> list[HostedModel]:
+    def _load_versions(self, models: Sequence[Model], asker: str | None) -> list[HostedModel]:
         loaded: list[HostedModel] = []
         try:
             for model in models:
                 backend = self.backends.of(model.config)
                 self.backends.initialize(backend)
                 hosted = HostedModel(backend, model, self._reactor, self._executor, self._tell)
-                self._loading.append(hosted)
+                loading = (hosted, asker)
+                self._loading.append(loading)
                 try:
                     hosted.load()
                 finally:
-                    self._loading.remove(hosted)
+                    self._loading.remove(loading)
                 loaded.append(hosted)
         except BaseException as error:
             if isinstance(error, LoadFailed):
@@ -188,8 +192,18 @@ class ModelRegistry:
 
     def give_up_loading(self) -> None:
         """Somebody who waits for loads on other threads has had enough: let them fail soon."""
-        for hosted in list(self._loading):
+        for hosted, _ in list(self._loading):
             hosted.give_up_loading()
+
+    def _wait_until_still(self) -> None:
+        """Until nothing is loaded or unloaded any more. What models asked for is not waited for."""
+        is_still = False
+        while not is_still:
+            for hosted, asker in list(self._loading):
+                if asker is not None:
+                    hosted.give_up_loading()
+            with self._lock:
+                is_still = self._changed.wait_for(lambda: not self._moving, _STILL_S)
 
     def _tell(self, subject: str, state: str, because: str) -> None:
         _log.debug("%s is %s: %s", subject, state, because)
@@ -261,9 +275,8 @@ class ModelRegistry:
             return
         self._closing.set()
         try:
-            with self._lock:
-                self._changed.wait_for(lambda: not self._moving)
-                names = list(self._models)
+            self._wait_until_still()
+            names = list(self._models)
             try:
                 in_parallel(self._unload_if_there, names, "moonpool-unload")
             finally:

@@ -335,12 +335,7 @@ def test_a_model_that_dies_while_it_waits_for_a_load_leaves_the_load_alone(
 
 
 def test_a_runtime_closes_while_a_model_waits_for_a_load(repository: Path) -> None:
-    write(
-        repository,
-        "slow",
-        SLOW,
-        'backend: "python" parameters { key: "MOONPOOL_LOAD_TIMEOUT_S" value { string_value: "2" } }',
-    )
+    write(repository, "slow", SLOW)
     inputs = {"CODE": np.array([b'pb_utils.load_model("slow")'], object)}
     with moonpool.Runtime(repository, models=["asker"]) as runtime:
         future = runtime.submit("asker", inputs)

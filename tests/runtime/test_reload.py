@@ -254,6 +254,11 @@ def test_a_configuration_of_a_model_is_no_looser_than_its_own(
         prepare(wanted, ModelRepository(repository), lambda _: None)
 
 
+def test_files_and_a_source_exclude_each_other(repository: Path) -> None:
+    with moonpool.Runtime() as runtime, pytest.raises(moonpool.RepositoryError, match="not both"):
+        runtime.load("m", repository / "m", files=made(1))
+
+
 def test_files_go_before_the_repository_s(runtime: moonpool.Runtime, own_temporary: Path) -> None:
     config: Mapping[str, Any] = {"parameters": {"a": {"string_value": "b"}}}
     runtime.load("m", files=made(7), config=config)
