@@ -23,6 +23,19 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 ONES = np.ones((1, 4), np.float32)
+COUNTER, GAUGE, HISTOGRAM = (
+    pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE, pb_utils.MetricFamily.HISTOGRAM
+)
+
+
+def family(name, kind=COUNTER):
+    return pb_utils.MetricFamily(name, "of tests", kind)
+
+
+def counted(metric):
+    metric.increment(2.5)
+    metric.increment(1)
+    return metric.value()
 
 
 def to(model, *outputs, **inputs):
@@ -123,6 +136,15 @@ SNIPPETS = [
     'pb_utils.load_model("add_sub", config="{}", files={"1/model.py": b""})',
     'pb_utils.load_model("add_sub", files=[])',
     'pb_utils.unload_model("nothing")',
+    '[counted(each.Metric(labels={"k": "v"})) for each in [family("a"), family("a")] for _ in "12"]',
+    'family("b", GAUGE).Metric().set(1)',
+    'family("c").Metric().increment(-1)',
+    'family("")',
+    '[family("d", kind) for kind in (COUNTER, GAUGE)]',
+    'family("e").Metric(labels={"": "v"})',
+    'family("f").Metric(labels={"k": 1})',
+    'family("g", HISTOGRAM).Metric(buckets=[2, 1])',
+    'family("h", HISTOGRAM).Metric(buckets=[1, 2]).value()',
     'pb_utils.is_model_ready("nothing")',
     'shown(add(details={"model_version": 1}).exec())',
     'shown(add(details={"model_version": 2}).exec())',
