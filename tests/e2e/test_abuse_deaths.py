@@ -1,0 +1,201 @@
+"""One side ends in the middle of each exchange: the other side's callers are told, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.hosting import MODELS, Config, tensor
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import LoadFailed, MoonpoolError
+from moonpool.ipc.channel import Channel
+
+FILE = MODELS / "dies_at.py"
+PATIENCE_S = 30.0
+HOWS = ("plain", "log", "large", "large remark", "error", "late", "until cancelled")
+
+
+def config(marker: Path, at: int = 0) -> Config:
+    parameters = {
+        "DIE_AT": at,
+        "MARKER": marker,
+        "MOONPOOL_ENVIRONMENT": "MOONPOOL_TEST_MARK",
+        "MOONPOOL_FINALIZE_TIMEOUT_S": 10,
+    }
+    return {
+        "input": [tensor("HOW", "STRING", -1)],
+        "output": [tensor("SAID", "STRING", -1)],
+        "model_transaction_policy": {"decoupled": True},
+        "parameters": {key: {"string_value": str(value)} for key, value in parameters.items()},
+    }
+
+
+def ask(runtime: moonpool.Runtime, how: str) -> list[object]:
+    """The texts of the responses, cut, and the error that ended them."""
+    taken: list[object] = []
+    try:
+        stream = runtime.stream("m", {"HOW": [how]}, timeout_s=PATIENCE_S)
+        if how == "until cancelled":
+            stream.close()
+            return taken
+        taken.extend(response.outputs["SAID"][0][:5] for response in stream)
+    except moonpool.RequestTimedOut:
+        raise
+    except MoonpoolError as error:
+        taken.append(error)
+    return taken
+
+
+def everything(runtime: moonpool.Runtime) -> None:
+    for how in HOWS:
+        ask(runtime, how)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_stub_may_die_at_any_message(tmp_path: Path) -> None:
+    deaths = 0
+    with moonpool.Runtime() as runtime:
+        while True:
+            marker = tmp_path / str(deaths)
+            try:
+                runtime.load("m", FILE, config=config(marker, deaths + 1))
+            except LoadFailed as error:
+                assert "killed by SIGKILL" in str(error)
+                runtime.load("m", FILE, config=config(marker))
+            everything(runtime)
+            assert ask(runtime, "plain")[-1:] == [b"last"] or ask(runtime, "plain") == [b"last"]
+            runtime.unload("m")
+            if not marker.exists():
+                break
+            deaths += 1
+    # At the least: before and after what is sent and read for each of these, and for the start and the end.
+    assert deaths > 4 * len(HOWS)
+
+
+class Countdown:
+    """Does something at the n-th message of this process, sent or read."""
+
+    def __init__(self, count: int, action: Callable[[], object]) -> None:
+        self._left = count
+        self._action = action
+        self._lock = threading.Lock()
+
+    def step(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_now = self._left == 0
+        if is_now:
+            self._action()
+
+    @property
+    def has_acted(self) -> bool:
+        return self._left <= 0
+
+    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any) -> Any:
+            self.step()
+            return method(*arguments)
+
+        return act
+
+
+METHODS = ("send", "send_fd", "receive", "receive_ready")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_runtime_may_be_closed_at_any_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    originals = {name: getattr(Channel, name) for name in METHODS}
+    for count in range(1, 1000):
+        runtime = moonpool.Runtime(drain_timeout_s=0.1)
+        closing = threading.Thread(target=runtime.close)
+        countdown = Countdown(count, closing.start)
+        for name, method in originals.items():
+            monkeypatch.setattr(Channel, name, countdown.around(method))
+        callers = [threading.Thread(target=load_and_use, args=(runtime, tmp_path / "none"))]
+        callers[0].start()
+        for caller in callers:
+            caller.join(PATIENCE_S)
+            assert not caller.is_alive(), f"a caller waits after message {count}"
+        has_acted = countdown.has_acted
+        monkeypatch.undo()
+        if has_acted:
+            closing.join(PATIENCE_S)
+            assert not closing.is_alive(), f"closing at message {count} does not end"
+        runtime.close()
+        if not has_acted:
+            break
+    assert count > 2 * len(HOWS)
+
+
+def load_and_use(runtime: moonpool.Runtime, marker: Path) -> None:
+    try:
+        runtime.load("m", FILE, config=config(marker))
+    except MoonpoolError:
+        return
+    everything(runtime)
+
+
+# A runtime that is killed at the n-th message.
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+import moonpool
+from moonpool.ipc.channel import Channel
+from tests.e2e.test_abuse_deaths import METHODS, Countdown, load_and_use
+countdown = Countdown(int(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+for name in METHODS:
+    setattr(Channel, name, countdown.around(getattr(Channel, name)))
+with moonpool.Runtime() as runtime:
+    load_and_use(runtime, Path(sys.argv[2]))
+"""
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that have the mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_runtime_may_be_killed_at_any_message(tmp_path: Path) -> None:
+    mark = str(uuid.uuid4())  # in the environment of all its stubs
+    paths = [str(Path(__file__).parents[2]), *sys.path]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "MOONPOOL_TEST_MARK": mark,
+    }
+    code = -9
+    count = 0
+    while code == -9:
+        count += 3
+        arguments = [sys.executable, "-c", PROGRAM, str(count), str(tmp_path / "none")]
+        done = subprocess.run(
+            arguments, env=environment, capture_output=True, timeout=60, check=False
+        )
+        code = done.returncode
+        assert code in (0, -9), done.stderr.decode()
+        wait_until(lambda: not marked(mark), PATIENCE_S, "the stubs' end")
+    assert count > 2 * len(HOWS)
