@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.e2e.soaking import MODELS_BY_KIND, Soak, load_all, settle
 from tests.waiting import wait_until
 
 import moonpool
@@ -126,3 +127,17 @@ def test_a_model_runs_under_another_python(runtime: moonpool.Runtime, path: str)
         with pytest.raises(moonpool.ModelError, match="ValueError: on purpose"):
             ask(runtime, "execute:exception")
         assert np.int64(ask(runtime)) == pid
+
+
+@pytest.mark.skipif(not ENVIRONMENTS, reason="MOONPOOL_TEST_ENVIRONMENTS names no environments")
+@pytest.mark.parametrize("path", ENVIRONMENTS)
+def test_all_kinds_of_requests_are_answered_under_another_python(path: str) -> None:
+    """Batches, senders, streams, coroutines, requests between models, cancellations, errors."""
+    with moonpool.Runtime() as runtime:
+        load_all(runtime, {"parameters": {"EXECUTION_ENV_PATH": {"string_value": path}}})
+        pids = [row["pid"] for name in MODELS_BY_KIND for row in runtime.instances(name)]
+
+        Soak(runtime).all(1000)
+
+        settle(runtime)
+        assert pids == [row["pid"] for name in MODELS_BY_KIND for row in runtime.instances(name)]

@@ -62,6 +62,19 @@ def until_cancelled(sender):
     sender.send(flags=FINAL)
 
 
+def ask(how):
+    """Ask the other model; the texts of its responses."""
+    tensor = pb_utils.Tensor("HOW", np.array([how.encode()], np.object_))
+    request = pb_utils.InferenceRequest(
+        inputs=[tensor], requested_output_names=["SAID"], model_name="other"
+    )
+    return [
+        response.output_tensors()[0].as_numpy()[0]
+        for response in request.exec(decoupled=True)
+        if response.output_tensors()
+    ]
+
+
 class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"])["parameters"]
@@ -79,6 +92,15 @@ class TritonPythonModel:
                 sender.send(said("x", remark="y" * 300_000))
             elif how == "log":
                 pb_utils.Logger.log_info("something")
+            elif how in ("ask", "ask late"):
+                for text in ask("late" if how == "ask late" else "plain"):
+                    sender.send(said(text))
+            elif how == "ask lost":
+                # Dropped unread: the runtime is told that nobody wants the rest.
+                tensor = pb_utils.Tensor("HOW", np.array([b"until cancelled"], np.object_))
+                pb_utils.InferenceRequest(
+                    inputs=[tensor], requested_output_names=["SAID"], model_name="other"
+                ).exec(decoupled=True).cancel()
             elif how == "error":
                 raise ValueError("on purpose")
             elif how in ("late", "until cancelled"):

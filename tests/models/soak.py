@@ -24,6 +24,20 @@ def failed(text):
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(text))
 
 
+def request_to(model, how, x):
+    batch = x.shape[:1] if model == "plain" else ()
+    hows = np.full((*batch, 1), how, np.object_)
+    inputs = [pb_utils.Tensor("HOW", hows), pb_utils.Tensor("X", x)]
+    return pb_utils.InferenceRequest(inputs=inputs, requested_output_names=["Y"], model_name=model)
+
+
+def taken(response):
+    """The output of another model's response, or its error in the words of that."""
+    if response.has_error():
+        raise ValueError(response.error().message())
+    return pb_utils.get_output_tensor_by_name(response, "Y").as_numpy()
+
+
 def alive():
     """How many objects of requests and responses there are."""
     gc.collect()
@@ -84,7 +98,39 @@ class TritonPythonModel:
 
     async def coroutine(self, requests):
         await asyncio.sleep(0)
-        return [self.answer(request) for request in requests]
+        return [await self.answer_later(request) for request in requests]
+
+    async def answer_later(self, request):
+        how = pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy().ravel()[0]
+        if how != b"ask":
+            return self.answer(request)
+        x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+        answers = await asyncio.gather(
+            *(request_to("plain", b"ok", x).async_exec() for _ in range(2))
+        )
+        y = sum(taken(answer) for answer in answers) / 2
+        return pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)])
+
+    def asker(self, requests):
+        return [self.ask(request) for request in requests]
+
+    def ask(self, request):
+        how = pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy()[0].decode()
+        x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+        if how in ("ok", "error"):
+            answer = request_to("plain", how.encode(), x[None]).exec()
+            if answer.has_error():
+                return pb_utils.InferenceResponse(error=answer.error())
+            y = taken(answer)[0]
+        else:
+            answers = request_to("stream", how.encode(), x).exec(decoupled=True)
+            if how == "until cancelled":
+                answers.cancel()
+                y = x * 2
+            else:
+                outputs = [taken(each) for each in answers if each.output_tensors()]
+                y = sum(outputs) / len(outputs)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)])
 
     def send_later(self):
         waiting = []
