@@ -278,3 +278,47 @@ def test_a_coroutine_may_reschedule(runtime: moonpool.Runtime, batching: dict[st
         for steps in (1, 5):
             inputs = {"X": np.full((1, 1), steps, np.float32)}
             assert runtime.infer("m", inputs, timeout_s=PATIENCE_S)["Y"].item() == steps
+
+
+# Callers that are models
+
+CALLER = """
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        steps = request.inputs()[0]
+        generation = pb_utils.InferenceRequest(
+            model_name="m", requested_output_names=["Y"], inputs=[steps],
+            parameters=json.loads(request.parameters()))
+        found = [each.output_tensors()[0].as_numpy().item()
+                 for each in generation.exec(decoupled=True) if each.output_tensors()]
+        return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array([found], np.float32))])
+"""
+
+
+@every_strategy
+def test_a_model_may_ask_for_a_generation(
+    serve: Serve,
+    runtime: moonpool.Runtime,
+    model_file: Callable[[str], Path],
+    batching: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    caller = config(is_decoupled=False) | {"output": [tensor("Y", "FP32", -1)]}
+    with serve(is_decoupled=True, **batching):
+        with hosted(runtime, "caller", model_file(CALLER), caller):
+            found = runtime.infer(
+                "caller",
+                {"X": np.full((1, 1), 4, np.float32)},
+                timeout_s=PATIENCE_S,
+                parameters={"log": str(tmp_path / "log")},
+            )
+        assert found["Y"].tolist() == [[3, 2, 1, 0]]
+        log = (tmp_path / "log").read_text().splitlines()
+        assert [line.split()[-1] for line in log] == ["1", "0", "0", "0"]

@@ -370,6 +370,43 @@ def test_nothing_of_a_sequence_batcher_is_without_effect(
     assert "has no effect" not in caplog.text
 
 
+FORWARDS = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.forward(request) for request in requests]
+
+    def forward(self, request):
+        asked = pb_utils.InferenceRequest(
+            model_name="m", requested_output_names=["Y"], inputs=request.inputs(),
+            request_id=request.request_id(), correlation_id=request.correlation_id(),
+            flags=request.flags())
+        answer = asked.exec()
+        if answer.has_error():
+            return pb_utils.InferenceResponse(error=answer.error())
+        return pb_utils.InferenceResponse(answer.output_tensors())
+"""
+
+
+def test_a_model_may_ask_a_model_with_sequences(
+    serve: Serve, runtime: moonpool.Runtime, model_file: Callable[[str], Path]
+) -> None:
+    forwards = config()
+    del forwards["sequence_batching"]
+    x = {"X": np.ones((1, 1), np.float32)}
+    with serve(), hosted(runtime, "forwards", model_file(FORWARDS), forwards):
+        sums = []
+        for flags in (START, 0, END):
+            found = runtime.infer(
+                "forwards", x, timeout_s=PATIENCE_S, correlation_id=9, flags=flags
+            )
+            sums.append(json.loads(found["Y"].item())["sum"])
+        assert sums == [1, 2, 3]
+        with pytest.raises(moonpool.ModelError, match="sequence 9 to model 'm' must specify"):
+            runtime.infer("forwards", x, timeout_s=PATIENCE_S, correlation_id=9)
+
+
 # Callers that leave, models that unload, processes that die
 
 
