@@ -53,6 +53,8 @@ def models(both: Both, repository: Path) -> Iterator[None]:
     for number, batching in enumerate(STRATEGIES):
         names.append(f"iterative_{number}")
         write(repository, names[-1], "generates.py", f"iterative_sequence: true {batching}")
+    names.append("texts")
+    write(repository, names[-1], "sequences.py", TEXTS)
     with ThreadPoolExecutor(len(names)) as threads:
         assert [*threads.map(both.triton.load, names)] == [None] * len(names)
         assert [both.moonpool.load(name) for name in names] == [None] * len(names)
@@ -105,6 +107,9 @@ BATCHERS = [
     ),
     ("oldest { max_candidate_sequences: 8 }" + CONTROLS, 0),
 ]
+TEXTS = """
+control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING } }
+"""
 STRATEGIES = ["", "oldest { max_candidate_sequences: 2 }"]
 
 
@@ -131,6 +136,13 @@ def test_rescheduled_requests_come_again_alike(both: Both, tmp_path: Path, numbe
         ]
         found.append(([said_briefly(each) for each in outcomes], log.read_text()))
     assert found[0] == found[1]
+
+
+def test_an_id_that_is_given_to_the_model_as_text_arrives_here(both: Both) -> None:
+    what = "unexpected number of string elements 2 for inference input 'ID', expecting 1"
+    assert said(ask(both.triton, "texts", "some.s", 1)) == ("INVALID_ARG", what)
+    ours = said(ask(both.moonpool, "texts", "some.s", 1))
+    assert ours["controls"] == {"ID": ["object", [1, 1], "b'some.'"]}
 
 
 def said_briefly(outcome: Outcome) -> Any:
