@@ -64,8 +64,8 @@ def measure(report: Report, quick: bool) -> None:
             model.values,
             headline=size == 4,
         )
-        report.figure("the runtime's caller asks the same", "µs", caller.values)
-        report.figure("ratio", "", model.over(caller), headline=size == 4)
+        report.figure(f"the program asks it, two inputs of {words}", "µs", caller.values)
+        report.figure(f"ratio, two inputs of {words}", "", model.over(caller), headline=size == 4)
     rates = [1e6 / value for value in series["model 4"].values]
     report.figure("requests of one model to another", "requests/s", rates, goal="10,000")
     report.note("The two are measured in turns; a model's request makes the same trip twice.")

@@ -16,4 +16,5 @@ from tests.leaks import Holdings, left_since
 def _leaves_nothing_behind() -> Iterator[None]:
     before = Holdings()
     yield
-    assert left_since(before) == []
+    left = left_since(before)
+    assert left == [], left

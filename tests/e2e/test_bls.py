@@ -70,6 +70,10 @@ def test_a_model_asks_another_one(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "once").tolist() == [0, 1, 4, 9]
 
 
+def test_where_no_outputs_are_named_all_come(runtime: moonpool.Runtime) -> None:
+    assert do(runtime, "unnamed").tolist() == [0, 1, 4, 9]
+
+
 def test_a_model_asks_for_as_long_as_it_likes(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "often", times=1000).tolist() == ((X + 999) ** 2).tolist()
 

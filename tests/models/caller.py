@@ -20,7 +20,10 @@ KEPT = []
 def request(x, model="square", name="X", output="Y", **options):
     inputs = [pb_utils.Tensor(name, x)] if isinstance(x, np.ndarray) else x
     return pb_utils.InferenceRequest(
-        model_name=model, inputs=inputs, requested_output_names=[output], **options
+        model_name=model,
+        inputs=inputs,
+        requested_output_names=[output] if output else [],
+        **options,
     )
 
 
@@ -38,6 +41,11 @@ def often(x, times):
     for i in range(times):
         y = once(x + i)
     return y
+
+
+def unnamed(x):
+    """Names no outputs."""
+    return y_of(request(x, output="").exec())
 
 
 def error(x, **options):
@@ -193,10 +201,8 @@ def streamed(x, size=4):
         seen.append([float(t.as_numpy().max()) for t in response.output_tensors()])
         if len(seen) == 2:
             break
-    firsts = len(seen)
-    for number, response in enumerate(responses):
-        if number >= firsts:
-            seen.append([float(t.as_numpy().max()) for t in response.output_tensors()])
+    for response in responses:
+        seen.append([float(t.as_numpy().max()) for t in response.output_tensors()])
     again = [len(response.output_tensors()) for response in responses]
     return json.dumps([seen, again])
 
