@@ -211,7 +211,7 @@ class CallDesk:
             try:
                 write_outputs(outcome.outputs, self._link.loans, blocks, rows)
                 parameters = dict(outcome.parameters) or None
-            except MoonpoolError as failure:
+            except Exception as failure:  # a backend may have answered with anything
                 self._unlend(blocks)
                 blocks, rows = [], []
                 error = _wire_error(failure)
@@ -248,7 +248,10 @@ class CallDesk:
         self._answer(call, error, True)
 
     def leave_deserted(self) -> None:
-        """End the calls of a batch that nobody waits for any more. From any thread."""
+        """End the calls of a batch that nobody waits for any more. From any thread.
+
+        Who made them is not known: where others wait, it may have been for those.
+        """
         batch = self._link.replies.deserted
         if batch and self._calls:
             self._reactor.call_soon(lambda: self._leave_batch(batch))

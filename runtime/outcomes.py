@@ -91,10 +91,10 @@ class Outcomes:
         if not requests:
             return
         now_ns = time.monotonic_ns()
-        waits_ns = [now_ns - request.queued_ns for request in requests if not request.fills_place]
+        fail_ns = sum(now_ns - request.queued_ns for request in requests)
         with self._lock:
             now_ms = time.time_ns() // 1_000_000
-            self.statistics.record_failures(now_ms, len(waits_ns), sum(waits_ns), reason_of(error))
+            self.statistics.record_failures(now_ms, len(requests), fail_ns, reason_of(error))
             resolved = self.done(requests, error)
         self.leave(resolved)
 

@@ -75,9 +75,11 @@ class Replies:
 
     @property
     def deserted(self) -> int:
-        """The number of the batch that is executing, where nobody waits for it any more, else 0."""
-        batch, requests = self._executing
-        return batch if all(request.left for request in requests) else 0
+        """The number of the batch that is executing, where nobody waits for anything any more, else 0."""
+        with self._lock:
+            batch, requests = self._executing
+            some_wait = any(not each.left for each in (*requests, *self._open.values()))
+            return 0 if some_wait else batch
 
     def key_of(self, request: InferenceRequest) -> Key | None:
         """The numbers of a request that is executing or open."""

@@ -10,6 +10,7 @@ Sending takes no lock either: whoever has the turn sends what is there, so a des
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -127,13 +128,16 @@ class Calls:
     def abandon(self, call: Call) -> None:
         """Nobody looks at the answers any more. Also for destructors."""
         call.is_wanted = False
-        while call.inbox:
-            self._discard(call.inbox.popleft())
+        self._discard(call)
         self.withdraw(call)
 
-    def _discard(self, fields: list[Any]) -> None:
-        if fields[0] == _REPLY:
-            self.let_go.extend([(region, offset) for region, offset, _ in fields[4]])
+    def _discard(self, call: Call) -> None:
+        inbox = call.inbox
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            while inbox:
+                fields = inbox.popleft()
+                if fields[0] == _REPLY:
+                    self.let_go.extend([(region, offset) for region, offset, _ in fields[4]])
 
     def disown(self) -> None:
         """This is a fork of the process that the channel belongs to: it must not touch it."""
@@ -221,10 +225,11 @@ class Calls:
             return
         if is_last:
             call.keeps = None
-        if not call.is_wanted:
-            self._discard(fields)
-            return
         call.inbox.append(fields)
+        # In this order: whoever abandons it meanwhile may have looked before.
+        if not call.is_wanted:
+            self._discard(call)
+            return
         notify = call.notify
         if notify is None:
             call.ring()

@@ -129,6 +129,7 @@ class StubHost(Host):
     ) -> InferenceResponse | None:
         """Send a request; returns a response that says why where it cannot be sent."""
         placed = None
+        let_go = self._calls.take_let_go()
         try:
             _check_fields(request)
             placed = Placed(self._regions, request._inputs)
@@ -139,7 +140,7 @@ class StubHost(Host):
                 request._model_version,
                 decoupled,
                 request._timeout_us,
-                self._calls.take_let_go(),
+                let_go,
                 placed.blocks,
                 placed.rows,
                 request._requested_output_names,
@@ -147,6 +148,7 @@ class StubHost(Host):
             )
         except MoonpoolError as error:
             self._calls.forget(call)
+            self._calls.let_go.extend(let_go)
             if placed is not None:
                 placed.take_back()
             text = f"Model {request._model_name} - Error when running inference: {error}"

@@ -12,8 +12,14 @@ from moonpool.runtime.open_requests import OpenRequests
 from moonpool.runtime.replies import Replies
 
 
+class Request:
+    """What is read of one here."""
+
+    left = fills_place = False
+
+
 def requests(count: int) -> list[Any]:
-    return [object() for _ in range(count)]
+    return [Request() for _ in range(count)]
 
 
 def test_a_response_may_come_before_the_answer_to_its_batch_and_after() -> None:
@@ -70,6 +76,19 @@ def test_a_closed_link_has_no_requests() -> None:
     replies.begin(8, [b])
     replies.close()
     assert replies.key_of(a) is replies.key_of(b) is None
+
+
+def test_a_batch_is_deserted_when_nobody_waits_for_anything() -> None:
+    """What was called meanwhile may be for a request that is open."""
+    replies, (opened, executing) = Replies(), requests(2)
+    replies.begin(7, [opened])
+    replies.answered([OPEN])
+    replies.begin(8, [executing])
+    seen = [replies.deserted]
+    for request in (executing, opened):
+        request.left = True
+        seen.append(replies.deserted)
+    assert seen == [0, 0, 8]
 
 
 # The same as the scheduler counts it
