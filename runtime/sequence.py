@@ -56,15 +56,24 @@ class Sequence(Generic[R]):
         """What may be executed next, if anything may at the moment."""
         return self.waiting[0][0] if self.waiting and self.executing is None else None
 
+    def place_of(self, request: R) -> int | None:
+        """How many requests wait before this one; None where it does not wait."""
+        for place, (each, _) in enumerate(self.waiting):
+            if each is request:
+                return place
+        return None
+
 
 class Table(Generic[R]):
     """The slots of one instance."""
 
-    __slots__ = ("order", "queue", "slots")
+    __slots__ = ("limit", "order", "queue", "slots")
 
-    def __init__(self, order: int, slots: int, queue: Queue[R] | None) -> None:
+    def __init__(self, order: int, limit: int, queue: Queue[R] | None) -> None:
         self.order = order
-        self.slots: list[Sequence[R] | None] = [None] * slots
+        # How many slots there can be, of which those have a place in the list that were ever used.
+        self.limit = limit
+        self.slots: list[Sequence[R] | None] = []
         # Of first requests, where batches are made of the oldest.
         self.queue = queue
 
@@ -81,7 +90,7 @@ class Table(Generic[R]):
         if not ready:
             return [], None
         oldest, oldest_ns = min(ready, key=lambda head: head[1])
-        if len(ready) < utilization * len(self.slots) and now_ns < oldest_ns + delay_ns:
+        if len(ready) < utilization * self.limit and now_ns < oldest_ns + delay_ns:
             return [], oldest_ns + delay_ns
         batch: list[R | None] = []
         for place, sequence in enumerate(self.slots):

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from moonpool.runtime.batcher import Queue
 from moonpool.runtime.config import DynamicBatching
-from moonpool.runtime.errors import InvalidRequest, SequenceLost
+from moonpool.runtime.errors import InvalidRequest, SequenceLost, own
 from moonpool.runtime.sequence import END, START, R, Sequence, Table
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Sequencer(Generic[R, S]):
         self._open: dict[CorrelationId, Sequence[R]] = {}
         self._tables: dict[S, Table[R]] = {}
         self._joined = 0
-        # (slot, order of its table, table); tables of instances that left are dropped when they come up.
+        # (slot, order of its table, table): slots that were given up, and the first that was never used.
         self._free: list[tuple[int, int, Table[R]]] = []
         self._backlog: OrderedDict[Sequence[R], None] = OrderedDict()
         self._idle: OrderedDict[Sequence[R], int] = OrderedDict()
@@ -102,7 +102,7 @@ class Sequencer(Generic[R, S]):
             raise self._not_started(request)
         if sequence is not None and sequence.lost is not None:
             if not starts:
-                raise sequence.lost
+                raise own(sequence.lost)
             self._forget(sequence)
             sequence = None
         is_conflict = bool(starts) and sequence is not None and not sequence.is_closed
@@ -143,12 +143,11 @@ class Sequencer(Generic[R, S]):
     def remove(self, request: R, now_ns: int) -> bool:
         """Take out a cancelled request. False if it does not wait here (any more)."""
         sequence = self._open.get(request.correlation_id)
-        waiting = [] if sequence is None else [each for each, _ in sequence.waiting]
-        if sequence is None or not any(each is request for each in waiting):
+        place = None if sequence is None else sequence.place_of(request)
+        if sequence is None or place is None:
             return False
         if sequence.head is request and sequence.table and sequence.table.queue is not None:
             sequence.table.queue.remove(request)
-        place = next(i for i, each in enumerate(waiting) if each is request)
         del sequence.waiting[place]
         self._count -= 1
         if request.flags & START:
@@ -221,8 +220,7 @@ class Sequencer(Generic[R, S]):
         self._joined += 1
         table: Table[R] = Table(self._joined, batching.slots, queue)
         self._tables[instance] = table
-        for number in range(batching.slots):
-            heappush(self._free, (number, table.order, table))
+        heappush(self._free, (0, table.order, table))
         self._fill(now_ns)
 
     def leave(self, instance: S, now_ns: int) -> None:
@@ -309,7 +307,11 @@ class Sequencer(Generic[R, S]):
         """Put it into a slot, if one is free."""
         if not self._free:
             return False
-        number, _, table = heappop(self._free)
+        number, order, table = heappop(self._free)
+        if number == len(table.slots):
+            table.slots.append(None)
+            if len(table.slots) < table.limit:
+                heappush(self._free, (number + 1, order, table))
         table.slots[number] = sequence
         sequence.table = table
         return True

@@ -461,3 +461,23 @@ def test_a_rescheduled_request_is_lost_with_its_instance() -> None:
     assert hall.sequencer.again(hall.asked["2s"], 0) is False
     assert hall.form() == []
     assert set(hall.failed) == {"1s"}
+
+
+def test_as_many_slots_as_a_configuration_can_ask_for_cost_nothing() -> None:
+    for make in (Hall, oldest):
+        hall = make(slots=2**31 - 1)
+        hall.add("1s", "2s")
+        assert hall.run() == [["1s", "2s"]]
+
+
+def test_everybody_who_is_told_of_a_loss_gets_an_error_of_their_own() -> None:
+    hall = Hall()
+    hall.add("1s")
+    hall.run()
+    hall.sequencer.leave("A", 0)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(SequenceLost) as caught:
+            hall.add("1a")
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]

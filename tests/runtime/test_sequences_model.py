@@ -175,7 +175,15 @@ class Promises(RuleBasedStateMachine):
             return
         tables = self.sequencer._tables
         taken = [each for table in tables.values() for each in table.slots if each]
-        assert len(taken) + len(self.sequencer._free) == len(tables) * self.config.slots
+        free = [
+            (number, table)
+            for table in tables.values()
+            for number in range(min(len(table.slots) + 1, table.limit))
+            if number == len(table.slots) or table.slots[number] is None
+        ]
+        assert sorted((number, table.order) for number, table in free) == sorted(
+            entry[:2] for entry in self.sequencer._free
+        )
         assert all(self.sequencer._open[each.id] is each for each in taken)
         assert not (self.sequencer._free and self.sequencer._backlog)
         for each in self.sequencer._open.values():
