@@ -1,0 +1,159 @@
+"""What a stub is lent, what it may hand on, and when it has to be told of memory that is gone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.memory import lease_of
+from moonpool.ipc.messages import Side
+from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.loans import SHARED_BYTES, Loans
+from moonpool.runtime.regions import new_region
+
+
+class Borrower:
+    """The loans of one stub, and memory of another one."""
+
+    def __init__(self) -> None:
+        self.announced: list[int] = []
+        self.told: list[int] = []
+        self.loans = self.new_loans()
+        self.other = new_region(0, 4 * SHARED_BYTES, None)
+        self.returned: deque[object] = deque()
+
+    def new_loans(self, *, is_private: bool = False) -> Loans:
+        first = new_region(0, 1 << 16, None)
+        return Loans(self._announce, first, None, is_private=is_private)
+
+    def _announce(self, region: SharedRegion, writer: Side) -> None:
+        assert writer is Side.RUNTIME
+        self.announced.append(region.id)
+
+    def array(self, size_bytes: int = SHARED_BYTES) -> np.ndarray:
+        """An array in the memory of the other stub."""
+        lease = self.other.lease(64, size_bytes, self.returned.append, "place")
+        return np.ndarray((size_bytes,), np.uint8, lease)
+
+    def tidy(self) -> list[int]:
+        self.told.clear()
+        self.loans.tidy(self.told.append)
+        return self.told
+
+    def close(self) -> None:
+        self.loans.close()
+        self.other.close()
+
+
+@pytest.fixture
+def borrower() -> Iterator[Borrower]:
+    borrower = Borrower()
+    yield borrower
+    borrower.close()
+
+
+def test_large_memory_of_another_stub_is_lent_and_announced_once(borrower: Borrower) -> None:
+    for _ in range(3):
+        lent = borrower.loans.lend(borrower.array(), keep=True)
+        assert lent == ([borrower.other.id, 64, SHARED_BYTES], 0)
+    assert borrower.announced == [borrower.other.id]
+    assert not borrower.returned
+
+    borrower.loans.take_back([(borrower.other.id, 64)] * 3)
+    assert list(borrower.returned) == ["place"] * 3
+
+
+def test_a_part_of_an_array_is_lent_as_its_block_and_where_it_lies_in_it(
+    borrower: Borrower,
+) -> None:
+    part = borrower.array(2 * SHARED_BYTES)[128 : 128 + SHARED_BYTES]
+    assert borrower.loans.lend(part) == ([borrower.other.id, 64, 2 * SHARED_BYTES], 128)
+
+
+@pytest.mark.parametrize("what", ["small", "elsewhere", "scattered"])
+def test_what_is_not_worth_it_is_copied(borrower: Borrower, what: str) -> None:
+    arrays = {
+        "small": borrower.array(SHARED_BYTES - 1),
+        "elsewhere": np.zeros(SHARED_BYTES, np.uint8),
+        "scattered": borrower.array(2 * SHARED_BYTES)[::2],
+    }
+    assert borrower.loans.lend(arrays[what]) is None
+    assert borrower.announced == []
+
+
+def test_memory_of_a_private_stub_is_seen_by_nobody_and_it_sees_nobodys(borrower: Borrower) -> None:
+    private = borrower.new_loans(is_private=True)
+    assert private.lend(borrower.array()) is None
+    block = private.allocate(SHARED_BYTES)
+    lease = block.region.lease(block.offset, SHARED_BYTES, borrower.returned.append, None)
+    assert borrower.loans.lend(np.ndarray((SHARED_BYTES,), np.uint8, lease)) is None
+    private.close()
+
+
+def test_memory_that_was_given_up_before_it_was_announced_is_copied(borrower: Borrower) -> None:
+    array = borrower.array()
+    borrower.other.close()
+    assert borrower.loans.lend(array) is None
+
+
+def test_the_stub_is_told_when_lent_memory_is_gone_and_nothing_of_it_is_lent(
+    borrower: Borrower,
+) -> None:
+    lent = borrower.loans.lend(borrower.array(), keep=True)
+    assert lent is not None
+    assert borrower.tidy() == []
+    borrower.other.close()
+    assert borrower.tidy() == []
+    borrower.loans.take_back([lent[0]])
+    assert borrower.tidy() == [borrower.other.id]
+    assert borrower.tidy() == []
+
+
+def test_what_is_lent_can_be_handed_on_also_when_its_region_was_closed(borrower: Borrower) -> None:
+    array = borrower.array()
+    array[:] = 7
+    borrower.loans.lend(array, keep=True)
+    del array
+    borrower.other.close()
+
+    handed_on = borrower.loans.open(borrower.other.id, 64, SHARED_BYTES)
+    borrower.loans.take_back([(borrower.other.id, 64)])
+    assert not borrower.returned
+    assert handed_on.min() == handed_on.max() == 7
+    assert lease_of(handed_on[:8]) is handed_on
+    del handed_on
+    assert list(borrower.returned) == ["place"]
+
+
+def test_a_block_of_ours_is_free_when_the_stub_and_all_others_let_go_of_it(
+    borrower: Borrower,
+) -> None:
+    loans = borrower.loans
+    block = loans.allocate(100, keep=True)
+    handed_on = loans.open(block.region.id, block.offset, 100)
+    loans.take_back([(block.region.id, block.offset)])
+    assert loans.used_bytes > 0
+    del handed_on
+    assert loans.used_bytes == 0
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 64])
+def test_what_a_stub_does_not_have_it_can_neither_hand_on_nor_give_back(
+    borrower: Borrower, size_bytes: int
+) -> None:
+    block = borrower.loans.allocate(64, keep=True)
+    place = (block.region.id, block.offset)
+    for wrong in ((place[0], place[1] + 64), (place[0] + 10_000, place[1])):
+        with pytest.raises(RemoteProtocolError):
+            borrower.loans.open(*wrong, size_bytes)
+        with pytest.raises(RemoteProtocolError):
+            borrower.loans.take_back([wrong])
+    with pytest.raises(RemoteProtocolError):
+        borrower.loans.open(*place, 65)
+    borrower.loans.take_back([place])
+    with pytest.raises(RemoteProtocolError):
+        borrower.loans.take_back([place])

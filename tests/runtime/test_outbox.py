@@ -1,0 +1,130 @@
+"""What is sent to a stub that is behind with reading, and calls that end at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.waiting import wait_until
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import calls_codec
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.calls import Call, Deadlines
+from moonpool.runtime.loans import Loans
+from moonpool.runtime.outbox import Outbox
+from moonpool.runtime.reactor import Reactor
+from moonpool.runtime.regions import new_region
+
+
+class Ends:
+    """An outbox whose channel the reactor watches, and what the other end reads."""
+
+    def __init__(self) -> None:
+        self.reactor = Reactor()
+        self.channel, end = Channel.pair()
+        self.peer = Channel(end)
+        self.regions: dict[int, SharedRegion] = {}
+        first = new_region(0, 1 << 16, None)
+        self.regions[first.id] = first
+        self.loans = Loans(lambda each, _: self.regions.update({each.id: each}), first, None)
+        self.outbox = Outbox(self.channel, self.reactor)
+        self.errors: list[BaseException] = []
+        self.reactor.watch(self.channel.fileno(), self._ready)
+        self._codec = calls_codec(Side.STUB)
+
+    def _ready(self) -> None:
+        try:
+            self.outbox.flush()
+        except RemoteProtocolError as error:
+            self.errors.append(error)
+            self.reactor.forget(self.channel.fileno())
+
+    def send(self, number: int, text: str = "") -> None:
+        self.outbox.send((Kind.DONE, number, [1, text], {}), self.loans)
+
+    def receive(self) -> list[object]:
+        fields = self._codec.decode(self.peer.receive())
+        if fields[0] == Kind.INDIRECT:
+            region, offset, size_bytes = fields[1:]
+            memory = self.regions[region].memory()
+            fields = self._codec.decode(bytes(memory[offset : offset + size_bytes]))
+            self.loans.take_back([(region, offset)])
+        return fields
+
+    def close(self) -> None:
+        self.reactor.call_soon(lambda: self.reactor.forget(self.channel.fileno()))
+        self.reactor.close()
+        self.channel.close()
+        self.peer.close()
+        self.loans.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+def test_what_does_not_fit_the_socket_comes_later_and_in_order(ends: Ends) -> None:
+    for number in range(5000):
+        ends.send(number)
+
+    assert [ends.receive()[1] for _ in range(5000)] == list(range(5000))
+    ends.send(5000)
+    assert ends.receive()[1] == 5000
+    assert ends.errors == []
+
+
+def test_a_large_message_lies_in_memory_until_it_was_read(ends: Ends) -> None:
+    ends.send(1, "x" * 100_000)
+
+    assert ends.loans.is_kept
+    assert ends.receive()[2] == [1, "x" * 100_000]
+    assert not ends.loans.is_kept
+    assert ends.loans.used_bytes == 0
+
+
+def test_a_stub_that_reads_nothing_is_given_up_at_some_size(ends: Ends) -> None:
+    number = 0
+    while not ends.outbox.is_full:
+        number += 1
+        ends.send(number, "x" * 30_000)
+    assert ends.errors == []
+    for more in range(number):
+        ends.send(number + more, "x" * 30_000)
+
+    def errors() -> list[BaseException]:
+        ends.peer.receive_ready()  # of what the socket held, so that there is room
+        return ends.errors
+
+    (error,) = wait_until(errors)
+    assert "bytes unread" in str(error)
+
+
+def call(number: int) -> Call:
+    return Call(number, "m", lambda *_: None, takes_many=False, batch=0)
+
+
+def test_calls_are_due_in_the_order_of_their_times() -> None:
+    deadlines = Deadlines()
+    calls = {when: call(when) for when in (3, 1, 2)}
+    for when, each in calls.items():
+        deadlines.add(when, each)
+
+    assert deadlines.next_s == 1
+    assert [each.number for each in deadlines.due(2)] == [1, 2]
+    assert deadlines.next_s == 3
+
+
+def test_calls_that_ended_early_are_forgotten() -> None:
+    deadlines = Deadlines()
+    is_open = {call(number): number % 1000 == 0 for number in range(10_000)}
+    for each in is_open:
+        deadlines.add(each.number, each)
+        deadlines.shrink(lambda one: is_open[one], 10)
+
+    assert len(list(deadlines.due(10_000))) <= 200
