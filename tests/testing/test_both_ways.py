@@ -107,14 +107,41 @@ def shown(responses: list[testing.Response]) -> Shown:
     ]
 
 
-def outcome(
-    load: Callable[..., testing.LoadedModel], file: Path, config: dict[str, Any], wish: str
-) -> object:
-    with load(file, name="m", config=config) as model:
-        try:
-            return shown(model.responses(WISH=[[wish]]))
-        except moonpool.MoonpoolError as error:
-            return type(error), str(error)
+WISHES = [
+    *("answer", "error", "raise", "text", "other datatype", "parameters"),
+    *("three", "thread", "closed", "nothing", "one"),
+]
+KINDS = {"default": CONFIG, "decoupled": DECOUPLED}
+
+
+def outcome(model: testing.LoadedModel, wish: str) -> object:
+    try:
+        return shown(model.responses(WISH=[[wish]]))
+    except moonpool.MoonpoolError as error:
+        return type(error), str(error)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], object]:
+    """By the function that loads, the kind of model and the wish."""
+    path = tmp_path_factory.mktemp("wishes") / "model.py"
+    path.write_text(MODEL)
+    loads: list[Callable[..., testing.LoadedModel]] = [testing.load, testing.load_in_stub]
+    found = {}
+    for load in loads:
+        for kind, config in KINDS.items():
+            with load(path, name="m", config=config) as model:
+                for wish in WISHES:
+                    found[load.__name__, kind, wish] = outcome(model, wish)
+    return found
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_outcome_is_the_same(
+    outcomes: dict[tuple[str, str, str], object], kind: str, wish: str
+) -> None:
+    assert outcomes["load", kind, wish] == outcomes["load_in_stub", kind, wish]
 
 
 @pytest.fixture
@@ -122,24 +149,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     return path
-
-
-@pytest.mark.parametrize(
-    ("config", "wish"),
-    [
-        (config, wish)
-        for config in (CONFIG, DECOUPLED)
-        for wish in (
-            *("answer", "error", "raise", "text", "other datatype", "parameters"),
-            *("three", "thread", "closed", "nothing", "one"),
-        )
-    ],
-    ids=lambda value: value if isinstance(value, str) else f"decoupled={len(value) > 3}",
-)
-def test_the_outcome_is_the_same(file: Path, config: dict[str, Any], wish: str) -> None:
-    here = outcome(testing.load, file, config, wish)
-
-    assert here == outcome(testing.load_in_stub, file, config, wish)
 
 
 @pytest.fixture(params=[testing.load, testing.load_in_stub], ids=["here", "stub"])
