@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES
-from moonpool.stub.errors import TritonModelException, as_text, not_offered
+from moonpool.stub.errors import TritonModelException, as_text, not_offered, shown
 from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _capsule(
 ) -> CapsuleType:
     if copy:
         array = array.copy()
-    if max_version is not None and max_version[0] >= _MAJOR:
+    if max_version is not None and tuple(max_version) >= (_MAJOR, 0):
         with contextlib.suppress(TypeError):  # numpy before 2.1
             return array.__dlpack__(max_version=(_MAJOR, 0))  # type: ignore[misc]
     if not array.flags.writeable:
@@ -151,7 +151,7 @@ def load(name: str, source: object) -> Tensor:
         raise TypeError(
             "from_dlpack(): incompatible function arguments. The following argument types are "
             "supported:\n    1. (self: str, arg0: object) -> c_python_backend_utils.Tensor\n\n"
-            f"Invoked with: {name!r:.200}, {source!r:.200}"
+            f"Invoked with: {shown(name)}, {shown(source)}"
         )
     name = as_text(name)
     if not name:

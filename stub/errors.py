@@ -68,9 +68,17 @@ class InvalidReturn(MoonpoolError):
     """What the model returned cannot be an answer to the requests it was given."""
 
 
+def shown(value: object) -> str:
+    """A value in the text of an error, shortened; also one whose own methods fail."""
+    try:
+        return f"{value!r:.200}"
+    except Exception:
+        return object.__repr__(value)
+
+
 def bad_arguments(owner: str, signature: str, *given: object) -> TypeError:
     """The TypeError for arguments of types that `owner`'s constructor does not take."""
-    invoked = ", ".join(f"{value!r:.200}" for value in given)
+    invoked = ", ".join(map(shown, given))
     return TypeError(
         "__init__(): incompatible constructor arguments. The following argument types are "
         f"supported:\n    1. c_python_backend_utils.{owner}({signature})\n\nInvoked with: {invoked}"
@@ -88,7 +96,7 @@ def as_text(value: str | bytes) -> str:
         return value.encode().decode()
     except UnicodeEncodeError:
         raise TypeError(
-            f"incompatible arguments: a text that has no UTF-8 form: {value!r:.200}"
+            f"incompatible arguments: a text that has no UTF-8 form: {shown(value)}"
         ) from None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc import metric_kinds as kinds
 from moonpool.stub.constants import Constant
-from moonpool.stub.errors import TritonModelException, as_text, bad_arguments
+from moonpool.stub.errors import TritonModelException, as_text, bad_arguments, shown
 from moonpool.stub.host import current
 
 if TYPE_CHECKING:
@@ -218,13 +218,13 @@ def _number(method: str, metric: Metric, value: object) -> float:
         raise TypeError(
             f"{method}(): incompatible function arguments. The following argument types are "
             "supported:\n    1. (self: c_python_backend_utils.Metric, arg0: float) -> None\n\n"
-            f"Invoked with: {metric!r}, {value!r:.200}"
+            f"Invoked with: {shown(metric)}, {shown(value)}"
         ) from None
 
 
 def _as_float(value: object) -> float:
     if isinstance(value, (str, bytes, bytearray)):
-        raise TypeError(f"{value!r:.200} is a text")
+        raise TypeError(f"{shown(value)} is a text")
     return float(value)  # type: ignore[arg-type]
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moonpool.stub.errors import TritonModelException, as_text
+from moonpool.stub.errors import TritonModelException, as_text, shown
 from moonpool.stub.host import current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+# What their messages have room for.
+_MOST_NAME = 4096
+_MOST_CONFIG = 1 << 28
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
@@ -21,8 +25,9 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
     if not (_is_text(model_name) and _is_text(config)):
         signature = "model_name: str, config: str = '', files: object = None"
         raise _bad("load_model", signature, "None", (model_name, config))
-    name = as_text(model_name)
-    current().load_model(name, as_text(config), _checked(name, files))
+    name = _sendable("name of a model", model_name)
+    text = _sendable("configuration", config, _MOST_CONFIG)
+    current().load_model(name, text, _checked(name, files))
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
@@ -30,7 +35,7 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     if not (_is_text(model_name) and _is_flag(unload_dependents)):
         signature = "model_name: str, unload_dependents: bool = False"
         raise _bad("unload_model", signature, "None", (model_name, unload_dependents))
-    current().unload_model(as_text(model_name), bool(unload_dependents))
+    current().unload_model(_sendable("name of a model", model_name), bool(unload_dependents))
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
@@ -41,11 +46,20 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     if not (_is_text(model_name) and _is_text(model_version)):
         signature = "model_name: str, model_version: str = ''"
         raise _bad("is_model_ready", signature, "bool", (model_name, model_version))
-    return current().is_model_ready(as_text(model_name), as_text(model_version))
+    return current().is_model_ready(
+        _sendable("name of a model", model_name), _sendable("version", model_version)
+    )
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, (str, bytes))
+
+
+def _sendable(what: str, given: str | bytes, most: int = _MOST_NAME) -> str:
+    text = as_text(given)
+    if len(text) > most:
+        raise TritonModelException(f"a {what} of {len(text)} characters; {most} is the most")
+    return text
 
 
 def _is_flag(value: object) -> bool:
@@ -67,11 +81,11 @@ def _checked(name: str, files: object) -> dict[str, bytes] | None:
             raise TypeError(
                 f"Object of type '{type(content).__name__}' is not an instance of 'bytes'"
             )
-    return {as_text(path): content for path, content in files.items()}
+    return {_sendable("path", path): content for path, content in files.items()}
 
 
 def _bad(function: str, signature: str, returned: str, given: tuple[object, ...]) -> TypeError:
-    invoked = ", ".join(f"{value!r:.200}" for value in given)
+    invoked = ", ".join(map(shown, given))
     return TypeError(
         f"{function}(): incompatible function arguments. The following argument types are "
         f"supported:\n    1. ({signature}) -> {returned}\n\nInvoked with: {invoked}"

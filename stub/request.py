@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
 
-from moonpool.stub.errors import TritonModelException, as_text
+from moonpool.stub.errors import TritonModelException, as_text, shown
 from moonpool.stub.host import current
 from moonpool.stub.parameters import as_compact_json, as_json, checked
 from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
@@ -255,7 +255,7 @@ class InferenceRequest:
 def _wrong_type(name: str, expected: str, value: object) -> TypeError:
     return TypeError(
         f"__init__(): incompatible constructor arguments. InferenceRequest takes {expected} "
-        f"as {name}, not {value!r:.200} of {type(value)}"
+        f"as {name}, not {shown(value)} of {type(value)}"
     )
 
 

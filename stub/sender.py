@@ -6,7 +6,7 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import FINAL
-from moonpool.stub.errors import TritonModelException
+from moonpool.stub.errors import TritonModelException, shown
 from moonpool.stub.response import InferenceResponse
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class InferenceResponseSender:
                 "send(): incompatible function arguments. The following argument types are "
                 "supported:\n    1. (self: c_python_backend_utils.InferenceResponseSender, response: "
                 "c_python_backend_utils.InferenceResponse = None, flags: int = 0) -> None\n\n"
-                f"Invoked with: {self!r}, {response!r:.200}, {flags!r:.200}"
+                f"Invoked with: {shown(self)}, {shown(response)}, {shown(flags)}"
             )
         if flags not in (0, FINAL):
             raise TritonModelException("Unable to send response. Unsupported flag provided.")

@@ -4,6 +4,13 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 
+def text_of(error):
+    try:
+        return str(error)
+    except Exception:  # of what the expression put in it
+        return "no text"
+
+
 class TritonPythonModel:
     def initialize(self, args):
         self.names = {"args": args, "kept": {}}
@@ -24,6 +31,7 @@ class TritonPythonModel:
 
     def evaluate(self, code):
         try:
-            return repr(eval(code, self.names))
+            said = repr(eval(code, self.names))
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {text_of(error)}"
+        return said.encode("utf-8", "backslashreplace")
