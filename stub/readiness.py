@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
+from types import CoroutineType
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import Kind
@@ -51,7 +51,7 @@ class Readiness:
             return None
         try:
             is_ready = self.check()
-            if inspect.iscoroutine(is_ready):
+            if isinstance(is_ready, CoroutineType):
                 is_ready = self._wait_for(is_ready)
         except BaseException as error:  # a model may raise anything, SystemExit included
             return self._refusal(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +225,23 @@ def test_a_stub_that_floods_the_log_is_heard_in_part_and_cut_off_at_its_time_lim
         runtime.infer("flood", {"X": X}, timeout_s=30.0)
 
     assert "lines were left out: too many a second" in caplog.text
+
+
+@pytest.mark.usefixtures("instead_of_the_stub")
+def test_metrics_can_be_read_while_a_stub_floods_with_them(runtime: moonpool.Runtime) -> None:
+    limits = options(**SEEN, EXECUTE_TIMEOUT_S=1)
+    with (
+        hosted(runtime, "flood", MODELS / "echo.py", SIGNATURE | limits),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(
+            runtime.infer, "flood", {"X": X}, request_id="floods with metrics", timeout_s=30.0
+        )
+        while not asked.done():
+            assert 'nv_inference_count{model="sibling",version="1"}' in runtime.metrics()
+        with pytest.raises(ExecuteTimedOut):
+            asked.result()
+        runtime.infer("flood", {"X": X}, timeout_s=30.0)
 
 
 @pytest.mark.usefixtures("rogue")

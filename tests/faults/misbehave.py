@@ -382,6 +382,7 @@ LATER: dict[str, Fault] = {
     "sends descriptors": with_descriptors,
     "closes the control channel": closing("control"),
     "floods the log": flood(encode(Kind.LOG, 3, "x" * 8000, "f" * 1000, 1)),
+    "floods with metrics": flood(encode(Kind.METRICS, [], [])),
     "grows beyond all": grow_beyond_all,
     "keeps its input": lambda peer: peer.answer(held=[block[:2] for block in peer.blocks]),
 }
