@@ -252,8 +252,8 @@ class CallDesk:
 
         Who made them is not known: where others wait, it may have been for those.
         """
-        batch = self._link.replies.deserted
-        if batch and self._calls:
+        batch = self._link.replies.deserted if self._calls else 0
+        if batch:
             self._reactor.call_soon(lambda: self._leave_batch(batch))
 
     def _leave_batch(self, batch: int) -> None:

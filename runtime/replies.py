@@ -28,6 +28,7 @@ class Replies:
         # Of the batch that is executing: those that had their last response already.
         self._ended: set[int] = set()
         self._open: dict[Key, InferenceRequest] = {}
+        self._keys: dict[InferenceRequest, Key] = {}
 
     def begin(self, batch: int, requests: Sequence[InferenceRequest]) -> None:
         """This batch is about to be sent."""
@@ -45,6 +46,7 @@ class Replies:
                 state = ANSWERED if states is None else states[index]
                 if state == OPEN and index not in ended:
                     self._open[batch, index] = request
+                    self._keys[request] = (batch, index)
                 elif state != OPEN and index in ended:
                     raise RemoteProtocolError(f"request {index} was answered twice")
 
@@ -57,7 +59,7 @@ class Replies:
             request = self._open.get((batch, index))
             if request is not None:
                 if is_last:
-                    del self._open[batch, index]
+                    del self._open[batch, index], self._keys[request]
                 return request
             executing, requests = self._executing
             if batch != executing or index >= len(requests) or index in self._ended:
@@ -88,13 +90,11 @@ class Replies:
             for index, each in enumerate(requests):
                 if each is request and index not in self._ended:
                     return batch, index
-            for key, each in self._open.items():
-                if each is request:
-                    return key
-        return None
+            return self._keys.get(request)
 
     def close(self) -> None:
         """Forget the requests; their memory may be the caller's."""
         with self._lock:
             self._executing = (0, ())
             self._open.clear()
+            self._keys.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from moonpool.ipc.errors import (
     MoonpoolError,
     PeerGone,
     ProtocolError,
+    RemoteProtocolError,
 )
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
 from moonpool.runtime.call_desk import CallDesk
@@ -46,6 +46,8 @@ _log = logging.getLogger("moonpool")
 GRACE_S = 0.25
 # How long a process that closed its channel may take to be gone.
 _EXIT_S = 1.0
+# When to tell once more what a stub had no room to read.
+_LATER_S = 0.05
 _MUTE = "closed its control channel and was ended"
 _RESPONSES = int(Kind.RESPONSES)
 
@@ -181,10 +183,15 @@ class StubHandle:
     def cancel(self, request: InferenceRequest) -> None:
         """Tell the model that nobody waits any more for a request, if it has it."""
         key = self.link.replies.key_of(request)
-        if key is not None:
-            with contextlib.suppress(MoonpoolError):  # a stub that is gone needs no telling
-                self._send(Kind.CANCEL, *key)
-            self._desk.leave_deserted()
+        if key is None:
+            return
+        try:
+            self._send(Kind.CANCEL, *key)
+        except RemoteProtocolError:  # it is behind with reading: many may leave at the same time
+            self._reactor.call_later(_LATER_S, lambda: self.cancel(request))
+        except MoonpoolError:  # a stub that is gone needs no telling
+            return
+        self._desk.leave_deserted()
 
     def finalize(self, timeout_s: float | None) -> None:
         """Let the model finalize, and wait for the process to end; ends it when it takes too long."""

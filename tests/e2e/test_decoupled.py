@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import re
 import runpy
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,28 @@ def test_thousands_of_requests_may_be_open(runtime: moonpool.Runtime) -> None:
     streams = [stream(runtime, "in_thread", 2) for _ in range(2000)]
     assert all(values(responses) == [0, 1] for responses in streams)
     assert open_requests(runtime) == 0
+
+
+def test_a_model_is_told_of_all_who_leave_at_the_same_time(runtime: moonpool.Runtime) -> None:
+    """More of them than a socket has room for, while the stub does not read."""
+    many = 600
+    config: Config = {**RESPONDER, "input": [tensor("N", "INT32", 1)]}
+
+    def ask(n: int) -> ResponseStream:
+        return runtime.stream("many", {"N": np.array([n], np.int32)}, timeout_s=30.0)
+
+    with hosted(runtime, "many", MODELS / "keeps_senders.py", config):
+        streams = [ask(1) for _ in range(many)]
+        scheduler = runtime._models.find("many").scheduler
+        wait_until(lambda: len(scheduler.outcomes.open) == many)
+        pid = runtime.instances("many")[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for each in streams:
+                each.close()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: values(ask(0)) == [many])
 
 
 # The page
