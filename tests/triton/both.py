@@ -73,6 +73,11 @@ class Both:
         finally:
             self.triton.unload(model)
 
+    def forget_log(self) -> None:
+        """Begin anew: what was logged so far is nobody's concern."""
+        self.triton.log()
+        self.moonpool.log()
+
     def log(self) -> list[LogLine]:
         """What models logged since the last look, the same on both sides."""
         theirs = self.triton.log()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -142,7 +143,15 @@ class TritonServer:
             process.kill()
             process.wait()
             pytest.fail(f"tritonserver did not end:\n{self.log()[-4000:]}", pytrace=False)
-        wait_until(lambda: not leftovers(), 10.0, "the server's memory to go")
+        try:
+            wait_until(lambda: not leftovers(), 10.0, "the server's memory to go")
+        except AssertionError:
+            for name in leftovers():
+                os.unlink(f"/dev/shm/{name}")
+            held = set(re.findall(r"loaded .(\w+).\"", self.log())) - set(
+                re.findall(r"unloaded .(\w+). version", self.log())
+            )
+            pytest.fail(f"tritonserver left memory behind, of {sorted(held)}", pytrace=False)
 
 
 def leftovers() -> list[str]:

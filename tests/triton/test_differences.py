@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from tests.triton.answers import Answer, Failure, Inputs, output_of
 from tests.triton.both import Both
 
 pytestmark = pytest.mark.triton
+
+
+def code_of(lines: str) -> Inputs:
+    return {"CODE": np.array([lines.encode()], object)}
+
+
+LAST = code_of("sender.send(y(0), FINAL)")
 
 
 class Difference(NamedTuple):
@@ -138,3 +147,29 @@ def test_what_triton_dies_of_is_survived(both: Both, name: str) -> None:
     code, said = SURVIVED[name]
 
     assert both.ours(code) == said
+
+
+def test_a_sender_may_be_asked_after_the_end(both: Both) -> None:
+    lines = "sender.send(y(1), FINAL)\nattempt(sender.is_cancelled)"
+
+    assert isinstance(both.moonpool.infer("sends", code_of(lines)), Answer)
+    assert isinstance(both.moonpool.infer("sends", LAST), Answer)
+
+
+@pytest.mark.parametrize("after", ["raise ValueError('on purpose')", "returned = [y(2)]"])
+def test_an_exception_after_the_last_response_harms_nobody(both: Both, after: str) -> None:
+    outcome = both.moonpool.infer("sends", code_of(f"sender.send(y(1), FINAL)\n{after}"))
+
+    assert isinstance(outcome, Answer)
+    assert outcome.outputs == {"Y": output_of(np.ones(1, np.float32))}
+    assert isinstance(both.moonpool.infer("sends", LAST), Answer)
+
+
+def test_a_generator_is_a_wrong_return(both: Both) -> None:
+    outcome = both.moonpool.infer("returns", code_of("(x for x in [])"))
+
+    assert outcome == Failure(
+        "INTERNAL",
+        "Failed to process the request(s) for model 'returns_0_0', message: Expected a list in the "
+        "execute return, found type '<class 'generator'>'.",
+    )

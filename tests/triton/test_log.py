@@ -31,7 +31,7 @@ SPOKEN = [
 
 @pytest.mark.parametrize("code", SPOKEN)
 def test_a_line_is_the_same_in_both_logs(both: Both, code: str) -> None:
-    both.log()
+    both.forget_log()
 
     both.infer("speaks", {"CODE": np.array([f"\n\n{code}".encode()], object)})
 

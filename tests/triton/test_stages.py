@@ -42,7 +42,7 @@ def test_a_model_without_a_configuration_completes_the_same(both: Both) -> None:
 
 
 def test_a_model_logs_in_every_stage(both: Both) -> None:
-    both.log()
+    both.forget_log()
 
     with both.hosted("finalizes"):
         both.infer("finalizes", {"X": np.zeros(1, np.float32)})
