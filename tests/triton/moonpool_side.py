@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from tests.triton.answers import Answer, Failure, Inputs, LogLine, Outcome, output_of
+from tests.triton.server import BACKENDS
 
 import moonpool
 from moonpool import MoonpoolError
@@ -36,7 +37,7 @@ class MoonpoolSide:
     """One runtime over the same repository."""
 
     def __init__(self, repository: Path) -> None:
-        self._runtime = moonpool.Runtime(repository, models=[])
+        self._runtime = moonpool.Runtime(repository, models=[], backend_directory=BACKENDS)
         self._lines = _Lines()
         self._logger = logging.getLogger("moonpool.stub")
         self._logger.addHandler(self._lines)

@@ -18,6 +18,8 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "MOONPOOL_TRITON_PYTHON"
+# Python-based backends that both sides have.
+BACKENDS = Path(__file__).parent / "backends"
 # What the server calls its regions in /dev/shm; nothing else is called so.
 REGIONS = f"moonpool_tests_{os.getpid()}_"
 START_TIMEOUT_S = 50.0
@@ -96,6 +98,7 @@ class TritonServer:
         """The wheel keeps the stubs of all Pythons apart; the server wants one beside its backend."""
         wheel = self._package / "tritonserver"
         shutil.copytree(wheel / "backends", self._backends)
+        shutil.copytree(BACKENDS, self._backends, dirs_exist_ok=True)
         stub = "triton_python_backend_stub"
         shutil.copy(
             wheel / "python_backend_stubs" / self._version / stub, self._backends / "python"
