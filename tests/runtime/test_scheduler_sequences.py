@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.runtime.desk import Caller, office, queued
-from tests.runtime.recorder import counted, row
+from tests.runtime.recorder import PATIENCE_S, counted, row
+from tests.runtime.test_interrupts import Interrupted, interrupted_once
 from tests.waiting import wait_until
 
-from moonpool import StubDied
+from moonpool import SequenceLost, StubDied
 from moonpool.ipc.errors import PeerGone
-from moonpool.runtime.errors import SequenceLost
+from moonpool.runtime.execution import Execution
+from moonpool.runtime.scheduler import Scheduler
+from moonpool.runtime.sequence_room import SequenceRoom
 
 START, END = 1, 2
 
@@ -100,3 +104,37 @@ def test_what_fills_a_place_fails_nowhere_in_the_statistics(folder: Path) -> Non
         backend.wait_for(3).break_down(PeerGone("broken"))
         assert isinstance(lost.result(), (PeerGone, StubDied))
         assert runtime.statistics("m")["inference_stats"]["fail"]["count"] == 1
+
+
+# Where the main thread may be when a signal handler raises.
+PLACES = [
+    (owner, name, after)
+    for owner, name in [
+        (Scheduler, "submit"),
+        (SequenceRoom, "add"),
+        (Execution, "drive"),
+        (Scheduler, "finish"),
+        (Scheduler, "settle"),
+    ]
+    for after in (False, True)
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), PLACES)
+def test_an_interrupted_call_leaves_no_slot_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bool
+) -> None:
+    batching = sequences(max_sequence_idle_microseconds=1000) | {"max_batch_size": 1}
+    with office(folder, **batching) as (backend, runtime):
+        backend.is_quick = True
+        scheduler: Any = runtime._models.find("m").scheduler
+        with monkeypatch.context() as patch:
+            interrupted_once(patch, owner, name, after=after)
+            with pytest.raises(Interrupted):
+                runtime.infer("m", row(1), correlation_id=1, flags=START)
+        for i in (2, 3):
+            found = runtime.infer("m", row(i), correlation_id=i, flags=START, timeout_s=PATIENCE_S)
+            assert found["Y"].item() == i
+        assert len(scheduler._idle) == 1
+        assert not scheduler._busy
+        assert not scheduler._room._sequencer._executing
