@@ -75,16 +75,17 @@ class Sequencer(Generic[R, S]):
         self._idle: OrderedDict[Sequence[R], int] = OrderedDict()
         self._executing: dict[int, Sequence[R]] = {}
         self._failed: list[tuple[R, MoonpoolError]] = []
-        self._count = 0
+        # By identity. Not a number, which would be wrong for ever if a signal handler raised beside it.
+        self._waiting: set[int] = set()
         self._last_id = 0
         self._is_closing = False
 
     def __len__(self) -> int:
         """How many requests wait."""
-        return self._count
+        return len(self._waiting)
 
     def __repr__(self) -> str:
-        return f"<Sequencer: {self._count} requests wait, {len(self._open)} sequences>"
+        return f"<Sequencer: {len(self._waiting)} requests wait, {len(self._open)} sequences>"
 
     # Requests
 
@@ -111,7 +112,7 @@ class Sequencer(Generic[R, S]):
         sequence.waiting.append((request, now_ns))
         sequence.is_closed = bool(ends) or self._batching.is_iterative
         self._idle.pop(sequence, None)
-        self._count += 1
+        self._waiting.add(id(request))
         if sequence.head is request:
             self._ready(sequence, now_ns)
         return is_conflict
@@ -144,12 +145,18 @@ class Sequencer(Generic[R, S]):
         """Take out a cancelled request. False if it does not wait here (any more)."""
         sequence = self._open.get(request.correlation_id)
         place = None if sequence is None else sequence.place_of(request)
-        if sequence is None or place is None:
+        if sequence is None:
+            return False
+        if place is None:
+            # It may have been added half; then nothing else would free the slot that it got.
+            is_used = sequence.waiting or sequence.executing is not None or sequence in self._idle
+            if not is_used:
+                self._end(sequence, now_ns)
             return False
         if sequence.head is request and sequence.table and sequence.table.queue is not None:
             sequence.table.queue.remove(request)
         del sequence.waiting[place]
-        self._count -= 1
+        self._waiting.discard(id(request))
         if request.flags & START:
             self._fail(sequence, place, self._not_started(request))
             sequence.is_closed = sequence.is_closed or place == len(sequence.waiting)
@@ -179,7 +186,7 @@ class Sequencer(Generic[R, S]):
         sequence.executing = None
         request.identify(sequence.id, 0)
         sequence.waiting.appendleft((request, now_ns))
-        self._count += 1
+        self._waiting.add(id(request))
         self._ready(sequence, now_ns)
         return True
 
@@ -193,7 +200,7 @@ class Sequencer(Generic[R, S]):
             drained += [request for request, _ in sequence.waiting]
             sequence.waiting.clear()
             sequence.is_closed = True
-        self._count = 0
+        self._waiting.clear()
         self._backlog.clear()
         for sequence in list(self._open.values()):
             if sequence.executing is None:
@@ -259,7 +266,7 @@ class Sequencer(Generic[R, S]):
         self._expire(now_ns)
         batches: list[tuple[S, list[R | None]]] = []
         wakes: list[int] = []
-        for instance in idle if self._count else ():
+        for instance in idle if self._waiting else ():
             table = self._tables.get(instance)
             if table is None:
                 continue
@@ -331,7 +338,7 @@ class Sequencer(Generic[R, S]):
         request, _ = sequence.waiting.popleft()
         sequence.executing = request
         self._executing[id(request)] = sequence
-        self._count -= 1
+        self._waiting.discard(id(request))
 
     def _go_on(self, sequence: Sequence[R], now_ns: int) -> None:
         """What a sequence does that has another first request, or none any more."""
@@ -365,8 +372,8 @@ class Sequencer(Generic[R, S]):
         waiting = sequence.waiting
         while place < len(waiting) and not waiting[place][0].flags & START:
             self._failed.append((waiting[place][0], error))
+            self._waiting.discard(id(waiting[place][0]))
             del waiting[place]
-            self._count -= 1
 
     def _expire(self, now_ns: int) -> None:
         """End what has been idle for too long."""

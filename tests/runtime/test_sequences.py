@@ -481,3 +481,28 @@ def test_everybody_who_is_told_of_a_loss_gets_an_error_of_their_own() -> None:
             hall.add("1a")
         errors.append(caught.value)
     assert errors[0] is not errors[1]
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+@pytest.mark.parametrize("name", ["_begin", "_ready"])
+def test_a_request_that_was_added_half_leaves_no_slot_taken(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    hall = oldest(slots=1)
+    whole = getattr(hall.sequencer, name)
+
+    def interrupted(*arguments: object) -> None:
+        whole(*arguments)
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hall.sequencer, name, interrupted)
+        with pytest.raises(Interrupted):
+            hall.add("1s")
+    hall.sequencer.remove(hall.asked["1s"], 0)
+    assert len(hall.sequencer) == 0
+    hall.add("2s")
+    assert hall.form() == [["2s"]]
