@@ -36,7 +36,7 @@ _INDIRECT = int(Kind.INDIRECT)
 class Call:
     """One question, and the answers to it as they come."""
 
-    __slots__ = ("_bell", "inbox", "is_wanted", "keeps", "notify", "number")
+    __slots__ = ("_bell", "inbox", "is_wanted", "keeps", "notify", "number", "withdrawal")
 
     def __init__(
         self, number: int, keeps: object, notify: Callable[[], None] | None = None
@@ -47,6 +47,8 @@ class Call:
         self.notify = notify
         self.inbox: deque[list[Any]] = deque()
         self.is_wanted = True
+        # Made at once: a destructor may have to send it in the middle of another message's making.
+        self.withdrawal = encode(Kind.WITHDRAW, number)
         self._bell = threading.Lock()
         self._bell.acquire()
 
@@ -122,7 +124,7 @@ class Calls:
     def withdraw(self, call: Call) -> None:
         """Ask for no further answers than the one that says that there are none."""
         if self._open.get(call.number) is call:
-            self._outbox.append(encode(Kind.WITHDRAW, call.number))
+            self._outbox.append(call.withdrawal)
             self._flush()
 
     def abandon(self, call: Call) -> None:
