@@ -91,6 +91,10 @@ class MoonpoolSide:
         config: dict[str, Any] = json.loads(self._runtime.config(model).json)
         return config
 
+    def metrics(self) -> str:
+        """The exposition of all metrics."""
+        return self._runtime.metrics()
+
     @property
     def log_length(self) -> int:
         """How many lines `log` would give."""

@@ -1,0 +1,50 @@
+"""What watches a server is shown the same."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.triton.both import Both
+
+pytestmark = pytest.mark.triton
+
+MADE = """
+F = pb_utils.MetricFamily
+c, g, h = F("shown_c", "a counter", F.COUNTER), F("shown_g", "a gauge", F.GAUGE), F("shown_h", "a histogram", F.HISTOGRAM)
+self.kept = [c, g, h]
+c.Metric({"z": "last", "a": "first"}).increment(2.5)
+c.Metric({"q": 'quo"te\\\\ \\n\\u00e9'}).increment(3)
+m = h.Metric({"k": "v"}, [0.1, 1, 2.5, 10])
+[m.observe(x) for x in (0.05, 1, 7.25, 100, -4)]
+h.Metric(buckets=[]).observe(1.5)
+for n, x in enumerate([1e6, 1e15, 1e16, 1e17, 1e22, 1e-5, 1/3, 0.1+0.2, -0.0, 123456789012345678, float("nan"), float("inf"), -float("inf")]):
+    g.Metric({"n": str(n)}).set(x)
+"""
+
+
+def test_what_models_made_is_shown_in_the_same_lines(both: Both) -> None:
+    both.said(MADE + "1")
+    theirs, ours = (
+        [line for line in text.splitlines() if "shown_" in line]
+        for text in (both.triton.metrics(), both.moonpool.metrics())
+    )
+    both.said("self.kept.clear() ;; 1".replace(" ;; ", "\n"))
+
+    # Triton orders metrics of a family by a hash.
+    assert sorted(ours) == sorted(theirs)
+    assert not [line for line in both.moonpool.metrics().splitlines() if "shown_" in line]
+
+
+def test_every_model_has_the_same_metrics(both: Both) -> None:
+    both.said("1")
+    theirs, ours = both.triton.metrics(), both.moonpool.metrics()
+    described = r"^# (?:HELP|TYPE) nv_inference_.*$"
+    labelled = r'^(nv_inference_\w+\{model="snippets".*\}) '
+
+    assert set(re.findall(described, ours, re.MULTILINE)) == set(
+        re.findall(described, theirs, re.MULTILINE)
+    )
+    assert set(re.findall(labelled, ours, re.MULTILINE)) == set(
+        re.findall(labelled, theirs, re.MULTILINE)
+    )
