@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union, overload
 
 from moonpool.stub.errors import TritonModelException, as_text, shown
 from moonpool.stub.host import current
@@ -13,11 +13,13 @@ from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
-    from typing import SupportsIndex
+    from typing import Literal, SupportsIndex
 
     from moonpool.stub.host import Answer
     from moonpool.stub.parameters import Parameter
     from moonpool.stub.reply import Port, Reply
+    from moonpool.stub.response import InferenceResponse
+    from moonpool.stub.response_iterator import ResponseIterator
     from moonpool.stub.sender import InferenceResponseSender
 
 _new = object.__new__
@@ -230,6 +232,12 @@ class InferenceRequest:
             self._reply = reply
         return reply
 
+    @overload
+    def exec(self, decoupled: Literal[False] = ...) -> InferenceResponse: ...
+    @overload
+    def exec(self, decoupled: Literal[True]) -> ResponseIterator: ...
+    @overload
+    def exec(self, decoupled: bool) -> Answer: ...
     def exec(self, decoupled: bool = False) -> Answer:
         """Run the request on the model that it names, and wait for the response.
 
@@ -238,7 +246,13 @@ class InferenceRequest:
         """
         return current().infer(self, bool(decoupled))
 
-    def async_exec(self, decoupled: bool = False) -> Awaitable[Answer]:
+    @overload
+    def async_exec(self, decoupled: Literal[False] = ...) -> Awaitable[InferenceResponse]: ...
+    @overload
+    def async_exec(self, decoupled: Literal[True]) -> Awaitable[ResponseIterator]: ...
+    @overload
+    def async_exec(self, decoupled: bool) -> Awaitable[Answer]: ...
+    def async_exec(self, decoupled: bool = False) -> Awaitable[Any]:
         """As `exec`, for a coroutine to await. The request is on its way when this returns."""
         import asyncio
 

@@ -56,6 +56,58 @@ class TritonPythonModel:
         pb_utils.Logger.log("executed", pb_utils.Logger.INFO)
         return responses
 """
+# With everything that a model may ask of its host.
+ASKER = """
+import asyncio
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        self.family = pb_utils.MetricFamily(
+            name="n", description="d", kind=pb_utils.MetricFamily.COUNTER
+        )
+        self.metric = self.family.Metric(labels={"model": args["model_name"]})
+        self.histogram = pb_utils.MetricFamily("h", "d", pb_utils.MetricFamily.HISTOGRAM).Metric(labels={}, buckets=[1.0, 2])
+        if not pb_utils.is_model_ready(model_name="other", model_version="1"):
+            pb_utils.load_model(model_name="other", config="{}", files={"file:1/model.py": b""})
+
+    async def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
+        for request in requests:
+            self.metric.increment(1)
+            sender = request.get_response_sender()
+            if request.is_cancelled() or sender.is_cancelled():
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            ask = pb_utils.InferenceRequest(
+                model_name="other",
+                requested_output_names=["Y"],
+                inputs=[pb_utils.Tensor("X", np.ones(3, np.float32)), *request.inputs()],
+                request_id=request.request_id(),
+                correlation_id=request.correlation_id(),
+                preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0),
+                trace=request.trace(),
+                parameters={"a": 1, "b": "c", "d": True},
+                timeout=5,
+            )
+            response = ask.exec()
+            if response.has_error():
+                raise pb_utils.TritonModelException(response.error().message())
+            y = pb_utils.get_output_tensor_by_name(response, "Y").as_numpy() + 1
+            for each in ask.exec(decoupled=True):
+                if len(each.output_tensors()) > 0:
+                    sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)]))
+            one, two = await asyncio.gather(ask.async_exec(), ask.async_exec())
+            one.output_tensors(), two.parameters()
+            stream = await ask.async_exec(decoupled=True)
+            stream.cancel()
+            for each in stream:
+                each.has_error()
+            request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            sender.send(pb_utils.InferenceResponse(), flags=1)
+            names: set[str] = request.requested_output_names()
+            request.timeout() + len(names) + request.flags()
+"""
 MISTAKES = """
 import c_python_backend_utils
 import triton_python_backend_utils as pb_utils
@@ -105,6 +157,7 @@ def mypy(python: str, folder: Path, text: str) -> list[str]:
 def test_a_model_is_type_checked(python: str, tmp_path: Path) -> None:
     assert mypy(python, tmp_path, MODEL) == ["Success: no issues found in 1 source file"]
 
+    assert mypy(python, tmp_path, ASKER) == ["Success: no issues found in 1 source file"]
     *mistakes, _ = mypy(python, tmp_path, MISTAKES)
     assert [line.rsplit("[", 1)[1] for line in mistakes if "error:" in line] == [
         "arg-type]",
