@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import re
-import threading
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from moonpool.runtime.hosted_model import HostedModel
     from moonpool.runtime.model_registry import ModelRegistry
 
-_log = logging.getLogger("moonpool")
 _FILE = "file:"
 _WORDS = {
     "UNKNOWN": "Unknown",
@@ -70,23 +66,14 @@ class ModelControl:
         except MoonpoolError as error:
             version = getattr(error, "version", None)
             where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
+            word = _WORDS.get(error.code, "Internal")
             raise LoadFailed(
-                f"load failed for model '{name}': {where}{_WORDS[error.code]}: {error};\n"
+                f"load failed for model '{name}': {where}{word}: {error};\n"
             ) from error
 
     def begin_unload(self, name: str) -> None:
         """Unload a model in the background, also the one that asks. A model that is not loaded is no error."""
-
-        def unload() -> None:
-            try:
-                self._registry.unload(name)
-            except MoonpoolError as error:
-                _log.info("model '%s' asked to unload '%s': %s", self.asker.name, name, error)
-
-        with contextlib.suppress(
-            RuntimeError
-        ):  # no more threads: the program ends, and unloads all
-            threading.Thread(target=unload, name=f"moonpool-unload-{name}").start()
+        self._registry.begin_unload(name)
 
     def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
         """Tell whether a request to this model could run now, and it says itself that it is ready.

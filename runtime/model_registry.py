@@ -76,6 +76,8 @@ class ModelRegistry:
         self._latest: dict[str, HostedModel] = {}
         # Being loaded or unloaded.
         self._moving: set[str] = set()
+        # To be unloaded as soon as they do not move any more.
+        self._leaving: set[str] = set()
         # Whose stubs wait for a move of which models.
         self._asks: list[tuple[str, str]] = []
         # Replaced, and not unloaded yet.
@@ -221,9 +223,25 @@ class ModelRegistry:
             with self._lock:
                 loaded = self._models.pop(name, None)
                 self._latest.pop(name, None)
+                self._leaving.discard(name)
             if loaded is None:
                 raise ModelNotFound(f"model '{name}' is not loaded")
             loaded.unload(self._drain_timeout_s)
+
+    def begin_unload(self, name: str) -> None:
+        """Unload on a thread of its own. Nothing happens where no such model is loaded, or will be."""
+        with self._lock:
+            is_here = name in self._models or name in self._moving
+            if name in self._leaving or not is_here:
+                return
+            self._leaving.add(name)
+
+        thread = threading.Thread(
+            target=self._unload_if_there, args=(name,), name=f"moonpool-{name}"
+        )
+        # No more threads: the program ends, and unloads all.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
 
     # Look
 
