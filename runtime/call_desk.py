@@ -98,6 +98,8 @@ class CallDesk:
                 if packet is None:
                     return
                 self._handle(self._codec.decode(packet))
+                if len(self._calls) < 2:
+                    return  # a model with one thread waits now, and has sent nothing more
         except PeerGone:
             self._reactor.forget(self._channel.fileno())
             self._leave_all()

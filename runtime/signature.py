@@ -61,6 +61,8 @@ class Signature:
         self._inputs = {t.name: _Input(i, t) for i, t in enumerate(config.inputs)}
         self._in_order = list(self._inputs.values())
         self._required = {t.name for t in config.inputs if not t.optional}
+        # Whoever names these, in this order, has named none.
+        self._all_outputs = [tensor.name for tensor in config.outputs]
         self._outputs = {tensor.name: i for i, tensor in enumerate(config.outputs)}
         self._shapes: Memo[tuple[tuple[int, ...] | None, ...], Shapes] = Memo()
 
@@ -101,7 +103,7 @@ class Signature:
             shapes = self._shapes.keep(key, self._check_shapes(key))
         if not shapes.is_shared:
             arrays, shapes = self._encoded(arrays, shapes)
-        if outputs is not None:
+        if outputs is not None and outputs != self._all_outputs:
             details = self._with_outputs(outputs, details or Details())
         return InferenceRequest(arrays, shapes, details, has_views=has_views)
 

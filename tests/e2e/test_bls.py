@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,29 @@ def test_what_the_other_model_raises_is_told(runtime: moonpool.Runtime) -> None:
 def test_a_model_cannot_ask_before_it_executes(runtime: moonpool.Runtime) -> None:
     said = do(runtime, "initialized")
     assert said == "BLS is only supported during the 'execute' function."
+
+
+FINALIZES = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([]) for _ in requests]
+
+    def finalize(self):
+        asked = pb_utils.InferenceRequest(model_name="square", inputs=[], requested_output_names=[])
+        asked.exec()
+"""
+
+
+def test_a_model_cannot_ask_while_it_finalizes(
+    runtime: moonpool.Runtime,
+    model_file: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"), hosted(runtime, "ends", model_file(FINALIZES), SQUARE):
+        pass
+    assert "BLS is only supported during the 'execute' function." in caplog.text
 
 
 def test_what_no_message_has_room_for_is_refused_in_the_response(runtime: moonpool.Runtime) -> None:
