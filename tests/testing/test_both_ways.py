@@ -51,6 +51,12 @@ class TritonPythonModel:
     def answer(self, request):
         wish = pb_utils.get_input_tensor_by_name(request, "WISH").as_numpy()[0][0].decode()
         sender = request.get_response_sender()
+        if wish == "details":
+            return pb_utils.InferenceResponse([], parameters={"said": str((
+                request.request_id(), request.correlation_id(), request.flags(), request.timeout(),
+                request.parameters(), sorted(request.requested_output_names()),
+                request.trace().get_context(),
+            ))})
         if wish == "answer":
             return y(1)
         if wish == "error":
@@ -176,6 +182,28 @@ def test_what_does_not_fit_is_refused(load: Callable[..., testing.LoadedModel], 
                 model.infer(inputs)
         with pytest.raises(moonpool.InvalidRequest):
             model.infer(testing.request({"WISH": [["a"]]}, outputs=["Z"]))
+
+
+def test_a_model_reads_the_same_of_a_request(file: Path) -> None:
+    request = testing.request(
+        {"WISH": [["details"]]},
+        outputs=["Y"],
+        request_id="r",
+        correlation_id="c",
+        flags=1,
+        timeout_us=60_000_000,
+        parameters={"a": 1, "b": "c", "d": True},
+        trace_context='{"traceparent": "00-1-2-01"}',
+    )
+    said = []
+    for load in (testing.load, testing.load_in_stub):
+        with load(file, name="m", config=CONFIG) as model:
+            said.append(
+                [model.infer(each).parameters for each in (request, {"WISH": [["details"]]})]
+            )
+
+    assert said[0] == said[1]
+    assert "traceparent" in said[0][0]["said"]
 
 
 def test_batches_and_streams(load: Callable[..., testing.LoadedModel], file: Path) -> None:

@@ -212,6 +212,7 @@ def _as_request(request: InferenceRequest, inputs: Mapping[str, Any]) -> Request
         flags=request._flags,
         timeout_us=request._timeout_us,
         parameters=request._parameters,
+        trace_context=request._trace.get_context(),
     )
 
 

@@ -29,7 +29,7 @@ from moonpool.stub.model import Model, import_class
 from moonpool.stub.native import NativeAdapter
 from moonpool.stub.readiness import Readiness
 from moonpool.stub.report import describe
-from moonpool.stub.request import InferenceRequest
+from moonpool.stub.request import InferenceRequest, InferenceTrace
 from moonpool.stub.tensor import Tensor
 from moonpool.testing.collector import Collector, Exchange
 from moonpool.testing.host import RecordingHost
@@ -229,6 +229,7 @@ class InProcessModel(LoadedModel):
             request.timeout_us,
             request.priority,
             request.parameters,
+            request.trace_context,
         )
         return self._signature.request(request.inputs, request.outputs, details)
 
@@ -270,7 +271,7 @@ class InProcessModel(LoadedModel):
         details = request.details or Details()
         if details.outputs is not None:
             outputs = [outputs[number] for number in details.outputs]
-        return InferenceRequest.from_wire(
+        made = InferenceRequest.from_wire(
             details.request_id,
             details.correlation_id,
             details.flags,
@@ -281,6 +282,9 @@ class InProcessModel(LoadedModel):
             details.priority,
             (self._collector, self._batches, index),
         )
+        if details.trace is not None:
+            made._trace = InferenceTrace(details.trace)
+        return made
 
     def _answer(
         self, requests: Sequence[InferenceRequest], responses: Sequence[InferenceResponse | None]

@@ -59,6 +59,7 @@ class StubModel(LoadedModel):
             priority=request.priority,
             queue_timeout_us=request.timeout_us,
             parameters=request.parameters,
+            trace_context=request.trace_context,
         ) as stream:
             execution = _Execution(stream)
             request.executions.add(execution)

@@ -21,7 +21,8 @@ class Request:
     """Inputs by name, and what else a client may say. It can be sent any number of times.
 
     `inputs` are arrays of the datatypes and shapes of the model's configuration, or lists and numbers that become such.
-    `outputs` names those that are wanted, all by default. `timeout_us` is what the model reads as `timeout()`.
+    `outputs` names those that are wanted, all by default. `timeout_us` is what the model reads as `timeout()`,
+    `trace_context` what it reads as `trace().get_context()`.
     `cancel_after` lets the client go away after that many responses, 0 before the first.
     """
 
@@ -36,6 +37,7 @@ class Request:
         priority: int = 0,
         timeout_us: int = 0,
         parameters: Mapping[str, Parameter] | None = None,
+        trace_context: str | None = None,
         cancel_after: int | None = None,
     ) -> None:
         self.inputs = inputs
@@ -46,6 +48,7 @@ class Request:
         self.priority = priority
         self.timeout_us = timeout_us
         self.parameters = parameters
+        self.trace_context = trace_context
         self.cancel_after = cancel_after
         # Whoever executes it now, and can be told.
         self.executions: set[Execution] = set()
