@@ -77,6 +77,7 @@ class InferenceRequest:
         "_reply",
         "_request_id",
         "_requested_output_names",
+        "_sender",
         "_timeout_us",
         "_trace",
     )
@@ -94,6 +95,7 @@ class InferenceRequest:
     # Where its responses go, the number of its batch and its place there; None for one of a model's making.
     _origin: tuple[Port, int, int] | None
     _reply: Reply | None
+    _sender: InferenceResponseSender | None
     _cancelled: bool
     _parameters: Mapping[str, Parameter] | None
     _preferred_memory: PreferredMemory
@@ -133,7 +135,7 @@ class InferenceRequest:
         self._priority = 0
         self._release_flags = 0
         self._cancelled = False
-        self._origin = self._reply = None
+        self._origin = self._reply = self._sender = None
         self._check_contents()
 
     def _check_contents(self) -> None:
@@ -173,7 +175,7 @@ class InferenceRequest:
         request._cancelled = False
         request._trace = _UNTRACED
         request._origin = origin
-        request._reply = None
+        request._reply = request._sender = None
         return request
 
     def inputs(self) -> list[Tensor]:
@@ -215,10 +217,12 @@ class InferenceRequest:
         self._release_flags = _integer("flags", flags)
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """What sends responses apart from what `execute` returns; the same state at each call."""
+        """What sends responses apart from what `execute` returns; the same object at each call."""
         from moonpool.stub.sender import InferenceResponseSender
 
-        return InferenceResponseSender.of(self)
+        if self._sender is None:
+            self._sender = InferenceResponseSender.of(self)
+        return self._sender
 
     def reply(self) -> Reply:
         """The state of the responses to this request, which the runtime made."""

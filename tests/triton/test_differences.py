@@ -100,7 +100,6 @@ asking("returns", ["Y"], error).exec()""",
         '"Model batch - Error when running inference: [request id: <id_unknown>] expected 1 inputs',
         '"Model batch - Error when running inference: expected 1 inputs',
     ),
-    Difference("request.get_response_sender() is request.get_response_sender()", "True", "False"),
     Difference(
         f"{REQUEST}, correlation_id=-1)",
         "builtins.RuntimeError: Unable to cast",
