@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 VARIABLE = "MOONPOOL_TRITON_PYTHON"
 # Python-based backends that both sides have.
 BACKENDS = Path(__file__).parent / "backends"
-# What the server calls its regions in /dev/shm; nothing else is called so.
-REGIONS = f"moonpool_tests_{os.getpid()}_"
+# What servers of these tests call their regions in /dev/shm, and what the one of this run does.
+ANY_REGIONS = "moonpool_tests_"
+REGIONS = f"{ANY_REGIONS}{os.getpid()}_"
 START_TIMEOUT_S = 50.0
 STOP_TIMEOUT_S = 50.0
 _READY = "Started Metrics Service"
