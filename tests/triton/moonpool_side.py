@@ -86,6 +86,12 @@ class MoonpoolSide:
             except MoonpoolError as error:
                 outcomes.append(Failure("", str(error)))
 
+    def first_of_stream(self, model: str, inputs: Inputs) -> Outcome:
+        """The first response to a request that is cancelled then."""
+        arrays = {name: np.asarray(value) for name, value in inputs.items()}
+        with self._runtime.stream(model, arrays, timeout_s=TIMEOUT_S) as stream:
+            return _answer(next(stream))
+
     def config(self, model: str) -> dict[str, Any]:
         """The configuration as moonpool completed it, in its JSON form."""
         config: dict[str, Any] = json.loads(self._runtime.config(model).json)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.triton.answers import Failure, Inputs
 from tests.triton.both import Both
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.triton
 
@@ -241,3 +242,26 @@ def test_a_model_that_answers_once_may_be_asked_for_a_stream(both: Both) -> None
     both.stream("sends", code("returned = [y(1)]"))
     both.stream("sends", code("raise ValueError('on purpose')"))
     both.stream("sends", code("returned = [failed()]"))
+
+
+def test_a_model_finds_out_that_its_client_is_gone(both: Both) -> None:
+    lines = [
+        "import time",
+        "def run():",
+        "    attempt(sender.is_cancelled)",
+        "    sender.send(y(1))",
+        "    end = time.monotonic() + 20",
+        "    while not sender.is_cancelled() and time.monotonic() < end: time.sleep(0.01)",
+        "    attempt(sender.is_cancelled)",
+        "    attempt(request.is_cancelled)",
+        "    sender.send(y(2))",
+        "    attempt(sender.send, failed('gone', pb_utils.TritonError.CANCELLED), FINAL)",
+        "threading.Thread(target=run).start()",
+    ]
+    both.forget_log()
+
+    both.triton.first_of_stream("streams", code(*lines))
+    both.moonpool.first_of_stream("streams", code(*lines))
+
+    wait_until(lambda: both.triton.log_length == 4, what="what Triton's model says")
+    assert [line.text for line in both.log()] == ["False", "True", "True", "None"]

@@ -95,6 +95,14 @@ class TritonSide:
                     outcomes.append(answer)
         return [*outcomes, *failed]
 
+    def first_of_stream(self, model: str, inputs: Inputs) -> Outcome:
+        """The first response to a request that is cancelled then."""
+        call = self._stub.ModelStreamInfer(iter([_request(model, inputs)]), timeout=TIMEOUT_S)
+        try:
+            return _answer(next(call).infer_response)
+        finally:
+            call.cancel()
+
     def config(self, model: str) -> Any:
         """The configuration as the server completed it, as a message."""
         return self._stub.ModelConfig(pb.ModelConfigRequest(name=model), timeout=TIMEOUT_S).config
@@ -104,6 +112,11 @@ class TritonSide:
         address = f"http://127.0.0.1:{self._server.metrics_port}/metrics"
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
             return str(answer.read().decode())
+
+    @property
+    def log_length(self) -> int:
+        """How many lines `log` would give."""
+        return len(_LINE.findall(self._server.log()[self._heard :]))
 
     def log(self) -> list[LogLine]:
         """What models logged on purpose since the last look."""
@@ -126,7 +139,7 @@ def _failures() -> Iterator[list[Failure]]:
     except grpc.RpcError as error:
         code = error.code().name
         if "Socket closed" in str(error) or "Connection refused" in str(error):
-            pytest.exit("tritonserver has died")
+            pytest.fail("tritonserver has died", pytrace=False)
         caught.append(Failure(CODES.get(code, code), error.details() or ""))
 
 
