@@ -291,6 +291,29 @@ class TestVariables:
         assert len(hashes) == 1
         assert ask("sys.dont_write_bytecode")
 
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("PYTHONOPTIMIZE", "2"),
+            ("PYTHONDEVMODE", "1"),
+            ("PYTHONMALLOC", "debug"),
+            ("PYTHONTRACEMALLOC", "5"),
+            ("PYTHONWARNINGS", "error"),
+            ("PYTHONIOENCODING", "ascii"),
+            ("PYTHONUTF8", "0"),
+            ("PYTHONCOERCECLOCALE", "0"),
+            ("PYTHONINSPECT", "1"),
+            ("PYTHONNOUSERSITE", "1"),
+            ("PYTHONASYNCIODEBUG", "1"),
+        ],
+    )
+    def test_a_stub_lives_with_any_of_pythons_own(
+        self, ask: Ask, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    ) -> None:
+        monkeypatch.setenv(name, value)
+
+        assert ask(f"(os.environ['{name}'], print('\\u6708'))[0]") == value
+
 
 class TestLocale:
     @pytest.mark.parametrize(
