@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.runtime.errors import RequestTimedOut, own
 from moonpool.runtime.request import Response
-from moonpool.runtime.waiter import Waiter
+from moonpool.runtime.waiter import Waiter, is_interruptible
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,10 +30,11 @@ _END = _End()
 class StreamWaiter(Waiter):
     """Collects responses until somebody takes them. Knows nothing of the stream, which may be dropped."""
 
-    __slots__ = ("bell", "waiting", "wake")
+    __slots__ = ("bell", "interruptible", "waiting", "wake")
     takes_many = True
 
     def __init__(self) -> None:
+        self.interruptible = is_interruptible()
         self.waiting: deque[Outcome | _End] = deque()
         # A thread waits for the next response by this; a task has something else to wake it.
         self.bell = threading.Lock()

@@ -27,6 +27,11 @@ _log = logging.getLogger("moonpool")
 _MAIN = threading.main_thread().ident
 
 
+def is_interruptible() -> bool:
+    """Whether signal handlers run on this thread."""
+    return threading.get_ident() == _MAIN
+
+
 class Waiter:
     """What the scheduler knows of a caller."""
 
@@ -66,7 +71,7 @@ class ThreadWaiter(Waiter):
         self._bell.acquire()
         self._execution: Execution | None = None
         self._gone = False
-        self.interruptible = threading.get_ident() == _MAIN
+        self.interruptible = is_interruptible()
         self.outcome: Outcome | None = None
 
     def resolve(self, outcome: Outcome | None) -> None:

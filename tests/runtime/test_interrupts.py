@@ -211,3 +211,22 @@ def test_interrupts_at_any_moment_break_nothing(tmp_path: Path, others: int) -> 
         check=False,
     )
     assert (program.returncode, program.stdout) == (0, "done\n"), program.stderr[-3000:]
+
+
+def test_a_stream_that_is_interrupted_does_not_take_others_with_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = {"preferred_batch_size": [2], "max_queue_delay_microseconds": 3_600_000_000}
+    with office(folder, max_batch_size=8, dynamic_batching=policy) as (backend, runtime):
+        backend.is_quick = True
+        other = Caller(runtime, row(1))
+        queued(runtime, 1)
+        with monkeypatch.context() as patch:
+            interrupted_once(patch, Scheduler, "_launch")
+            try:
+                stream = runtime.stream("m", row(2), timeout_s=PATIENCE_S)
+            except Interrupted:
+                stream = None
+        assert other.result() == 1
+        assert stream is not None
+        assert [each.outputs["Y"].flat[0] for each in stream] == [2]
