@@ -83,7 +83,7 @@ def test_whatever_happens_every_sum_is_right_and_nothing_is_left(
             for done in [pool.submit(storm.client, number) for number in range(CLIENTS)]:
                 done.result(STORM_S + 2 * PATIENCE_S)
         assert storm.wrong == []
-        assert storm.counts["answered"] > 100
+        assert storm.counts["answered"] > 100, storm.counts
         assert storm.counts["StubDied"]
         assert storm.counts["RequestTimedOut"]
         assert set(storm.counts) <= {
@@ -113,10 +113,10 @@ def test_generations_that_are_left_and_killed_leave_nothing(
     made = countdown(is_decoupled=is_decoupled, iterative_sequence=True)
     made |= UNTIRING
     counts: Counter[str] = Counter()
-    until = time.monotonic() + STORM_S
 
     def client(number: int) -> None:
         dice = random.Random(number)
+        until = time.monotonic() + STORM_S
         while time.monotonic() < until:
             steps = dice.randint(1, 20)
             log: dict[str, Any] = {"log": str(tmp_path / "log")}
@@ -141,7 +141,7 @@ def test_generations_that_are_left_and_killed_leave_nothing(
         with ThreadPoolExecutor(CLIENTS) as pool:
             for done in [pool.submit(client, number) for number in range(CLIENTS)]:
                 done.result(STORM_S + 2 * PATIENCE_S)
-        assert counts["answered"] > 50
+        assert counts["answered"] > 50, counts
         assert counts["StubDied"]
         assert counts["RequestTimedOut"]
         assert set(counts) <= {"answered", "RequestTimedOut", "StubDied", SequenceLost.__name__}
