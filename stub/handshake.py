@@ -76,6 +76,12 @@ def shake_hands(name: str, work_fd: int, control_fd: int, calls_fd: int) -> Hand
     return handshake
 
 
+def _advice() -> str:
+    if os.environ.get("PYTHONPATH"):
+        return "install it there, and look whether PYTHONPATH leads to packages of another Python"
+    return "install it there"
+
+
 class Handshake:
     """What the runtime said, and the channels to it."""
 
@@ -102,7 +108,7 @@ class Handshake:
         except ImportError as error:
             self.fail(
                 "environment",
-                f"numpy cannot be imported by {sys.executable}: {error}; install it there",
+                f"numpy cannot be imported by {sys.executable}: {error}; {_advice()}",
             )
         from moonpool.stub.loop import Stub
 

@@ -219,6 +219,15 @@ class TestPath:
         assert where == str(tmp_path / "from_pythonpath.py")
         assert mine
 
+    def test_packages_of_another_python_on_it_are_suspected(
+        self, runtime: moonpool.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "numpy.py").write_text("raise ImportError('made for another Python')\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+        with pytest.raises(LoadFailed, match=r"made for another Python; .* whether PYTHONPATH"):
+            runtime.load("m", FILE, config=SIGNATURE)
+
     def test_the_users_own_packages_are_found(
         self, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conda: Path
     ) -> None:
