@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -161,3 +162,24 @@ def test_an_optional_input_is_seen_where_it_is_given(both: Both) -> None:
     ours = facts(both.moonpool.infer("facts", inputs))
 
     assert sorted(ours["inputs"]) == sorted(theirs["inputs"])
+
+
+GROUPS = {
+    "four": [[[1]], [[2]], [[3]], [[4]]],
+    "two, of different sizes": [[[1]], [[2], [3], [4]]],
+    "one that is refused": [[[1]], [[-2]], [[3]], [[4]]],
+    "all refused": [[[-1], [-2]], [[-3], [-4]]],
+    "one that fails all": [[[1]], [[0]], [[3]], [[4]]],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_requests_of_a_batch_have_an_outcome_each(both: Both, name: str) -> None:
+    arrays = [np.array(rows, np.int32) for rows in GROUPS[name]]
+    outcomes = []
+    for side in (both.triton, both.moonpool):
+        with ThreadPoolExecutor(len(arrays)) as threads:
+            asked = [threads.submit(side.infer, "grouped", {"X": array}) for array in arrays]
+            outcomes.append([each.result() for each in asked])
+
+    assert outcomes[1] == outcomes[0]
