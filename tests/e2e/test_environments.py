@@ -84,6 +84,7 @@ def conda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for library_file in Path(sysconfig.get_config_var("LIBDIR")).glob(f"lib{version}*.so*"):
         shutil.copy(library_file, root / "lib", follow_symlinks=False)
     (library / "site-packages").mkdir()
+    (library / "dist-packages").symlink_to("site-packages")  # where Debian's Python looks
     furnish(root)
     return root
 
