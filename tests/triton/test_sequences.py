@@ -183,3 +183,27 @@ def test_a_wrong_batcher_is_refused_in_the_same_words(
     theirs = both.triton._server.log()
     text = ours.text.rpartition(": ")[2] if ": " in ours.text else ours.text
     assert f"Poll failed for model directory '{model}': {text}" in theirs
+
+
+USELESS = {
+    "a state": 'state { input_name: "S" output_name: "T" data_type: TYPE_FP32 dims: [ 1 ] }',
+    "an input as a control": 'control_input { name: "X" control { kind: CONTROL_SEQUENCE_START '
+    "fp32_false_true: [ 0, 1 ] } }",
+}
+
+
+def test_a_batcher_that_does_nothing_useful_in_triton_is_refused(
+    both: Both, repository: Path
+) -> None:
+    names = {name: "useless_" + name.replace(" ", "_") for name in USELESS}
+    for name, model in names.items():
+        write(repository, model, "sequences.py", USELESS[name])
+    with ThreadPoolExecutor(len(names)) as threads:
+        assert [*threads.map(both.triton.load, names.values())] == [None, None]
+        for _ in threads.map(both.triton.unload, names.values()):
+            pass
+    state, control = (both.moonpool.load(model) for model in names.values())
+    assert state is not None
+    assert "states that the server keeps are not offered to Python models" in state.text
+    assert control is not None
+    assert "control tensor 'X' is an input of the model" in control.text
