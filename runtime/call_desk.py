@@ -45,6 +45,8 @@ _TURN = 16
 # Calls with a later end have none.
 _MAX_TIMEOUT_US = 10**15
 _MAX_MESSAGE = 65536
+# What fits a packet, whatever it says, so that there is always room for it.
+_SHORT_MESSAGE = 7000
 # What takes long, and runs on a thread each.
 _MAX_TASKS = 64
 
@@ -226,7 +228,16 @@ class CallDesk:
         except MoonpoolError as failure:  # too large for what memory there is, or nothing to travel
             self._unlend(blocks)
             self._link.released.extend(released)
-            self._send(Kind.REPLY, call.number, is_last, [], [], [], None, _wire_error(failure))
+            self._send(
+                Kind.REPLY,
+                call.number,
+                is_last,
+                [],
+                [],
+                [],
+                None,
+                _wire_error(failure, _SHORT_MESSAGE),
+            )
         if not is_last and self._outbox.is_full:
             self._end(call, ModelUnavailable("the model that asked leaves responses unread"))
 
@@ -353,10 +364,11 @@ class CallDesk:
     def _done(
         self, number: int, error: BaseException | None, values: dict[str, Any] | None = None
     ) -> None:
-        self._send(Kind.DONE, number, None if error is None else _wire_error(error), values or {})
+        told = None if error is None else _wire_error(error, _SHORT_MESSAGE)
+        self._send(Kind.DONE, number, told, values or {})
 
 
-def _wire_error(error: BaseException) -> list[object]:
+def _wire_error(error: BaseException, most: int = _MAX_MESSAGE) -> list[object]:
     code = getattr(error, "code", "INTERNAL")
-    message = str(error)[:_MAX_MESSAGE].encode("utf-8", "replace").decode()
+    message = str(error)[:most].encode("utf-8", "replace").decode()
     return [CODES.index(code) if code in CODES else CODES.index("INTERNAL"), message]

@@ -74,6 +74,8 @@ class HostedModel:
             raise failure from error
         self._move(ModelState.READY, "every instance is ready")
         self.scheduler.open()
+        # Whoever gave up in between was not heard, and had its refusal undone.
+        self.supervisor.check_given_up()
 
     def _start(self) -> None:
         model = self.model

@@ -92,6 +92,7 @@ class ResponseStream:
         """The next response. Raises what the model answered instead, `RequestTimedOut`, `StubDied`."""
         if self._has_ended:
             raise StopIteration
+        self._check_time()
         waiting = self._waiter.waiting
         while not waiting:
             left_s = -1.0 if self._deadline is None else self._deadline - time.monotonic()
@@ -112,6 +113,7 @@ class ResponseStream:
         """As `next`, for a task."""
         if self._has_ended:
             raise StopAsyncIteration
+        self._check_time()
         waiting = self._waiter.waiting
         if not waiting:
             await self._wait()
@@ -140,6 +142,11 @@ class ResponseStream:
             self._waiter.wake = None
 
     # End
+
+    def _check_time(self) -> None:
+        """Also where responses come faster than they are taken."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._time_out()
 
     def _time_out(self) -> None:
         self.close()

@@ -248,8 +248,13 @@ class Supervisor:
     def _give_up(self, seat: Seat, reason: str) -> None:
         last = seat.machine.because
         self._move(seat, _S.FAILED, f"{reason}; the last time: {last}")
+        self.check_given_up()
+
+    def check_given_up(self) -> None:
+        """Refuse requests from now on if no instance is left, nor will be."""
         if self._scheduler is None or any(s.machine.state is not _S.FAILED for s in self.seats):
             return
+        seat = self.seats[-1]
         why = f"{seat.instance.name} {seat.machine.because}"
         error = ModelUnavailable(
             f"Request for model '{self._model.name}' which has no instance left: {why}"

@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import runpy
+import time
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,6 +237,16 @@ def test_a_stream_whose_time_is_over_tells_the_model(runtime: moonpool.Runtime) 
         list(responses)
     assert list(responses) == []
     wait_until(lambda: open_requests(runtime) == 0, what="the model to notice")
+
+
+def test_a_stream_whose_time_is_over_gives_no_response_that_came_before(
+    runtime: moonpool.Runtime,
+) -> None:
+    responses = stream(runtime, "count", 100, timeout_s=0.2)
+    next(responses)
+    wait_until(lambda: responses._waiter.waiting and time.monotonic() >= (responses._deadline or 0))
+    with pytest.raises(RequestTimedOut):
+        next(responses)
 
 
 def test_a_stream_of_a_model_with_one_response_has_one(runtime: moonpool.Runtime) -> None:
