@@ -60,6 +60,18 @@ def test_every_promise_has_its_test(promise: str, where: str) -> None:
         assert re.search(rf"(def|class) {re.escape(name)}\b", file.read_text(encoding="utf-8"))
 
 
+def test_every_difference_from_triton_has_its_test() -> None:
+    page = (DOCS / "FIDELITY.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?!---| \|)(.+?) \|.*\| (.+?) \|$", page, flags=re.MULTILINE)
+
+    assert rows
+    for row, where in rows:
+        path, _, name = where.strip("`").partition("::")
+        file = ROOT / path if "/" in path else ROOT / "tests" / "triton" / path
+        assert file.exists(), f"{row}: there is no {path}"
+        assert f"def {name}(" in file.read_text(encoding="utf-8") or not name, f"{row}: no {name}"
+
+
 def test_the_example_of_the_readme_works_when_it_is_pasted(tmp_path: Path) -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     model, program = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)

@@ -130,6 +130,18 @@ SURVIVED = {
         'asking("batch", ["Y"], X=np.full((1, 2), -3, np.int32)).exec()',
         "Response(list[], TritonError(__ErrorCode.NOT_FOUND, 'refused -3'))",
     ),
+    "a load of a model that is nowhere": (
+        "try: pb_utils.load_model('nothing_of_that_name')\n"
+        "except pb_utils.TritonModelException as error: said = str(error)\n"
+        "said.startswith('Failed to load model: ')",
+        "True",
+    ),
+    "a metric whose name it cannot have": (
+        'pb_utils.MetricFamily("with space", "d", pb_utils.MetricFamily.COUNTER)',
+        MODEL_EXCEPTION
+        + "Error when creating MetricFamily: Failed to process the request for model "
+        "'snippets_0_0', message: Invalid metric name",
+    ),
     "a loop that is cancelled, which is newer than this Triton": (
         'asking("streams", ["Y"], "sender.send(y(1), FINAL)").exec(decoupled=True).cancel()',
         "None",
@@ -162,6 +174,14 @@ def test_an_exception_after_the_last_response_harms_nobody(both: Both, after: st
     assert isinstance(outcome, Answer)
     assert outcome.outputs == {"Y": output_of(np.ones(1, np.float32))}
     assert isinstance(both.moonpool.infer("sends", LAST), Answer)
+
+
+@pytest.mark.parametrize("model", ["sends", "streams"])
+def test_a_request_that_nobody_can_answer_ends(both: Both, model: str) -> None:
+    (outcome,) = both.moonpool.stream(model, code_of("del sender"))
+
+    assert isinstance(outcome, Failure)
+    assert outcome.text.startswith("the model ended without a last response to this request")
 
 
 def test_a_generator_is_a_wrong_return(both: Both) -> None:
