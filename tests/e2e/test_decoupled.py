@@ -7,8 +7,8 @@ import gc
 import os
 import re
 import runpy
-import time
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
