@@ -289,6 +289,7 @@ CALLS: dict[Kind, Message] = {
                     correlation_id=OneOf(Int(0, 2**64 - 1), Text(_SHORT)),
                     flags=Int(0, 2**32 - 1),
                     parameters=_PARAMETERS,
+                    trace=Maybe(Text(_SHORT)),
                 )
             ),
         },

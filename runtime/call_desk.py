@@ -183,8 +183,10 @@ class CallDesk:
             )
         details = None
         if told is not None or timeout_us:
-            request_id, correlation_id, flags, parameters = told or ("", 0, 0, None)
-            details = Details(request_id, correlation_id, flags, timeout_us, 0, parameters)
+            request_id, correlation_id, flags, parameters, trace = told or ("", 0, 0, None, None)
+            details = Details(
+                request_id, correlation_id, flags, timeout_us, 0, parameters, trace=trace
+            )
         # As in Triton, who asks for no output gets all.
         request = hosted.signature.request(inputs, outputs or None, details)
         request.is_of_model = True

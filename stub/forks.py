@@ -23,7 +23,7 @@ from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub import host, output, pb_utils
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import Host
-from moonpool.stub.request import InferenceRequest
+from moonpool.stub.request import InferenceRequest, InferenceTrace
 from moonpool.stub.response import InferenceResponse
 from moonpool.stub.response_iterator import ResponseIterator
 from moonpool.stub.tensor import Tensor
@@ -233,6 +233,7 @@ def _packed_request(request: InferenceRequest) -> list[object]:
         request._timeout_us,
         request._parameters,
         list(request._requested_output_names),
+        request._trace.get_context(),
         _packed_tensors(request._inputs),
     ]
 
@@ -246,6 +247,7 @@ def _request(
     timeout_us: int,
     parameters: dict[str, Any] | None,
     outputs: list[str],
+    trace: str | None,
     inputs: list[list[Any]],
 ) -> InferenceRequest:
     return InferenceRequest(
@@ -257,6 +259,7 @@ def _request(
         timeout=timeout_us,
         parameters=parameters,
         requested_output_names=outputs,
+        trace=InferenceTrace(trace),
         inputs=_tensors(inputs),
     )
 

@@ -31,7 +31,7 @@ _MAX_INT = 2**63 - 1
 _UINT32 = 2**32 - 1
 _UINT64 = 2**64 - 1
 _MAX_ID_CHARACTERS = 4096
-_EMPTY = ("", 0, 0, None)
+_EMPTY = ("", 0, 0, None, None)
 
 
 class StubHost(Host):
@@ -270,6 +270,7 @@ def _details(request: InferenceRequest) -> tuple[object, ...] | None:
         request._correlation_id,
         request._flags,
         request._parameters or None,
+        request._trace.get_context(),
     )
     return None if details == _EMPTY else details
 

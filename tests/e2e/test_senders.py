@@ -94,7 +94,13 @@ def test_a_future_that_is_cancelled_is_a_cancelled_request(runtime: moonpool.Run
 
 def test_the_model_knows_which_trace_its_request_is_part_of(runtime: moonpool.Runtime) -> None:
     config: Config = {"output": [tensor("TRACE", "STRING", 1)]}
-    with hosted(runtime, "traced", MODELS / "traced.py", config):
+    with (
+        hosted(runtime, "traced", MODELS / "traced.py", config),
+        hosted(runtime, "other", MODELS / "traced.py", config),
+    ):
         for context in ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "", None):
-            answer = runtime.infer("traced", {}, trace_context=context)["TRACE"]
-            assert answer.tolist() == [repr(context).encode()]
+            for parameters in ({}, {"through": "other"}):
+                response = runtime.request(
+                    "traced", {}, trace_context=context, parameters=parameters
+                )
+                assert response.outputs["TRACE"].tolist() == [repr(context).encode()]
