@@ -21,6 +21,7 @@ from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, Kind, Side
+from moonpool.stub.outbox import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,8 +76,7 @@ class Calls:
         self._open: dict[int, Call] = {}
         self._leading = threading.Lock()
         self._followers: dict[int, Call] = {}
-        self._outbox: deque[bytes] = deque()
-        self._sending = threading.Lock()
+        self._outbox = Outbox(channel)
         self._starting = threading.Lock()
         self._has_listener = False
         # Places of blocks of replies, appended by whichever thread drops the last view of one.
@@ -102,30 +102,12 @@ class Calls:
         packet = encode(*message)
         if len(packet) > MAX_PACKET_BYTES:
             packet = encode(_INDIRECT, *self._regions.store(packet))
-        self._outbox.append(packet)
-        self._flush()
-
-    def _flush(self) -> None:
-        # Whoever has the lock looks once more after giving it up, so nothing is left behind.
-        while self._outbox and self._sending.acquire(blocking=False):
-            try:
-                self._empty_outbox()
-            finally:
-                self._sending.release()
-
-    def _empty_outbox(self) -> None:
-        try:
-            while self._outbox:
-                self._channel.send_waiting(self._outbox.popleft())
-        except PeerGone:
-            # Whatever this thread is doing, there is nobody left to do it for.
-            os._exit(1)
+        self._outbox.put(packet)
 
     def withdraw(self, call: Call) -> None:
         """Ask for no further answers than the one that says that there are none."""
         if self._open.get(call.number) is call:
-            self._outbox.append(call.withdrawal)
-            self._flush()
+            self._outbox.put(call.withdrawal)
 
     def abandon(self, call: Call) -> None:
         """Nobody looks at the answers any more. Also for destructors."""

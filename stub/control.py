@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
@@ -13,8 +12,10 @@ from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import MAX_RESPONSES_IN_PACKET, Kind, Side
 from moonpool.stub import logger
 from moonpool.stub.metric_changes import MetricChanges
+from moonpool.stub.outbox import Outbox
 
 if TYPE_CHECKING:
+    from collections import deque
     from typing import Any, Callable
 
     from moonpool.ipc.channel import Channel
@@ -41,18 +42,15 @@ class Control:
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        # What is to be sent, in order: packets, and responses as they are described. Whoever has the
-        # lock sends all that is there; whoever does not get it need not wait.
-        self._outbox: deque[bytes | list[Any]] = deque()
-        self._sending = threading.Lock()
+        # Packets, and responses as they are described.
+        self._outbox = Outbox(self._channel, _next_packet)
         self._left_out = 0
         # Past the outbox: nothing else on the channel depends on their order.
         self.metric_changes = MetricChanges(self._send_changes)
 
     def send(self, *message: Any) -> None:
         """Send a control message; blocks while the runtime is behind with reading."""
-        self._outbox.append(self._packet(message))
-        self._flush()
+        self._outbox.put(self._packet(message))
 
     def respond(self, response: list[Any]) -> None:
         """Send a response, a row of RESPONSES, together with others that are ready.
@@ -62,10 +60,9 @@ class Control:
         self.metric_changes.flush()
         size_bytes = len(encode(response))
         if size_bytes > MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET:
-            self._outbox.append(self._packet((_RESPONSES, [response])))
+            self._outbox.put(self._packet((_RESPONSES, [response])))
         else:
-            self._outbox.append(response)
-        self._flush()
+            self._outbox.put(response)
 
     def _packet(self, message: tuple[Any, ...]) -> bytes:
         packet = encode(*message)
@@ -73,37 +70,8 @@ class Control:
             packet = encode(_INDIRECT, *self._regions.store(packet))
         return packet
 
-    def _flush(self) -> None:
-        # Whoever has the lock looks once more after giving it up, so nothing is left behind.
-        while self._outbox and self._sending.acquire(blocking=False):
-            try:
-                self._send_all()
-            finally:
-                self._sending.release()
-
-    def _send_all(self) -> None:
-        while self._outbox:
-            self._send_packet(self._next_packet())
-
     def _send_changes(self, changes: list[Row], dropped: list[int]) -> None:
-        self._send_packet(encode(Kind.METRICS, changes, dropped))
-
-    def _send_packet(self, packet: bytes) -> None:
-        try:
-            self._channel.send_waiting(packet)
-        except PeerGone:
-            # Whatever this thread is doing, there is nobody left to do it for.
-            os._exit(1)
-
-    def _next_packet(self) -> bytes:
-        outbox = self._outbox
-        item = outbox.popleft()
-        if isinstance(item, bytes):
-            return item
-        responses = [item]
-        while outbox and len(responses) < MAX_RESPONSES_IN_PACKET and type(outbox[0]) is list:
-            responses.append(outbox.popleft())  # type: ignore[arg-type]
-        return encode(_RESPONSES, responses)
+        self._outbox.send(encode(Kind.METRICS, changes, dropped))
 
     def log(self, level: int, message: str, file: str, line: int) -> None:
         """A log line for the runtime; long ones are cut, and left out while too many wait to be sent."""
@@ -163,3 +131,14 @@ class Control:
             self._handle(self._codec.decode(regions.load(*fields[1:])), fds)
         else:
             raise RemoteProtocolError(f"{Kind(kind).name} came after the handshake")
+
+
+def _next_packet(items: deque[Any]) -> bytes:
+    """Responses that are ready together travel together."""
+    item = items.popleft()
+    if isinstance(item, bytes):
+        return item
+    responses = [item]
+    while items and len(responses) < MAX_RESPONSES_IN_PACKET and type(items[0]) is list:
+        responses.append(items.popleft())
+    return encode(_RESPONSES, responses)
