@@ -42,7 +42,7 @@ RARE_RAISED = {
 }
 HANGS = ("hang", "spin", "hang in C")
 
-# Places where moonpool's own code is struck: what is raised there ends the stub.
+# Places where moonpool's own code is struck.
 STRUCK = ("reading the next input", "writing the output", "sending the answer")
 
 
@@ -82,8 +82,11 @@ def execute_cases() -> Iterator[Case]:
     for place in STRUCK:
         for way in ("SIGSEGV", "_exit 0"):
             yield Case(place, way, StubDied, DEATHS[way])
+    for place in ("reading the next input", "sending the answer"):
         # An exception there is moonpool's own failure, of which the last line tells.
         yield Case(place, "exception", StubDied, "exited with 1; its last words were: ValueError")
+    # One of writing may come of what the model made of its objects, and is the request's.
+    yield Case("writing the output", "exception", ModelError, "ValueError: on purpose")
     yield Case("sending the answer", "hang", ExecuteTimedOut, "took longer than 1 s to execute")
     for way in ("SIGSEGV", "_exit 3"):
         yield Case("a thread", way, StubDied, DEATHS[way])

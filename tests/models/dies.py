@@ -15,7 +15,7 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from moonpool.ipc.channel import Channel
-from moonpool.stub.answer import Answer
+from moonpool.stub import placement
 from moonpool.stub.batch import Batch
 
 
@@ -135,7 +135,7 @@ class TritonPythonModel:
         elif place == "reading the next input":
             hook(Batch, "open", way, after=False)
         elif place == "writing the output":
-            hook(Answer, "_copy", way, after=False)
+            hook(placement, "_fill", way, after=False)
         elif place == "sending the answer":
             hook(Channel, "send_waiting", way, after=False)
         elif place == "after the answer":
