@@ -50,7 +50,7 @@ class Answer:
 
         A request without a response stays open, or is rescheduled where the model asked for that.
         """
-        placer, places = self._placer, self._batch.places
+        placer, batch = self._placer, self._batch
         for request, response in zip(requests, responses):
             if response is None:
                 self._leave(request)
@@ -61,7 +61,7 @@ class Answer:
                 self._add(NO_OUTPUTS, None, OPEN)
                 continue
             plan, remark = placer.answer(
-                response, request._requested_output_names, self._blocks, places
+                response, request._requested_output_names, self._blocks, batch
             )
             self._add(plan or NO_OUTPUTS, remark)
 

@@ -29,6 +29,7 @@ class Batch:
     """Opens batch after batch; knows which blocks the model still looks at."""
 
     __slots__ = (
+        "_has_copies",
         "_inputs",
         "_layouts",
         "_let_go",
@@ -50,6 +51,7 @@ class Batch:
         self._returned: deque[object] = deque()
         self._let_go = self._returned.append
         self.places: list[object] = []
+        self._has_copies = False
         self.kept = 0
 
     def open(
@@ -63,6 +65,7 @@ class Batch:
                 self._layouts.keep(packed, layout)
         leases = []
         self.places = places = []
+        self._has_copies = blocks[0][2] > 0
         for region_id, offset, size_bytes in blocks:
             place = (region_id, offset)
             places.append(place)
@@ -117,6 +120,12 @@ class Batch:
         if trace is not None:
             request._trace = InferenceTrace(trace)
         return request
+
+    def has_lent(self, lease: Lease) -> bool:
+        """Whether this is a block of the batch that is open now."""
+        # The first block has no bytes where nothing was copied, and then its place may be another's.
+        places = self.places if self._has_copies else self.places[1:]
+        return lease.give_back is self._let_go and lease.token in places
 
     def let_go(self) -> tuple[list[object], list[object]]:
         """The blocks of this batch that the model keeps, and those of earlier ones it let go of now.

@@ -13,13 +13,14 @@ from moonpool.ipc.tensors import BYTES, size_bytes
 from moonpool.stub.report import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable
     from typing import Any
 
     import numpy as np
 
     from moonpool.ipc.arena import Block
     from moonpool.ipc.memory import Lease
+    from moonpool.stub.batch import Batch
     from moonpool.stub.regions import Regions
     from moonpool.stub.response import InferenceResponse
     from moonpool.stub.tensor import Tensor
@@ -67,7 +68,7 @@ class Placer:
         response: InferenceResponse,
         names: Collection[str],
         blocks: list[list[int]],
-        passable: Sequence[object] = (),
+        passable: Batch | None = None,
     ) -> tuple[Plan | None, list[Any] | None]:
         """A response as it is sent: the outputs that were asked for, placed, and the remark on it.
 
@@ -97,12 +98,10 @@ class Placer:
                 return outputs
         return [tensor for tensor in outputs if tensor._name in names]
 
-    def place(
-        self, outputs: list[Tensor], blocks: list[list[int]], passable: Sequence[object]
-    ) -> Plan:
+    def place(self, outputs: list[Tensor], blocks: list[list[int]], passable: Batch | None) -> Plan:
         """Put the outputs where the runtime can read them, and add the blocks they are in to `blocks`.
 
-        `passable` are the blocks of requests that outputs may lie in. Raises `OutOfMemory` and
+        `passable` is the batch in whose blocks outputs may lie. Raises `OutOfMemory` and
         `BadResponse`; nothing has been done then.
         """
         key: list[object] = []
@@ -127,7 +126,7 @@ class Placer:
         return plan
 
     def _place_apart(
-        self, outputs: list[Tensor], blocks: list[list[int]], passable: Sequence[object]
+        self, outputs: list[Tensor], blocks: list[list[int]], passable: Batch | None
     ) -> Plan:
         """As `place`, for outputs of which some may lie in a region already."""
         rows: list[list[Any]] = []
@@ -171,18 +170,15 @@ class Placer:
         index = self._indices[tensor._name]
         return [index, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
 
-    def _shared(
-        self, data: np.ndarray, passable: Sequence[object], ours: list[Block]
-    ) -> Lease | None:
-        """The lease that an array lies in: of a passable block, or memory that `empty` gave.
+    def _shared(self, data: np.ndarray, passable: Batch | None, ours: list[Block]) -> Lease | None:
+        """The lease that an array lies in: of a block of the batch, or memory that `empty` gave.
 
         Blocks of ours are added to `ours`: the runtime is going to hold them, too.
         """
         lease = lease_of(data)
         if lease is None:
             return None
-        place: tuple[int, int] = lease.token  # type: ignore[assignment]
-        if place not in passable:
+        if passable is None or not passable.has_lent(lease):
             block = self._regions.find(lease)
             if block is None:
                 return None  # an input that the model kept from an earlier batch

@@ -59,7 +59,7 @@ class Client:
         """On its way; `held` keeps the instance until `open` is called."""
         number = request.rstrip("abcse")
         suffix = request[len(number) :]
-        return self.runtime.stream(
+        stream = self.runtime.stream(
             "m",
             {"X": np.full(self._shape, x, np.float32)},
             timeout_s=PATIENCE_S,
@@ -68,6 +68,10 @@ class Client:
             flags=START * ("s" in suffix) | END * ("e" in suffix),
             parameters={"gate": str(self.gate)} if held else {},
         )
+        if held:
+            scheduler = self.runtime._models.find("m").scheduler
+            wait_until(lambda: scheduler.executing, what="the request to be executed")
+        return stream
 
     def open(self) -> None:
         self.gate.touch()
