@@ -27,7 +27,7 @@ _AT_ONCE = _DONT_WAIT | _NO_SIGNAL
 
 
 class Channel:
-    """One end. One thread at a time may send and one may receive."""
+    """One end. One thread at a time may receive; any may send, as the kernel takes packets whole."""
 
     __slots__ = ("_inbox", "_receive", "_send", "_socket")
 

@@ -21,6 +21,16 @@ _INDIRECT = int(Kind.INDIRECT)
 class Overflow:
     """Where messages go that are too large for a packet: the sender's memory."""
 
+    def pack(self, *message: Any) -> bytes:
+        """The packet of a message: itself, or INDIRECT where it is too large and was stored.
+
+        Raises `LocalProtocolError` for what cannot travel, `OutOfMemory`.
+        """
+        packet = encode(*message)
+        if len(packet) > MAX_PACKET_BYTES:
+            packet = encode(_INDIRECT, *self.store(packet))
+        return packet
+
     def store(self, packet: bytes) -> tuple[int, int, int]:
         """Copy into a block; returns region, offset and size. Raises `OutOfMemory`."""
         raise NotImplementedError
@@ -57,9 +67,7 @@ class Conversation:
         kind = message[0]
         if kind not in self._ours:
             raise LocalProtocolError(f"{Kind(kind).name} may not be sent now; {self._turn()}")
-        packet = encode(*message)
-        if len(packet) > MAX_PACKET_BYTES:
-            packet = encode(_INDIRECT, *self._overflow.store(packet))
+        packet = self._overflow.pack(*message)
         if self._us is Side.STUB:
             self.channel.send_waiting(packet)
         else:

@@ -65,12 +65,10 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Call]] = []
 
-    def add(self, when_s: float, call: Call) -> bool:
-        """Returns whether this is the next one now."""
+    def add(self, when_s: float, call: Call) -> None:
+        """A call that is to end then."""
         # Two calls with one number are never open at a time, but both may stand here.
-        entry = (when_s, id(call), call)
-        heapq.heappush(self._heap, entry)
-        return self._heap[0] is entry
+        heapq.heappush(self._heap, (when_s, id(call), call))
 
     def shrink(self, is_open: Callable[[Call], bool], open_calls: int) -> None:
         """Forget calls that are over, where they are the most."""

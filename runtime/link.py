@@ -128,8 +128,11 @@ class Link(Overflow):
             raise RemoteProtocolError("the stub releases more blocks than it was given")
 
     def _take_back(self) -> None:
+        places = []
         while self._let_go:
-            self.loans.take_back([self._let_go.popleft()])
+            places.append(self._let_go.popleft())
+        if places:
+            self.loans.take_back(places)
 
     def _lay_out(
         self, requests: Sequence[InferenceRequest], elsewhere: dict[tuple[int, int], Place]

@@ -30,7 +30,7 @@ from moonpool.runtime.waiter import FutureWaiter, PunctualWaiter, ThreadWaiter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
-    from types import FrameType, TracebackType
+    from types import FrameType
 
     from numpy.typing import NDArray
 
@@ -319,12 +319,7 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

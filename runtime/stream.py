@@ -14,7 +14,6 @@ from moonpool.runtime.waiter import Waiter, is_interruptible
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
-    from types import TracebackType
 
     from moonpool.runtime.request import InferenceRequest, Outcome
     from moonpool.runtime.scheduler import Scheduler
@@ -169,23 +168,13 @@ class ResponseStream:
     def __enter__(self) -> ResponseStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> ResponseStream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

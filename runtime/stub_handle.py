@@ -69,7 +69,7 @@ class StubHandle:
         self._on_exit: Callable[[], None] = _nothing
         self._on_response: Respond = _nothing
         self._python, self._environment = python, environment
-        self._stubs, self._reactor, self._options = stubs, stubs.reactor, options
+        self._stubs, self._reactor = stubs, stubs.reactor
         self.metrics = StubMetrics(stubs.metrics, self.catch_up)
         self.readiness = StubReadiness(name, stubs.reactor, self.tell)
         self._reason: BaseException | None = None

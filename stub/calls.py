@@ -17,7 +17,6 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, Kind, Side
@@ -99,10 +98,7 @@ class Calls:
 
         Raises `LocalProtocolError` for what cannot travel, `OutOfMemory`.
         """
-        packet = encode(*message)
-        if len(packet) > MAX_PACKET_BYTES:
-            packet = encode(_INDIRECT, *self._regions.store(packet))
-        self._outbox.put(packet)
+        self._outbox.put(self._regions.pack(*message))
 
     def withdraw(self, call: Call) -> None:
         """Ask for no further answers than the one that says that there are none."""
@@ -173,9 +169,9 @@ class Calls:
 
     def _appoint(self) -> None:
         """Wake somebody, who leads now unless another one does."""
-        for other in list(self._followers.values()):
-            other.ring()
-            return
+        others = list(self._followers.values())
+        if others:  # one that was there may have left
+            others[0].ring()
 
     def _start_listener(self) -> None:
         with self._starting:

@@ -50,7 +50,7 @@ class Control:
 
     def send(self, *message: Any) -> None:
         """Send a control message; blocks while the runtime is behind with reading."""
-        self._outbox.put(self._packet(message))
+        self._outbox.put(self._regions.pack(*message))
 
     def respond(self, response: list[Any]) -> None:
         """Send a response, a row of RESPONSES, together with others that are ready.
@@ -60,15 +60,9 @@ class Control:
         self.metric_changes.flush()
         size_bytes = len(encode(response))
         if size_bytes > MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET:
-            self._outbox.put(self._packet((_RESPONSES, [response])))
+            self._outbox.put(self._regions.pack(_RESPONSES, [response]))
         else:
             self._outbox.put(response)
-
-    def _packet(self, message: tuple[Any, ...]) -> bytes:
-        packet = encode(*message)
-        if len(packet) > MAX_PACKET_BYTES:
-            packet = encode(_INDIRECT, *self._regions.store(packet))
-        return packet
 
     def _send_changes(self, changes: list[Row], dropped: list[int]) -> None:
         self._outbox.send(encode(Kind.METRICS, changes, dropped))

@@ -5,10 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _ECHO = (
     "import socket, sys\n"
@@ -41,12 +37,7 @@ class PingPong:
     def __enter__(self) -> PingPong:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # The other process ends at the end of the file.
         self._socket.close()
         self._process.wait()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.runtime.cli.infer import plain, show
 from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
-from moonpool.runtime.cli.session import UsageError
+from moonpool.runtime.cli.session import UsageError, logged_to
 from moonpool.runtime.output import harmless
 from moonpool.runtime.terminal import Terminal
 
@@ -76,8 +76,9 @@ def run(options: argparse.Namespace) -> int:
     models = _models(options.models)
     # No time is too long while somebody looks at variables.
     timeout_s = None if options.debug else 30.0
+    level = logging.DEBUG if options.verbose else logging.INFO
     try:
-        with _log(verbose=options.verbose), contextlib.ExitStack() as stack:
+        with logged_to(_Handler(), level), contextlib.ExitStack() as stack:
             with _debugged(enabled=options.debug):
                 model = testing.load(
                     options.model, version=options.version, models=models, timeout_s=timeout_s
@@ -127,23 +128,9 @@ def _debugged(*, enabled: bool) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _log(*, verbose: bool) -> Iterator[None]:
-    """What the model logs, on stderr."""
-    log = logging.getLogger("moonpool")
-    before = log.level, log.propagate
-    handler = _Handler()
-    log.setLevel(logging.DEBUG if verbose else logging.INFO)
-    log.propagate = False
-    log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.level, log.propagate = before
-
-
 class _Handler(logging.Handler):
+    """What the model logs, on stderr."""
+
     def emit(self, record: logging.LogRecord) -> None:
         for line in self.format(record).split("\n"):
             Terminal(sys.stderr).line(harmless(line))

@@ -65,9 +65,16 @@ def _log_to(progress: Progress, verbose: bool, quiet: bool) -> Iterator[None]:
                 not quiet and record.levelno < logging.ERROR and record.name != "moonpool.stub"
             )
         )
+    with logged_to(handler, logging.INFO if verbose else logging.WARNING):
+        yield
+
+
+@contextlib.contextmanager
+def logged_to(handler: logging.Handler, level: int) -> Iterator[None]:
+    """Inside, moonpool's log goes from `level` on to `handler`, and nowhere else."""
     log = logging.getLogger("moonpool")
     before = log.level, log.propagate
-    log.setLevel(logging.INFO if verbose else logging.WARNING)
+    log.setLevel(level)
     log.propagate = False
     log.addHandler(handler)
     try:

@@ -10,6 +10,7 @@ import pytest
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
+from moonpool.ipc.conversation import Overflow
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.messages import Kind
 from moonpool.stub.calls import Calls
@@ -17,7 +18,7 @@ from moonpool.stub.request import InferenceRequest
 from moonpool.stub.stub_host import StubHost
 
 
-class NoMemory:
+class NoMemory(Overflow):
     """Regions in which there is no room."""
 
     def __init__(self) -> None:

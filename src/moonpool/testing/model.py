@@ -11,7 +11,6 @@ from moonpool.testing.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
-    from types import TracebackType
 
     from moonpool.runtime.config import ModelConfig
     from moonpool.testing.response import Response
@@ -92,12 +91,7 @@ class LoadedModel(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
