@@ -1,0 +1,142 @@
+"""Request line and headers of a message, parsed by httptools."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from moonpool.ipc.memo import Memo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Clients repeat themselves: what they send before the body is the same bytes every time. Longer heads
+# and those of other clients' making are parsed as they come.
+_MEMORABLE_BYTES = 2048
+_VERSIONS = ("1.0", "1.1")
+
+
+class BadMessage(Exception):
+    """What cannot be answered in any other way than with this status, and the end of the connection."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+class Head:
+    """What a message says before its body. The same object may stand for many messages: do not change it."""
+
+    __slots__ = (
+        "content_length",
+        "expects_continue",
+        "headers",
+        "is_chunked",
+        "keeps_alive",
+        "method",
+        "plan",
+        "raw_headers",
+        "target",
+        "version",
+    )
+
+    def __init__(
+        self, method: str, target: bytes, version: str, raw: Sequence[tuple[bytes, bytes]]
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.version = version
+        self.raw_headers = raw
+        # By lower-case name; of several headers of one name the last.
+        self.headers = dict(raw)
+        self.content_length = int(self.headers.get(b"content-length", b"0"))
+        self.is_chunked = b"transfer-encoding" in self.headers
+        self.expects_continue = self.headers.get(b"expect", b"").lower() == b"100-continue"
+        self.keeps_alive = True
+        # What whoever handles such requests has worked out for all of them.
+        self.plan: object = None
+
+
+class HeadParser:
+    """Takes a head in pieces; `head` is there once all of it is."""
+
+    def __init__(self) -> None:
+        self.head: Head | None = None
+        self._parser = HttpRequestParser(self)
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+
+    def on_url(self, piece: bytes) -> None:
+        """Called by httptools."""
+        self._target += piece
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by httptools."""
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Called by httptools."""
+        parser = self._parser
+        method = parser.get_method().decode()
+        self.head = Head(method, self._target, parser.get_http_version(), self._headers)
+        self.head.keeps_alive = parser.should_keep_alive()
+
+    def feed(self, piece: bytes) -> None:
+        """Take what must not go beyond the head. Raises `BadMessage`."""
+        try:
+            self._parser.feed_data(piece)
+        except HttpParserUpgrade:
+            # Nothing else is spoken here; a server may go on as if nobody had asked.
+            if self.head is not None and self.head.method == "CONNECT":
+                raise BadMessage(HTTPStatus.METHOD_NOT_ALLOWED, "this is no proxy") from None
+        except HttpParserError as error:
+            raise BadMessage(HTTPStatus.BAD_REQUEST, f"malformed request: {error}") from error
+
+    def finish(self) -> Head:
+        """The head, of which everything has been fed. Raises `BadMessage`."""
+        head = self.head
+        # The two refer to each other, and would wait for the collector.
+        del self._parser
+        if head is None:
+            raise BadMessage(HTTPStatus.BAD_REQUEST, "malformed request: no request line")
+        if head.version not in _VERSIONS:
+            raise BadMessage(
+                HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, f"HTTP/{head.version} is not spoken here"
+            )
+        encoding = head.headers.get(b"transfer-encoding")
+        if encoding is not None and encoding.lower() != b"chunked":
+            raise BadMessage(
+                HTTPStatus.NOT_IMPLEMENTED,
+                f"unknown transfer encoding '{encoding.decode('latin-1')}'",
+            )
+        return head
+
+
+class Heads:
+    """The heads of a server's clients. For one thread."""
+
+    def __init__(self) -> None:
+        self._known: Memo[bytes, Head] = Memo(1024)
+
+    def read(self, raw: bytes, parser: HeadParser | None) -> Head:
+        """The head in these bytes, which end with its empty line. Raises `BadMessage`.
+
+        `parser` has had all of it but the end where it came in pieces.
+        """
+        head = self._known.get(raw)
+        if head is not None:
+            return head
+        if parser is None:
+            parser = HeadParser()
+            parser.feed(raw)
+        head = parser.finish()
+        if len(raw) <= _MEMORABLE_BYTES:
+            self._known.keep(raw, head)
+        return head
+
+    def forget(self) -> None:
+        """What was worked out for heads may be wrong by now."""
+        self._known.clear()

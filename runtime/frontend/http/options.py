@@ -1,0 +1,62 @@
+"""What may be set of the HTTP front end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import os
+    import ssl
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """How much a client may send, and how long it may take.
+
+    Sizes that are exceeded are answered with 413 or 431, times that are with 408, or with the end of the connection
+    where no request has begun.
+    """
+
+    head_bytes: int = 64 << 10
+    """Request line and headers."""
+    body_bytes: int = 2**31 - 1
+    """A body as it is sent."""
+    inflated_bytes: int = 1 << 30
+    """A body after its decompression."""
+    connections: int = 16384
+    """At the same time; the next one gets 503."""
+    head_timeout_s: float = 20.0
+    """From the first byte of a request to the end of its headers."""
+    body_timeout_s: float = 60.0
+    """For a body, beyond the time that it takes at `body_bytes_per_s`."""
+    body_bytes_per_s: int = 16 << 10
+    idle_timeout_s: float = 600.0
+    """Between two requests."""
+    write_timeout_s: float = 60.0
+    """Without the client having taken any of a response that waits for it."""
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """Addresses and ports; a port of None is not served, 0 is any free one."""
+
+    address: str = "127.0.0.1"
+    port: int | None = 8000
+    metrics_address: str = "127.0.0.1"
+    metrics_port: int | None = 8002
+    reuse_port: bool = False
+    """Several processes may listen on the same ports."""
+    certificate: str | os.PathLike[str] | None = None
+    """PEM files; with them the port speaks TLS only. The metrics port never does."""
+    private_key: str | os.PathLike[str] | None = None
+    restricted: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Names of APIs, each with the header and the value that requests for it must have."""
+    control_token: str | None = None
+    """What the endpoints that change the server ask for, as `Authorization: Bearer`."""
+    allowed_origins: frozenset[str] = frozenset()
+    """Origins, such as `https://example.org`, whose pages may drive the server beside its own."""
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    tls: ssl.SSLContext | None = None
+    """In place of the two files."""

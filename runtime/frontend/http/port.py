@@ -1,0 +1,100 @@
+"""What all connections to one port have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.frontend.http.connection import Connection
+from moonpool.runtime.frontend.http.exchange import Exchange
+from moonpool.runtime.frontend.http.head import Head, Heads
+
+if TYPE_CHECKING:
+    from moonpool.runtime.frontend.http.connection import Handler
+    from moonpool.runtime.frontend.http.head import BadMessage
+    from moonpool.runtime.frontend.http.options import HttpLimits
+
+_BUFFER_BYTES = 256 << 10
+_LOOK_S = 1.0
+_NO_HEAD = Head("GET", b"", "1.1", ())
+
+
+class Port:
+    """Makes connections, and looks after them. For the loop's thread."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, handler: Handler, limits: HttpLimits
+    ) -> None:
+        self.loop = loop
+        self.handler = handler
+        self.limits = limits
+        self.heads = Heads()
+        # One for all: what comes in is taken out before anything else comes in.
+        self.buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self.is_draining = False
+        # Seconds of the loop's clock, as of the last look: nobody's time is cut short by more than one look.
+        self.now = loop.time()
+        times_s = (limits.head_timeout_s, limits.body_timeout_s, limits.idle_timeout_s)
+        self._look_s = min(_LOOK_S, *(time_s / 4 for time_s in (*times_s, limits.write_timeout_s)))
+        self._looking: asyncio.TimerHandle | None = None
+        self._connections: set[Connection] = set()
+        self._emptied: asyncio.Future[None] | None = None
+
+    def __call__(self) -> Connection:
+        """A protocol for a connection that comes in."""
+        return Connection(self)
+
+    @property
+    def connections(self) -> int:
+        """How many there are."""
+        return len(self._connections)
+
+    def opened(self, connection: Connection) -> bool:
+        """Count it; False where there are too many already."""
+        is_welcome = len(self._connections) < self.limits.connections and not self.is_draining
+        self._connections.add(connection)
+        if self._looking is None:
+            self.now = connection.since = self.loop.time()
+            self._looking = self.loop.call_later(self._look_s, self._look)
+        return is_welcome
+
+    def closed(self, connection: Connection) -> None:
+        """Count it no longer."""
+        self._connections.discard(connection)
+        if not self._connections:
+            if self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
+            if self._emptied is not None and not self._emptied.done():
+                self._emptied.set_result(None)
+
+    def _look(self) -> None:
+        self.now = self.loop.time()
+        for connection in list(self._connections):
+            connection.look(self.now)
+        self._looking = self.loop.call_later(self._look_s, self._look)
+
+    @staticmethod
+    def refuse(connection: Connection, error: BadMessage) -> None:
+        """Write the answer to what is no request."""
+        Exchange(connection, _NO_HEAD, b"").fail(error.status, error.text)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Finish what has begun and end all connections; False where some were cut off when the time was over."""
+        self.is_draining = True
+        for connection in list(self._connections):
+            connection.close_if_idle()
+        if self._connections:
+            self._emptied = self.loop.create_future()
+            try:
+                await asyncio.wait_for(self._emptied, timeout_s)
+            except TimeoutError:
+                self.close()
+                return False
+        return True
+
+    def close(self) -> None:
+        """End all connections at once."""
+        self.is_draining = True
+        for connection in list(self._connections):
+            connection.abort()

@@ -1,0 +1,101 @@
+"""The HTTP front end of a server: its ports, from the first connection to the last."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.frontend.http.port import Port
+from moonpool.runtime.frontend.http.routes import MetricsRoutes, Routes
+
+if TYPE_CHECKING:
+    from moonpool.runtime.frontend.http.connection import Handler
+    from moonpool.runtime.frontend.http.options import HttpOptions
+    from moonpool.runtime.frontend.http.routes import Service
+
+# As many as the kernel lets wait that nobody has had the time to accept.
+_BACKLOG = 4096
+
+
+class HttpServer:
+    """Serves until it is drained or closed. For the thread of the loop that it was made in."""
+
+    def __init__(self, service: Service, options: HttpOptions) -> None:
+        self.ports: dict[str, int] = {}
+        """The ports that are served, by "http" and "metrics"."""
+        self._service = service
+        self._options = options
+        self._parts: list[tuple[asyncio.Server, Port]] = []
+
+    async def start(self) -> None:
+        """Listen. Raises `OSError` where an address cannot be had, and `ssl.SSLError` for bad certificates."""
+        options = self._options
+        try:
+            if options.port is not None:
+                routes = Routes(self._service)
+                context = _tls(options)
+                await self._listen("http", options.address, options.port, routes, context)
+            if options.metrics_port is not None:
+                metrics = MetricsRoutes(self._service)
+                await self._listen(
+                    "metrics", options.metrics_address, options.metrics_port, metrics, None
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    async def _listen(
+        self, name: str, address: str, number: int, handler: Handler, tls: ssl.SSLContext | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        port = Port(loop, handler, self._options.limits)
+        server = await loop.create_server(
+            port,
+            address,
+            number,
+            backlog=_BACKLOG,
+            reuse_port=self._options.reuse_port or None,
+            ssl=tls,
+        )
+        self._parts.append((server, port))
+        self.ports[name] = server.sockets[0].getsockname()[1]
+
+    @property
+    def connections(self) -> int:
+        """How many there are, to all ports."""
+        return sum(port.connections for _, port in self._parts)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more connections and requests, finish those that are there.
+
+        False where some were not finished in time, and were cut off. The server is closed then.
+        """
+        for server, _ in self._parts:
+            server.close()
+        ended = await asyncio.gather(*(port.drain(timeout_s) for _, port in self._parts))
+        self.close()
+        return all(ended)
+
+    def close(self) -> None:
+        """End everything at once."""
+        for server, port in self._parts:
+            server.close()
+            port.close()
+
+
+def _tls(options: HttpOptions) -> ssl.SSLContext | None:
+    if options.tls is not None or options.certificate is None:
+        return options.tls
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(options.certificate, options.private_key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+async def serve_http(service: Service, options: HttpOptions) -> HttpServer:
+    """Listen on the ports of the options and serve; returns at once. Raises what `HttpServer.start` raises."""
+    server = HttpServer(service, options)
+    await server.start()
+    return server
