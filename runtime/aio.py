@@ -116,37 +116,40 @@ def _driver_of(loop: asyncio.AbstractEventLoop) -> LoopDriver:
 
 
 class LoopWaiter(Waiter):
-    """A task that awaits a future of its loop."""
+    """Somebody in an event loop, which may be told there only."""
 
-    __slots__ = ("_driver", "_loop", "future")
+    __slots__ = ("_loop", "driver")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._driver = _driver_of(loop)
-        self.future: asyncio.Future[Outcome | None] = loop.create_future()
+        self.driver = _driver_of(loop)
+
+    def settle(self, outcome: Outcome | None) -> None:
+        """Here is the outcome. In the loop."""
+        raise NotImplementedError
+
+    def is_settled(self) -> bool:
+        """Whether nobody waits here any more. In the loop."""
+        raise NotImplementedError
 
     def _is_here(self) -> bool:
         return asyncio._get_running_loop() is self._loop
 
     def resolve(self, outcome: Outcome | None) -> None:
         if self._is_here():
-            self._set(outcome)
+            self.settle(outcome)
         else:
-            self._elsewhere(self._set, outcome)
-
-    def _set(self, outcome: Outcome | None) -> None:
-        if not self.future.done():
-            self.future.set_result(outcome)
+            self._elsewhere(self.settle, outcome)
 
     def appoint(self, execution: Execution) -> bool:
         if self._is_here():
-            self._driver.drive(execution)
+            self.driver.drive(execution)
             return True
         return self._elsewhere(self._drive, execution)
 
     def _drive(self, execution: Execution) -> None:
-        if not self.future.done():
-            self._driver.drive(execution)
+        if not self.is_settled():
+            self.driver.drive(execution)
         elif execution.claim(self):  # left meanwhile
             execution.drive_in_reactor()
 
@@ -157,9 +160,35 @@ class LoopWaiter(Waiter):
             return False
         return True
 
-    def leave(self, request: InferenceRequest) -> None:
-        """The task does not wait any more."""
-        self._driver.hand_over(request)
+    def submit(self, scheduler: Scheduler, request: InferenceRequest) -> None:
+        """Send a request of this waiter. Raises what `Scheduler.submit` raises."""
+        request.waiter = self
+        execution = scheduler.submit(request)
+        if execution is not None:
+            execution.offer()
+            self.driver.drive(execution)
+
+    def leave(self, scheduler: Scheduler, request: InferenceRequest) -> None:
+        """Nobody waits any more; cancels the request."""
+        self.driver.hand_over(request)
+        scheduler.leave(request)
+
+
+class TaskWaiter(LoopWaiter):
+    """A task that awaits a future of its loop."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.future: asyncio.Future[Outcome | None] = loop.create_future()
+
+    def settle(self, outcome: Outcome | None) -> None:
+        if not self.future.done():
+            self.future.set_result(outcome)
+
+    def is_settled(self) -> bool:
+        return self.future.done()
 
 
 async def wait_for_outcome(
@@ -169,13 +198,9 @@ async def wait_for_outcome(
 
     Raises what `Scheduler.submit` raises, and `RequestTimedOut`.
     """
-    waiter = LoopWaiter(asyncio.get_running_loop())
-    request.waiter = waiter
-    execution = scheduler.submit(request)
+    waiter = TaskWaiter(asyncio.get_running_loop())
     try:
-        if execution is not None:
-            execution.offer()
-            waiter._driver.drive(execution)
+        waiter.submit(scheduler, request)
         if timeout_s is None:
             return await waiter.future
         async with asyncio.timeout(timeout_s):
@@ -184,5 +209,4 @@ async def wait_for_outcome(
         raise RequestTimedOut("Request timeout expired") from None
     finally:
         if not waiter.future.done() or waiter.future.cancelled():
-            waiter.leave(request)
-            scheduler.leave(request)
+            waiter.leave(scheduler, request)

@@ -9,7 +9,6 @@ import numpy as np
 from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.errors import CODES, BadTensor, RemoteProtocolError
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.tensors import BYTES
 from moonpool.runtime.allocator import allocate
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.layout import AnswerLayout, read_answer
@@ -70,7 +69,7 @@ class AnswerReader:
                 return error
         else:
             for name, datatype, shape, dtype, block, offset, size_bytes in outputs:
-                if datatype >= BYTES and request.is_of_model:
+                if request.wants_wire:
                     raw = leases[block][offset : offset + size_bytes]
                     arrays[name] = Wire(datatype, tuple(shape), raw)  # type: ignore[assignment]
                 elif dtype is None:

@@ -189,7 +189,7 @@ class CallDesk:
             )
         # As in Triton, who asks for no output gets all.
         request = hosted.signature.request(inputs, outputs or None, details)
-        request.is_of_model = True
+        request.wants_wire = True
         request.waiter = call
         call.request, call.scheduler = request, hosted.scheduler
         return hosted.scheduler.submit(request)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moonpool.ipc.bytes_tensor import encode_bytes
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT
-from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE, code_of
+from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.request import Wire
 
@@ -60,10 +59,11 @@ def write_outputs(
     copied: list[tuple[list[Any], Any]] = []
     total_bytes = 0
     for name, output in outputs.items():
-        datatype, shape, array = _as_it_travels(output)
+        datatype, dims, array = Wire.of(output)
+        shape = list(dims)
         lent = loans.lend(array, keep=True)
         if lent is None:
-            row = [name, datatype, shape, 0, total_bytes, array.nbytes]
+            row: list[Any] = [name, datatype, shape, 0, total_bytes, array.nbytes]
             copied.append((row, array))
             total_bytes += (array.nbytes + ALIGNMENT - 1) & -ALIGNMENT
         else:
@@ -78,16 +78,3 @@ def write_outputs(
         row[3] = len(blocks)
         region.write(start + row[4], array)
     blocks.append([region.id, start, total_bytes])
-
-
-def _as_it_travels(output: Any) -> tuple[int, list[int], Any]:
-    """Datatype, shape and an array of the bytes."""
-    if type(output) is Wire:
-        return output.datatype, list(output.shape), output.raw
-    datatype = code_of(output.dtype)
-    shape = list(output.shape)
-    if datatype == BYTES:
-        return datatype, shape, np.frombuffer(encode_bytes(output), np.uint8)
-    if datatype == BF16:
-        return datatype, shape, output.view(np.uint16)
-    return datatype, shape, output

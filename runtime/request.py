@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from moonpool.ipc.bytes_tensor import encode_bytes
+from moonpool.ipc.tensors import BF16, BYTES, code_of
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
@@ -25,11 +30,27 @@ class Tensor(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """A BYTES or BF16 tensor as one model hands it to another: as the bytes that it travels as."""
+    """A tensor as the bytes that it travels as; `datatype` is a code of `ipc.tensors`.
+
+    `raw` is an array without gaps: of any dtype whose bytes are these.
+    """
 
     datatype: int
     shape: tuple[int, ...]
     raw: NDArray[Any]
+
+    @classmethod
+    def of(cls, output: Wire | NDArray[Any]) -> Wire:
+        """The same for an array; strings are encoded, the rest is not copied."""
+        if type(output) is Wire:
+            return output
+        datatype = code_of(output.dtype)  # type: ignore[union-attr]
+        raw: NDArray[Any] = output  # type: ignore[assignment]
+        if datatype == BYTES:
+            raw = np.frombuffer(encode_bytes(raw), np.uint8)
+        elif datatype == BF16:
+            raw = raw.view(np.uint16)
+        return cls(datatype, output.shape, raw)
 
     @property
     def base(self) -> object:
@@ -135,7 +156,6 @@ class InferenceRequest:
         "details",
         "fills_place",
         "has_views",
-        "is_of_model",
         "left",
         "priority",
         "queued_ns",
@@ -146,6 +166,7 @@ class InferenceRequest:
         "timeout_us",
         "userp",
         "waiter",
+        "wants_wire",
     )
 
     def __init__(
@@ -170,8 +191,8 @@ class InferenceRequest:
         self.has_views = has_views
         self.allocator: ResponseAllocator | None = None
         self.userp: object = None
-        # Whether another model made it, to which BYTES and BF16 go as `Wire`.
-        self.is_of_model = False
+        # Whether outputs are wanted as `Wire`, by those who only pass them on.
+        self.wants_wire = False
         self.waiter: Waiter
         self.queued_ns = 0
         self.attempts = 0

@@ -62,8 +62,7 @@ class Scheduler:
     def submit(self, request: InferenceRequest) -> Execution | None:
         """Take a request in. Returns an execution, claimed, that the caller should drive, if there is one.
 
-        Raises `QueueFull`, `ModelUnavailable` with the reason, and `InvalidRequest` where a decoupled model has
-        a caller who takes one response.
+        Raises `QueueFull`, `ModelUnavailable`, and `InvalidRequest` for a decoupled model and a caller of one.
         """
         if self._decoupled and not request.waiter.takes_many:
             raise InvalidRequest(
@@ -92,10 +91,12 @@ class Scheduler:
         return self._launch(started, rejected, request)
 
     def leave(self, request: InferenceRequest) -> None:
-        """The caller does not wait any more: a queued request is dropped, an executing one ignored.
+        """The caller waits no more. For the thread that waited, wherever a signal handler raised in it."""
+        for execution in self.cancel(request):
+            execution.abandon(request.waiter)
 
-        For the thread that waited, wherever it was when a signal handler raised.
-        """
+    def cancel(self, request: InferenceRequest) -> list[Execution]:
+        """Drop a queued request, or ignore the outcome of an executing one; returns what it executes in."""
         with self._lock:
             request.left = True
             was_queued = self._room.remove(request, time.monotonic_ns())
@@ -104,12 +105,11 @@ class Scheduler:
             instance = inside[0].instance if inside else self.outcomes.open.instance_of(request)
             self._changes.tell()
         self.outcomes.leave(released)
-        for execution in inside:
-            execution.abandon(request.waiter)
         if instance is not None:
             instance.backend.cancel(instance, request)
         if was_queued and self._room.keeps_sequences:
             self.reactor.call_soon(self._look)
+        return inside
 
     def _form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
         """What to do now; with the lock held."""
@@ -137,7 +137,6 @@ class Scheduler:
         return execution
 
     def _wake(self) -> None:
-        """The time has come at which a batch is sent though it is not full, or a request expires."""
         # The clock of the timer may be a little early; looking then sets another one.
         self._wake_at_ns = None
         self._look()
@@ -260,7 +259,6 @@ class Scheduler:
         self.outcomes.leave(resolved)
 
     def executes(self, execution: Execution) -> bool:
-        """Whether this is what its instance executes."""
         return self._busy.get(execution.instance) is execution
 
     def _is_executing(self, instance: ModelInstance, request: InferenceRequest) -> bool:
@@ -340,7 +338,7 @@ class Scheduler:
             self._idle.append(instance)
 
     def report(self, instance: ModelInstance, error: BaseException) -> None:
-        """An instance broke; it is lost at once where it is idle, else when it is handed back."""
+        """An instance broke; it is lost where it is idle, else when it is handed back."""
         with self._lock:
             instance.broken = error
             if instance in self._idle:
@@ -386,14 +384,14 @@ class Scheduler:
         with self._lock:
             return [each for each in self._busy.values() if each.started_ns < started_ns]
 
+    # How many requests wait for an instance, and how many instances execute.
+
     @property
     def queued(self) -> int:
-        """How many requests wait for an instance."""
         return len(self._room)
 
     @property
     def executing(self) -> int:
-        """How many instances execute."""
         return len(self._busy)
 
 
