@@ -87,6 +87,11 @@ class Runtime:
 
     # Models
 
+    @property
+    def registry(self) -> ModelRegistry:
+        """For servers, which find the models that they are asked for themselves."""
+        return self._models
+
     def load(
         self,
         name: str,

@@ -35,12 +35,18 @@ HEAVY = {
     "cupy",
     "google.protobuf",
     "grpc",
+    "httptools",
     "matplotlib",
     "ml_dtypes",
     "multiprocessing",
+    "opentelemetry",
+    "orjson",
+    "prometheus_client",
+    "starlette",
     "torch",
     "tritonclient",
     "unittest",
+    "uvloop",
 }
 
 

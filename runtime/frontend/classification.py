@@ -1,0 +1,78 @@
+"""Triton's classification extension: the best classes of an output in place of its numbers.
+
+https://github.com/triton-inference-server/server, docs/protocol/extension_classification.md
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.ipc.bytes_tensor import encode_bytes
+from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, NAMES
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.frontend.tensors import to_bytes
+from moonpool.runtime.request import Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moonpool.runtime.backend import Model
+
+_UNCOUNTABLE = (CODES["BOOL"], CODES["FP16"], BYTES, BF16)
+_LABELS_BYTES = 64 << 20
+
+
+def classify(
+    name: str, output: Wire, count: int, *, batches: bool, labels: Sequence[str] = ()
+) -> Wire:
+    """The `count` largest values of each row as BYTES `value:index`, or `value:index:label`, the largest first.
+
+    The shape is (rows, count) where the model batches, else (count,); with fewer values than `count`, as many as there
+    are. Raises `ModelError` for datatypes that cannot be compared.
+    """
+    if output.datatype in _UNCOUNTABLE:
+        raise ModelError(
+            f"class result not available for output '{name}' due to unsupported type "
+            f"'{NAMES[output.datatype]}'",
+            "INVALID_ARG",
+        )
+    values = np.frombuffer(to_bytes(output), DTYPES[output.datatype])
+    rows = output.shape[0] if batches and output.shape else 1
+    table = values.reshape(rows, prod(output.shape) // rows if rows else 0)
+    count = min(count, table.shape[1])
+    # Of equal values the first one goes first.
+    best = np.argsort(table[:, ::-1], axis=1, kind="stable")[:, ::-1][:, :count]
+    best = table.shape[1] - 1 - best
+    texts = np.empty((rows, count), object)
+    for row, indices in enumerate(best.tolist()):
+        texts[row] = [_text(table[row, index], index, labels) for index in indices]
+    shape = (rows, count) if batches else (count,)
+    return Wire(BYTES, shape, np.frombuffer(encode_bytes(texts), np.uint8))
+
+
+def _text(value: np.generic, index: int, labels: Sequence[str]) -> str:
+    shown = f"{value:f}" if value.dtype.kind == "f" else str(value)
+    return f"{shown}:{index}:{labels[index]}" if index < len(labels) else f"{shown}:{index}"
+
+
+def read_labels(model: Model, output: str) -> list[str]:
+    """The lines of the file that the configuration names for this output; none where it names none.
+
+    Raises `ModelError` where the file cannot be read.
+    """
+    described = [each for each in model.config.raw["output"] if each["name"] == output]
+    filename = described[0].get("label_filename", "") if described else ""
+    if not filename:
+        return []
+    path = Path(model.source.model_directory) / filename
+    try:
+        with path.open("rb") as file:
+            return file.read(_LABELS_BYTES).decode(errors="replace").splitlines()
+    except OSError as error:
+        raise ModelError(
+            f"cannot read the labels of output '{output}': {error.strerror}"
+        ) from error

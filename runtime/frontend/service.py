@@ -1,0 +1,72 @@
+"""Everything that a server offers, in one object for all protocols."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.frontend.shared_memory import SystemSharedMemory
+from moonpool.runtime.frontend.tensors import WrongSize, shape_size, to_bytes
+from moonpool.runtime.python_backend import PythonBackend
+from moonpool.runtime.request import Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moonpool.runtime.backend import Model
+    from moonpool.runtime.frontend.tensors import Input
+    from moonpool.runtime.runtime import Runtime
+
+_UINT8 = np.dtype(np.uint8)
+
+
+class Service:
+    """What the frontends serve. Its parts are thread-safe; none knows of a protocol."""
+
+    def __init__(
+        self, runtime: Runtime, *, shared_memory: SystemSharedMemory | None = None
+    ) -> None:
+        """The runtime stays the caller's, who closes it after the last frontend."""
+        self.runtime = runtime
+        self.models = runtime.registry
+        self.shared_memory = shared_memory or SystemSharedMemory()
+
+    def read_shared(
+        self, model: Model, name: str, code: int, shape: Sequence[int], place: tuple[str, int, int]
+    ) -> Input:
+        """An input from a client's region: read once, into memory that the model's stubs see.
+
+        `place` is region, offset, size in bytes. Raises `InvalidRequest`, `SharedMemoryError`, `OutOfMemory`.
+        """
+        region, offset, size_bytes = place
+        expected = shape_size(name, shape) * ITEMSIZE[code]
+        if code != BYTES and expected != size_bytes:
+            raise WrongSize(name, expected, size_bytes)
+        self.shared_memory.check(region, offset, size_bytes)
+        backend = self.models.backends.of(model.config)
+        raw = np.empty(size_bytes, _UINT8)
+        if size_bytes and isinstance(backend, PythonBackend):
+            raw = backend.memory_of(model).empty((size_bytes,), _UINT8, size_bytes)  # type: ignore[assignment]
+        self.shared_memory.read(region, offset, raw)
+        if code in (BYTES, BF16):
+            return Wire(code, tuple(shape), raw)
+        return raw.view(DTYPES[code]).reshape(shape)
+
+    def write_shared(self, name: str, output: Wire, place: tuple[str, int, int]) -> int:
+        """Write an output into a client's region; returns how many bytes it took.
+
+        Raises as `read_shared`, and `ModelError` where it does not fit.
+        """
+        region, offset, size_bytes = place
+        data = to_bytes(output)
+        self.shared_memory.check(region, offset, size_bytes)
+        if len(data) > size_bytes:
+            raise ModelError(
+                f"shared memory size specified with the request for output '{name}' ({size_bytes} bytes) "
+                f"should be at least {len(data)} bytes to hold the results"
+            )
+        self.shared_memory.write(region, offset, [data])
+        return len(data)

@@ -1,0 +1,187 @@
+"""The shared memory that clients register by name: POSIX objects of their own, read and written by descriptor.
+
+Nothing of a client's is mapped here. It may cut its object short at any time, and then an access to mapped memory would be
+the end of the server; reading and writing by descriptor just gives fewer bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import threading
+from typing import TYPE_CHECKING, Any
+
+import posix_ipc
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from numpy.typing import NDArray
+
+# One name of a file in /dev/shm; semaphores lie there, too.
+_KEY = re.compile(r"/?(?!sem\.)(?!\.{1,2}$)[^/\0]{1,250}")
+_MAX_REGIONS = 10_000
+
+
+class SharedMemoryError(MoonpoolError):
+    """A region that cannot be registered, or is not registered."""
+
+    def __init__(self, what: str, code: str = "INVALID_ARG") -> None:
+        super().__init__(what)
+        self.code = code
+
+
+class _Region:
+    """A registered part of an object. Closed when the last request that uses it is done."""
+
+    __slots__ = ("fd", "key", "name", "offset", "size_bytes")
+
+    def __init__(self, name: str, key: str, offset: int, size_bytes: int, fd: int) -> None:
+        self.name = name
+        self.key = key
+        self.offset = offset
+        self.size_bytes = size_bytes
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class SystemSharedMemory:
+    """The regions of all clients, by the names that they gave them. Thread-safe."""
+
+    def __init__(self, allowed_uids: Collection[int] = ()) -> None:
+        """Objects must belong to the user that this process runs as, or to one of `allowed_uids`."""
+        self._allowed_uids = {os.geteuid(), *allowed_uids}
+        self._lock = threading.Lock()
+        self._regions: dict[str, _Region] = {}
+
+    def register(self, name: str, key: str, offset: int, size_bytes: int) -> None:
+        """From now on `name` means `size_bytes` bytes of the object `key` from `offset` on.
+
+        Raises `SharedMemoryError` for a name that is taken, and for an object that is not there, is not the
+        client's to give, or is smaller.
+        """
+        if not (type(name) is str and name):
+            raise SharedMemoryError("a shared memory region must have a name")
+        if min(offset, size_bytes) < 0:
+            raise SharedMemoryError(
+                f"shared memory region '{name}' cannot have the offset {offset} and {size_bytes} bytes"
+            )
+        with self._lock:
+            if name in self._regions:
+                raise SharedMemoryError(
+                    f"shared memory region '{name}' already in manager", "ALREADY_EXISTS"
+                )
+            if len(self._regions) >= _MAX_REGIONS:
+                raise SharedMemoryError(
+                    f"{_MAX_REGIONS} regions are registered: unregister some", "UNAVAILABLE"
+                )
+            region = _Region(name, key, offset, size_bytes, self._open(name, key))
+            self._check_size(region)
+            self._regions[name] = region
+
+    def _open(self, name: str, key: str) -> int:
+        """A descriptor of the object; symbolic links are not followed."""
+        if not _KEY.fullmatch(key):
+            raise SharedMemoryError(
+                f"shared memory region '{name}': {key!r:.80} is no name of a shared memory object"
+            )
+        try:
+            # glibc opens it with O_NOFOLLOW and O_CLOEXEC.
+            memory = posix_ipc.SharedMemory("/" + key.removeprefix("/"))
+        except (OSError, ValueError, posix_ipc.Error):
+            raise SharedMemoryError(
+                f"Unable to open shared memory region: '{key}'", "INTERNAL"
+            ) from None
+        try:
+            self._check_owner(key, os.fstat(memory.fd))
+        except BaseException:
+            os.close(memory.fd)
+            raise
+        fd: int = memory.fd
+        return fd
+
+    def _check_owner(self, key: str, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in self._allowed_uids:
+            raise SharedMemoryError(
+                f"shared memory object '{key}' belongs to user {status.st_uid}; the server takes those of "
+                f"{', '.join(map(str, sorted(self._allowed_uids)))} (see --shared-memory-uid)"
+            )
+        if not status.st_mode & stat.S_IWUSR:
+            raise SharedMemoryError(f"shared memory object '{key}' cannot be written by its owner")
+
+    @staticmethod
+    def _check_size(region: _Region) -> None:
+        size_bytes = os.fstat(region.fd).st_size
+        if region.offset + region.size_bytes > size_bytes:
+            raise SharedMemoryError(
+                f"failed to register shared memory region '{region.name}': it ends "
+                f"at byte {region.offset + region.size_bytes}, and the object '{region.key}' has {size_bytes}"
+            )
+
+    def unregister(self, name: str = "") -> None:
+        """Forget a region, or all. Nothing happens where there is none of that name."""
+        with self._lock:
+            if name:
+                self._regions.pop(name, None)
+            else:
+                self._regions.clear()
+
+    def status(self, name: str = "") -> list[dict[str, Any]]:
+        """The regions, or the one of that name: name, key, offset, byte_size. Raises `SharedMemoryError`."""
+        with self._lock:
+            regions = list(self._regions.values()) if not name else [self._find(name)]
+        return [
+            {"name": r.name, "key": r.key, "offset": r.offset, "byte_size": r.size_bytes}
+            for r in regions
+        ]
+
+    def _find(self, name: str) -> _Region:
+        region = self._regions.get(name)
+        if region is None:
+            raise SharedMemoryError(f"Unable to find shared memory region: '{name}'", "NOT_FOUND")
+        return region
+
+    def _place(self, name: str, offset: int, size_bytes: int) -> tuple[_Region, int]:
+        region = self._find(name)
+        if not 0 <= offset <= offset + size_bytes <= region.size_bytes:
+            raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{name}'")
+        return region, region.offset + offset
+
+    def check(self, name: str, offset: int, size_bytes: int) -> None:
+        """Raises `SharedMemoryError` or `InvalidRequest` unless these bytes are in the region."""
+        self._place(name, offset, size_bytes)
+
+    def read(self, name: str, offset: int, into: NDArray[Any]) -> None:
+        """Fill an array, which has no gaps, from the region. Raises as `check`, and where the object was cut short."""
+        region, at = self._place(name, offset, into.nbytes)
+        left = into.reshape(-1).view("u1").data if into.nbytes else memoryview(b"")
+        while left:
+            count = os.preadv(region.fd, [left], at)
+            if not count:
+                raise _cut_short(region)
+            left, at = left[count:], at + count
+
+    def write(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
+        """Write bytes, one part after another, into the region. Raises as `read`."""
+        region, at = self._place(name, offset, sum(len(part) for part in parts))
+        # Writing behind its end would make it longer, in the name of somebody who did not pay for it.
+        if os.fstat(region.fd).st_size < at + sum(len(part) for part in parts):
+            raise _cut_short(region)
+        for part in parts:
+            while part:
+                with contextlib.suppress(InterruptedError):
+                    count = os.pwritev(region.fd, [part], at)
+                    part, at = part[count:], at + count
+
+
+def _cut_short(region: _Region) -> InvalidRequest:
+    return InvalidRequest(
+        f"shared memory region '{region.name}': the object '{region.key}' is shorter now than it was registered"
+    )

@@ -1,0 +1,101 @@
+"""Requests of clients on their way into a scheduler, from an event loop or from a thread.
+
+Both can be cancelled, as a client may go away at any time. Neither hands the answer from one thread to
+another: the loop, or the thread, waits on the stub's socket itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from moonpool.runtime.aio import LoopWaiter
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.waiter import ThreadWaiter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moonpool.runtime.backend import Model
+    from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.scheduler import Scheduler
+    from moonpool.runtime.signature import Signature
+
+
+class Hosted(Protocol):
+    """A model version that takes requests."""
+
+    model: Model
+    signature: Signature
+    scheduler: Scheduler
+
+
+class LoopSubmission(LoopWaiter):
+    """A request that was sent from an event loop. All methods are for the loop's thread."""
+
+    __slots__ = ("_is_over", "_on_outcome", "_request", "_scheduler")
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        request: InferenceRequest,
+        on_outcome: Callable[[Outcome], object],
+    ) -> None:
+        """Send it. `on_outcome` is called once, in this loop, maybe before this returns.
+
+        Raises what `Scheduler.submit` raises, and then `on_outcome` is not called.
+        """
+        super().__init__(asyncio.get_running_loop())
+        self._scheduler = scheduler
+        self._request = request
+        self._on_outcome = on_outcome
+        self._is_over = False
+        self.submit(scheduler, request)
+
+    def settle(self, outcome: Outcome | None) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._on_outcome(outcome)  # type: ignore[arg-type]  # None is for those who take many
+
+    def is_settled(self) -> bool:
+        return self._is_over
+
+    def cancel(self) -> None:
+        """The client is gone: drop the request, or tell its model. `on_outcome` is not called any more."""
+        if not self._is_over:
+            self._is_over = True
+            self.leave(self._scheduler, self._request)
+
+
+class ThreadSubmission:
+    """A request whose caller is a thread of its own."""
+
+    def __init__(self, scheduler: Scheduler, request: InferenceRequest) -> None:
+        self._scheduler = scheduler
+        self._request = request
+        self._waiter = request.waiter = ThreadWaiter()
+
+    def wait(self) -> Outcome:
+        """Send the request and wait for its outcome. Once; raises what `Scheduler.submit` raises."""
+        waiter, scheduler, request = self._waiter, self._scheduler, self._request
+        if request.left and waiter.outcome is not None:
+            return waiter.outcome
+        try:
+            outcome = waiter.wait(None, scheduler.submit(request))
+        except BaseException:
+            waiter.leave()
+            scheduler.leave(request)
+            raise
+        if request.left:
+            # It may have been appointed to wait for others in the moment in which it was cancelled.
+            waiter.leave()
+            scheduler.leave(request)
+        return outcome
+
+    def cancel(self) -> None:
+        """The client is gone: `wait` ends with an error as soon as it can. From any thread, also before `wait`."""
+        request = self._request
+        if self._waiter.outcome is None:
+            request.left = True
+            self._waiter.resolve(ModelError("Request cancelled", "CANCELLED"))
+            self._scheduler.cancel(request)
