@@ -18,7 +18,7 @@ from moonpool.runtime.recent_errors import MAX_CHARACTERS, RecentError, RecentEr
 
 
 def errors(runtime: moonpool.Runtime) -> list[RecentError]:
-    return runtime._models.errors.latest()
+    return runtime.registry.errors.latest()
 
 
 class Unprintable(Exception):

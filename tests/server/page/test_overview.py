@@ -34,7 +34,7 @@ def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
         {"name": "other", "version": "9", "state": "UNAVAILABLE", "reason": "unloaded"},
         {"name": "never"},
     ]
-    overview = Overview(runtime._models, lambda: index)
+    overview = Overview(runtime.registry, lambda: index)
     yield overview
     overview.close()
 
@@ -42,7 +42,7 @@ def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
 @pytest.fixture
 def history(runtime: moonpool.Runtime) -> History:
     """One whose samples are taken by the test alone."""
-    history = History(runtime._models.served)
+    history = History(runtime.registry.served)
     history.close()
     return history
 
