@@ -1,0 +1,1 @@
+"""The KServe v2 protocol over gRPC."""

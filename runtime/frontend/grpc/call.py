@@ -1,0 +1,130 @@
+"""One RPC as its handler sees it, and the operations on it that gRPC's core is given.
+
+The core takes operations from any thread and says on the thread that polls (`grpc.core`) when they are done.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from grpc._cython import cygrpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moonpool.runtime.frontend.grpc.status import Status
+
+_log = logging.getLogger("moonpool")
+_OK = 0
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class Call:
+    """One RPC. `receive` and `on_gone` are for the polling thread, the others for any.
+
+    Once the client is gone, or the call has a status, sending does nothing.
+    """
+
+    __slots__ = (
+        "_call",
+        "_has_begun",
+        "_is_over",
+        "_lock",
+        "metadata",
+        "method",
+        "on_gone",
+    )
+
+    def __init__(self, event: Any) -> None:
+        self._call = event.call
+        self._lock = threading.Lock()
+        # Whether the initial metadata was sent, and whether nothing more may be.
+        self._has_begun = self._is_over = False
+        self.method: bytes = event.call_details.method
+        self.metadata: Metadata = event.invocation_metadata
+        # What to do when the client cancels, its deadline passes or its connection ends.
+        self.on_gone: Callable[[], object] | None = None
+
+    def watch_end(self, ended: Callable[[], object]) -> None:
+        """Ask to be told of the call's end, once; `on_gone` comes before it."""
+
+        def closed(_: object) -> None:
+            with self._lock:
+                is_gone, self._is_over = not self._is_over, True
+            on_gone, self.on_gone = self.on_gone, None
+            try:
+                if is_gone and on_gone is not None:
+                    on_gone()
+            finally:
+                ended()
+
+        self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), closed)
+
+    def receive(self, received: Callable[[bytes | None], object]) -> None:
+        """Have the next message; None where none comes any more."""
+        operations = (cygrpc.ReceiveMessageOperation(0),)
+        if not self._start(operations, lambda event: received(event.batch_operations[0].message())):
+            received(None)
+
+    def reply(self, message: bytes) -> None:
+        """The only message, and the status OK."""
+        self._finish(_OK, b"", message)
+
+    def fail(self, status: Status) -> None:
+        """No message any more, but a status that is an error."""
+        self._finish(status.number, status.text.encode(), None)
+
+    def finish(self) -> None:
+        """All messages were sent."""
+        self._finish(_OK, b"", None)
+
+    def _finish(self, code: int, text: bytes, message: bytes | None) -> None:
+        operations = []
+        if not self._has_begun:
+            operations.append(cygrpc.SendInitialMetadataOperation(None, 0))
+        if message is not None:
+            operations.append(cygrpc.SendMessageOperation(message, 0))
+        operations.append(cygrpc.SendStatusFromServerOperation(None, code, text, 0))
+        self._start(operations, _done, is_last=True)
+
+    def send(self, message: bytes, sent: Callable[[], object]) -> bool:
+        """One message of several; the next may follow when `sent` was called. False if the call is over."""
+        operations = [cygrpc.SendMessageOperation(message, 0)]
+        if not self._has_begun:
+            operations.insert(0, cygrpc.SendInitialMetadataOperation(None, 0))
+        return self._start(operations, lambda _: sent())
+
+    def begin(self, metadata: Metadata | None = None) -> None:
+        """Send the initial metadata before the first message is there."""
+        self._start((cygrpc.SendInitialMetadataOperation(metadata, 0),), _done)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the client is gone or has its status."""
+        return self._is_over
+
+    def _start(
+        self, operations: Any, done: Callable[[Any], object], *, is_last: bool = False
+    ) -> bool:
+        # The core must not be given an operation once the end of a call was told: by then
+        # its queue may be closed, and that would end the process.
+        with self._lock:
+            if self._is_over:
+                return False
+            self._is_over = is_last
+            self._has_begun = self._has_begun or not _receives(operations)
+            error = self._call.start_server_batch(operations, done)
+        if error:
+            _log.error("gRPC refused an operation on %s with error %d", self.method, error)
+            return False
+        return True
+
+
+def _receives(operations: Any) -> bool:
+    return isinstance(operations[0], cygrpc.ReceiveMessageOperation)
+
+
+def _done(event: Any) -> None:
+    """Nothing waits for this operation."""

@@ -1,0 +1,166 @@
+"""gRPC's core and the one thread that polls it.
+
+grpcio's own server hands each call to a thread of a pool, which waits there for the polling thread to read the
+message: two hand-overs, which cost more than the rest. Here the polling thread reads the message itself
+and calls the handler, which must not block. What this uses of `cygrpc` is what grpcio's server uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc._cython import cygrpc
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.frontend.grpc.call import Call
+from moonpool.runtime.frontend.grpc.status import Status, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from moonpool.runtime.frontend.grpc.options import GrpcOptions
+
+_log = logging.getLogger("moonpool")
+# How many calls the core may accept before this side hears of the first.
+_ACCEPT_AHEAD = 16
+_SHUTDOWN = cygrpc.CompletionType.queue_shutdown
+_TOO_MANY = Status("RESOURCE_EXHAUSTED", "Concurrent RPC limit exceeded!")
+_UNKNOWN = Status("UNIMPLEMENTED", "")
+
+
+class GrpcCore:
+    """Listens, accepts calls and calls their handlers."""
+
+    def __init__(
+        self, handlers: Mapping[bytes, Callable[[Call], None]], options: GrpcOptions
+    ) -> None:
+        """Take the port. `handlers` are found by the method's path. Raises `MoonpoolError`."""
+        self._handlers = handlers
+        self._max_calls = options.max_calls
+        self._queue = cygrpc.CompletionQueue()
+        self._server = cygrpc.Server(options.channel_arguments(), False)
+        self._server.register_completion_queue(self._queue)
+        self.port = self._bind(options)
+        # Calls whose end was not told yet; of the polling thread.
+        self._calls: set[Call] = set()
+        self._lock, self._ending = threading.Lock(), threading.Lock()
+        self._is_stopping = self._is_stopped = self._is_destroyed = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="moonpool-grpc", daemon=True)
+
+    def _bind(self, options: GrpcOptions) -> int:
+        host = f"[{options.address}]" if ":" in options.address else options.address
+        address = f"{host}:{options.port}"
+        try:
+            port: int = self._server.add_http2_port(address.encode(), *_credentials(options))
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise MoonpoolError(
+                f"gRPC cannot listen on {address}: the port is taken by another process, or the "
+                "address is none of this machine"
+            )
+        return port
+
+    def start(self) -> None:
+        """Accept calls."""
+        self._server.start()
+        for _ in range(_ACCEPT_AHEAD):
+            self._server.request_call(self._queue, self._queue, self._called)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Accept no more calls; those that are not over when the time is end as cancelled.
+
+        Returns whether all ended by themselves.
+        """
+        with self._lock:
+            if self._thread.ident is None:
+                # The core gives a port back only where it has been started.
+                self._server.start()
+                self._thread.start()
+            if not self._is_stopping:
+                self._is_stopping = True
+                self._server.shutdown(self._queue, self._shut_down)
+        in_time = self._stopped.wait(timeout_s)
+        with self._ending:
+            if not self._is_destroyed:
+                if not in_time:
+                    self._server.cancel_all_calls()
+                self._thread.join()
+                self._server.destroy()
+                self._is_destroyed = True
+        return in_time
+
+    # On the polling thread
+
+    def _run(self) -> None:
+        # Not for ever: the core looks by itself whether it should end.
+        while True:
+            event = self._queue.poll(time.time() + 3600)
+            if event.completion_type == _SHUTDOWN:
+                break
+            if event.tag is not None:
+                try:
+                    event.tag(event)
+                except BaseException:  # all clients depend on this thread
+                    _log.exception("a callback of gRPC failed")
+            # An event keeps its call alive.
+            event = None
+
+    def _called(self, event: Any) -> None:
+        if not event.success:
+            return
+        with self._lock:
+            if not self._is_stopping:
+                self._server.request_call(self._queue, self._queue, self._called)
+        call = Call(event)
+        self._calls.add(call)
+        call.watch_end(lambda: self._ended(call))
+        handler = self._handlers.get(call.method)
+        if handler is None:
+            call.fail(_UNKNOWN)
+        elif len(self._calls) > self._max_calls:
+            call.fail(_TOO_MANY)
+        else:
+            try:
+                handler(call)
+            except Exception as error:
+                call.fail(status_of(error))
+
+    def _ended(self, call: Call) -> None:
+        self._calls.discard(call)
+        self._end_queue()
+
+    def _shut_down(self, _: object) -> None:
+        self._is_stopped = True
+        self._end_queue()
+
+    def _end_queue(self) -> None:
+        if self._is_stopped and not self._calls:
+            self._queue.shutdown()
+            self._stopped.set()
+
+
+def _credentials(options: GrpcOptions) -> tuple[object, ...]:
+    if not (options.use_ssl or options.use_ssl_mutual):
+        return ()
+    root = _read(options.root_cert) if options.root_cert else None
+    pair = (_read(options.server_key), _read(options.server_cert))
+    mutual = options.use_ssl_mutual
+    credentials = grpc.ssl_server_credentials([pair], root if mutual else None, mutual)
+    return (credentials._credentials,)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise MoonpoolError(
+            f"gRPC with TLS needs the PEM file '{path}': {error.strerror}"
+        ) from error

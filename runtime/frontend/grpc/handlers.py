@@ -1,0 +1,55 @@
+"""Handlers of RPCs that take one message and give one, from functions that know nothing of gRPC."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import DecodeError
+
+from moonpool.runtime.frontend.grpc.status import Status, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
+    from moonpool.runtime.frontend.grpc.call import Call
+
+NO_MESSAGE = Status("UNIMPLEMENTED", "the request has no message")
+UNREADABLE = Status("INTERNAL", "the request is no message of its type")
+
+
+def unary(
+    kind: Any, answer: Callable[[Any], Any], executor: Executor | None = None
+) -> Callable[[Call], None]:
+    """A handler that gives a message of `kind` to `answer`, and its answer to the client.
+
+    `answer` runs on a thread of `executor` if there is one; else it must not block. What it raises is the status.
+    """
+
+    def handle(call: Call) -> None:
+        call.receive(lambda data: received(call, data))
+
+    def received(call: Call, data: bytes | None) -> None:
+        if data is None:
+            call.fail(NO_MESSAGE)
+            return
+        try:
+            message = kind.FromString(data)
+        except DecodeError:
+            call.fail(UNREADABLE)
+            return
+        if executor is None:
+            respond(call, message)
+        else:
+            try:
+                executor.submit(respond, call, message)
+            except RuntimeError:  # shut down
+                call.fail(Status("UNAVAILABLE", "the server is stopping"))
+
+    def respond(call: Call, message: Any) -> None:
+        try:
+            call.reply(answer(message).SerializeToString())
+        except Exception as error:
+            call.fail(status_of(error))
+
+    return handle

@@ -1,0 +1,68 @@
+"""How the gRPC server is set up: Triton's `--grpc-*` flags and their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+# What a message may weigh at most in gRPC, and may in Triton.
+MAX_MESSAGE_BYTES = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class GrpcOptions:
+    """Fields are named as the flags. Files are paths of PEM files; they are read once, at the start."""
+
+    address: str = "127.0.0.1"
+    port: int = 8001
+    """0 takes any that is free."""
+    reuse_port: bool = False
+    use_ssl: bool = False
+    use_ssl_mutual: bool = False
+    """Goes before `use_ssl`: clients need a certificate that `root_cert` vouches for."""
+    server_cert: str = ""
+    server_key: str = ""
+    root_cert: str = ""
+    infer_response_compression_level: Literal["none", "low", "medium", "high"] = "none"
+    header_forward_pattern: str = ""
+    """Headers whose whole name matches this regular expression become parameters of requests."""
+    keepalive_time_ms: int = 7_200_000
+    keepalive_timeout_ms: int = 20_000
+    keepalive_permit_without_calls: bool = False
+    http2_max_pings_without_data: int = 2
+    http2_min_recv_ping_interval_without_data_ms: int = 300_000
+    http2_max_ping_strikes: int = 2
+    max_connection_age_ms: int = 0
+    """0 lets connections grow as old as they like."""
+    max_connection_age_grace_ms: int = 0
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Of a request; a response may have any size."""
+    max_calls: int = 10_000
+    """More RPCs at once are refused."""
+    max_backlog_bytes: int = 256 << 20
+    """What may wait for the client of one stream, who does not read, before the stream is ended."""
+    arguments: tuple[tuple[str, int | str], ...] = field(default=())
+    """Further channel arguments of gRPC by their names, such as `grpc.max_concurrent_streams`."""
+
+    def channel_arguments(self) -> tuple[tuple[str, int | str], ...]:
+        """All that gRPC itself is told."""
+        levels = {"none": 0, "low": 1, "medium": 2, "high": 3}
+        arguments: dict[str, int | str] = {
+            "grpc.so_reuseport": int(self.reuse_port),
+            "grpc.max_receive_message_length": self.max_message_bytes,
+            "grpc.max_send_message_length": -1,
+            "grpc.keepalive_time_ms": self.keepalive_time_ms,
+            "grpc.keepalive_timeout_ms": self.keepalive_timeout_ms,
+            "grpc.keepalive_permit_without_calls": int(self.keepalive_permit_without_calls),
+            "grpc.http2.max_pings_without_data": self.http2_max_pings_without_data,
+            "grpc.http2.min_ping_interval_without_data_ms": self.http2_min_recv_ping_interval_without_data_ms,
+            "grpc.http2.max_ping_strikes": self.http2_max_ping_strikes,
+        }
+        if self.infer_response_compression_level != "none":
+            level = levels[self.infer_response_compression_level]
+            arguments["grpc.default_compression_level"] = level
+        if self.max_connection_age_ms:
+            arguments["grpc.max_connection_age_ms"] = self.max_connection_age_ms
+        if self.max_connection_age_grace_ms:
+            arguments["grpc.max_connection_age_grace_ms"] = self.max_connection_age_grace_ms
+        return tuple((arguments | dict(self.arguments)).items())

@@ -1,0 +1,35 @@
+"""How an RPC ends that is not answered."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import grpc
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.frontend.statuses import grpc_status
+
+_log = logging.getLogger("moonpool")
+# gRPC's core wants numbers.
+_NUMBERS: dict[str, int] = {code.name: code.value[0] for code in grpc.StatusCode}
+
+
+class Status(NamedTuple):
+    """The name of one of gRPC's codes, and what a person may read."""
+
+    code: str
+    text: str
+
+    @property
+    def number(self) -> int:
+        """The code as it travels."""
+        return _NUMBERS[self.code]
+
+
+def status_of(error: BaseException) -> Status:
+    """What a client is told of an error; one that nobody foresaw is logged, and told as such."""
+    if isinstance(error, MoonpoolError):
+        return Status(grpc_status(error), str(error))
+    _log.error("an RPC failed: %r", error, exc_info=error)
+    return Status("INTERNAL", f"internal error: {error!r}")

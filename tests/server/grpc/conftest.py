@@ -1,0 +1,38 @@
+"""A gRPC server in this process with real models, and clients of several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from tests.server.grpc.serving import Served
+
+from moonpool.runtime.frontend.grpc.options import GrpcOptions
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _grpc_is_there() -> Iterator[None]:
+    """gRPC's core opens descriptors when it is first used and closes them when nobody uses it any more."""
+    server = grpc.server(None)
+    server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        channel.subscribe(lambda _: None)
+        yield
+    server.stop(None).wait()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """Call it with names of models in `tests/models` or example models, and options of the server."""
+    started: list[Served] = []
+
+    def start(*models: str, **options: object) -> Served:
+        served = Served(models, GrpcOptions(port=0, **options))  # type: ignore[arg-type]
+        started.append(served)
+        return served
+
+    yield start
+    for served in started:
+        served.close()

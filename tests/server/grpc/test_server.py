@@ -1,0 +1,141 @@
+"""The port, the thread behind it, and its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from tests.server.grpc.serving import TIMEOUT_S, Served, messages
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime.frontend.grpc.health import HealthCheckRequest, HealthCheckResponse
+from moonpool.runtime.frontend.grpc.options import GrpcOptions
+from moonpool.runtime.frontend.grpc.server import GrpcServer
+
+Serve = Callable[..., Served]
+SERVICE = "/inference.GRPCInferenceService"
+
+
+def test_the_server_is_alive_and_ready(serve: Serve) -> None:
+    client = serve().client()
+
+    assert client.is_server_live()
+    assert client.is_server_ready()
+
+
+def test_a_model_is_ready_once_it_is_loaded(serve: Serve) -> None:
+    client = serve("add_sub").client()
+
+    assert client.is_model_ready("add_sub")
+    assert client.is_model_ready("add_sub", "1")
+    assert not client.is_model_ready("nope")
+
+
+def test_probes_ask_the_health_service_of_grpc(serve: Serve) -> None:
+    channel = serve().channel()
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        HealthCheckRequest.SerializeToString,
+        HealthCheckResponse.FromString,
+    )
+
+    assert check(HealthCheckRequest(), timeout=TIMEOUT_S).status == 1
+
+
+def test_a_method_that_is_none_is_refused(serve: Serve) -> None:
+    call = serve().channel().unary_unary(f"{SERVICE}/Nothing")
+
+    with pytest.raises(grpc.RpcError) as raised:
+        call(b"", timeout=TIMEOUT_S)
+
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_bytes_that_are_no_message_are_refused(serve: Serve) -> None:
+    channel = serve().channel()
+
+    for method in ("ServerLive", "ModelReady"):
+        with pytest.raises(grpc.RpcError) as raised:
+            channel.unary_unary(f"{SERVICE}/{method}")(b"\xff" * 9, timeout=TIMEOUT_S)
+
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+
+
+def test_a_call_without_a_message_is_refused(serve: Serve) -> None:
+    call = serve().channel().stream_unary(f"{SERVICE}/ServerLive")
+
+    with pytest.raises(grpc.RpcError) as raised:
+        call(iter(()), timeout=TIMEOUT_S)
+
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it(serve: Serve) -> None:
+    served = serve()
+
+    with pytest.raises(moonpool.MoonpoolError, match=f"listen on 127.0.0.1:{served.server.port}"):
+        GrpcServer(served.service, GrpcOptions(port=served.server.port))
+
+
+def test_a_server_that_was_never_started_gives_its_port_back(serve: Serve) -> None:
+    service = serve().service
+    first = GrpcServer(service, GrpcOptions(port=0))
+    first.close()
+    first.close()
+
+    second = GrpcServer(service, GrpcOptions(port=first.port))
+    second.close()
+
+
+def test_a_drained_server_takes_no_calls(serve: Serve) -> None:
+    served = serve()
+    stub = served.stub()
+    stub.ServerLive(messages.ServerLiveRequest(), timeout=TIMEOUT_S)
+
+    assert served.server.drain(TIMEOUT_S)
+
+    with pytest.raises(grpc.RpcError) as raised:
+        stub.ServerLive(messages.ServerLiveRequest(), timeout=TIMEOUT_S)
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_calls_beyond_the_limit_are_refused(serve: Serve) -> None:
+    call = serve(max_calls=2).channel().stream_unary(f"{SERVICE}/ServerLive")
+    with Held() as held:
+        calls = [call.future(held.requests(), timeout=TIMEOUT_S) for _ in range(3)]
+        wait_until(lambda: any(each.done() for each in calls))
+        refused = [each for each in calls if each.done()]
+
+        assert [each.code() for each in refused] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+
+
+def test_a_drain_waits_for_calls_until_its_time_is_over(serve: Serve) -> None:
+    served = serve()
+    call = served.channel().stream_unary(f"{SERVICE}/ServerLive")
+    with Held() as held:
+        waiting = call.future(held.requests(), timeout=TIMEOUT_S)
+        wait_until(lambda: served.server._core._calls)
+
+        assert not served.server.drain(0.05)
+
+        assert waiting.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+
+
+class Held:
+    """Requests that do not come before the end of the block."""
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def requests(self) -> Iterator[bytes]:
+        self._is_over.wait(TIMEOUT_S)
+        yield from ()
