@@ -206,8 +206,14 @@ class Execution:
         if bad:
             statistics.record_failures(now_ms, bad, fail_ns)
             given: Sequence[object] = answers
-            return [each if isinstance(each, _ANSWERS) else _no_answer(each) for each in given]
+            answers = [each if isinstance(each, _ANSWERS) else _no_answer(each) for each in given]
+            self._note(answers)
         return answers
+
+    def _note(self, answers: Sequence[Answer]) -> None:
+        for request, answer in zip(self.requests, answers, strict=True):
+            if isinstance(answer, BaseException) and not (request.left or request.fills_place):
+                self.scheduler.outcomes.note(self.instance, request, answer)
 
 
 _ANSWERS = (Response, BaseException, Deferral)

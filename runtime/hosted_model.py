@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.readiness import Answer
+    from moonpool.runtime.recent_errors import RecentErrors
+    from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.supervisor import Seat
 
 _log = logging.getLogger("moonpool")
+# What an instance comes into when something went wrong.
+_BROKEN = (InstanceState.BACKING_OFF, InstanceState.FAILED)
 
 
 class HostedModel:
@@ -38,6 +42,7 @@ class HostedModel:
         reactor: Reactor,
         executor: Executor,
         tell: Callable[[str, str, str], None],
+        errors: RecentErrors,
     ) -> None:
         self.model = model
         self.scheduler: Scheduler
@@ -47,6 +52,7 @@ class HostedModel:
         self._reactor = reactor
         self._executor = executor
         self._tell = tell
+        self._errors = errors
         self._lock = threading.Lock()
         self._is_starting = False
         self.machine = Machine(str(self), MODEL, time.monotonic(), "not loaded yet")
@@ -84,9 +90,10 @@ class HostedModel:
         instances = self._instances()
         self.signature = Signature(model.config)
         self.supervisor = Supervisor(
-            self._backend, model, instances, self._reactor, self._tell, self._give_up
+            self._backend, model, instances, self._reactor, self._hear, self._give_up
         )
         self.scheduler = Scheduler(model, self._reactor, self._executor, self.supervisor.lost)
+        self.scheduler.outcomes.note = self._note
         self.supervisor.serve(self.scheduler)
         self._is_starting = True
         self.supervisor.start_all()
@@ -112,6 +119,23 @@ class HostedModel:
                         ModelInstance(self._backend, model, name, group.kind, device_id)
                     )
         return instances
+
+    def _hear(self, instance: str, state: str, because: str) -> None:
+        if state in _BROKEN:
+            self._errors.add(self.model.name, self.model.version, because, instance=instance)
+        self._tell(instance, state, because)
+
+    def _note(
+        self, instance: ModelInstance | None, request: InferenceRequest, error: BaseException
+    ) -> None:
+        self._errors.add(
+            self.model.name,
+            self.model.version,
+            error,
+            instance=instance.name if instance is not None else "",
+            request_id=request.details.request_id if request.details is not None else "",
+            requests=1,
+        )
 
     def _give_up(self, why: str) -> None:
         """No instance is left. Called while the model may be on its way out already."""

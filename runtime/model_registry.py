@@ -18,6 +18,7 @@ from moonpool.runtime.model_metrics import model_families
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.reactor import Reactor
+from moonpool.runtime.recent_errors import RecentErrors
 from moonpool.runtime.stubs import Stubs
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class ModelRegistry:
         self._closed = False
         self._closing, self._ended = threading.Event(), threading.Event()
         self._disowned = False
+        self.errors = RecentErrors()
         self._reactor = Reactor()
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
         stubs = self.stubs = Stubs(self._reactor, self, LogSettings(log_verbose_level=int(verbose)))
@@ -104,7 +106,7 @@ class ModelRegistry:
         like, `ModelUnavailable` where this load would wait for itself, `RuntimeClosed`.
         """
         name = wanted.name
-        with self._move(name, asker):
+        with self._move(name, asker), self.errors.noting(name):
             self._check_open()
             prepared = prepare(wanted, self._repository, self.backends.locate)
             before = self._models.get(name)
@@ -176,7 +178,9 @@ class ModelRegistry:
             for model in models:
                 backend = self.backends.of(model.config)
                 self.backends.initialize(backend)
-                hosted = HostedModel(backend, model, self._reactor, self._executor, self._tell)
+                hosted = HostedModel(
+                    backend, model, self._reactor, self._executor, self._tell, self.errors
+                )
                 loading = (hosted, asker)
                 self._loading.append(loading)
                 try:
@@ -267,13 +271,16 @@ class ModelRegistry:
             raise ModelUnavailable(f"Request for model '{name}' which is loading or unloading")
         raise ModelNotFound(f"Request for unknown model: '{name}' is not found")
 
+    def served(self) -> list[HostedModel]:
+        """All versions of all loaded models."""
+        with self._lock:
+            return [h for loaded in self._models.values() for h in loaded.versions.values()]
+
     def metrics(self) -> str:
         """The metrics of all models and those that the models made, as text for Prometheus."""
         self._check_open()
         self.stubs.catch_up()
-        with self._lock:
-            served = [h for loaded in self._models.values() for h in loaded.versions.values()]
-        families = model_families(each.scheduler for each in served)
+        families = model_families(each.scheduler for each in self.served())
         return expose([*families, *self.stubs.metrics.families()])
 
     # End

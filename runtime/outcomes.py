@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.waiting_room import WaitingRoom
 
     Pairs = list[tuple[InferenceRequest, Outcome | None]]
+    Note = Callable[[ModelInstance | None, InferenceRequest, BaseException], None]
 
 
 class Outcomes:
@@ -54,6 +55,8 @@ class Outcomes:
         self._is_executing = is_executing
         self._room = room
         self._look = look
+        # Hears of every request that ends with an error while somebody waits for it.
+        self.note: Note = _ignored
 
     @property
     def in_order(self) -> bool:
@@ -92,6 +95,9 @@ class Outcomes:
             return
         now_ns = time.monotonic_ns()
         fail_ns = sum(now_ns - request.queued_ns for request in requests)
+        for request in requests:
+            if not request.left:
+                self.note(None, request, error)
         with self._lock:
             now_ms = time.time_ns() // 1_000_000
             self.statistics.record_failures(now_ms, len(requests), fail_ns, reason_of(error))
@@ -122,6 +128,8 @@ class Outcomes:
             if request.responses and not self._decoupled and not is_failure:
                 raise RemoteProtocolError("a second response of a model that is not decoupled")
             request.responses += 1
+            if isinstance(outcome, BaseException) and not request.left:
+                self.note(instance, request, outcome)
         if not flags:
             if not self._decoupled:
                 request.response = outcome
@@ -159,6 +167,10 @@ class Outcomes:
                 self.statistics.record_failures(now_ms, 1, fail_ns, reason_of(answer))
             resolved = self._departures.done([request], [answer])
         self.leave(resolved)
+
+
+def _ignored(*_: object) -> None:
+    """Until somebody listens."""
 
 
 def _resolve(request: InferenceRequest, outcome: Outcome | None) -> None:

@@ -1,0 +1,181 @@
+"""Rates and latencies of the last minutes, sampled once a second from what the runtime counts anyway."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from moonpool.runtime.hosted_model import HostedModel
+    from moonpool.runtime.statistics import Statistics
+
+INTERVAL_S = 1.0
+_INTERVAL_NS = int(INTERVAL_S * 1e9)
+# How far back plots go, and over how long a present rate is taken.
+SAMPLES = 180
+WINDOW = 5
+
+
+class _Counts(NamedTuple):
+    at_ns: int
+    success: int
+    failure: int
+    success_ns: int
+    queue_ns: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
+
+
+class _Sample(NamedTuple):
+    requests: int
+    failures: int
+    # The mean of the requests that succeeded; None where there were none.
+    latency_us: int | None
+    queued: int
+
+
+class _Series:
+    """One model version: the samples to plot, and the counts that present rates are taken from."""
+
+    def __init__(self, statistics: Statistics, begin: _Counts) -> None:
+        self.statistics = statistics
+        self.counts = deque([begin], maxlen=WINDOW + 1)
+        self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
+
+    def take(self, now_ns: int, queued: int) -> _Counts:
+        """Take a sample; returns what came since the last one."""
+        before, after = self.counts[-1], _counts(self.statistics, now_ns)
+        self.counts.append(after)
+        came = _difference(before, after)
+        self.samples.append(_sample(came, queued))
+        return came
+
+
+class History:
+    """Samples on a thread of its own until it is closed. Any thread may call any method."""
+
+    def __init__(self, served: Callable[[], Iterable[HostedModel]]) -> None:
+        """`served` gives the model versions that there are."""
+        self._served = served
+        self._lock = threading.Lock()
+        self._total: deque[_Sample] = deque(maxlen=SAMPLES)
+        self._series: dict[str, _Series] = {}
+        # The number of samples that were taken.
+        self._taken = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="moonpool-history", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while not self._closing.wait(max(0.0, due_s - time.monotonic())):
+            self.sample()
+            # After a suspended machine, or a debugger's stop, nothing is made up for.
+            due_s = max(due_s + INTERVAL_S, time.monotonic())
+
+    def sample(self) -> None:
+        """Take a sample of every model version now."""
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            before, self._series = self._series, {}
+            total, queued = _zero(now_ns), 0
+            for hosted in self._served():
+                name, scheduler = str(hosted), hosted.scheduler
+                series = before.get(name)
+                if series is None or series.statistics is not scheduler.statistics:
+                    series = self._begun(scheduler.statistics, now_ns)
+                self._series[name] = series
+                total = _sum(total, series.take(now_ns, scheduler.queued))
+                queued += scheduler.queued
+            self._total.append(_sample(total, queued))
+            self._taken += 1
+
+    def _begun(self, statistics: Statistics, now_ns: int) -> _Series:
+        # What was there before the first sample came nobody knows when; a version that is new began since the last.
+        begin = _zero(now_ns - _INTERVAL_NS) if self._taken else _counts(statistics, now_ns)
+        return _Series(statistics, begin)
+
+    def recent(self, name: str) -> dict[str, Any]:
+        """Rates per second and mean durations of a model version, over the last seconds."""
+        with self._lock:
+            series = self._series.get(name)
+            counts = list(series.counts) if series is not None else []
+        came = _difference(counts[0], counts[-1]) if counts else _zero(0)
+        return _recent(came, came.at_ns / 1e9 or INTERVAL_S)
+
+    def since(self, number: int) -> dict[str, Any]:
+        """The samples after the first `number`: of all models together under "", and of each by `name:version`.
+
+        Each list ends with the sample of the same moment. Where some are lost, or `number` is of another
+        server, all that are kept come.
+        """
+        with self._lock:
+            wanted = self._taken - number if 0 <= number <= self._taken else SAMPLES
+            return {
+                "interval_s": INTERVAL_S,
+                "taken": self._taken,
+                "series": {
+                    "": _columns(self._total, wanted),
+                    **{name: _columns(s.samples, wanted) for name, s in self._series.items()},
+                },
+            }
+
+    def close(self) -> None:
+        """End the sampling."""
+        self._closing.set()
+        self._thread.join()
+
+
+def _columns(samples: Iterable[_Sample], wanted: int) -> dict[str, list[int | None]]:
+    rows = list(samples)[-wanted:] if wanted else []
+    return {key: [getattr(row, key) for row in rows] for key in _Sample._fields}
+
+
+def _sample(came: _Counts, queued: int) -> _Sample:
+    latency_us = came.success_ns // came.success // 1000 if came.success else None
+    return _Sample(came.success + came.failure, came.failure, latency_us, queued)
+
+
+def _zero(at_ns: int) -> _Counts:
+    return _Counts(at_ns, 0, 0, 0, 0, 0, 0, 0)
+
+
+def _counts(statistics: Statistics, at_ns: int) -> _Counts:
+    return _Counts(
+        at_ns,
+        statistics.success_count,
+        statistics.fail_count,
+        statistics.success_ns,
+        statistics.queue_ns,
+        statistics.input_ns,
+        statistics.infer_ns,
+        statistics.output_ns,
+    )
+
+
+def _difference(before: _Counts, after: _Counts) -> _Counts:
+    return _Counts(*(late - early for early, late in zip(before, after, strict=True)))
+
+
+def _sum(one: _Counts, other: _Counts) -> _Counts:
+    return _Counts(*(a + b for a, b in zip(one, other, strict=True)))
+
+
+def _recent(came: _Counts, window_s: float) -> dict[str, Any]:
+    def mean_us(total_ns: int) -> float | None:
+        return round(total_ns / came.success / 1000, 1) if came.success else None
+
+    return {
+        "requests_per_s": round((came.success + came.failure) / window_s, 2),
+        "failures_per_s": round(came.failure / window_s, 2),
+        "latency_us": mean_us(came.success_ns),
+        "queue_us": mean_us(came.queue_ns),
+        "input_us": mean_us(came.input_ns),
+        "infer_us": mean_us(came.infer_ns),
+        "output_us": mean_us(came.output_ns),
+    }

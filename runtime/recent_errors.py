@@ -1,0 +1,107 @@
+"""What went wrong lately, for a person who looks: failed requests, deaths of instances, loads that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Of a text and of a traceback.
+MAX_CHARACTERS = 8192
+
+
+@dataclass
+class RecentError:
+    """One error, however often it came. Times are milliseconds since the epoch."""
+
+    model: str
+    version: int | None
+    text: str
+    traceback: str
+    first_ms: int
+    last_ms: int
+    # Where it came last; "" where it was in no instance, or the request had no name.
+    instance: str
+    request_id: str
+    # How many requests ended with it: none where an instance died idle.
+    requests: int
+
+
+class RecentErrors:
+    """The latest errors that differ in their model or their text. Any thread may call any method.
+
+    An error that comes again moves to the front and is counted; the oldest make room for new ones.
+    """
+
+    def __init__(self, most: int = 50) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._errors: OrderedDict[tuple[str, int | None, str], RecentError] = OrderedDict()
+
+    def add(
+        self,
+        model: str,
+        version: int | None,
+        error: BaseException | str,
+        *,
+        instance: str = "",
+        request_id: str = "",
+        requests: int = 0,
+    ) -> None:
+        """Note that so many requests ended with this error, or that something broke without any."""
+        text = _cut(_text(error))
+        traceback = _cut(getattr(error, "traceback", ""))
+        now_ms = time.time_ns() // 1_000_000
+        key = model, version, text
+        with self._lock:
+            known = self._errors.get(key)
+            if known is None:
+                self._errors[key] = RecentError(
+                    model, version, text, traceback, now_ms, now_ms, instance, request_id, requests
+                )
+                if len(self._errors) > self._most:
+                    self._errors.popitem(last=False)
+                return
+            self._errors.move_to_end(key)
+            known.last_ms = now_ms
+            known.requests += requests
+            known.traceback = known.traceback or traceback
+            known.instance = instance or known.instance
+            known.request_id = request_id or known.request_id
+
+    @contextlib.contextmanager
+    def noting(self, model: str) -> Iterator[None]:
+        """Note what moonpool raises inside, which goes on."""
+        try:
+            yield
+        except MoonpoolError as error:
+            self.add(model, getattr(error, "version", None), error)
+            raise
+
+    def latest(self) -> list[RecentError]:
+        """Copies, the latest first."""
+        with self._lock:
+            return [RecentError(**vars(error)) for error in reversed(self._errors.values())]
+
+
+def _text(error: BaseException | str) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # an error of a backend's own can be anything
+        return type(error).__name__
+
+
+def _cut(text: str) -> str:
+    """The end of a traceback says what happened, the beginning of a text does; keep both."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}\n[…]\n{text[-half:]}"

@@ -1,0 +1,30 @@
+"""What a process takes of the machine, as the kernel counts it."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# Places in proc_pid_stat(5), counted behind the command's name.
+_UTIME, _STIME, _RSS = 11, 12, 21
+
+
+class Usage(NamedTuple):
+    """Memory that is resident now, shared memory included, and processor time since the start."""
+
+    rss_bytes: int
+    cpu_s: float
+
+
+def usage_of(pid: int) -> Usage | None:
+    """None where there is no such process any more."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name of a command may hold anything, also brackets and spaces.
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
+    return Usage(int(fields[_RSS]) * _PAGE_BYTES, cpu_s)

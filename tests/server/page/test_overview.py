@@ -1,0 +1,169 @@
+"""What is told of a server: models, instances, rates, errors, and the last minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.server.page.models import write
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime.frontend.history import SAMPLES, History
+from moonpool.runtime.frontend.overview import Overview
+from moonpool.runtime.usage import usage_of
+
+ROW = {name: np.ones((1, 4), np.float32) for name in ("INPUT0", "INPUT1")}
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Iterator[moonpool.Runtime]:
+    with moonpool.Runtime(write(tmp_path, "add_sub", "fails")) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
+    index = [
+        {"name": "add_sub", "version": "1", "state": "READY"},
+        {"name": "other", "version": "10", "state": "UNAVAILABLE", "reason": "unloaded"},
+        {"name": "other", "version": "9", "state": "UNAVAILABLE", "reason": "unloaded"},
+        {"name": "never"},
+    ]
+    overview = Overview(runtime.registry, lambda: index)
+    yield overview
+    overview.close()
+
+
+@pytest.fixture
+def history(runtime: moonpool.Runtime) -> History:
+    """One whose samples are taken by the test alone."""
+    history = History(runtime.registry.served)
+    history.close()
+    return history
+
+
+def test_models_are_told_with_their_instances_and_the_repository_s_others(
+    overview: Overview,
+) -> None:
+    shown = overview.snapshot()
+
+    names = [(model["name"], model["version"], model["state"]) for model in shown["models"]]
+    assert names == [
+        ("add_sub", "1", "READY"),
+        ("fails", "1", "READY"),
+        ("never", "", "UNAVAILABLE"),
+        ("other", "9", "UNAVAILABLE"),
+        ("other", "10", "UNAVAILABLE"),
+    ]
+    (instance,) = shown["models"][0]["instances"]
+    assert instance["state"] == "READY"
+    assert instance["restarts"] == 0
+    assert instance["rss_bytes"] > 1 << 20
+    assert instance["cpu_s"] > 0
+    os.kill(instance["pid"], 0)
+    assert shown["models"][3]["reason"] == "unloaded"
+    assert shown["server"]["pid"] == os.getpid()
+
+
+def test_requests_and_errors_are_counted(runtime: moonpool.Runtime, overview: Overview) -> None:
+    runtime.infer("add_sub", ROW)
+    with pytest.raises(moonpool.ModelError):
+        runtime.infer("fails", {"X": np.zeros(4, np.float32)})
+
+    def told() -> dict[str, int]:
+        return {m["name"]: m.get("success", 0) for m in overview.snapshot()["models"]}
+
+    wait_until(lambda: told()["add_sub"] == 1)
+    shown = overview.snapshot()
+    assert [model.get("failure") for model in shown["models"][:2]] == [0, 1]
+    assert [error["model"] for error in shown["errors"]] == ["fails"]
+
+
+def test_it_is_json(overview: Overview) -> None:
+    shown = overview.snapshot(0)
+
+    assert json.loads(json.dumps(shown)) == shown
+
+
+def test_samples_are_taken_by_themselves(runtime: moonpool.Runtime, overview: Overview) -> None:
+    first = overview.snapshot(0)["history"]["taken"]
+    runtime.infer("add_sub", ROW)
+
+    def requests() -> int:
+        return sum(overview.snapshot(first)["history"]["series"]["add_sub:1"]["requests"])
+
+    wait_until(requests)
+    assert requests() == 1
+
+
+def test_a_sample_has_what_came_since_the_last(runtime: moonpool.Runtime, history: History) -> None:
+    history.sample()
+    begin = history.since(0)["taken"]
+    for count in (2, 0):
+        for _ in range(count):
+            runtime.infer("add_sub", ROW)
+        history.sample()
+    shown = history.since(begin)
+
+    assert shown["series"]["add_sub:1"]["requests"] == [2, 0]
+    assert shown["series"][""]["requests"] == [2, 0]
+    assert shown["series"]["fails:1"]["requests"] == [0, 0]
+    latency, nothing = shown["series"]["add_sub:1"]["latency_us"]
+    assert latency > 0
+    assert nothing is None
+
+
+def test_present_durations_are_those_of_the_last_seconds(
+    runtime: moonpool.Runtime, history: History
+) -> None:
+    history.sample()
+    runtime.infer("add_sub", ROW)
+    history.sample()
+    recent = history.recent("add_sub:1")
+
+    parts = [recent[f"{part}_us"] for part in ("queue", "input", "infer", "output")]
+    assert sum(parts) == pytest.approx(recent["latency_us"], abs=1.0)
+    assert recent["requests_per_s"] > 0
+    assert recent["failures_per_s"] == 0
+    assert history.recent("fails:1")["latency_us"] is None
+    assert history.recent("never:1")["requests_per_s"] == 0
+
+
+def test_a_model_that_is_loaded_again_starts_anew(
+    runtime: moonpool.Runtime, history: History
+) -> None:
+    for _ in range(3):
+        runtime.infer("add_sub", ROW)
+    history.sample()
+    runtime.unload("add_sub")
+    history.sample()
+    assert "add_sub:1" not in history.since(0)["series"]
+    runtime.load("add_sub")
+    runtime.infer("add_sub", ROW)
+    history.sample()
+
+    assert history.since(0)["series"]["add_sub:1"]["requests"] == [1]
+
+
+def test_only_so_many_samples_are_kept(history: History) -> None:
+    taken = history.since(0)["taken"]
+    for _ in range(SAMPLES + 7):
+        history.sample()
+
+    assert len(history.since(0)["series"][""]["requests"]) == SAMPLES
+    assert len(history.since(taken + SAMPLES)["series"][""]["requests"]) == 7
+    # Of a server that was there before this one.
+    assert len(history.since(1 << 40)["series"][""]["requests"]) == SAMPLES
+
+
+def test_a_process_that_is_gone_uses_nothing() -> None:
+    used = usage_of(os.getpid())
+
+    assert used is not None
+    assert used.rss_bytes > 1 << 20
+    assert usage_of(2**22 + 1) is None
