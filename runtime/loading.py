@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from moonpool.runtime.config import Raw
-    from moonpool.runtime.repository import ModelRepository
+    from moonpool.runtime.repositories import ModelRepositories
 
     # The file that serves all models of a backend; None where each has its own.
     Locate = Callable[[ModelConfig], Path | None]
@@ -75,7 +75,7 @@ class Prepared:
             model_files.remove(self._made)
 
 
-def prepare(wanted: Wanted, repository: ModelRepository | None, locate: Locate) -> Prepared:
+def prepare(wanted: Wanted, repository: ModelRepositories | None, locate: Locate) -> Prepared:
     """Find and read what is wanted; starts nothing.
 
     Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.

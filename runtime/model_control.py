@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import TYPE_CHECKING
@@ -16,26 +17,18 @@ from moonpool.runtime.errors import (
     RuntimeClosed,
 )
 from moonpool.runtime.loading import Wanted
-from moonpool.runtime.repository import RepositoryError
+from moonpool.runtime.model_statuses import with_code
+from moonpool.runtime.repository import NoVersion, RepositoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from moonpool.runtime.backend import Model
+    from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.hosted_model import HostedModel
     from moonpool.runtime.model_registry import ModelRegistry
 
 _FILE = "file:"
-_WORDS = {
-    "UNKNOWN": "Unknown",
-    "INTERNAL": "Internal",
-    "NOT_FOUND": "Not found",
-    "INVALID_ARG": "Invalid argument",
-    "UNAVAILABLE": "Unavailable",
-    "UNSUPPORTED": "Unsupported",
-    "ALREADY_EXISTS": "Already exists",
-    "CANCELLED": "Cancelled",
-}
 
 
 class ModelControl:
@@ -55,24 +48,14 @@ class ModelControl:
         `config` is a whole configuration in JSON, "" the one in the repository. `files` has contents by
         `file:<path>`, and they are the model's directory then. Raises `MoonpoolError` in Triton's words.
         """
-        try:
-            self._registry.load(wanted_of(name, config, files, self.asker), self.asker.name)
-        except (RuntimeClosed, ModelUnavailable):
-            raise
-        except (RepositoryError, ConfigError, ModelNotFound) as error:
-            raise LoadFailed(
-                f"failed to load '{name}', failed to poll from model repository: {error}"
-            ) from error
-        except MoonpoolError as error:
-            version = getattr(error, "version", None)
-            where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
-            word = _WORDS.get(error.code, "Internal")
-            raise LoadFailed(
-                f"load failed for model '{name}': {where}{word}: {error};\n"
-            ) from error
+        self._registry.check_controllable()
+        with loading(name):
+            wanted = wanted_of(name, config, files, self.asker.options)
+            self._registry.load(wanted, self.asker.name)
 
     def begin_unload(self, name: str) -> None:
         """Unload a model in the background, also the one that asks. A model that is not loaded is no error."""
+        self._registry.check_controllable()
         self._registry.begin_unload(name)
 
     def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
@@ -90,8 +73,39 @@ class ModelControl:
             hosted.ask_ready(lambda reason: answer(reason is None))
 
 
-def wanted_of(name: str, config: str, files: Mapping[str, bytes] | None, asker: Model) -> Wanted:
-    """What a model asks for with `load_model`. Raises `RepositoryError` for what makes no sense."""
+@contextlib.contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Inside, errors of a load become `LoadFailed` in Triton's words, and with its codes."""
+    try:
+        yield
+    except (RuntimeClosed, ModelUnavailable):
+        raise
+    except MoonpoolError as error:
+        code = "INVALID_ARG"
+        if isinstance(error, NoVersion):
+            what = f"load failed for model '{name}': {error}\n"
+        elif isinstance(error, RepositoryError | ConfigError | ModelNotFound):
+            what = f"failed to load '{name}', failed to poll from model repository: {error}"
+            code = "INTERNAL"
+        else:
+            version = getattr(error, "version", None)
+            where = "" if version is None else f"version {version} is at UNAVAILABLE state: "
+            what = f"load failed for model '{name}': {where}{with_code(error)};\n"
+        failure = LoadFailed(what)
+        failure.code = code
+        raise failure from error
+
+
+def wanted_of(
+    name: str,
+    config: str,
+    files: Mapping[str, bytes] | None,
+    asker: ModelOptions | None = None,
+) -> Wanted:
+    """What is asked for with `load_model`, by a model or a client. Raises `RepositoryError` for what makes no sense.
+
+    `config` is a whole configuration in JSON, `files` are contents by `file:<path>`, `asker` as in `Wanted`.
+    """
     if not config:
         if files:
             raise RepositoryError(
@@ -110,7 +124,7 @@ def wanted_of(name: str, config: str, files: Mapping[str, bytes] | None, asker: 
             raise RepositoryError(f"Invalid file parameter '{key[:200]}' must be 'file:<path>'.")
         by_path[key.removeprefix(_FILE)] = content
     # No files are not a directory without any.
-    return Wanted(name, None, None, parsed, by_path or None, is_whole=True, asker=asker.options)
+    return Wanted(name, None, None, parsed, by_path or None, is_whole=True, asker=asker)
 
 
 def version_of(text: str) -> int | None:

@@ -8,13 +8,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.backends import Backends
 from moonpool.runtime.errors import LoadFailed, ModelNotFound, ModelUnavailable, RuntimeClosed
 from moonpool.runtime.exposition import expose
 from moonpool.runtime.hosted_model import HostedModel
+from moonpool.runtime.loaded_model import LoadedModel
 from moonpool.runtime.loading import prepare
 from moonpool.runtime.log_settings import LogSettings
 from moonpool.runtime.model_metrics import model_families
+from moonpool.runtime.model_statuses import ModelStatus, ModelStatuses
+from moonpool.runtime.moves import Moves
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.reactor import Reactor
@@ -22,12 +26,12 @@ from moonpool.runtime.recent_errors import RecentErrors
 from moonpool.runtime.stubs import Stubs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from moonpool.runtime.backend import Backend, Model
-    from moonpool.runtime.loading import Prepared, Wanted
+    from moonpool.runtime.loading import Wanted
     from moonpool.runtime.python_based import BackendDirectory
-    from moonpool.runtime.repository import ModelRepository
+    from moonpool.runtime.repositories import ModelRepositories
 
 _log = logging.getLogger("moonpool")
 # How long a model that was replaced takes requests still.
@@ -36,55 +40,35 @@ _GRACE_S = 1.0
 _STILL_S = 0.2
 
 
-class _Loaded:
-    """The versions of a loaded model, and what they were made of."""
-
-    def __init__(self, versions: Sequence[HostedModel], prepared: Prepared) -> None:
-        self.versions = {hosted.model.version: hosted for hosted in versions}
-        self.latest = versions[-1]
-        self._prepared = prepared
-
-    def is_what(self, prepared: Prepared) -> bool:
-        """Whether these versions, and they serve, are what was prepared."""
-        return self._prepared.stamp == prepared.stamp and all(
-            hosted.why_not_serving() is None for hosted in self.versions.values()
-        )
-
-    def unload(self, drain_timeout_s: float) -> None:
-        for hosted in self.versions.values():
-            hosted.unload(drain_timeout_s)
-        self._prepared.discard()
-
-
 class ModelRegistry:
     """Loads and unloads, one at a time for each name. Thread-safe."""
 
     def __init__(
         self,
-        repository: ModelRepository | None,
+        repositories: ModelRepositories | None,
         backends: Iterable[Backend],
         python_based: BackendDirectory,
         drain_timeout_s: float,
         verbose: bool,
         listener: Callable[[str, str, str], object] | None,
     ) -> None:
-        self._repository = repository
+        self.repositories = repositories
         self._drain_timeout_s = drain_timeout_s
         self._listener = listener
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._models: dict[str, _Loaded] = {}
+        self._models: dict[str, LoadedModel] = {}
         self._latest: dict[str, HostedModel] = {}
-        # Being loaded or unloaded.
-        self._moving: set[str] = set()
+        self._statuses = ModelStatuses()
+        self._moves = Moves(self._changed)
         # To be unloaded as soon as they do not move any more.
         self._leaving: set[str] = set()
-        # Whose stubs wait for a move of which models.
-        self._asks: list[tuple[str, str]] = []
         # Replaced, and not unloaded yet.
         self._retiring = 0
         # Each with the model that asked for it, if one did.
         self._loading: list[tuple[HostedModel, str | None]] = []
+        # Whether models, and clients of a server, may load and unload.
+        self.is_controllable = True
         self._closed = False
         self._closing, self._ended = threading.Event(), threading.Event()
         self._disowned = False
@@ -98,64 +82,53 @@ class ModelRegistry:
 
     # Load
 
-    def load(self, wanted: Wanted, asker: str | None = None) -> None:
+    def load(self, wanted: Wanted, asker: str | None = None, *, again: bool = True) -> None:
         """Load a model, or replace a loaded one; does nothing where what is wanted is loaded already.
 
         What is replaced serves until the new one is ready; then it finishes its requests in the background.
-        `asker` is the model whose stub waits for this. Raises what `prepare` raises, `LoadFailed` and its
-        like, `ModelUnavailable` where this load would wait for itself, `RuntimeClosed`.
+        `asker` is the model whose stub waits for this. Without `again`, what failed before is not tried a
+        second time as long as it is the same. Raises what `prepare` raises, `LoadFailed` and its like,
+        `ModelUnavailable` where this load would wait for itself, `RuntimeClosed`.
         """
         name = wanted.name
-        with self._move(name, asker), self.errors.noting(name):
+        with self._moves.of(name, asker), self.errors.noting(name):
             self._check_open()
-            prepared = prepare(wanted, self._repository, self.backends.locate)
-            before = self._models.get(name)
-            if before is not None and before.is_what(prepared):
-                prepared.discard()
-                return
+            status = ModelStatus()
             try:
-                loaded = _Loaded(self._load_versions(prepared.models, asker), prepared)
-            except BaseException:
-                prepared.discard()
+                replaced = self._replace(wanted, asker, status, again=again)
+            except MoonpoolError as error:
+                status.failure = error
+                self._statuses.note(name, status)
                 raise
-            with self._lock:
-                self._models[name] = loaded
-                self._latest[name] = loaded.latest
-        if before is not None:
-            self._retire(name, before)
+        if replaced is not None:
+            self._retire(name, replaced)
 
-    @contextlib.contextmanager
-    def _move(self, name: str, asker: str | None = None) -> Iterator[None]:
-        """Inside, nobody else loads or unloads this model. Waits for whoever does."""
-        with self._lock:
-            if asker is not None:
-                self._check_no_circle(name, asker)
-                self._asks.append((asker, name))
-            self._changed.wait_for(lambda: name not in self._moving)
-            self._moving.add(name)
+    def _replace(
+        self, wanted: Wanted, asker: str | None, status: ModelStatus, *, again: bool
+    ) -> LoadedModel | None:
+        """Load what is wanted, unless it is there; what it replaced, if anything."""
+        name = wanted.name
+        prepared = prepare(wanted, self.repositories, self.backends.locate)
+        status.stamp = prepared.stamp
+        before = self._models.get(name)
+        if (before is not None and before.is_what(prepared, at_least_once=not again)) or (
+            not again and self._statuses.failed(name, prepared.stamp)
+        ):
+            prepared.discard()
+            return None
+        self._statuses.note(name, status)
         try:
-            yield
-        finally:
-            with self._lock:
-                self._moving.discard(name)
-                if asker is not None:
-                    self._asks.remove((asker, name))
-                self._changed.notify_all()
+            versions = self._load_versions(prepared.models, asker, status)
+        except BaseException:
+            prepared.discard()
+            raise
+        loaded = LoadedModel(versions, prepared, status)
+        with self._lock:
+            self._models[name] = loaded
+            self._latest[name] = loaded.latest
+        return before
 
-    def _check_no_circle(self, name: str, asker: str) -> None:
-        """The lock is held. Raises `ModelUnavailable` where the move of `name` waits for `asker`."""
-        reached, found = {name}, True
-        while found:
-            more = {to for waiting, to in self._asks if waiting in reached} - reached
-            reached |= more
-            found = bool(more)
-        if name in self._moving and asker in reached:
-            raise ModelUnavailable(
-                f"model '{name}' is loading or unloading, and that waits for model '{asker}', "
-                "which asked for this"
-            )
-
-    def _retire(self, name: str, replaced: _Loaded) -> None:
+    def _retire(self, name: str, replaced: LoadedModel) -> None:
         """Unload what nobody finds any more."""
 
         def act() -> None:
@@ -172,7 +145,9 @@ class ModelRegistry:
             self._retiring += 1
         _apart(act, f"moonpool-retire-{name}")
 
-    def _load_versions(self, models: Sequence[Model], asker: str | None) -> list[HostedModel]:
+    def _load_versions(
+        self, models: Sequence[Model], asker: str | None, status: ModelStatus
+    ) -> list[HostedModel]:
         loaded: list[HostedModel] = []
         try:
             for model in models:
@@ -183,8 +158,12 @@ class ModelRegistry:
                 )
                 loading = (hosted, asker)
                 self._loading.append(loading)
+                version = status.add(hosted)
                 try:
                     hosted.load()
+                except MoonpoolError as error:
+                    version.failure = error
+                    raise
                 finally:
                     self._loading.remove(loading)
                 loaded.append(hosted)
@@ -209,7 +188,7 @@ class ModelRegistry:
                 if asker is not None:
                     hosted.give_up_loading()
             with self._lock:
-                is_still = self._changed.wait_for(lambda: not self._moving, _STILL_S)
+                is_still = self._changed.wait_for(lambda: not self._moves.names, _STILL_S)
 
     def _tell(self, subject: str, state: str, because: str) -> None:
         _log.debug("%s is %s: %s", subject, state, because)
@@ -223,29 +202,60 @@ class ModelRegistry:
 
     def unload(self, name: str) -> None:
         """Drain and finalize all versions. Raises `ModelNotFound`."""
-        with self._move(name):
+        with self._moves.of(name):
             with self._lock:
-                loaded = self._models.pop(name, None)
-                self._latest.pop(name, None)
-                self._leaving.discard(name)
+                loaded = self._take(name)
             if loaded is None:
                 raise ModelNotFound(f"model '{name}' is not loaded")
             loaded.unload(self._drain_timeout_s)
 
     def begin_unload(self, name: str) -> None:
-        """Unload on a thread of its own. Nothing happens where no such model is loaded, or will be."""
-        with self._lock:
-            is_here = name in self._models or name in self._moving
-            if name in self._leaving or not is_here:
-                return
-            self._leaving.add(name)
+        """Unload in the background; from now on nobody finds the model.
 
-        thread = threading.Thread(
-            target=self._unload_if_there, args=(name,), name=f"moonpool-{name}"
-        )
-        # No more threads: the program ends, and unloads all.
-        with contextlib.suppress(RuntimeError):
-            thread.start()
+        One that is just being loaded is unloaded after that. Nothing happens where there is no such model.
+        """
+        with self._lock:
+            if name in self._leaving:
+                return
+            if name in self._moves.names:
+                self._leaving.add(name)
+                self._start(name, lambda: self._unload_if_there(name))
+                return
+            loaded = self._take(name)
+            if loaded is None:
+                return
+            taken = loaded
+            self._moves.begin(name)
+            if not self._start(name, lambda: self._finish(name, taken)):
+                self._models[name], self._latest[name] = taken, taken.latest
+                self._moves.end(name)
+
+    def _take(self, name: str) -> LoadedModel | None:
+        """The lock is held. What is to be unloaded now; a load that failed is forgotten."""
+        self._leaving.discard(name)
+        self._latest.pop(name, None)
+        loaded = self._models.pop(name, None)
+        if loaded is None:
+            self._statuses.forget(name)
+        else:
+            self._statuses.note(name, loaded.status)
+        return loaded
+
+    def _finish(self, name: str, loaded: LoadedModel) -> None:
+        try:
+            loaded.unload(self._drain_timeout_s)
+        finally:
+            with self._lock:
+                self._moves.end(name)
+
+    @staticmethod
+    def _start(name: str, act: Callable[[], None]) -> bool:
+        """On a thread of its own, if there can be any more: else the program ends, and unloads all."""
+        try:
+            threading.Thread(target=act, name=f"moonpool-{name}").start()
+        except RuntimeError:
+            return False
+        return True
 
     # Look
 
@@ -253,6 +263,24 @@ class ModelRegistry:
         """The names of the loaded models, each with its versions."""
         with self._lock:
             return {name: sorted(loaded.versions) for name, loaded in self._models.items()}
+
+    def versions(self, name: str) -> dict[int, HostedModel]:
+        """The versions of a loaded model, ascending; none of one that is not."""
+        loaded = self._models.get(name)
+        return {} if loaded is None else dict(sorted(loaded.versions.items()))
+
+    def check_controllable(self) -> None:
+        """Raises `ModelUnavailable` where neither models nor clients may load and unload."""
+        if not self.is_controllable:
+            raise ModelUnavailable(
+                "explicit model load / unload is not allowed if polling is enabled"
+            )
+
+    def statuses(self) -> dict[str, ModelStatus]:
+        """What has become of every model that was to be loaded, by name."""
+        with self._lock:
+            loaded = {name: loaded.status for name, loaded in self._models.items()}
+            return {**self._statuses.all(), **loaded}
 
     def find(self, name: str, version: int | None = None) -> HostedModel:
         """A model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`."""
@@ -267,7 +295,7 @@ class ModelRegistry:
             raise ModelNotFound(
                 f"Request for unknown model: '{name}' version {version} is not at ready state"
             )
-        if name in self._moving:
+        if name in self._moves.names:
             raise ModelUnavailable(f"Request for model '{name}' which is loading or unloading")
         raise ModelNotFound(f"Request for unknown model: '{name}' is not found")
 
@@ -321,7 +349,7 @@ class ModelRegistry:
 
     def _finalize_all(self) -> None:
         with self._lock:
-            self._changed.wait_for(lambda: not self._moving and not self._retiring)
+            self._changed.wait_for(lambda: not self._moves.names and not self._retiring)
         self.backends.finalize_all()
         self._executor.shutdown()
         self._reactor.close()
@@ -336,7 +364,7 @@ class ModelRegistry:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closed = True
-        self._models, self._latest, self._moving = {}, {}, set()
+        self._models, self._latest, self._moves = {}, {}, Moves(self._changed)
         self._disowned = True
 
     @property

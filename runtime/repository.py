@@ -25,6 +25,10 @@ class RepositoryError(MoonpoolError):
         self.code = code
 
 
+class NoVersion(RepositoryError):
+    """A model of which there is no version that its policy picks."""
+
+
 class ModelRepository:
     """A directory whose subdirectories are models.
 
@@ -103,7 +107,7 @@ class ModelDirectory:
         if not chosen:
             shown = ", ".join(map(str, available)) or "none"
             what = f"at least one version must be available under the version policy of model '{self.name}'"
-            raise RepositoryError(f"{what} (in {self.path} there are: {shown})")
+            raise NoVersion(f"{what} (in {self.path} there are: {shown})")
         return chosen
 
     def version_directory(self, version: int) -> Path:

@@ -21,7 +21,7 @@ from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.python_based import BackendDirectory
 from moonpool.runtime.readiness import wait_for_answer
-from moonpool.runtime.repository import ModelRepository
+from moonpool.runtime.repositories import ModelRepositories
 from moonpool.runtime.request import Response
 from moonpool.runtime.request_options import RequestOptions, make_request
 from moonpool.runtime.stream import ResponseStream
@@ -54,7 +54,7 @@ class Runtime:
 
     def __init__(
         self,
-        repository: str | os.PathLike[str] | None = None,
+        repository: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         *,
         models: Iterable[str] | None = None,
         backends: Iterable[Backend] = (),
@@ -63,14 +63,14 @@ class Runtime:
         verbose: bool = False,
         listener: Callable[[str, str, str], object] | None = None,
     ) -> None:
-        """Load all models of `repository`, or those named in `models`.
+        """Load all models of `repository`, which may be several, or those named in `models`.
 
         `backends` are found by their names beside the built-in `python`; `backend_directory` has
         Python-based ones, each as `<name>/model.py`. `listener` gets the name, state and reason of every
         model version and instance that changes its state, on whichever thread does that. Raises
         `RepositoryError`, `ConfigError`, `LoadFailed`; what was loaded is unloaded then.
         """
-        found = None if repository is None else ModelRepository(repository)
+        found = None if repository is None else ModelRepositories(_paths(repository))
         self._models = ModelRegistry(
             found, backends, BackendDirectory(backend_directory), drain_timeout_s, verbose, listener
         )
@@ -363,6 +363,12 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
+
+
+def _paths(
+    repository: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> Sequence[str | os.PathLike[str]]:
+    return [repository] if isinstance(repository, str | os.PathLike) else repository
 
 
 def _wait(scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None) -> Response:

@@ -8,6 +8,8 @@ import numpy as np
 
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
 from moonpool.runtime.errors import ModelError
+from moonpool.runtime.frontend.metadata import Metadata
+from moonpool.runtime.frontend.repository_control import RepositoryControl
 from moonpool.runtime.frontend.shared_memory import SystemSharedMemory
 from moonpool.runtime.frontend.tensors import WrongSize, shape_size, to_bytes
 from moonpool.runtime.python_backend import PythonBackend
@@ -27,12 +29,19 @@ class Service:
     """What the frontends serve. Its parts are thread-safe; none knows of a protocol."""
 
     def __init__(
-        self, runtime: Runtime, *, shared_memory: SystemSharedMemory | None = None
+        self,
+        runtime: Runtime,
+        *,
+        shared_memory: SystemSharedMemory | None = None,
+        metadata: Metadata | None = None,
+        repository: RepositoryControl | None = None,
     ) -> None:
         """The runtime stays the caller's, who closes it after the last frontend."""
         self.runtime = runtime
         self.models = runtime.registry
         self.shared_memory = shared_memory or SystemSharedMemory()
+        self.metadata = metadata or Metadata(runtime)
+        self.repository = repository or RepositoryControl(runtime)
 
     def read_shared(
         self, model: Model, name: str, code: int, shape: Sequence[int], place: tuple[str, int, int]

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.loading import Wanted, prepare
-from moonpool.runtime.repository import ModelRepository
+from moonpool.runtime.repositories import ModelRepositories
 
 SAYS = """
 import numpy as np
@@ -251,7 +251,7 @@ def test_a_configuration_of_a_model_is_no_looser_than_its_own(
     wanted = Wanted("m", config=config, is_whole=True, asker=ModelOptions(**asker))
     refused = contextlib.nullcontext() if is_allowed else pytest.raises(moonpool.ConfigError)
     with refused:
-        prepare(wanted, ModelRepository(repository), lambda _: None)
+        prepare(wanted, ModelRepositories([repository]), lambda _: None)
 
 
 def test_files_and_a_source_exclude_each_other(repository: Path) -> None:

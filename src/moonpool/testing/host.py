@@ -146,7 +146,7 @@ class RecordingHost(Host):
         """Raises `TritonModelException`, also for a model that the test has not provided."""
         self.loads.append(Load(name, config, dict(files or {})))
         try:
-            wanted_of(name, config, files, self.asker)
+            wanted_of(name, config, files, self.asker.options)
             if name not in self._targets:
                 raise RepositoryError(f"name '{name}' in the `models` of the test")
         except RepositoryError as error:

@@ -1,0 +1,173 @@
+"""The model repository extension: what there is, load, unload; and keeping up with a repository that changes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.loading import Wanted
+from moonpool.runtime.model_control import loading, wanted_of
+from moonpool.runtime.parallel import in_parallel
+from moonpool.runtime.repositories import ModelRepositories
+from moonpool.runtime.states import ModelState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from moonpool.runtime.model_statuses import ModelStatus
+    from moonpool.runtime.runtime import Runtime
+
+_log = logging.getLogger("moonpool.server")
+_REPEATED = "model appears in two or more repositories"
+
+
+class RepositoryControl:
+    """What clients may do with the models of a server. Thread-safe; loads block, everything else does not.
+
+    Errors have Triton's texts and codes.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        mode: str = "explicit",
+        load_threads: int = 4,
+    ) -> None:
+        """`mode` is `none`, `poll` or `explicit`: only the last lets clients and models load and unload."""
+        self._registry = runtime.registry
+        self._registry.is_controllable = mode == "explicit"
+        self._repositories = self._registry.repositories or ModelRepositories(())
+        self._load_threads = load_threads
+        self._polling = threading.Lock()
+        # Why each model that failed did so, to say it once.
+        self._said: dict[str, str] = {}
+
+    def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
+        """Every version of every model, with its state and, where it is UNAVAILABLE, the reason.
+
+        A model without a version that anybody wanted loaded has its name alone.
+        """
+        repeated = self._repositories.repeated()
+        statuses = self._registry.statuses()
+        entries: list[dict[str, str]] = []
+        for name in sorted({*statuses, *self._repositories.models()}):
+            if name in repeated:
+                entries.append({"name": name, "state": "UNAVAILABLE", "reason": _REPEATED})
+            else:
+                entries += _entries(name, statuses.get(name), ready_only=ready_only)
+        return entries
+
+    def load(
+        self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Load or reload a model, and return when it is ready.
+
+        `config` is a whole configuration in JSON, and `files` has contents by `file:<path>`, which are the
+        model's directory then. Raises `LoadFailed`, `ModelUnavailable`.
+        """
+        self._registry.check_controllable()
+        self._load(name, config or "", files)
+
+    def _load(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
+        try:
+            with loading(name):
+                self._registry.load(wanted_of(name, config, files))
+        except MoonpoolError as error:
+            _log.error("%s", error)
+            raise
+        _log.info("successfully loaded '%s'", name)
+
+    def unload(self, name: str, *, unload_dependents: bool = False) -> None:  # noqa: ARG002
+        """Have a model finish its requests and end, and return at once; from now on nobody finds it.
+
+        What is not loaded is no error. No model has dependents here. Raises `ModelUnavailable`.
+        """
+        self._registry.check_controllable()
+        self._registry.begin_unload(name)
+
+    # For the server itself
+
+    def load_all(self, names: Iterable[str] | None = None, *, again: bool = True) -> bool:
+        """Load these models, or all of the repositories, some at a time; whether all could be loaded.
+
+        What fails is logged, once as long as the reason stays the same. `again` as in `ModelRegistry.load`.
+        """
+        repeated = self._repositories.repeated()
+        wanted = list(self._repositories.models() if names is None else names)
+        pending = iter([name for name in wanted if name not in repeated])
+        taking = threading.Lock()
+        failed = [name for name in wanted if name in repeated]
+        for name in failed:
+            self._fails(name, f"failed to poll model '{name}': not unique across all repositories")
+
+        def work(_: int) -> None:
+            while True:
+                with taking:
+                    name = next(pending, None)
+                if name is None:
+                    return
+                if not self._try(name, again=again):
+                    failed.append(name)
+
+        workers = range(min(self._load_threads, len(wanted)))
+        in_parallel(work, workers, "moonpool-load", self._registry.give_up_loading)
+        return not failed
+
+    def _try(self, name: str, *, again: bool) -> bool:
+        before = self._registry.versions(name)
+        try:
+            with loading(name):
+                self._registry.load(Wanted(name), again=again)
+        except MoonpoolError as error:
+            self._fails(name, str(error))
+            return False
+        self._said.pop(name, None)
+        if self._registry.versions(name) != before:
+            _log.info("successfully loaded '%s'", name)
+        return True
+
+    def _fails(self, name: str, why: str) -> None:
+        if self._said.get(name) != why:
+            self._said[name] = why
+            _log.error("%s", why)
+
+    def poll(self, *, again: bool = False) -> None:
+        """Load what is new or has changed, and unload what is gone.
+
+        What is served stays where its replacement fails; that is tried again when it has changed, or if this
+        is `again`. Does nothing while another poll is going on.
+        """
+        if not self._polling.acquire(blocking=False):
+            return
+        try:
+            there = set(self._repositories.models())
+            for name in sorted(set(self._registry.statuses()) - there):
+                self._said.pop(name, None)
+                self._registry.begin_unload(name)
+                _log.info("'%s' is gone from the repository: unloading", name)
+            self.load_all(again=again)
+        except MoonpoolError as error:
+            _log.error("the repositories cannot be read: %s", error)
+        finally:
+            self._polling.release()
+
+
+def _entries(name: str, status: ModelStatus | None, *, ready_only: bool) -> list[dict[str, str]]:
+    versions = () if status is None else tuple(status.versions)
+    entries = []
+    for version in versions:
+        state = version.state
+        if ready_only and state is not ModelState.READY:
+            continue
+        entry = {"name": name, "version": str(version.version), "state": str(state)}
+        if reason := version.reason:
+            entry["reason"] = reason
+        entries.append(entry)
+    if versions or ready_only:
+        return entries
+    if status is None or status.failure is None:
+        return [{"name": name}]
+    return [{"name": name, "state": "UNAVAILABLE", "reason": str(status.failure)}]
