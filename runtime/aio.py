@@ -60,6 +60,8 @@ class LoopDriver:
         if watched is None:
             watched = self._watched[link] = _Watched(link.fileno())
             self._loop.add_reader(watched.fd, self._readable, link, watched)
+            # uvloop makes what it watches non-blocking, and with it the link's own descriptor.
+            os.set_blocking(watched.fd, True)
         watched.execution = execution
 
     def _readable(self, link: object, watched: _Watched) -> None:

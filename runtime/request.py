@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moonpool.ipc.bytes_tensor import encode_bytes
-from moonpool.ipc.tensors import BF16, BYTES, code_of
+from moonpool.ipc.tensors import BF16, BYTES, NAMES, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -56,6 +56,11 @@ class Wire(NamedTuple):
     def base(self) -> object:
         """As of an array."""
         return self.raw.base
+
+    @property
+    def dtype(self) -> str:
+        """The name of the datatype."""
+        return NAMES[self.datatype]
 
 
 class Placement(NamedTuple):

@@ -31,10 +31,10 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 def code_of(datatype: object, name: str) -> int:
     """The code of a datatype by its name in the protocol. Raises `InvalidRequest`."""
-    code = CODES.get(datatype)  # type: ignore[call-overload]
+    code = CODES.get(datatype) if type(datatype) is str else None
     if code is None:
         raise InvalidRequest(f"invalid datatype for input {name}")
-    return code  # type: ignore[no-any-return]
+    return code
 
 
 def of_bytes(

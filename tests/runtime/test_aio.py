@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -329,3 +330,28 @@ def test_loops_threads_and_futures_share_the_instances_of_a_model(folder: Path) 
         assert answers == {i: list(range(1000 * i, 1000 * i + count)) for i in range(len(ways))}
         assert isinstance(backend, Office)
         assert all(shown["restarts"] == 0 for shown in runtime.instances("m"))
+
+
+PLUS = """
+from moonpool import Float32, Outputs
+
+class Plus:
+    def __call__(self, X: Float32[3]) -> Outputs(Y=Float32[3]):
+        return {"Y": X + 1}
+"""
+
+
+def test_a_thread_asks_a_stub_that_a_loop_has_watched(tmp_path: Path, run: Any) -> None:
+    """uvloop makes what it watches non-blocking; a thread that waits on the same socket must not see that."""
+    inputs = {"X": [1.0, 2.0, 3.0]}
+    (tmp_path / "plus.py").write_text(PLUS)
+
+    async def main() -> None:
+        await runtime.ainfer("plus", inputs)
+
+    with Runtime() as runtime:
+        runtime.load("plus", tmp_path / "plus.py")
+        run(main())
+        [seat] = runtime.registry.find("plus").supervisor.seats
+        assert os.get_blocking(seat.instance.state.link.fileno())
+        assert runtime.infer("plus", inputs)["Y"].tolist() == [2.0, 3.0, 4.0]

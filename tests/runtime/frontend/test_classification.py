@@ -1,0 +1,80 @@
+"""The best classes of an output."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.frontend.classification import classify, read_labels
+from moonpool.runtime.frontend.tensors import to_values
+from moonpool.runtime.request import Wire
+
+
+def classes(array: np.ndarray, count: int, **options: Any) -> tuple[tuple[int, ...], list[Any]]:
+    made = classify("Y", Wire.of(array), count, **options)
+    return made.shape, to_values("Y", made)
+
+
+def test_the_largest_come_first() -> None:
+    scores = np.array([0.1, 0.7, 0.2], np.float32)
+
+    assert classes(scores, 2, batches=False) == ((2,), ["0.700000:1", "0.200000:2"])
+
+
+def test_each_row_of_a_batch_has_its_own() -> None:
+    scores = np.array([[1, 3, 2], [6, 5, 4]], np.int32)
+
+    assert classes(scores, 2, batches=True) == ((2, 2), ["3:1", "2:2", "6:0", "5:1"])
+
+
+def test_labels_stand_behind() -> None:
+    scores = np.array([1, 2, 3], np.uint8)
+
+    assert classes(scores, 3, batches=False, labels=["cat", "dog"]) == (
+        (3,),
+        ["3:2", "2:1:dog", "1:0:cat"],
+    )
+
+
+def test_there_are_no_more_classes_than_values() -> None:
+    assert classes(np.array([2.0, 1.0]), 5, batches=False) == ((2,), ["2.000000:0", "1.000000:1"])
+
+
+def test_of_equal_ones_the_first_comes_first() -> None:
+    assert classes(np.array([1, 1, 1], np.int8), 2, batches=False)[1] == ["1:0", "1:1"]
+
+
+def test_the_largest_unsigned_number_is_not_negative() -> None:
+    assert classes(np.array([0, 2**64 - 1], np.uint64), 1, batches=False)[1] == [f"{2**64 - 1}:1"]
+
+
+def test_nothing_to_choose_from_gives_nothing() -> None:
+    assert classes(np.empty((0, 3), np.float32), 2, batches=True) == ((0, 0), [])
+    assert classes(np.empty((2, 0), np.float32), 2, batches=True) == ((2, 0), [])
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.float16, object])
+def test_what_cannot_be_compared_is_an_error(dtype: type) -> None:
+    with pytest.raises(
+        ModelError, match="class result not available for output 'Y' due to unsupported type"
+    ):
+        classify("Y", Wire.of(np.zeros(1, dtype)), 1, batches=False)
+
+
+def model(tmp_path: Any, filename: str) -> Any:
+    config = SimpleNamespace(raw={"output": [{"name": "Y", "label_filename": filename}]})
+    return SimpleNamespace(config=config, source=SimpleNamespace(model_directory=tmp_path))
+
+
+def test_labels_are_the_lines_of_the_file(tmp_path: Any) -> None:
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+
+    assert read_labels(model(tmp_path, "labels.txt"), "Y") == ["cat", "dog"]
+    assert read_labels(model(tmp_path, ""), "Y") == []
+    assert read_labels(model(tmp_path, "labels.txt"), "Z") == []
+    with pytest.raises(ModelError, match="cannot read the labels of output 'Y'"):
+        read_labels(model(tmp_path, "nothing.txt"), "Y")
