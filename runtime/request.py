@@ -42,10 +42,10 @@ class Wire(NamedTuple):
     @classmethod
     def of(cls, output: Wire | NDArray[Any]) -> Wire:
         """The same for an array; strings are encoded, the rest is not copied."""
-        if type(output) is Wire:
+        if isinstance(output, Wire):
             return output
-        datatype = code_of(output.dtype)  # type: ignore[union-attr]
-        raw: NDArray[Any] = output  # type: ignore[assignment]
+        datatype = code_of(output.dtype)
+        raw = output
         if datatype == BYTES:
             raw = np.frombuffer(encode_bytes(raw), np.uint8)
         elif datatype == BF16:

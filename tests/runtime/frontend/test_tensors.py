@@ -188,6 +188,7 @@ def test_bytes_of_a_stub_that_are_no_strings_are_an_error() -> None:
 
 
 def test_no_other_name_is_a_datatype() -> None:
-    for name in ("fp32", "TYPE_FP32", "", None, 3, []):
+    names: list[object] = ["fp32", "TYPE_FP32", "", None, 3, []]
+    for name in names:
         with pytest.raises(InvalidRequest, match="invalid datatype for input X"):
             tensors.code_of(name, "X")
