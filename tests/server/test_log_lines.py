@@ -1,0 +1,106 @@
+"""The log of a server, line by line."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from moonpool.runtime.server.log_lines import LogOptions, ServerLog, logged
+
+LOG = logging.getLogger("moonpool.server")
+
+
+def lines(options: LogOptions, *messages: tuple[int, str], is_table: bool = False) -> list[str]:
+    stream = io.StringIO()
+    with logged(ServerLog(options, stream)):
+        for level, text in messages:
+            LOG.log(level, "%s", text, extra={"is_table": is_table})
+    return stream.getvalue().splitlines()
+
+
+def test_a_line_has_triton_s_form() -> None:
+    (line,) = lines(LogOptions(), (logging.WARNING, "watch out"))
+
+    assert re.fullmatch(
+        rf"W\d{{4}} \d\d:\d\d:\d\d\.\d{{6}} {os.getpid()} test_log_lines\.py:\d+\] watch out", line
+    )
+
+
+def test_times_may_be_iso_8601() -> None:
+    (line,) = lines(LogOptions(log_format="ISO8601"), (logging.ERROR, "bad"))
+
+    assert re.fullmatch(
+        rf"\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\dZ E {os.getpid()} test_log_lines\.py:\d+\] bad", line
+    )
+
+
+def test_a_line_may_be_json() -> None:
+    (line,) = lines(LogOptions(log_format="json"), (logging.INFO, 'two\nlines, "quoted"'))
+    said = json.loads(line)
+
+    assert said["text"] == 'two\nlines, "quoted"'
+    assert (said["level"], said["pid"], said["logger"]) == ("info", os.getpid(), "moonpool.server")
+    assert said["time"].endswith("Z")
+
+
+@pytest.mark.parametrize("log_format", ["default", "ISO8601", "json"])
+def test_nobody_can_forge_a_line(log_format: str) -> None:
+    forged = "harmless\nE1121 00:00:00.000000 1 server.py:1] all is lost\x1b[2J"
+    (line,) = lines(LogOptions(log_format=log_format), (logging.INFO, forged))
+
+    assert "\x1b" not in line
+
+
+def test_a_table_has_its_lines() -> None:
+    head, *rest = lines(LogOptions(), (logging.INFO, "+---+\n| a |\n+---+"), is_table=True)
+
+    assert head.endswith("] ")
+    assert rest == ["+---+", "| a |", "+---+"]
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        (LogOptions(), "IWE"),
+        (LogOptions(log_info=False), "WE"),
+        (LogOptions(log_warning=False), "IE"),
+        (LogOptions(log_error=False), "IW"),
+        (LogOptions(log_verbose_level=1), "IIWE"),
+    ],
+)
+def test_each_level_can_be_left_out(options: LogOptions, seen: str) -> None:
+    levels = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
+
+    assert "".join(line[0] for line in lines(options, *((each, "x") for each in levels))) == seen
+
+
+def test_settings_change_while_it_is_used(tmp_path: Path) -> None:
+    stream, file = io.StringIO(), tmp_path / "log"
+    with logged(ServerLog(stream=stream)) as log:
+        LOG.info("here")
+        log.update(log_file=str(file))
+        LOG.info("there")
+        with pytest.raises(OSError, match="No such file"):
+            log.update(log_file=str(tmp_path / "missing" / "log"))
+        LOG.info("still there")
+        assert log.update(log_file="", log_info=False) == LogOptions(log_info=False)
+        LOG.warning("here again")
+    assert [line.partition("] ")[2] for line in file.read_text().splitlines()] == [
+        "there",
+        "still there",
+    ]
+    assert [line.partition("] ")[2] for line in stream.getvalue().splitlines()] == [
+        "here",
+        "here again",
+    ]
+
+
+def test_a_log_that_cannot_be_written_harms_nobody() -> None:
+    with logged(ServerLog(LogOptions(log_file="/dev/full"))):
+        LOG.info("lost")
