@@ -191,6 +191,8 @@ class CallDesk:
         request = hosted.signature.request(inputs, outputs or None, details)
         request.wants_wire = True
         request.waiter = call
+        if details is not None and details.trace is not None:
+            self._link.replies.watch(request, hosted.model, details)
         call.request, call.scheduler = request, hosted.scheduler
         return hosted.scheduler.submit(request)
 

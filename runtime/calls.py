@@ -46,6 +46,8 @@ class Call(Waiter):
         if self.request is not None:
             # The stub's own memory, which rides home on the reply.
             self.request.arrays = []
+            if self.request.trace is not None:
+                self.request.trace.end()
         self._answer(self, outcome, True)
 
     def leave(self) -> None:

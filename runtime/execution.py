@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.errors import MoonpoolError
     from moonpool.runtime.backend import ModelInstance, Pending
-    from moonpool.runtime.request import Answer, InferenceRequest
+    from moonpool.runtime.request import Answer, InferenceRequest, RequestTrace
     from moonpool.runtime.scheduler import Scheduler
 
 
@@ -179,6 +179,8 @@ class Execution:
         good = bad = rows = total_rows = success_ns = queue_ns = fail_ns = 0
         for request, answer in zip(requests, answers, strict=True):
             total_rows += request.batch_size
+            if request.trace is not None:
+                self._tell(request.trace, request, answer, answered_ns, now_ns)
             if request.fills_place:
                 self.has_deferred = self.has_deferred or isinstance(answer, Deferral)
             elif isinstance(answer, (Response, Deferral)):
@@ -209,6 +211,18 @@ class Execution:
             answers = [each if isinstance(each, _ANSWERS) else _no_answer(each) for each in given]
             self._note(answers)
         return answers
+
+    def _tell(
+        self,
+        trace: RequestTrace,
+        request: InferenceRequest,
+        answer: Answer,
+        answered_ns: int,
+        now_ns: int,
+    ) -> None:
+        trace.executed(
+            answer, request.queued_ns, self.started_ns, self.sent_ns, answered_ns, now_ns
+        )
 
     def _note(self, answers: Sequence[Answer]) -> None:
         for request, answer in zip(self.requests, answers, strict=True):

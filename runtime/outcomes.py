@@ -130,6 +130,8 @@ class Outcomes:
             request.responses += 1
             if isinstance(outcome, BaseException) and not request.left:
                 self.note(instance, request, outcome)
+            if request.trace is not None:
+                request.trace.responded(outcome)
         if not flags:
             if not self._decoupled:
                 request.response = outcome

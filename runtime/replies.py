@@ -11,7 +11,8 @@ from moonpool.ipc.messages import ANSWERED, OPEN
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moonpool.runtime.request import InferenceRequest
+    from moonpool.runtime.backend import Model
+    from moonpool.runtime.request import Details, InferenceRequest
 
 Key = tuple[int, int]
 
@@ -91,6 +92,18 @@ class Replies:
                 if each is request and index not in self._ended:
                     return batch, index
             return self._keys.get(request)
+
+    def watch(self, asked: InferenceRequest, model: Model, details: Details) -> None:
+        """Where a request that the model in the stub makes is for one that is watched, it is watched, too.
+
+        `details` say whose trace it hands on.
+        """
+        with self._lock:
+            here = [*self._executing[1], *self._open.values()]
+        for request in here:
+            if request.trace is not None and request.trace.context == details.trace:
+                request.trace.child(model, details.request_id).follow(asked)
+                return
 
     def close(self) -> None:
         """Forget the requests; their memory may be the caller's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from moonpool.runtime.allocator import ResponseAllocator
+    from moonpool.runtime.backend import Model
     from moonpool.runtime.waiter import Waiter
 
 Parameter = bool | int | float | str
@@ -150,6 +151,36 @@ AGAIN = Deferral("AGAIN")
 Answer = Outcome | Deferral
 
 
+class RequestTrace(Protocol):
+    """Who is told what happens to a request on its way. Times are of `time.monotonic_ns`; from any thread."""
+
+    context: str
+    """What its model may hand on with requests of its own."""
+
+    def executed(
+        self,
+        answer: Answer,
+        queued_ns: int,
+        started_ns: int,
+        sent_ns: int,
+        answered_ns: int,
+        ended_ns: int,
+    ) -> None:
+        """It was in a batch that is answered now."""
+
+    def responded(self, answer: object) -> None:
+        """Here is a response apart from the answer to its batch."""
+
+    def child(self, model: Model, request_id: str) -> RequestTrace:
+        """Of a request that its model makes for it."""
+
+    def follow(self, request: InferenceRequest) -> None:
+        """This is the request."""
+
+    def end(self) -> None:
+        """Its caller has all that he will get."""
+
+
 class InferenceRequest:
     """One request. The scheduler's queue, the backend and the caller's waiter share it."""
 
@@ -169,6 +200,7 @@ class InferenceRequest:
         "shapes",
         "signature",
         "timeout_us",
+        "trace",
         "userp",
         "waiter",
         "wants_wire",
@@ -198,6 +230,8 @@ class InferenceRequest:
         self.userp: object = None
         # Whether outputs are wanted as `Wire`, by those who only pass them on.
         self.wants_wire = False
+        # Who watches it; for most nobody does.
+        self.trace: RequestTrace | None = None
         self.waiter: Waiter
         self.queued_ns = 0
         self.attempts = 0

@@ -233,7 +233,7 @@ def _packed_request(request: InferenceRequest) -> list[object]:
         request._timeout_us,
         request._parameters,
         list(request._requested_output_names),
-        request._trace.get_context(),
+        request._trace._context,
         _packed_tensors(request._inputs),
     ]
 

@@ -45,7 +45,9 @@ class InferenceTrace:
 
     def get_context(self) -> str | None:
         """The OpenTelemetry context, or None where the request is not traced."""
-        return self._context
+        # One that begins with "#" is a name that only the runtime knows.
+        context = self._context
+        return None if context is not None and context.startswith("#") else context
 
 
 _ANYWHERE = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)

@@ -270,7 +270,7 @@ def _details(request: InferenceRequest) -> tuple[object, ...] | None:
         request._correlation_id,
         request._flags,
         request._parameters or None,
-        request._trace.get_context(),
+        request._trace._context,
     )
     return None if details == _EMPTY else details
 

@@ -1,0 +1,198 @@
+"""What a trace says of a request on its way through a server with real stubs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.server.observability.models import write
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime.frontend.requests import make_request
+from moonpool.runtime.frontend.submission import ThreadSubmission
+from moonpool.runtime.frontend.trace_settings import trace_options
+from moonpool.runtime.frontend.traces import Traces
+from moonpool.runtime.request import Details
+from moonpool.runtime.stream import ResponseStream
+
+COMPUTE = ["COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"]
+Ask = Callable[..., bool]
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runtime]:
+    with moonpool.Runtime(write(tmp_path_factory.mktemp("models"))) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def ask(runtime: moonpool.Runtime) -> Ask:
+    """Sends a request as a frontend does; tells whether it was traced."""
+
+    def ask(traces: Traces, model: str, value: float = 1, request_id: str = "") -> bool:
+        hosted = runtime.registry.find(model)
+        is_stream = hosted.model.config.decoupled
+        shape = (4,) if is_stream else (1, 4)
+        inputs = {"IN": np.full(shape, value, np.float32)}
+        if is_stream:
+            inputs["IN"][1] = 0
+        trace = traces.begin(hosted.model, request_id)
+        request = make_request(hosted, inputs, None, Details(request_id) if request_id else None)
+        if trace is not None:
+            trace.mark("HTTP_RECV_START")
+            trace.follow(request)
+        if is_stream:
+            assert len(list(ResponseStream(hosted.scheduler, request, 30))) == value
+        else:
+            ThreadSubmission(hosted.scheduler, request).wait()
+        if trace is not None:
+            trace.mark("HTTP_SEND_END")
+            trace.end()
+        return trace is not None
+
+    return ask
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def activities(path: Path, number: int) -> list[str]:
+    """What is told of a trace, in order; "model" for what it is of."""
+    names = []
+    for entry in entries(path):
+        if entry["id"] == number:
+            marks = entry.get("timestamps") or [{"name": entry.get("activity", "model")}]
+            names += [mark["name"] for mark in marks]
+    return names
+
+
+def test_a_request_is_told_from_end_to_end(ask: Ask, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    traces = Traces(trace_options([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"]))
+
+    ask(traces, "doubles", request_id="mine")
+    ask(traces, "doubles", 13)
+
+    expected = ["HTTP_RECV_START", "model", "REQUEST_START", "QUEUE_START", *COMPUTE]
+    assert activities(path, 1) == [*expected, "HTTP_SEND_END", "REQUEST_END"]
+    assert activities(path, 2) == [*expected, "HTTP_SEND_END", "REQUEST_END"]
+    models = [entry for entry in entries(path) if "model_name" in entry]
+    assert models == [
+        {"id": 1, "model_name": "doubles", "model_version": 1, "request_id": "mine"},
+        {"id": 2, "model_name": "doubles", "model_version": 1},
+    ]
+    traces.close()
+
+
+def test_tensors_are_told_where_they_are_wanted(ask: Ask, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    traces = Traces(trace_options([f"triton,file={path}", "level=TENSORS", "rate=1"]))
+
+    ask(traces, "doubles", 1.5)
+    ask(traces, "counts", 2)
+
+    tensors = [(e["id"], e["activity"], e["tensor"]) for e in entries(path) if "tensor" in e]
+    told = {"shape": "1,4", "dtype": "FP32"}
+    assert tensors[:2] == [
+        (1, "TENSOR_QUEUE_INPUT", {"name": "IN", "data": "1.5,1.5,1.5,1.5", **told}),
+        (1, "TENSOR_BACKEND_OUTPUT", {"name": "OUT", "data": "3,3,3,3", **told}),
+    ]
+    assert [(row[1], row[2]["data"]) for row in tensors[2:]] == [
+        ("TENSOR_QUEUE_INPUT", "2,0,2,2"),
+        ("TENSOR_BACKEND_OUTPUT", "2,0,2,2"),
+        ("TENSOR_BACKEND_OUTPUT", "3,1,3,3"),
+    ]
+    traces.close()
+
+
+def test_a_request_of_a_model_is_told_as_a_child(ask: Ask, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    traces = Traces(trace_options([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"]))
+
+    ask(traces, "asks", 3)
+    # A model that hands no trace on has a request that is nobody's.
+    ask(traces, "asks", 3, request_id="alone")
+
+    models = [
+        (e["id"], e["model_name"], e.get("parent_id")) for e in entries(path) if "model_name" in e
+    ]
+    assert sorted(models) == [(1, "asks", None), (2, "doubles", 1), (3, "asks", None)]
+    assert activities(path, 2) == ["model", "REQUEST_START", "QUEUE_START", *COMPUTE, "REQUEST_END"]
+    traces.close()
+
+
+def test_one_of_so_many_is_traced_and_no_more_than_so_many(ask: Ask, tmp_path: Path) -> None:
+    flags = [f"triton,file={tmp_path / 't'}", "level=TIMESTAMPS", "rate=3", "count=2"]
+    traces = Traces(trace_options(flags))
+
+    assert [ask(traces, "doubles") for _ in range(10)] == [False, False, True] * 2 + [False] * 4
+    assert traces.settings()["trace_count"] == "0"
+    traces.settings("", {"trace_count": None})
+    assert sum(ask(traces, "doubles") for _ in range(6)) == 2
+    traces.close()
+
+
+def test_files_have_so_many_traces_each(ask: Ask, tmp_path: Path) -> None:
+    flags = [
+        f"triton,file={tmp_path / 't'}",
+        "triton,log-frequency=2",
+        "level=TIMESTAMPS",
+        "rate=1",
+    ]
+    traces = Traces(trace_options(flags))
+    for _ in range(5):
+        ask(traces, "doubles")
+    traces.close()
+
+    ids = {p.name: sorted({e["id"] for e in entries(p)}) for p in tmp_path.iterdir()}
+    assert ids == {"t.0": [1, 2], "t.1": [3, 4], "t.2": [5]}
+
+
+def test_where_no_file_can_be_the_request_is_served_all_the_same(
+    ask: Ask, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "none" / "trace.json"
+    traces = Traces(trace_options([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"]))
+
+    assert ask(traces, "doubles")
+    assert ask(traces, "doubles")
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
+    path.parent.mkdir()
+    assert ask(traces, "doubles")
+    assert activities(path, 3)
+    traces.close()
+
+
+def test_an_instance_that_dies_takes_no_trace_with_it(
+    ask: Ask, tmp_path: Path, runtime: moonpool.Runtime
+) -> None:
+    path = tmp_path / "trace.json"
+    traces = Traces(trace_options([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"]))
+
+    ask(traces, "doubles", 99)
+
+    assert activities(path, 1) == [
+        "HTTP_RECV_START",
+        "model",
+        "REQUEST_START",
+        "HTTP_SEND_END",
+        "REQUEST_END",
+    ]
+    wait_until(lambda: runtime.is_ready("doubles"), 30)
+    traces.close()
+
+
+def test_nothing_is_told_where_tracing_is_off(ask: Ask, tmp_path: Path) -> None:
+    traces = Traces(trace_options([f"triton,file={tmp_path / 'trace.json'}"]))
+
+    assert not ask(traces, "doubles")
+    assert not (tmp_path / "trace.json").exists()
+    traces.close()
