@@ -8,9 +8,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from moonpool.runtime.hosted_model import HostedModel
+    from moonpool.runtime.model_registry import ModelRegistry
     from moonpool.runtime.statistics import Statistics
 
 INTERVAL_S = 1.0
@@ -57,23 +57,32 @@ class _Series:
 
 
 class History:
-    """Samples on a thread of its own until it is closed. Any thread may call any method."""
+    """Samples on a thread of its own. Any thread may call any method."""
 
-    def __init__(self, served: Callable[[], Iterable[HostedModel]]) -> None:
-        """`served` gives the model versions that there are."""
-        self._served = served
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
         self._lock = threading.Lock()
         self._total: deque[_Sample] = deque(maxlen=SAMPLES)
         self._series: dict[str, _Series] = {}
         # The number of samples that were taken.
         self._taken = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="moonpool-history", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Sample from now on, until `close` or the end of the runtime. A second call does nothing."""
+        with self._lock:
+            if self._thread is None and not self._closing.is_set():
+                self._thread = threading.Thread(
+                    target=self._run, name="moonpool-history", daemon=True
+                )
+                self._thread.start()
 
     def _run(self) -> None:
         due_s = time.monotonic()
         while not self._closing.wait(max(0.0, due_s - time.monotonic())):
+            if self._models.is_closed:
+                return
             self.sample()
             # After a suspended machine, or a debugger's stop, nothing is made up for.
             due_s = max(due_s + INTERVAL_S, time.monotonic())
@@ -84,7 +93,7 @@ class History:
         with self._lock:
             before, self._series = self._series, {}
             total, queued = _zero(now_ns), 0
-            for hosted in self._served():
+            for hosted in self._models.served():
                 name, scheduler = str(hosted), hosted.scheduler
                 series = before.get(name)
                 if series is None or series.statistics is not scheduler.statistics:
@@ -126,9 +135,12 @@ class History:
             }
 
     def close(self) -> None:
-        """End the sampling."""
-        self._closing.set()
-        self._thread.join()
+        """End the sampling for good."""
+        with self._lock:
+            self._closing.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
 
 def _columns(samples: Iterable[_Sample], wanted: int) -> dict[str, list[int | None]]:

@@ -25,17 +25,13 @@ _FRESH_S = 0.25
 
 
 class Overview:
-    """Models, instances, rates and errors. Any thread may call any method; `close` ends its sampling."""
+    """Models, instances, rates and errors. Any thread may call any method."""
 
-    def __init__(self, models: ModelRegistry, index: Index, *, is_guarded: bool = False) -> None:
-        """`index` gives the entries of the repository index, also of what is not loaded.
-
-        `is_guarded` says that control needs a token, so that pages need not offer it.
-        """
+    def __init__(self, models: ModelRegistry, index: Index) -> None:
+        """`index` gives the entries of the repository index, also of what is not loaded."""
         self._models = models
         self._index = index
-        self._is_guarded = is_guarded
-        self._history = History(models.served)
+        self._history = History(models)
         self._started_ns = time.time_ns()
         self._begin_s = time.monotonic()
         self._lock = threading.Lock()
@@ -43,12 +39,17 @@ class Overview:
         # Where the server listens, by protocol; for whoever opens the ports to fill in.
         self.addresses: dict[str, str] = {}
 
+    def start(self) -> None:
+        """Take samples from now on, until `close` or the end of the runtime; else the first look begins it."""
+        self._history.start()
+
     def snapshot(self, since: int | None = None) -> dict[str, Any]:
         """All that there is to show; with `since`, the samples after the first so many as `history`.
 
         Counts and durations are totals since a version was loaded, `recent` is of the last seconds. What
         `history` looks like is said at `History.since`.
         """
+        self.start()
         shown = dict(self._fresh())
         if since is not None:
             shown["history"] = self._history.since(since)
@@ -71,7 +72,6 @@ class Overview:
                 "started_ms": self._started_ns // 1_000_000,
                 "uptime_s": round(time.monotonic() - self._begin_s, 1),
                 "addresses": dict(self.addresses),
-                "is_guarded": self._is_guarded,
             },
             "models": self._versions(),
             "errors": [vars(error) for error in self._models.errors.latest()],

@@ -9,6 +9,7 @@ import numpy as np
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.frontend.metadata import Metadata
+from moonpool.runtime.frontend.overview import Overview
 from moonpool.runtime.frontend.repository_control import RepositoryControl
 from moonpool.runtime.frontend.shared_memory import SystemSharedMemory
 from moonpool.runtime.frontend.tensors import WrongSize, shape_size, to_bytes
@@ -42,6 +43,7 @@ class Service:
         self.shared_memory = shared_memory or SystemSharedMemory()
         self.metadata = metadata or Metadata(runtime)
         self.repository = repository or RepositoryControl(runtime)
+        self.overview = Overview(self.models, self.repository.index)
 
     def read_shared(
         self, model: Model, name: str, code: int, shape: Sequence[int], place: tuple[str, int, int]

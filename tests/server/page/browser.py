@@ -64,7 +64,15 @@ class Browser:
         arguments = [*_OPTIONS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
         with (folder / "chromium.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(commands), str(answers), _EXECUTABLE, *arguments],
+                [
+                    sys.executable,
+                    "-c",
+                    _START,
+                    str(commands),
+                    str(answers),
+                    _EXECUTABLE,
+                    *arguments,
+                ],
                 pass_fds=(commands, answers),
                 env={"PATH": os.environ["PATH"], "HOME": str(folder), "TZ": "UTC"},
                 stdin=subprocess.DEVNULL,
@@ -167,7 +175,9 @@ class Page:
 
     def text(self, selector: str) -> str:
         """What the first element that fits shows, "" where there is none."""
-        return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
+        return str(
+            self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
+        )
 
     def wait_for(self, expression: str, what: str = "") -> Any:
         """Wait until the expression is true; returns its value."""
@@ -213,9 +223,7 @@ class Page:
 
     def screenshot(self, *, whole: bool = False) -> bytes:
         """The page as a PNG: what is in view, or all of it."""
-        answer = self._command(
-            "Page.captureScreenshot", format="png", captureBeyondViewport=whole
-        )
+        answer = self._command("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(answer["data"])
 
     def _events(self, method: str) -> Iterator[dict[str, Any]]:
@@ -236,7 +244,10 @@ class Page:
         return [
             *said,
             *(f"{e['source']}: {e['text']}" for e in logged if e["level"] in ("error", "warning")),
-            *(str(params["exceptionDetails"]) for params in self._events("Runtime.exceptionThrown")),
+            *(
+                str(params["exceptionDetails"])
+                for params in self._events("Runtime.exceptionThrown")
+            ),
         ]
 
     def requests(self) -> list[str]:

@@ -42,9 +42,7 @@ def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
 @pytest.fixture
 def history(runtime: moonpool.Runtime) -> History:
     """One whose samples are taken by the test alone."""
-    history = History(runtime.registry.served)
-    history.close()
-    return history
+    return History(runtime.registry)
 
 
 def test_models_are_told_with_their_instances_and_the_repository_s_others(
