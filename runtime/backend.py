@@ -39,6 +39,8 @@ class Model:
         self.options = options
         self.version = version
         self.source = source
+        # Whether it is asked to complete its configuration.
+        self.completes = True
         self.state: Any = None
 
     @property

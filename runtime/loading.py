@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,27 @@ class Wanted:
     asker: ModelOptions | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HostingRules:
+    """What holds for all models of a runtime.
+
+    `sandbox` is the least level of their processes, and what those have that say nothing; None leaves it to the models.
+    Without `completes`, models are not asked to complete their configuration.
+    """
+
+    sandbox: str | None = None
+    completes: bool = True
+
+    def apply_to(self, model: Model) -> None:
+        """Have a model that is not loaded yet keep them."""
+        if self.sandbox is not None:
+            says_nothing = "MOONPOOL_SANDBOX" not in model.config.parameters
+            levels = [self.sandbox, self.sandbox if says_nothing else model.options.sandbox]
+            level = max(levels, key=SANDBOX_LEVELS.index)
+            model.options = replace(model.options, sandbox=level)
+        model.completes = self.completes
+
+
 class Prepared:
     """The versions of a model that are to be loaded, ascending; at least one.
 
@@ -75,11 +96,24 @@ class Prepared:
             model_files.remove(self._made)
 
 
-def prepare(wanted: Wanted, repository: ModelRepositories | None, locate: Locate) -> Prepared:
+def prepare(
+    wanted: Wanted,
+    repository: ModelRepositories | None,
+    locate: Locate,
+    rules: HostingRules | None = None,
+) -> Prepared:
     """Find and read what is wanted; starts nothing.
 
     Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.
     """
+    prepared = _prepare(wanted, repository, locate)
+    if rules is not None:
+        for model in prepared.models:
+            rules.apply_to(model)
+    return prepared
+
+
+def _prepare(wanted: Wanted, repository: ModelRepositories | None, locate: Locate) -> Prepared:
     name, source = wanted.name, wanted.source
     if source is not None and wanted.files is not None:
         raise RepositoryError(f"model '{name}': give a source or files, not both")

@@ -14,7 +14,7 @@ from moonpool.runtime.errors import LoadFailed, ModelNotFound, ModelUnavailable,
 from moonpool.runtime.exposition import expose
 from moonpool.runtime.hosted_model import HostedModel
 from moonpool.runtime.loaded_model import LoadedModel
-from moonpool.runtime.loading import prepare
+from moonpool.runtime.loading import HostingRules, prepare
 from moonpool.runtime.log_settings import LogSettings
 from moonpool.runtime.model_metrics import model_families
 from moonpool.runtime.model_statuses import ModelStatus, ModelStatuses
@@ -69,6 +69,7 @@ class ModelRegistry:
         self._loading: list[tuple[HostedModel, str | None]] = []
         # Whether models, and clients of a server, may load and unload.
         self.is_controllable = True
+        self.rules = HostingRules()
         self._closed = False
         self._closing, self._ended = threading.Event(), threading.Event()
         self._disowned = False
@@ -108,7 +109,7 @@ class ModelRegistry:
     ) -> LoadedModel | None:
         """Load what is wanted, unless it is there; what it replaced, if anything."""
         name = wanted.name
-        prepared = prepare(wanted, self.repositories, self.backends.locate)
+        prepared = prepare(wanted, self.repositories, self.backends.locate, self.rules)
         status.stamp = prepared.stamp
         before = self._models.get(name)
         if (before is not None and before.is_what(prepared, at_least_once=not again)) or (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.errors import PeerGone
 from moonpool.runtime import environment_variables
 from moonpool.runtime.backend import Backend, Model, ModelInstance
+from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.environment import Environment, resolve
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.regions import CallerMemory
@@ -62,7 +63,10 @@ class PythonBackend(Backend):
             _, variables = self._process(model)
             unseen = " ".join(sorted(os.environ.keys() - variables.keys())) or "nothing"
             _log.debug("model '%s' does not see of the environment: %s", model.name, unseen)
-            self._complete(model)
+            if model.completes:
+                self._complete(model)
+            else:
+                model.config = ModelConfig.from_dict(model.config.raw, source=model.config.source)
         except BaseException:
             self.model_finalize(model)
             raise

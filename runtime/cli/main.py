@@ -15,8 +15,9 @@ import traceback
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli import bench, check, demo, infer, run_model
+from moonpool.runtime.cli import bench, check, demo, infer, run_model, serve
 from moonpool.runtime.cli.session import UsageError
+from moonpool.runtime.config_shape import suggestion
 from moonpool.runtime.output import harmless
 from moonpool.runtime.runtime import exit_on_sigterm
 from moonpool.runtime.terminal import Terminal
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 
-_COMMANDS = (demo, infer, check, run_model, bench)
+_COMMANDS = (demo, serve, infer, check, run_model, bench)
 _EPILOG = """\
 exit codes: 0 success, 1 failure, 2 wrong command line, 130 interrupted
 
@@ -43,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     parser = make_parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options.parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, options)}"
+        )
     try:
         with exit_on_sigterm():
             code: int = options.run(options)
@@ -66,6 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verbose:
             _complain_more(error)
         return FAILED
+
+
+def _nearest(unknown: Sequence[str], options: argparse.Namespace) -> str:
+    known = [flag for flag in options.parser._option_string_actions if flag.startswith("--")]
+    return suggestion(unknown[0].partition("=")[0], known)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -42,6 +42,7 @@ class RepositoryControl:
         self._repositories = self._registry.repositories or ModelRepositories(())
         self._load_threads = load_threads
         self._polling = threading.Lock()
+        self._has_given_up = False
         # Why each model that failed did so, to say it once.
         self._said: dict[str, str] = {}
 
@@ -90,7 +91,9 @@ class RepositoryControl:
 
     # For the server itself
 
-    def load_all(self, names: Iterable[str] | None = None, *, again: bool = True) -> bool:
+    def load_all(
+        self, names: Iterable[str] | None = None, *, again: bool = True, tries: int = 1
+    ) -> bool:
         """Load these models, or all of the repositories, some at a time; whether all could be loaded.
 
         What fails is logged, once as long as the reason stays the same. `again` as in `ModelRegistry.load`.
@@ -107,9 +110,9 @@ class RepositoryControl:
             while True:
                 with taking:
                     name = next(pending, None)
-                if name is None:
+                if name is None or self._has_given_up:
                     return
-                if not self._try(name, again=again):
+                if not any(self._try(name, again=again) for _ in range(tries)):
                     failed.append(name)
 
         workers = range(min(self._load_threads, len(wanted)))
@@ -129,7 +132,14 @@ class RepositoryControl:
             _log.info("successfully loaded '%s'", name)
         return True
 
+    def give_up(self) -> None:
+        """The server ends: load nothing more, and have what is being loaded fail soon."""
+        self._has_given_up = True
+        self._registry.give_up_loading()
+
     def _fails(self, name: str, why: str) -> None:
+        if self._has_given_up:
+            return
         if self._said.get(name) != why:
             self._said[name] = why
             _log.error("%s", why)

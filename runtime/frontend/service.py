@@ -8,11 +8,13 @@ import numpy as np
 
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
 from moonpool.runtime.errors import ModelError
+from moonpool.runtime.frontend.log_control import LogControl
 from moonpool.runtime.frontend.metadata import Metadata
 from moonpool.runtime.frontend.overview import Overview
 from moonpool.runtime.frontend.repository_control import RepositoryControl
 from moonpool.runtime.frontend.shared_memory import SystemSharedMemory
 from moonpool.runtime.frontend.tensors import WrongSize, shape_size, to_bytes
+from moonpool.runtime.frontend.traces import Traces
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.request import Wire
 
@@ -36,6 +38,8 @@ class Service:
         shared_memory: SystemSharedMemory | None = None,
         metadata: Metadata | None = None,
         repository: RepositoryControl | None = None,
+        traces: Traces | None = None,
+        logs: LogControl | None = None,
     ) -> None:
         """The runtime stays the caller's, who closes it after the last frontend."""
         self.runtime = runtime
@@ -43,7 +47,13 @@ class Service:
         self.shared_memory = shared_memory or SystemSharedMemory()
         self.metadata = metadata or Metadata(runtime)
         self.repository = repository or RepositoryControl(runtime)
+        self.traces = traces or Traces()
+        self.logs = logs or LogControl(self.models.stubs.change_log)
         self.overview = Overview(self.models, self.repository.index)
+
+    def metrics_text(self) -> str:
+        """All metrics, as Prometheus reads them. Raises `RuntimeClosed`."""
+        return self.runtime.metrics()
 
     def read_shared(
         self, model: Model, name: str, code: int, shape: Sequence[int], place: tuple[str, int, int]

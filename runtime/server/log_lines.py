@@ -134,7 +134,7 @@ class ServerLog(logging.Handler):
         else:
             head = f"{letter}{time:%m%d %H:%M:%S.%f}"
         if getattr(record, "is_table", False):
-            text = "\n" + "\n".join(harmless(line) for line in text.split("\n"))
+            text = "\n" + "\n".join(harmless(line) for line in text.split("\n")) + "\n"
         else:
             text = harmless(text.rstrip("\n").replace("\n", "\\n"))
         return f"{head} {os.getpid()} {place}] {text}"

@@ -61,7 +61,7 @@ def test_a_table_has_its_lines() -> None:
     head, *rest = lines(LogOptions(), (logging.INFO, "+---+\n| a |\n+---+"), is_table=True)
 
     assert head.endswith("] ")
-    assert rest == ["+---+", "| a |", "+---+"]
+    assert rest == ["+---+", "| a |", "+---+", ""]
 
 
 @pytest.mark.parametrize(

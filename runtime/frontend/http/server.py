@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,17 @@ class HttpServer:
         self._parts: list[tuple[asyncio.Server, Port]] = []
 
     async def start(self) -> None:
-        """Listen. Raises `OSError` where an address cannot be had, and `ssl.SSLError` for bad certificates."""
+        """Take the ports, unless that was done, and serve. Raises what `bind` raises."""
+        if not self._parts:
+            await self.bind()
+        for server, _ in self._parts:
+            await server.start_serving()
+
+    async def bind(self) -> None:
+        """Take the ports; nobody is served before `start`.
+
+        Raises `OSError` where an address cannot be had, and `ssl.SSLError` for bad certificates.
+        """
         options = self._options
         try:
             if options.port is not None:
@@ -50,14 +61,20 @@ class HttpServer:
     ) -> None:
         loop = asyncio.get_running_loop()
         port = Port(loop, handler, self._options.limits)
-        server = await loop.create_server(
-            port,
-            address,
-            number,
-            backlog=_BACKLOG,
-            reuse_port=self._options.reuse_port or None,
-            ssl=tls,
-        )
+        try:
+            server = await loop.create_server(
+                port,
+                address,
+                number,
+                backlog=_BACKLOG,
+                reuse_port=self._options.reuse_port or None,
+                ssl=tls,
+                start_serving=False,
+            )
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            what = f"cannot listen at {address}, port {number} ({name}): {why}"
+            raise OSError(error.errno, what) from error
         self._parts.append((server, port))
         self.ports[name] = server.sockets[0].getsockname()[1]
 

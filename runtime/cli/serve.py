@@ -1,0 +1,102 @@
+"""`moonpool serve`: a server of the KServe v2 protocol, where tritonserver stood for Python models."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.cli.session import UsageError
+from moonpool.runtime.server.option_sources import (
+    CONFIG,
+    CONFIG_VARIABLE,
+    BadOption,
+    add_flags,
+    given,
+    read_options,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+    from moonpool.runtime.server.options import ServerOptions
+
+NAME = "serve"
+HELP = "serve the models of repositories over HTTP and gRPC"
+DESCRIPTION = """\
+Serve the models of one or more repositories to every client of the KServe v2 protocol, with tritonserver's
+ports and flags: HTTP at 8000, gRPC at 8001, metrics at 8002, a page to look at on the port of HTTP.
+"""
+EXAMPLES = """\
+examples:
+  moonpool serve models
+  moonpool serve models --http-port=9000 --allow-grpc=false
+  moonpool serve --model-repository=models --model-control-mode=explicit --load-model=add_sub
+  MOONPOOL_SERVE_LOG_FORMAT=json moonpool serve models --config=server.toml
+"""
+# What the extra `serve` installs.
+_EXTRA = {"httptools", "orjson", "starlette", "uvloop"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.allow_abbrev = False
+    parser.add_argument(
+        "repositories", metavar="REPO", nargs="*", help="the same as --model-repository=REPO"
+    )
+    parser.add_argument(
+        f"--{CONFIG}",
+        metavar="FILE",
+        action="append",
+        help=f"a TOML file with options by the names of their flags; also {CONFIG_VARIABLE}",
+    )
+    add_flags(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    arguments = given(options)
+    if options.repositories:
+        known = arguments.get("model-repository", [])
+        arguments["model-repository"] = [*options.repositories, *known]
+    if options.verbose:
+        arguments.setdefault("log-verbose", ["1"])
+    try:
+        read, without_effect = read_options(arguments, os.environ)
+        return _serve(read, without_effect)
+    except BadOption as error:
+        raise UsageError(str(error)) from error
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+            raise
+        raise MoonpoolError(
+            f"the package {error.name} is not installed: pip install 'moonpool[serve]'"
+        ) from error
+
+
+def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
+    import logging
+
+    import uvloop
+
+    from moonpool.runtime.progress import Progress
+    from moonpool.runtime.server.log_lines import LogOptions, ServerLog, logged
+    from moonpool.runtime.server.server import Server
+    from moonpool.runtime.terminal import Terminal
+
+    progress = Progress() if Terminal(sys.stderr).is_terminal and not options.log_file else None
+    log = ServerLog(
+        LogOptions(
+            log_file=options.log_file,
+            log_info=options.log_info,
+            log_warning=options.log_warning,
+            log_error=options.log_error,
+            log_verbose_level=options.log_verbose,
+            log_format=options.log_format,
+        ),
+        progress=progress,
+    )
+    with logged(log):
+        for flag, why in without_effect.items():
+            logging.getLogger("moonpool.server").warning("--%s has no effect here: %s", flag, why)
+        server = Server(options, log, progress)
+        return uvloop.run(server.run())

@@ -1,0 +1,130 @@
+"""From the options of a server to those of its protocols."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Literal, cast
+
+from moonpool.runtime.frontend.http.options import HttpLimits, HttpOptions
+from moonpool.runtime.server.option_sources import BadOption
+
+if TYPE_CHECKING:
+    from moonpool.runtime.frontend.grpc.options import GrpcOptions
+    from moonpool.runtime.server.options import ServerOptions
+
+_APIS = (
+    "health",
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
+    "logging",
+)
+
+
+def http_options(options: ServerOptions) -> HttpOptions:
+    """Raises `BadOption`."""
+    if bool(options.http_server_cert) != bool(options.http_server_key):
+        raise BadOption("--http-server-cert and --http-server-key are needed both, or none")
+    return HttpOptions(
+        address=options.http_address,
+        port=options.http_port if options.allow_http else None,
+        metrics_address=options.metrics_address or options.http_address,
+        metrics_port=options.metrics_port if options.allow_metrics else None,
+        reuse_port=options.reuse_http_port,
+        certificate=options.http_server_cert or None,
+        private_key=options.http_server_key or None,
+        restricted=restricted("--http-restricted-api", options.http_restricted_api),
+        control_token=control_token(options.control_token_file),
+        allowed_origins=frozenset(options.http_allowed_origin),
+        limits=HttpLimits(
+            body_bytes=options.http_max_body_bytes,
+            inflated_bytes=options.http_max_inflated_bytes,
+            connections=options.http_max_connections,
+        ),
+    )
+
+
+def grpc_options(options: ServerOptions) -> GrpcOptions:
+    """Raises `BadOption`."""
+    from moonpool.runtime.frontend.grpc.options import GrpcOptions
+
+    tls = options.grpc_use_ssl or options.grpc_use_ssl_mutual
+    if tls and not (options.grpc_server_cert and options.grpc_server_key):
+        raise BadOption("--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key")
+    if options.grpc_use_ssl_mutual and not options.grpc_root_cert:
+        raise BadOption("--grpc-use-ssl-mutual needs --grpc-root-cert")
+    level = cast(
+        "Literal['none', 'low', 'medium', 'high']", options.grpc_infer_response_compression_level
+    )
+    return GrpcOptions(
+        address=options.grpc_address,
+        port=options.grpc_port,
+        reuse_port=options.reuse_grpc_port,
+        use_ssl=options.grpc_use_ssl,
+        use_ssl_mutual=options.grpc_use_ssl_mutual,
+        server_cert=options.grpc_server_cert,
+        server_key=options.grpc_server_key,
+        root_cert=options.grpc_root_cert,
+        infer_response_compression_level=level,
+        header_forward_pattern=options.grpc_header_forward_pattern,
+        keepalive_time_ms=options.grpc_keepalive_time,
+        keepalive_timeout_ms=options.grpc_keepalive_timeout,
+        keepalive_permit_without_calls=options.grpc_keepalive_permit_without_calls,
+        http2_max_pings_without_data=options.grpc_http2_max_pings_without_data,
+        http2_min_recv_ping_interval_without_data_ms=options.grpc_http2_min_recv_ping_interval_without_data,
+        http2_max_ping_strikes=options.grpc_http2_max_ping_strikes,
+        max_connection_age_ms=options.grpc_max_connection_age,
+        max_connection_age_grace_ms=options.grpc_max_connection_age_grace,
+    )
+
+
+def restricted(flag: str, texts: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """The header and its value by API, from `<api,api>:<header>=<value>`. Raises `BadOption`."""
+    found: dict[str, tuple[str, str]] = {}
+    for text in texts:
+        apis, colon, pair = text.partition(":")
+        header, equals, value = pair.partition("=")
+        if not (colon and equals and header and value):
+            raise BadOption(f"{flag} must be <api,api>:<header>=<value>, not {text!r:.80}")
+        for api in apis.split(","):
+            if api not in _APIS:
+                raise BadOption(f"{flag}: unknown API {api!r:.40}; there are {', '.join(_APIS)}")
+            if api in found:
+                raise BadOption(f"{flag}: the API {api} is restricted twice")
+            found[api] = header, value
+    return found
+
+
+def control_token(path: str) -> str | None:
+    """The token in the file, without white space around it; None for no file. Raises `BadOption`."""
+    if not path:
+        return None
+    try:
+        with open(path, encoding="ascii") as file:
+            token = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        what = os.strerror(error.errno or 0) if isinstance(error, OSError) else "is not ASCII"
+        raise BadOption(f"--control-token-file: {path}: {what}") from error
+    if not token or any(character.isspace() for character in token):
+        raise BadOption(
+            f"--control-token-file: {path}: must have one token of at least one character"
+        )
+    return token
+
+
+def trace_flags(options: ServerOptions) -> list[str]:
+    """What `--trace-config` says, and the older flags in its words."""
+    flags = [f"level={level}" for level in options.trace_level]
+    if options.trace_file:
+        flags.append(f"triton,file={options.trace_file}")
+    if options.trace_rate is not None:
+        flags.append(f"rate={options.trace_rate}")
+    if options.trace_count is not None:
+        flags.append(f"count={options.trace_count}")
+    if options.trace_log_frequency is not None:
+        flags.append(f"triton,log-frequency={options.trace_log_frequency}")
+    return [*flags, *options.trace_config]

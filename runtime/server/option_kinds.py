@@ -1,0 +1,78 @@
+"""How the texts of a server's options are read."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.config_values import SANDBOX_LEVELS, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_TRUE, _FALSE = ("true", "1", "on"), ("false", "0", "off")
+
+
+def _boolean(text: str) -> bool:
+    lower = text.lower()
+    if lower not in _TRUE + _FALSE:
+        raise ValueError("must be true or false")
+    return lower in _TRUE
+
+
+def _whole(most: float = math.inf, what: str = "a whole number from 0 on") -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+            raise ValueError(f"must be {what}")
+        return int(text)
+
+    return read
+
+
+def _signed(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("must be a number above 0")
+    return value
+
+
+def _text(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("must have no NUL character")
+    return text
+
+
+def _choice(*words: str) -> Kind:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"must be {', '.join(words[:-1])} or {words[-1]}")
+        return text
+
+    return Kind("\\|".join(words), read)
+
+
+# A switch is a boolean that needs no value on the command line.
+KINDS = {
+    "text": Kind("text", _text),
+    "path": Kind("path", _text),
+    "boolean": Kind("true\\|false", _boolean),
+    "switch": Kind("", _boolean),
+    "whole": Kind("number", _whole()),
+    "signed": Kind("number", _signed),
+    "port": Kind("port", _whole(65535, "a port: a number from 0 (any that is free) to 65535")),
+    "number": Kind("number", _number),
+    "mode": _choice("none", "poll", "explicit"),
+    "log_format": _choice("default", "ISO8601", "json"),
+    "level": _choice("none", "low", "medium", "high"),
+    "sandbox": _choice(*SANDBOX_LEVELS),
+}
