@@ -59,9 +59,10 @@ class LoopDriver:
         watched = self._watched.get(link)
         if watched is None:
             watched = self._watched[link] = _Watched(link.fileno())
+            blocks = os.get_blocking(watched.fd)
             self._loop.add_reader(watched.fd, self._readable, link, watched)
             # uvloop makes what it watches non-blocking, and with it the link's own descriptor.
-            os.set_blocking(watched.fd, True)
+            os.set_blocking(watched.fd, blocks)
         watched.execution = execution
 
     def _readable(self, link: object, watched: _Watched) -> None:
