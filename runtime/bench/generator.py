@@ -112,7 +112,8 @@ class Generator:
                     sent = len(due_ns)
                 wait_s = self._timeout_s
                 if sent < len(due_ns):
-                    next_ns = begin_ns + due_ns[sent] if idle else give_up_ns
+                    can_send = idle or len(self._connections) < most
+                    next_ns = begin_ns + due_ns[sent] if can_send else give_up_ns
                     wait_s = min(wait_s, max(0.0, (next_ns - now_ns) / _NS))
                 elif not flying:
                     break
@@ -178,7 +179,10 @@ class Generator:
             if descriptor == self._stop_descriptor:
                 raise Stopped("the window was not wanted to its end")
             connection = self._open[descriptor]
-            if self._has_ended(connection, event) and connection in flying:
+            if connection not in flying:
+                # Nothing was asked: the server hung up.
+                connection.close()
+            elif self._has_ended(connection, event):
                 ended.append(connection)
         return ended
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import TYPE_CHECKING
@@ -106,16 +107,16 @@ class HttpWire:
 
     def _failed(self, body: bytes) -> str:
         text = body.decode(errors="replace").strip()
-        try:
+        # Not every proxy on the way says it as the protocol does.
+        with contextlib.suppress(ValueError, LookupError, TypeError):
             text = str(json.loads(text)["error"])
-        except (ValueError, LookupError, TypeError):
-            pass
         return f"HTTP {self._status}: {text[:500]}"
 
 
 def _dechunked(data: bytes) -> bytes | None:
     """The whole body, or None if its end has not come yet."""
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     while True:
         end = data.find(b"\r\n", at)
         if end < 0:

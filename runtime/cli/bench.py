@@ -1,243 +1,226 @@
-"""`moonpool bench`: latency and throughput of one model, in process, by concurrency."""
+"""`moonpool bench`: latency and throughput of one model, in process or behind a server, by load."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
+import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moonpool.runtime.cli.inputs import as_arrays, made_up, parse_inputs
-from moonpool.runtime.cli.measurement import Measurement, measure, measure_async
+from moonpool.runtime.bench import result as results
+from moonpool.runtime.bench.server import Server
+from moonpool.runtime.bench.subject import InProcess
+from moonpool.runtime.bench.sweep import Point, sweep
+from moonpool.runtime.cli import bench_options
+from moonpool.runtime.cli.bench_options import Options
+from moonpool.runtime.cli.bench_table import show, warnings
+from moonpool.runtime.cli.inputs import as_arrays, made_up
 from moonpool.runtime.cli.plot import can_plot, save_plot
-from moonpool.runtime.cli.session import UsageError, add_repository, session
-from moonpool.runtime.cli.table import figure, table
+from moonpool.runtime.cli.session import UsageError, session
 from moonpool.runtime.terminal import Terminal
-from moonpool.runtime.version import VERSION
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
+    import numpy as np
     from numpy.typing import NDArray
 
-    from moonpool.runtime.runtime import Runtime
+    from moonpool.runtime.bench.endpoint import Endpoint
+    from moonpool.runtime.bench.interface import Interface
+    from moonpool.runtime.bench.load import Load
+    from moonpool.runtime.bench.subject import Subject
+    from moonpool.runtime.cli.inputs import TakesInputs
 
 NAME = "bench"
-HELP = "measure latency and throughput of a model by concurrency"
+HELP = "measure latency and throughput of a model by load"
 DESCRIPTION = """\
-Load one model of a repository and call it from more and more concurrent callers, each of which calls
-again as soon as it was answered. Measured is the whole call of Runtime.infer in this process, or of
-Runtime.ainfer with --async. Callers share this process's interpreter.
+Press a model harder and harder, and say how quick it is. With REPO the model is loaded in this process and
+called from threads (Runtime.infer), or from tasks of an event loop (Runtime.ainfer) with --async. With --url
+it is asked over HTTP or gRPC at any server that speaks the KServe v2 protocol.
+
+Each load has windows of --seconds until rate and mean latency of the last three agree within --stable
+percent; these three are shown. docs/BENCH.md explains the figures and the files.
 """
 EXAMPLES = """\
 examples:
   moonpool bench models add_sub
   moonpool bench models add_sub --concurrency 1,8,64 --seconds 5 --async
   moonpool bench models normalise --batch 16 --shape X=1024 --save results
+  moonpool bench add_sub --url grpc://localhost:8001 --concurrency 16 --against http://localhost:8000
+  moonpool bench add_sub --url http://localhost:8000 --request-rate 100,1000 --against results/add_sub.json
+  moonpool bench image --url http://localhost:8000 --shared-memory system --shape PIXELS=1080,1920,3
+  moonpool bench words --url grpc://localhost:8001 --streaming
 """
 
-_WARM_UP_S = 0.2
-_TIMEOUT_S = 60.0
+add_arguments = bench_options.add_arguments
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_repository(parser)
-    parser.add_argument("model", metavar="MODEL", help="the model's name")
-    parser.add_argument(
-        "--concurrency", metavar="N,N,…", default="1,2,4,16", help="default %(default)s"
-    )
-    parser.add_argument(
-        "--seconds", metavar="S", type=float, default=2.0, help="for each; default %(default)s"
-    )
-    parser.add_argument("--instances", metavar="N", type=int, help="instead of what the model says")
-    parser.add_argument(
-        "--async", dest="is_async", action="store_true", help="tasks of an event loop, not threads"
-    )
-    parser.add_argument(
-        "--input",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="NAME=JSON or NAME=@FILE.npy; without any, inputs are made up from the configuration",
-    )
-    parser.add_argument(
-        "--shape",
-        metavar="NAME=N,N",
-        action="append",
-        default=[],
-        help="the size of a made-up input, without the batch dimension",
-    )
-    parser.add_argument(
-        "--batch", metavar="N", type=int, default=1, help="rows of a made-up request; default 1"
-    )
-    parser.add_argument(
-        "--save",
-        metavar="DIR",
-        help="write DIR/MODEL.json, and DIR/MODEL.png where matplotlib is installed "
-        "(pip install 'moonpool[plot]')",
-    )
-
-
-def run(options: argparse.Namespace) -> int:
-    concurrencies = _numbers("--concurrency", options.concurrency, least=1)
-    shapes = dict(_shape(text) for text in options.shape)
-    values = parse_inputs(options.input)
-    if values and shapes:
-        raise UsageError("--shape is for made-up inputs; leave it out with --input")
-    if not options.seconds > 0 or options.batch < 1:
-        raise UsageError("--seconds and --batch must be more than 0")
-    if options.instances is not None and options.instances < 1:
-        raise UsageError("--instances must be more than 0")
-    with session(options.repository, options.backend_directory, verbose=options.verbose) as runtime:
-        runtime.load(options.model, instances=options.instances)
-        config = runtime.config(options.model)
-        inputs = as_arrays(values, config) if values else made_up(config, options.batch, shapes)
-        measured = _measure_all(runtime, options, inputs, concurrencies)
-        datatypes = {tensor.name: tensor.datatype for tensor in config.inputs}
-        shown = {name: [datatypes[name], *array.shape] for name, array in inputs.items()}
-    _print(measured)
+def run(arguments: argparse.Namespace) -> int:
+    options = bench_options.checked(arguments)
+    earlier = results.read(options.against_file) if options.against_file else None
+    with contextlib.ExitStack() as stack:
+        subjects, inputs = _subjects(stack, options)
+        points: list[list[Point]] = [[] for _ in subjects]
+        for measured in sweep(
+            subjects,
+            options.loads,
+            seconds=options.seconds,
+            warm_up_s=options.warm_up_s,
+            most_windows=options.most_windows,
+            stable_percent=options.stable_percent,
+            tell=_Progress(options.most_windows),
+        ):
+            for mine, point in zip(points, measured, strict=True):
+                mine.append(point)
+    _end_progress()
+    found = results.result(_about(options, subjects[0], inputs), points[0])
+    if len(subjects) > 1:
+        found["against"] = results.result(_about(options, subjects[1], inputs), points[1])
+    elif earlier is not None:
+        found["against"] = {key: earlier[key] for key in earlier if key != "against"}
+    results.compare(found, in_turns=len(subjects) > 1)
+    show(Terminal(sys.stdout), found)
+    for warning in warnings(found):
+        print(f"moonpool: {warning}", file=sys.stderr)
     if options.save is not None:
-        _save(options, shown, measured)
-    failed = {text: count for m, _ in measured for text, count in m.errors.items()}
-    if failed:
-        text, _ = max(failed.items(), key=lambda item: item[1])
-        print(f"moonpool: requests failed, most often with: {text.strip()}", file=sys.stderr)
-    return 1 if failed else 0
+        _save(options.save, options.model, found)
+    return _told_of_failures([point for each in points for point in each])
 
 
-def _numbers(option: str, text: str, *, least: int) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < least:
-        raise UsageError(
-            f"{option} must be whole numbers of at least {least}, separated by commas, not {text!r}"
-        )
-    return numbers
-
-
-def _shape(text: str) -> tuple[str, tuple[int, ...]]:
-    name, equals, sizes = text.partition("=")
-    if not (name and equals):
-        raise UsageError(f"--shape must be NAME=N,N, not {text!r}")
-    return name, tuple(_numbers(f"--shape {name}", sizes, least=0))
-
-
-_Measured = tuple[Measurement, float]
-_Inputs = dict[str, list[str | int]]
-
-
-def _measure_all(
-    runtime: Runtime,
-    options: argparse.Namespace,
-    inputs: dict[str, NDArray[Any]],
-    concurrencies: Sequence[int],
-) -> list[_Measured]:
-    """A measurement for each concurrency, with the rows that went into an execution on average."""
-    model = options.model
-
-    def call() -> object:
-        return runtime.infer(model, inputs, timeout_s=_TIMEOUT_S)
-
-    async def call_async() -> object:
-        return await runtime.ainfer(model, inputs, timeout_s=_TIMEOUT_S)
-
-    def once(concurrency: int, seconds: float) -> Measurement:
-        if options.is_async:
-            import asyncio
-
-            return asyncio.run(measure_async(call_async, concurrency, seconds))
-        return measure(call, concurrency, seconds)
-
-    # What is wrong with the inputs is said once, and at once.
-    call()
-    measured = []
-    for concurrency in concurrencies:
-        once(concurrency, min(_WARM_UP_S, options.seconds))
-        before = _counts(runtime, model)
-        measurement = once(concurrency, options.seconds)
-        rows, executions = (
-            now - then for now, then in zip(_counts(runtime, model), before, strict=True)
-        )
-        measured.append((measurement, rows / executions if executions else 0.0))
-    return measured
-
-
-def _counts(runtime: Runtime, model: str) -> tuple[int, int]:
-    statistics = runtime.statistics(model)
-    return statistics["inference_count"], statistics["execution_count"]
-
-
-_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-
-
-def _print(measured: Sequence[_Measured]) -> None:
-    terminal = Terminal(sys.stdout)
-    rows = [
-        ["callers", "requests/s", "p50 µs", "p90 µs", "p99 µs", "max µs", "rows/batch", "failed"]
+def _subjects(
+    stack: contextlib.ExitStack, options: Options
+) -> tuple[list[Subject], dict[str, list[str | int]]]:
+    """What is measured, ready for its first window, with datatype and shape of each input."""
+    servers = [
+        _server(stack, options, endpoint)
+        for endpoint in (options.endpoint, options.against)
+        if endpoint is not None
     ]
-    for measurement, batch_rows in measured:
-        rows.append(
-            [
-                str(measurement.concurrency),
-                f"{measurement.requests_per_s:,.0f}",
-                *(f"{measurement.latency_us(p):,.0f}" for p in _PERCENTILES.values()),
-                figure(batch_rows),
-                str(measurement.errors.total()),
-            ]
+    if options.repository is None:
+        interface: TakesInputs = servers[0].interface()
+        arrays = _inputs(options, interface)
+        subjects: list[Subject] = []
+    else:
+        runtime = stack.enter_context(
+            session(options.repository, options.backend_directory, verbose=options.verbose)
         )
-    head, *lines = table(rows, align=">" * len(rows[0]))
-    terminal.line(terminal.paint(head, "bold"))
-    for line in lines:
-        terminal.line(line)
+        runtime.load(options.model, instances=options.instances)
+        interface = runtime.config(options.model)
+        arrays = _inputs(options, interface)
+        subject = InProcess(
+            runtime,
+            options.model,
+            arrays,
+            is_async=options.is_async,
+            timeout_s=options.timeout_s,
+        )
+        # What is wrong with the inputs is said once, and at once.
+        subject.call()
+        subjects = [subject]
+    datatypes = {tensor.name: tensor.datatype for tensor in interface.inputs}
+    for server in servers:
+        _prepare(server, options, arrays, datatypes)
+    shown = {name: [datatypes[name], *array.shape] for name, array in arrays.items()}
+    return [*subjects, *servers], shown
 
 
-def _save(options: argparse.Namespace, inputs: _Inputs, measured: Sequence[_Measured]) -> None:
-    folder = Path(options.save)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{options.model}.json"
-    path.write_text(json.dumps(_report(options, inputs, measured), indent=1) + "\n")
-    print(path)
+def _server(stack: contextlib.ExitStack, options: Options, endpoint: Endpoint) -> Server:
+    server = Server(
+        endpoint,
+        options.model,
+        options.version,
+        headers=options.headers,
+        timeout_s=options.timeout_s,
+    )
+    stack.callback(server.close)
+    return server
+
+
+def _inputs(options: Options, interface: TakesInputs) -> dict[str, NDArray[np.generic]]:
+    if options.values:
+        return as_arrays(options.values, interface)
+    return made_up(interface, options.batch, options.shapes)
+
+
+def _prepare(
+    server: Server,
+    options: Options,
+    arrays: Mapping[str, NDArray[np.generic]],
+    datatypes: Mapping[str, str],
+) -> None:
+    from moonpool.runtime.bench.question import Tensor
+
+    found: Interface = server.interface()
+    if found.decoupled and not options.is_stream:
+        raise UsageError(
+            f"model '{options.model}' at {server.where} is decoupled: measure it with --streaming, "
+            "over grpc://"
+        )
+    server.prepare(
+        [Tensor.of(name, datatypes[name], array) for name, array in arrays.items()],
+        processes=options.processes,
+        most_connections=options.most_connections,
+        shared_memory=options.shared_memory,
+        is_stream=options.is_stream,
+    )
+
+
+def _about(
+    options: Options, subject: Subject, inputs: Mapping[str, list[str | int]]
+) -> dict[str, object]:
+    return {
+        "model": options.model,
+        "where": subject.where,
+        "shared_memory": "system" if options.shared_memory else "none",
+        "streaming": options.is_stream,
+        "processes": options.processes,
+        "instances": options.instances,
+        "window_s": options.seconds,
+        # Datatype and shape of each.
+        "inputs": inputs,
+    }
+
+
+class _Progress:
+    """What is being measured, in the last line of a terminal."""
+
+    def __init__(self, most_windows: int) -> None:
+        self._terminal = Terminal(sys.stderr)
+        self._most_windows = most_windows
+
+    def __call__(self, load: Load, turn: int) -> None:
+        if self._terminal.is_terminal:
+            words = f"{load.label} {load.unit}, window {turn + 1} of at most {self._most_windows}"
+            self._terminal.replace_line(words)
+
+
+def _end_progress() -> None:
+    terminal = Terminal(sys.stderr)
+    if terminal.is_terminal:
+        terminal.replace_line("")
+
+
+def _save(folder: Path, model: str, found: Mapping[str, Any]) -> None:
+    for path in results.write(folder, model, found):
+        print(path)
     if can_plot():
-        path = folder / f"{options.model}.png"
-        how = "asyncio" if options.is_async else "threads"
-        save_plot([m for m, _ in measured], f"{options.model}, called from {how}", path)
+        path = folder / f"{model}.png"
+        save_plot(found, path)
         print(path)
     else:
         print("no plot: matplotlib is missing (pip install 'moonpool[plot]')", file=sys.stderr)
 
 
-def _report(
-    options: argparse.Namespace, inputs: _Inputs, measured: Sequence[_Measured]
-) -> dict[str, object]:
-    return {
-        "moonpool": VERSION,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "model": options.model,
-        "instances": options.instances,
-        "callers": "asyncio" if options.is_async else "threads",
-        # Datatype and shape of each.
-        "inputs": inputs,
-        "series": [
-            {
-                "concurrency": measurement.concurrency,
-                "seconds": measurement.seconds,
-                "requests": len(measurement.latencies_ns),
-                "failed": measurement.errors.total(),
-                "requests_per_s": measurement.requests_per_s,
-                "rows_per_batch": batch_rows,
-                # JSON has no NaN; nothing was answered then.
-                "latency_us": {
-                    name: measurement.latency_us(p) if measurement.latencies_ns else None
-                    for name, p in _PERCENTILES.items()
-                },
-            }
-            for measurement, batch_rows in measured
-        ],
-    }
+def _told_of_failures(points: Sequence[Point]) -> int:
+    failed: dict[str, int] = {}
+    for point in points:
+        for window in point.windows:
+            for text, count in window.errors.items():
+                failed[text] = failed.get(text, 0) + count
+    if not failed:
+        return 0
+    text, _ = max(failed.items(), key=lambda item: item[1])
+    print(f"moonpool: requests failed, most often with: {text.strip()}", file=sys.stderr)
+    return 1

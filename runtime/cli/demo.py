@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli.measurement import measure
+from moonpool.runtime.bench.callers import measure
 from moonpool.runtime.cli.ping_pong import PingPong
 from moonpool.runtime.cli.session import UsageError, session
 from moonpool.runtime.cli.table import figure, table

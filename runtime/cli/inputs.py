@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,11 +16,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from moonpool.runtime.config import ModelConfig, TensorConfig
+    from moonpool.runtime.config_types import TensorConfig
 
 # What JSON may hold for a datatype, as numpy's kinds.
 _FITTING_KINDS = {"B": "b", "U": "iu", "I": "iu", "F": "iuf"}
 _WORDS = {"B": "true and false", "U": "whole numbers", "I": "whole numbers", "F": "numbers"}
+
+
+class TakesInputs(Protocol):
+    """As much of a configuration as its inputs need."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_batch_size(self) -> int: ...
+    @property
+    def inputs(self) -> tuple[TensorConfig, ...]: ...
 
 
 def parse_inputs(arguments: Sequence[str]) -> dict[str, object]:
@@ -55,7 +66,7 @@ def _from_json(name: str, text: str) -> object:
         raise UsageError(f"--input {name}: {text!r} is no JSON: {error}") from error
 
 
-def as_arrays(values: Mapping[str, object], config: ModelConfig) -> dict[str, NDArray[Any]]:
+def as_arrays(values: Mapping[str, object], config: TakesInputs) -> dict[str, NDArray[Any]]:
     """The values as arrays of the model's datatypes. Raises `InvalidRequest`."""
     tensors = {tensor.name: tensor for tensor in config.inputs}
     arrays = {}
@@ -66,7 +77,7 @@ def as_arrays(values: Mapping[str, object], config: ModelConfig) -> dict[str, ND
     return arrays
 
 
-def _inputs(config: ModelConfig) -> str:
+def _inputs(config: TakesInputs) -> str:
     batch = [-1] if config.max_batch_size else []
     shown = ", ".join(
         f"{tensor.name} {tensor.datatype} {[*batch, *tensor.dims]}" for tensor in config.inputs
@@ -108,7 +119,7 @@ def _texts(value: object, name: str) -> NDArray[Any]:
 
 
 def made_up(
-    config: ModelConfig, rows: int, shapes: Mapping[str, tuple[int, ...]]
+    config: TakesInputs, rows: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, NDArray[Any]]:
     """Arrays that fit the configuration: random numbers, texts; sizes that it leaves open are 1.
 

@@ -1,4 +1,4 @@
-"""How long calls take, and how many there are in a second, at a given concurrency."""
+"""Callers in this process: how long their calls take, and how many there are in a second."""
 
 from __future__ import annotations
 
@@ -11,42 +11,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.bench.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 
-class Measurement:
-    """What a number of callers saw, each calling again as soon as it was answered."""
-
-    def __init__(self, concurrency: int) -> None:
-        self.concurrency = concurrency
-        self.latencies_ns: list[int] = []
-        # Calls that failed, by the text of the error.
-        self.errors: Counter[str] = Counter()
-        self.seconds = 0.0
-
-    @property
-    def requests_per_s(self) -> float:
-        """Answered ones only."""
-        return len(self.latencies_ns) / self.seconds if self.seconds else 0.0
-
-    def latency_us(self, percentile: float) -> float:
-        """NaN where nothing was answered."""
-        if not self.latencies_ns:
-            return float("nan")
-        return float(np.percentile(self.latencies_ns, percentile)) / 1000
-
-
-def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Measurement:
+def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Window:
     """Call from so many threads for so long. Errors of moonpool are counted, others raised."""
-    result = Measurement(concurrency)
+    latencies_ns: list[int] = []
+    errors: Counter[str] = Counter()
     barrier = threading.Barrier(concurrency + 1)
     stop = threading.Event()
     failures: list[BaseException] = []
 
     def work() -> None:
-        latencies_ns: list[int] = []
+        mine: list[int] = []
         try:
             barrier.wait()
             while not stop.is_set():
@@ -54,13 +34,13 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Mea
                 try:
                     call()
                 except MoonpoolError as error:
-                    result.errors[str(error)] += 1
+                    errors[str(error)] += 1
                 else:
-                    latencies_ns.append(time.perf_counter_ns() - begin_ns)
+                    mine.append(time.perf_counter_ns() - begin_ns)
         except BaseException as error:
             failures.append(error)
             stop.set()
-        result.latencies_ns += latencies_ns
+        latencies_ns.extend(mine)
 
     threads = [threading.Thread(target=work) for _ in range(concurrency)]
     for thread in threads:
@@ -75,17 +55,18 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Mea
         stop.set()
         for thread in threads:
             thread.join()
-    result.seconds = time.perf_counter() - begin_s
+    taken_s = time.perf_counter() - begin_s
     if failures:
         raise failures[0]
-    return result
+    return Window(taken_s, np.array(latencies_ns, np.int64), errors)
 
 
 async def measure_async(
     call: Callable[[], Awaitable[object]], concurrency: int, seconds: float
-) -> Measurement:
+) -> Window:
     """As `measure`, with tasks of one event loop."""
-    result = Measurement(concurrency)
+    latencies_ns: list[int] = []
+    errors: Counter[str] = Counter()
     begin_s = time.perf_counter()
 
     async def work() -> None:
@@ -94,10 +75,9 @@ async def measure_async(
             try:
                 await call()
             except MoonpoolError as error:
-                result.errors[str(error)] += 1
+                errors[str(error)] += 1
             else:
-                result.latencies_ns.append(time.perf_counter_ns() - begin_ns)
+                latencies_ns.append(time.perf_counter_ns() - begin_ns)
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
-    result.seconds = time.perf_counter() - begin_s
-    return result
+    return Window(time.perf_counter() - begin_s, np.array(latencies_ns, np.int64), errors)

@@ -1,0 +1,321 @@
+"""The command line of `moonpool bench`, checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.bench.endpoint import BadAddress, Endpoint
+from moonpool.runtime.bench.load import DISTRIBUTIONS, Concurrency, Load, Rate
+from moonpool.runtime.cli.inputs import parse_inputs
+from moonpool.runtime.cli.session import UsageError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+_CONCURRENCY = "1,2,4,16"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What fits together: a repository or an endpoint is there, and rates only for endpoints."""
+
+    repository: str | None
+    backend_directory: str | None
+    model: str
+    version: str
+    endpoint: Endpoint | None
+    against: Endpoint | None
+    against_file: Path | None
+    loads: list[Load]
+    seconds: float
+    warm_up_s: float
+    most_windows: int
+    stable_percent: float
+    timeout_s: float
+    processes: int
+    most_connections: int
+    headers: list[tuple[str, str]]
+    shared_memory: bool
+    is_stream: bool
+    instances: int | None
+    is_async: bool
+    values: dict[str, object]
+    shapes: dict[str, tuple[int, ...]]
+    batch: int
+    save: Path | None
+    verbose: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("repository", metavar="REPO", nargs="?", help="the directory of the models, without --url")
+    add("model", metavar="MODEL", help="the model's name")
+    _add_subject(parser.add_argument_group("what is measured"))
+    _add_load(parser.add_argument_group("how hard"))
+    _add_request(parser.add_argument_group("the request"))
+    add(
+        "--save",
+        metavar="DIR",
+        type=Path,
+        help="write DIR/MODEL.json and DIR/MODEL.csv, and DIR/MODEL.png where matplotlib is installed "
+        "(pip install 'moonpool[plot]')",
+    )
+
+
+def _add_subject(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--url", metavar="URL", help="a server: http://HOST:PORT or grpc://HOST:PORT")
+    add(
+        "--against",
+        metavar="URL|FILE",
+        help="compare: with another server, measured in turns, or with a result that --save wrote",
+    )
+    add(
+        "--model-version",
+        metavar="N",
+        default="",
+        help="of the server's model; its choice by default",
+    )
+    add(
+        "--header", metavar="NAME=VALUE", action="append", default=[], help="sent with each request"
+    )
+    add(
+        "--timeout",
+        metavar="S",
+        type=float,
+        default=60.0,
+        help="for an answer; default %(default)s",
+    )
+    add(
+        "--backend-directory",
+        metavar="DIR",
+        help="in process: where Python-based backends are, each as DIR/NAME/model.py",
+    )
+    add("--instances", metavar="N", type=int, help="in process: instead of what the model says")
+    add(
+        "--async",
+        dest="is_async",
+        action="store_true",
+        help="in process: tasks of an event loop, not threads",
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--concurrency", metavar="N,N,…", help=f"callers at once; default {_CONCURRENCY}")
+    add(
+        "--request-rate",
+        metavar="N,N,…",
+        help="requests a second instead, sent at their times; latency counts from then",
+    )
+    add(
+        "--distribution",
+        choices=DISTRIBUTIONS,
+        default="poisson",
+        help="when requests of a rate come; default %(default)s",
+    )
+    add("--seconds", metavar="S", type=float, default=1.0, help="of a window; default %(default)s")
+    add("--warm-up", metavar="S", type=float, default=0.3, help="before; default %(default)s")
+    add("--windows", metavar="N", type=int, default=10, help="at most; default %(default)s")
+    add(
+        "--stable",
+        metavar="PERCENT",
+        type=float,
+        default=10.0,
+        help="by which three windows may differ from their mean; default %(default)s",
+    )
+    add("--processes", metavar="N", type=int, default=1, help="of the load generator; default 1")
+    add(
+        "--max-connections",
+        metavar="N",
+        type=int,
+        default=256,
+        help="with --request-rate, how many requests may be in flight; default %(default)s",
+    )
+
+
+def _add_request(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--input",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="NAME=JSON or NAME=@FILE.npy; without any, inputs are made up from what the model takes",
+    )
+    add(
+        "--shape",
+        metavar="NAME=N,N",
+        action="append",
+        default=[],
+        help="the size of a made-up input, without the batch dimension",
+    )
+    add("--batch", metavar="N", type=int, default=1, help="rows of a made-up request; default 1")
+    add(
+        "--shared-memory",
+        choices=("none", "system"),
+        default="none",
+        help="how tensors travel; system: in regions on this machine that the server opens",
+    )
+    add(
+        "--streaming",
+        action="store_true",
+        help="a stream for each caller; its responses are counted and timed (grpc://)",
+    )
+
+
+def checked(arguments: argparse.Namespace) -> Options:
+    """Raises `UsageError`."""
+    for name in (
+        "seconds",
+        "batch",
+        "windows",
+        "stable",
+        "processes",
+        "max_connections",
+        "timeout",
+    ):
+        value = getattr(arguments, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {value}")
+    if not 0 <= arguments.warm_up < math.inf:
+        raise UsageError(f"--warm-up must be 0 or more, not {arguments.warm_up}")
+    if arguments.instances is not None and arguments.instances < 1:
+        raise UsageError("--instances must be more than 0")
+    endpoint = _endpoint("--url", arguments.url) if arguments.url is not None else None
+    _check_subject(arguments, endpoint)
+    against, against_file = _against(arguments.against)
+    if arguments.streaming and against is not None and against.scheme != "grpc":
+        raise UsageError("--streaming needs grpc://, also for --against")
+    loads = _loads(arguments)
+    if arguments.repository is not None and isinstance(loads[0], Rate):
+        raise UsageError("--request-rate needs --url: callers in process ask again when answered")
+    shapes = dict(_shape(text) for text in arguments.shape)
+    values = parse_inputs(arguments.input)
+    if values and shapes:
+        raise UsageError("--shape is for made-up inputs; leave it out with --input")
+    return Options(
+        repository=arguments.repository,
+        backend_directory=arguments.backend_directory,
+        model=arguments.model,
+        version=arguments.model_version,
+        endpoint=endpoint,
+        against=against,
+        against_file=against_file,
+        loads=loads,
+        seconds=arguments.seconds,
+        warm_up_s=arguments.warm_up,
+        most_windows=arguments.windows,
+        stable_percent=arguments.stable,
+        timeout_s=arguments.timeout,
+        processes=arguments.processes,
+        most_connections=_most_connections(loads, arguments.max_connections),
+        headers=[_header(text) for text in arguments.header],
+        shared_memory=arguments.shared_memory == "system",
+        is_stream=arguments.streaming,
+        instances=arguments.instances,
+        is_async=arguments.is_async,
+        values=values,
+        shapes=shapes,
+        batch=arguments.batch,
+        save=arguments.save,
+        verbose=arguments.verbose,
+    )
+
+
+def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> None:
+    """Options of one way are refused where the other is meant, rather than ignored."""
+    if endpoint is None and arguments.repository is None:
+        raise UsageError("say where the model is: REPO MODEL, or MODEL --url URL")
+    if endpoint is not None and arguments.repository is not None:
+        raise UsageError("with --url the server has the model: leave out the repository")
+    if endpoint is None:
+        remote = {
+            "--streaming": arguments.streaming,
+            "--shared-memory": arguments.shared_memory != "none",
+            "--model-version": arguments.model_version,
+            "--header": arguments.header,
+            "--processes": arguments.processes > 1,
+        }
+        if given := [name for name, is_given in remote.items() if is_given]:
+            raise UsageError(f"{given[0]} needs --url")
+        return
+    local = {
+        "--async": arguments.is_async,
+        "--instances": arguments.instances is not None,
+        "--backend-directory": arguments.backend_directory,
+    }
+    if given := [name for name, is_given in local.items() if is_given]:
+        raise UsageError(f"{given[0]} is for models in this process, not for --url")
+    if arguments.streaming and endpoint.scheme != "grpc":
+        raise UsageError(
+            "--streaming needs grpc://: a stream of HTTP has no requests of the protocol"
+        )
+    if arguments.streaming and arguments.shared_memory != "none":
+        raise UsageError("--streaming and --shared-memory cannot be measured together")
+
+
+def _against(text: str | None) -> tuple[Endpoint | None, Path | None]:
+    if text is None:
+        return None, None
+    return (_endpoint("--against", text), None) if "://" in text else (None, Path(text))
+
+
+def _endpoint(option: str, text: str) -> Endpoint:
+    try:
+        return Endpoint.parse(text)
+    except BadAddress as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _loads(arguments: argparse.Namespace) -> list[Load]:
+    if arguments.request_rate is None:
+        texts = _CONCURRENCY if arguments.concurrency is None else arguments.concurrency
+        return [Concurrency(callers) for callers in _numbers("--concurrency", texts, least=1)]
+    if arguments.concurrency is not None:
+        raise UsageError("--concurrency and --request-rate are two kinds of load; give one")
+    try:
+        rates = [float(part) for part in arguments.request_rate.split(",")]
+    except ValueError:
+        rates = [0.0]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise UsageError(
+            "--request-rate must be numbers of more than 0, separated by commas, not "
+            f"{arguments.request_rate!r}"
+        )
+    return [Rate(rate, arguments.distribution) for rate in rates]
+
+
+def _most_connections(loads: Sequence[Load], most: int) -> int:
+    callers = [load.callers for load in loads if isinstance(load, Concurrency)]
+    return max(callers) if callers else most
+
+
+def _numbers(option: str, text: str, *, least: int) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise UsageError(
+            f"{option} must be whole numbers of at least {least}, separated by commas, not {text!r}"
+        )
+    return numbers
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    name, equals, sizes = text.partition("=")
+    if not (name and equals):
+        raise UsageError(f"--shape must be NAME=N,N, not {text!r}")
+    return name, tuple(_numbers(f"--shape {name}", sizes, least=0))
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals) or not (text.isascii() and text.isprintable()) or " " in name:
+        raise UsageError(f"--header must be NAME=VALUE, not {text!r}")
+    return name, value

@@ -1,0 +1,156 @@
+"""What `moonpool bench` says to a person, from the figures that it writes into a file."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from moonpool.runtime.bench.split import PARTS
+from moonpool.runtime.bench.window import FALLS_BEHIND, SATURATED
+from moonpool.runtime.cli.table import figure, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from moonpool.runtime.terminal import Terminal
+
+_PERCENTILES = ("p50", "p90", "p95", "p99", "max")
+_PARTS = {
+    "queue": "queue µs",
+    "compute_input": "input µs",
+    "compute_infer": "compute µs",
+    "compute_output": "output µs",
+}
+
+
+def show(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    """The tables: what callers saw, what the server says, and what the comparison gave."""
+    _rows(terminal, _callers(found))
+    if any(point.get("first_response_us") for point in found["series"]):
+        terminal.line()
+        _rows(terminal, _responses(found))
+    if any(point["server"] for point in found["series"]):
+        terminal.line()
+        _rows(terminal, _server(found))
+    if "against" in found:
+        terminal.line()
+        terminal.line(f"over {found['against']['where']}:")
+        _rows(terminal, _ratios(found))
+
+
+def _rows(terminal: Terminal, rows: Sequence[Sequence[str]]) -> None:
+    head, *lines = table(rows, align=">" * len(rows[0]))
+    terminal.line(terminal.paint(head, "bold"))
+    for line in lines:
+        terminal.line(line)
+
+
+def _load(point: Mapping[str, Any]) -> str:
+    return str(point["concurrency"]) if "concurrency" in point else f"{point['request_rate']:g}/s"
+
+
+def _load_head(found: Mapping[str, Any]) -> str:
+    return "callers" if "concurrency" in found["series"][0] else "asked"
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _callers(found: Mapping[str, Any]) -> list[list[str]]:
+    head = [_load_head(found), "requests/s", *(f"{name} µs" for name in _PERCENTILES), "failed"]
+    has_generator = any(point["generator_share"] is not None for point in found["series"])
+    rows = [[*head, *(["generator"] if has_generator else [])]]
+    for point in found["series"]:
+        latency = point["latency_us"]
+        rows.append(
+            [
+                _load(point),
+                f"{point['requests_per_s']:,.0f}",
+                *(_us(latency[name]) for name in _PERCENTILES),
+                str(point["failed"]),
+                *([f"{point['generator_share']:.0%}"] if has_generator else []),
+            ]
+        )
+    return rows
+
+
+def _responses(found: Mapping[str, Any]) -> list[list[str]]:
+    rows = [
+        [
+            _load_head(found), "responses/s", "first p50 µs", "first p99 µs", "between p50 µs",
+            "between p99 µs",
+        ]
+    ]  # fmt: skip
+    for point in found["series"]:
+        first = point.get("first_response_us") or {}
+        between = point.get("between_responses_us") or {}
+        rows.append(
+            [
+                _load(point),
+                f"{point.get('responses_per_s', 0):,.0f}",
+                *(_us(times.get(name)) for times in (first, between) for name in ("p50", "p99")),
+            ]
+        )
+    return rows
+
+
+def _server(found: Mapping[str, Any]) -> list[list[str]]:
+    rows = [[_load_head(found), *(_PARTS[part] for part in PARTS), "rows/batch"]]
+    for point in found["series"]:
+        server = point["server"]
+        if server:
+            parts = [figure(server[f"{part}_us"]) for part in PARTS]
+            rows.append([_load(point), *parts, figure(server["rows_per_execution"])])
+    return rows
+
+
+def _ratios(found: Mapping[str, Any]) -> list[list[str]]:
+    names = {"requests_per_s": "requests/s", "p50": "p50", "p99": "p99"}
+    rows = [[_load_head(found), *names.values()]]
+    for point in found["series"]:
+        ratios = point.get("ratios")
+        if not ratios:
+            rows.append([_load(point), *(["not measured there"] + [""] * (len(names) - 1))])
+            continue
+        rows.append([_load(point), *(_ratio(ratios.get(name)) for name in names)])
+    return rows
+
+
+def _ratio(ratio: Mapping[str, float] | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"{figure(ratio['median'])} ({figure(ratio['least'])} to {figure(ratio['most'])})"
+
+
+def warnings(found: Mapping[str, Any]) -> Iterator[str]:
+    """What makes the figures worth less."""
+    for each in [found, *([found["against"]] if "against" in found else [])]:
+        for point in each["series"]:
+            unit = (
+                "" if "concurrency" not in point else " caller" + "s" * (point["concurrency"] > 1)
+            )
+            where = f"{each['where']}, {_load(point)}{unit}"
+            yield from _warnings_of(point, where, each)
+
+
+def _warnings_of(point: Mapping[str, Any], where: str, found: Mapping[str, Any]) -> Iterator[str]:
+    if not point["stable"]:
+        yield (
+            f"{where}: the windows differed to the end; give them more time (--seconds) or a quieter "
+            "machine"
+        )
+    share = point["generator_share"]
+    if share is not None and share >= SATURATED:
+        cores = len(os.sched_getaffinity(0))
+        advice = f"use --processes {found['processes'] + 1}"
+        if found["processes"] >= cores:
+            advice = "press from another machine"
+        yield f"{where}: the load generator was busy {share:.0%} of the time, so it may be what was measured; {advice}"
+    planned = point["requests"] + point["failed"] + point.get("unsent", 0)
+    late = point.get("delayed", 0)
+    if late > FALLS_BEHIND * planned:
+        yield (
+            f"{where}: could not keep up: {late} of {planned} requests were sent more than 1 ms late, "
+            f"{point['unsent']} of them never"
+        )

@@ -1,0 +1,203 @@
+"""What windows are made of, when they have settled, and how two series compare."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moonpool.runtime.bench import result as results
+from moonpool.runtime.bench.comparison import ratios
+from moonpool.runtime.bench.endpoint import BadAddress, Endpoint
+from moonpool.runtime.bench.load import Concurrency, Rate
+from moonpool.runtime.bench.split import Split, between
+from moonpool.runtime.bench.stability import is_stable
+from moonpool.runtime.bench.sweep import Point, sweep
+from moonpool.runtime.bench.window import Window, merged
+
+
+def window(requests: int, latency_us: float = 100.0, seconds: float = 1.0) -> Window:
+    return Window(seconds, np.full(requests, round(latency_us * 1000), np.int64))
+
+
+@pytest.mark.parametrize("seconds", [0.001, 1.0, 20.0])
+def test_a_constant_rate_is_even(seconds: float) -> None:
+    due_ns = Rate(100, "constant").due_ns(seconds, seed=1)
+
+    assert len(due_ns) == max(1, round(100 * seconds))
+    assert due_ns[0] == 0
+    assert set(np.diff(due_ns)) <= {10_000_000, 9_999_999, 10_000_001}
+
+
+def test_a_poisson_rate_has_its_mean_and_its_spread() -> None:
+    due_ns = Rate(1000, "poisson").due_ns(50.0, seed=1)
+    gaps_s = np.diff(due_ns) / 1e9
+
+    assert due_ns[-1] < 50e9
+    # Five standard deviations.
+    assert len(due_ns) == pytest.approx(50_000, abs=5 * 50_000**0.5)
+    # An exponential distribution spreads as far as its mean.
+    assert gaps_s.std() == pytest.approx(gaps_s.mean(), rel=0.05)
+    assert due_ns.tolist() != Rate(1000, "poisson").due_ns(50.0, seed=2).tolist()
+
+
+def test_three_windows_that_agree_are_stable() -> None:
+    assert not is_stable([window(100), window(100)], 10)
+    assert is_stable([window(100), window(105), window(95)], 10)
+    assert not is_stable([window(100), window(130), window(95)], 10)
+    # As many requests, but slower and slower.
+    assert not is_stable([window(100, 100), window(100, 150), window(100, 200)], 10)
+    # Only the last three count.
+    assert is_stable([window(10), window(100), window(105), window(95)], 10)
+    assert not is_stable([window(0), window(0), window(0)], 10)
+
+
+def test_windows_together_are_one_long_one() -> None:
+    first, second = window(10, 100), window(30, 200)
+    second.errors = Counter({"no": 2})
+    whole = merged([first, second])
+
+    assert (whole.seconds, whole.requests_per_s, whole.failed) == (2.0, 20.0, 2)
+    assert whole.latency_us(50) == 200
+    assert whole.mean_latency_us == 175
+
+
+def statistics(count: int) -> dict[str, object]:
+    parts = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+    stats = {part: {"count": count, "ns": count * 1000 * (i + 1)} for i, part in enumerate(parts)}
+    return {"inference_count": 3 * count, "execution_count": count, "inference_stats": stats}
+
+
+def test_a_split_is_what_was_counted_meanwhile() -> None:
+    split = between(statistics(10), statistics(30))
+
+    assert split is not None
+    assert (split.requests, split.rows_per_execution, split.mean_us("queue")) == (20, 3.0, 2.0)
+    assert between(None, statistics(1)) is None
+
+
+def test_a_split_reads_what_protobuf_makes_of_json() -> None:
+    stats = {"queue": {"ns": "5000", "count": "1"}, "success": {"count": "1"}}
+    split = between({}, {"inference_count": "1", "execution_count": "1", "inference_stats": stats})
+
+    assert split == Split(
+        1,
+        1,
+        1,
+        {"queue": 5000, "compute_input": 0, "compute_infer": 0, "compute_output": 0},
+    )
+
+
+class Steps:
+    """A subject whose windows are given."""
+
+    def __init__(self, where: str, counts: list[int], log: list[str]) -> None:
+        self.where = where
+        self._counts = iter(counts)
+        self._log = log
+
+    def window(self, load: object, seconds: float) -> Window:
+        del load
+        self._log.append(self.where)
+        return window(next(self._counts), seconds=seconds)
+
+
+def test_subjects_take_turns_until_all_are_stable() -> None:
+    log: list[str] = []
+    subjects = [Steps("a", [100] * 5, log), Steps("b", [10, 20, 30, 30, 30], log)]
+    [[first, second]] = sweep(
+        subjects,
+        [Concurrency(1)],
+        seconds=1.0,
+        warm_up_s=0.0,
+        most_windows=9,
+        stable_percent=5,
+        tell=lambda *_: None,
+    )
+
+    assert "".join(log) == "abbaabbaab"
+    assert first.stable
+    assert second.stable
+    assert len(second.whole.latencies_ns) == 90
+
+
+def test_what_does_not_settle_is_given_up_and_said() -> None:
+    [[point]] = sweep(
+        [Steps("a", [1, 100, 1, 100], [])],
+        [Concurrency(1)],
+        seconds=1.0,
+        warm_up_s=0.0,
+        most_windows=4,
+        stable_percent=5,
+        tell=lambda *_: None,
+    )
+
+    assert not point.stable
+    assert len(point.windows) == 4
+
+
+def test_ratios_are_of_pairs_where_windows_were_in_turns() -> None:
+    def figures(rate: float, p50: float | None) -> dict[str, object]:
+        return {"requests_per_s": rate, "latency_us": {"p50": p50, "p99": None}}
+
+    ours, theirs = [figures(10, 1), figures(40, 1)], [figures(5, 2), figures(10, None)]
+
+    found = ratios(ours, theirs, in_turns=True)
+    assert (found["requests_per_s"].median, found["p50"].median) == (3.0, 0.5)
+    assert (found["requests_per_s"].least, found["requests_per_s"].most) == (2.0, 4.0)
+    assert "p99" not in found
+    # Else the others' median stands for all of them.
+    assert ratios(ours, theirs, in_turns=False)["requests_per_s"].most == pytest.approx(40 / 7.5)
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    point = Point(Concurrency(4), [window(10, 100), window(12, 100)], stable=False)
+    found = results.result({"model": "m", "where": "here"}, [point])
+    written = results.write(tmp_path / "new", "m", found)
+
+    assert [path.name for path in written] == ["m.json", "m.csv"]
+    assert results.read(written[0]) == json.loads(json.dumps(found))
+    head, line = (row.split(",") for row in written[1].read_text().splitlines())
+    row = dict(zip(head, line, strict=True))
+    assert (row["concurrency"], row["requests"], row["latency_p50_us"]) == ("4", "22", "100.0")
+    assert row["server_queue_us"] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no result of `moonpool bench`"),
+        ('{"series": [], "format": 99}', "is of format 99"),
+    ],
+)
+def test_what_is_no_result_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(text)
+
+    with pytest.raises(results.BadResult, match=reason):
+        results.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("http://localhost", Endpoint("http", "localhost", 8000)),
+        ("grpc://[::1]:9", Endpoint("grpc", "::1", 9)),
+        ("http://a:1/b/", Endpoint("http", "a", 1, "/b")),
+    ],
+)
+def test_an_address_is_read(text: str, found: Endpoint) -> None:
+    assert Endpoint.parse(text) == found
+    assert Endpoint.parse(found.url) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["localhost:8000", "ftp://a", "http://a:x", "https://a", "grpc://a/b", "http://u@a", ""]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(BadAddress):
+        Endpoint.parse(text)

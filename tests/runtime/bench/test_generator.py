@@ -1,0 +1,240 @@
+"""The load generator against a server that is not moonpool's, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.runtime.bench.conftest import Kserve
+
+from moonpool.runtime.bench.connection import Unreachable
+from moonpool.runtime.bench.generator import Generator
+from moonpool.runtime.bench.grpc_wire import GrpcWire
+from moonpool.runtime.bench.http_wire import HttpWire
+from moonpool.runtime.bench.load import Rate
+from moonpool.runtime.bench.question import METHOD, STREAM_METHOD, Question, Tensor
+from moonpool.runtime.bench.wire import Wire
+
+PATIENCE_S = 20.0
+SECONDS = 0.1
+
+
+def question(model: str, elements: int = 4) -> Question:
+    array = np.arange(elements, dtype=np.float32).reshape(1, -1)
+    return Question(model, "", [Tensor.of(f"INPUT{i}", "FP32", array) for i in range(2)])
+
+
+def generator(kserve: Kserve, scheme: str, asked: Question) -> Generator:
+    endpoint = kserve.endpoint(scheme)
+
+    def wire() -> Wire:
+        if scheme == "http":
+            return HttpWire(asked.as_http(endpoint))
+        return GrpcWire(endpoint.authority, METHOD, asked.as_grpc())
+
+    return Generator((endpoint.host, endpoint.port), [wire], timeout_s=PATIENCE_S)
+
+
+@pytest.fixture(params=["http", "grpc"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize("elements", [4, 300_000])
+def test_a_closed_loop_counts_what_was_answered(kserve: Kserve, scheme: str, elements: int) -> None:
+    pressed = generator(kserve, scheme, question("add_sub", elements))
+    try:
+        first = pressed.closed_loop(3, SECONDS, time.perf_counter_ns())
+        # The connections are still there.
+        second = pressed.closed_loop(1, SECONDS, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+    for tally in (first, second):
+        assert tally.errors == {}
+        assert len(tally.latencies_ns) > 0
+        assert tally.seconds >= SECONDS
+        assert 0 < min(tally.latencies_ns) <= tally.seconds * 1e9
+
+
+def test_what_a_server_refuses_is_counted_by_its_words(kserve: Kserve, scheme: str) -> None:
+    pressed = generator(kserve, scheme, question("fails"))
+    try:
+        tally = pressed.closed_loop(2, SECONDS, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+    words = {"http": "HTTP 500: no luck today", "grpc": "gRPC 13: no luck today: 100 % µ"}
+    assert list(tally.errors) == [words[scheme]]
+    assert len(tally.latencies_ns) == 0
+
+
+def test_answers_in_chunks_are_answers(kserve: Kserve) -> None:
+    pressed = generator(kserve, "http", question("chunks"))
+    try:
+        tally = pressed.closed_loop(1, SECONDS, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+    assert tally.errors == {}
+    assert len(tally.latencies_ns) > 0
+
+
+def test_a_connection_that_is_closed_is_an_error_and_opened_anew(kserve: Kserve) -> None:
+    pressed = generator(kserve, "http", question("closes"))
+    try:
+        tally = pressed.closed_loop(1, SECONDS, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+    assert list(tally.errors) == ["the server closed the connection"]
+    assert tally.errors.total() > 1
+
+
+@pytest.mark.parametrize("distribution", ["poisson", "constant"])
+def test_an_open_loop_sends_when_the_time_has_come(
+    kserve: Kserve, scheme: str, distribution: str
+) -> None:
+    due_ns = Rate(200, distribution).due_ns(0.2, seed=1)
+    pressed = generator(kserve, scheme, question("add_sub"))
+    try:
+        tally = pressed.open_loop(due_ns.tolist(), 8, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+    assert tally.errors == {}
+    assert len(tally.latencies_ns) + tally.unsent == len(due_ns)
+    assert len(tally.late_ns) == len(tally.latencies_ns)
+    assert min(tally.late_ns) >= 0
+
+
+def test_an_open_loop_counts_from_when_a_request_was_due(silent: tuple[str, int]) -> None:
+    pressed = Generator(silent, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=0.2)
+    try:
+        # The second has no connection until the first is given up.
+        tally = pressed.open_loop([0, 1_000_000], 1, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+    assert tally.errors == {"no answer within 0.2 s": 1}
+    assert tally.unsent == 1
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    """An address where connections are taken and nothing is said."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield "127.0.0.1", server.getsockname()[1]
+
+
+def test_an_answer_that_does_not_come_is_an_error(silent: tuple[str, int]) -> None:
+    pressed = Generator(silent, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=0.1)
+    try:
+        tally = pressed.closed_loop(2, 0.05, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+    assert tally.errors == {"no answer within 0.1 s": 2}
+
+
+def test_where_nobody_listens_the_window_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = ("127.0.0.1", server.getsockname()[1])
+    pressed = Generator(address, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=1)
+    try:
+        with pytest.raises(Unreachable, match=f"no server answers at 127.0.0.1:{address[1]}"):
+            pressed.closed_loop(1, SECONDS, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (b"SSH-2.0-server\r\n\r\n", "what a server sent is no HTTP: b'ssh-2.0-server'"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", "an answer has neither a Content-Length nor chunks"),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nab",
+            "a server sent more than the Content-Length of its answer",
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            "b'zz' is no size of a chunk",
+        ),
+    ],
+)
+def test_what_is_no_answer_is_an_error_of_its_request(said: bytes, error: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        over = threading.Event()
+
+        def say() -> None:
+            while not over.is_set():
+                try:
+                    peer, _ = server.accept()
+                except TimeoutError:
+                    continue
+                with peer:
+                    peer.recv(1000)
+                    peer.sendall(said)
+
+        thread = threading.Thread(target=say)
+        thread.start()
+        wire = HttpWire(b"GET / HTTP/1.1\r\n\r\n")
+        pressed = Generator(server.getsockname(), [lambda: wire], timeout_s=PATIENCE_S)
+        try:
+            tally = pressed.closed_loop(1, 0.02, time.perf_counter_ns())
+        finally:
+            pressed.close()
+            over.set()
+            thread.join()
+
+    assert set(tally.errors) == {error}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_the_responses_of_a_stream_are_counted_and_timed(kserve: Kserve, count: int) -> None:
+    endpoint = kserve.grpc
+    tensor = Tensor.of("COUNT", "INT32", np.array([count], np.int32))
+    message = Question("repeat", "", [tensor]).as_grpc(is_stream=True)
+
+    def wire() -> Wire:
+        return GrpcWire(endpoint.authority, STREAM_METHOD, message, is_stream=True)
+
+    pressed = Generator(
+        (endpoint.host, endpoint.port), [wire], timeout_s=PATIENCE_S, is_stream=True
+    )
+    try:
+        tally = pressed.closed_loop(2, SECONDS, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+    requests = len(tally.latencies_ns)
+    assert tally.errors == {}
+    assert requests > 0
+    # What only says that it is the last is no response.
+    assert len(tally.first_ns) == (requests if count else 0)
+    assert len(tally.between_ns) == requests * max(0, count - 1)
+
+
+def test_an_error_in_a_stream_ends_its_request(kserve: Kserve) -> None:
+    endpoint = kserve.grpc
+    message = question("fails").as_grpc(is_stream=True)
+    pressed = Generator(
+        (endpoint.host, endpoint.port),
+        [lambda: GrpcWire(endpoint.authority, STREAM_METHOD, message, is_stream=True)],
+        timeout_s=PATIENCE_S,
+        is_stream=True,
+    )
+    try:
+        tally = pressed.closed_loop(1, SECONDS, time.perf_counter_ns())
+    finally:
+        pressed.close()
+
+    assert list(tally.errors) == ["no luck in a stream"]
+    assert tally.errors.total() > 1

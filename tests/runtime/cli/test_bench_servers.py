@@ -1,0 +1,170 @@
+"""`moonpool bench --url`: a server that is not moonpool's, over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+from tests.runtime.bench.conftest import Kserve, kserve
+from tests.runtime.cli.shell import MODELS, CommandLine
+
+__all__ = ["kserve"]
+
+QUICK = ("--seconds", "0.05", "--warm-up", "0", "--windows", "3")
+SHAPES = ("--shape", "INPUT0=4", "--shape", "INPUT1=4")
+
+
+@pytest.fixture(params=["http", "grpc"])
+def url(request: pytest.FixtureRequest, kserve: Kserve) -> str:
+    return kserve.endpoint(request.param).url
+
+
+def test_a_server_is_measured_with_what_it_says_itself(cli: CommandLine, url: str) -> None:
+    ended = cli(
+        "bench", "add_sub", "--url", url, "--concurrency", "1,3", *QUICK, *SHAPES,
+        "--processes", "2", "--batch", "2", "--save", ".",
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((cli.folder / "add_sub.json").read_text())
+    assert report["where"] == url
+    assert report["inputs"] == {"INPUT0": ["FP32", 2, 4], "INPUT1": ["FP32", 2, 4]}
+    assert [point["concurrency"] for point in report["series"]] == [1, 3]
+    for point in report["series"]:
+        assert point["failed"] == 0
+        assert point["requests"] == point["server"]["requests"] > 0
+        assert point["rows_per_batch"] == 2
+        assert point["generator_share"] > 0
+        split = {part: point["server"][f"{part}_us"] for part in ("queue", "compute_infer")}
+        assert split == {"queue": 1.0, "compute_infer": 3.0}
+    rows = list(csv.DictReader(io.StringIO((cli.folder / "add_sub.csv").read_text())))
+    assert [row["server_compute_output_us"] for row in rows] == ["4.0", "4.0"]
+
+
+def test_a_rate_is_asked_for_and_what_came_late_is_said(cli: CommandLine, url: str) -> None:
+    ended = cli(
+        "bench", "add_sub", "--url", url, "--request-rate", "100,1000000", *QUICK, *SHAPES,
+        "--distribution", "constant", "--save", ".", "--max-connections", "4",
+    )  # fmt: skip
+
+    modest, absurd = json.loads((cli.folder / "add_sub.json").read_text())["series"]
+    assert modest["request_rate"] == 100
+    assert modest["requests"] + modest["unsent"] == 15
+    assert absurd["delayed"] > 0.05 * absurd["requests"]
+    assert "1e+06/s: could not keep up" in ended.stderr
+
+
+def test_two_servers_are_measured_in_turns(cli: CommandLine, kserve: Kserve) -> None:
+    ended = cli(
+        "bench", "add_sub", "--url", kserve.http.url, "--against", kserve.grpc.url,
+        "--concurrency", "1", *QUICK, *SHAPES, "--save", ".",
+    )  # fmt: skip
+
+    report = json.loads((cli.folder / "add_sub.json").read_text())
+    [point], [other] = report["series"], report["against"]["series"]
+    assert report["against"]["where"] == kserve.grpc.url
+    pairs = zip(point["windows"], other["windows"], strict=True)
+    quotients = sorted(a["requests_per_s"] / b["requests_per_s"] for a, b in pairs)
+    ratio = point["ratios"]["requests_per_s"]
+    assert (ratio["least"], ratio["median"], ratio["most"]) == pytest.approx(quotients)
+    assert f"over {kserve.grpc.url}:" in ended.stdout
+
+
+def test_a_result_is_compared_with_an_earlier_one(cli: CommandLine, url: str) -> None:
+    bench = ("bench", "add_sub", "--url", url, *QUICK, *SHAPES)
+    cli(*bench, "--concurrency", "1", "--save", ".")
+    ended = cli(*bench, "--concurrency", "1,2", "--against", "add_sub.json", "--save", "new")
+
+    first, second = json.loads((cli.folder / "new" / "add_sub.json").read_text())["series"]
+    assert first["ratios"].keys() == {"requests_per_s", "p50", "p99"}
+    assert "ratios" not in second
+    assert "not measured there" in ended.stdout
+
+
+def test_a_model_in_process_is_compared_with_a_server(cli: CommandLine, kserve: Kserve) -> None:
+    ended = cli(
+        "bench", MODELS, "add_sub", "--against", kserve.http.url, "--concurrency", "1", *QUICK
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert f"over {kserve.http.url}:" in ended.stdout
+
+
+def test_a_stream_has_first_responses_and_later_ones(cli: CommandLine, kserve: Kserve) -> None:
+    ended = cli(
+        "bench", "repeat", "--url", kserve.grpc.url, "--streaming", "--input", "COUNT=[5]",
+        "--concurrency", "2", *QUICK, "--save", ".",
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    [point] = json.loads((cli.folder / "repeat.json").read_text())["series"]
+    assert point["responses"] == 5 * point["requests"]
+    assert point["first_response_us"]["p50"] <= point["latency_us"]["max"]
+    assert "first p50 µs" in ended.stdout
+
+
+def test_requests_that_fail_are_told_by_the_server_s_words(cli: CommandLine, url: str) -> None:
+    ended = cli("bench", "fails", "--url", url, "--concurrency", "1", *QUICK)
+
+    assert ended.returncode == 1
+    assert "no luck today" in ended.stderr
+
+
+def test_a_header_goes_with_each_request(cli: CommandLine, url: str) -> None:
+    ended = cli("bench", "add_sub", "--url", url, *QUICK, *SHAPES, "--header", "X-Secret=no")
+
+    assert ended.returncode == 1
+    assert "who are you?" in ended.stderr
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_where_there_is_no_server_it_is_said_at_once(cli: CommandLine, scheme: str) -> None:
+    ended = cli("bench", "add_sub", "--url", f"{scheme}://127.0.0.1:1")
+
+    assert ended.returncode == 1
+    assert f"no server answers at {scheme}://127.0.0.1:1" in ended.stderr
+
+
+def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
+    ended = cli("bench", "nope", "--url", url)
+
+    assert ended.returncode == 1
+    assert "'nope'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["m"], "say where the model is"),
+        (["models", "m", "--url", "http://a"], "leave out the repository"),
+        (["models", "m", "--streaming"], "--streaming needs --url"),
+        (["models", "m", "--request-rate", "5"], "--request-rate needs --url"),
+        (["m", "--url", "https://a"], "TLS is not here"),
+        (["m", "--url", "http://a", "--async"], "--async is for models in this process"),
+        (["m", "--url", "http://a", "--streaming"], "--streaming needs grpc://"),
+        (["m", "--url", "http://a", "--request-rate", "0"], "--request-rate must be numbers"),
+        (["m", "--url", "http://a", "--request-rate", "1", "--concurrency", "1"], "give one"),
+        (["m", "--url", "http://a", "--windows", "0"], "--windows must be more than 0"),
+        (["m", "--url", "http://a", "--header", "x"], "--header must be NAME=VALUE"),
+        (["m", "--url", "http://a", "--warm-up", "nan"], "--warm-up must be 0 or more"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    cli: CommandLine, words: list[str], error: str
+) -> None:
+    ended = cli("bench", *words)
+
+    assert ended.returncode == 2
+    assert error in ended.stderr
+
+
+def test_a_file_to_compare_with_must_be_a_result(cli: CommandLine, kserve: Kserve) -> None:
+    (cli.folder / "x.json").write_text("[]")
+
+    ended = cli("bench", "add_sub", "--url", kserve.http.url, "--against", "x.json")
+    assert "x.json is no result" in ended.stderr
+    ended = cli("bench", "add_sub", "--url", kserve.http.url, "--against", "y.json")
+    assert "y.json" in ended.stderr
+    assert ended.returncode == 1
