@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 
-import moonpool
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bench.connection import Unreachable
 from moonpool.runtime.bench.load import Concurrency, Load
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.bench.endpoint import Endpoint
 
+# Where this moonpool is found.
+_ROOT = Path(__file__).parents[3]
 # From the command to the beginning of a window, so that all processes begin together.
 _LEAD_NS = 20_000_000
 _READ_BYTES = 1 << 20
@@ -104,8 +105,7 @@ class Crew:
 
 class _Worker:
     def __init__(self) -> None:
-        root = str(Path(next(iter(moonpool.__path__))).parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moonpool.runtime.bench.worker"],
             stdin=subprocess.PIPE,
