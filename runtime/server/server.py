@@ -15,6 +15,7 @@ from moonpool.runtime.frontend.log_control import LogControl
 from moonpool.runtime.frontend.metadata import Metadata
 from moonpool.runtime.frontend.repository_control import RepositoryControl
 from moonpool.runtime.frontend.service import Service
+from moonpool.runtime.frontend.setting_values import BadSetting
 from moonpool.runtime.frontend.trace_settings import trace_options
 from moonpool.runtime.frontend.traces import Traces
 from moonpool.runtime.loading import HostingRules
@@ -57,7 +58,10 @@ class Server:
         self._options = options
         self._http_options = http_options(options)
         self._grpc_options = grpc_options(options) if options.allow_grpc else None
-        traces = trace_options(trace_flags(options))
+        try:
+            traces = trace_options(trace_flags(options))
+        except BadSetting as error:
+            raise BadOption(str(error)) from error
         runtime = self._runtime = Runtime(
             options.model_repository,
             models=(),

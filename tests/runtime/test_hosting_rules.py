@@ -1,0 +1,71 @@
+"""What holds for all models of a runtime, whatever they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.server.repositories import CONFIG, write
+
+import moonpool
+from moonpool.runtime.loading import HostingRules, Wanted, prepare
+from moonpool.runtime.repositories import ModelRepositories
+
+COMPLETES = """
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_output({"name": "OUT", "data_type": "TYPE_FP32", "dims": [4]})
+        config.add_input({"name": "IN", "data_type": "TYPE_FP32", "dims": [4]})
+        raise ValueError("was asked")
+
+    def execute(self, requests):
+        return []
+"""
+
+
+def says(sandbox: str | None) -> str:
+    if sandbox is None:
+        return CONFIG
+    value = f'key: "MOONPOOL_SANDBOX" value {{ string_value: "{sandbox}" }}'
+    return f"{CONFIG}\nparameters {{ {value} }}"
+
+
+@pytest.mark.parametrize(
+    ("rule", "said", "level"),
+    [
+        (None, None, "standard"),
+        (None, "off", "off"),
+        ("off", None, "off"),
+        ("standard", None, "standard"),
+        ("strict", None, "strict"),
+        ("standard", "off", "standard"),
+        ("standard", "strict", "strict"),
+        ("strict", "standard", "strict"),
+        ("off", "standard", "standard"),
+    ],
+)
+def test_a_model_may_raise_the_level_of_its_sandbox_but_not_lower_it(
+    tmp_path: Path, rule: str | None, said: str | None, level: str
+) -> None:
+    write(tmp_path, "m", config=says(said))
+    prepared = prepare(
+        Wanted("m"), ModelRepositories([tmp_path]), lambda _: None, HostingRules(rule)
+    )
+
+    assert prepared.models[0].options.sandbox == level
+
+
+def test_a_model_is_not_asked_to_complete_its_configuration_where_that_is_off(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "whole", COMPLETES)
+    write(tmp_path, "partial", COMPLETES, 'backend: "python"')
+    with moonpool.Runtime(tmp_path, models=()) as runtime:
+        with pytest.raises(moonpool.LoadFailed, match="was asked"):
+            runtime.load("whole")
+        runtime.registry.rules = HostingRules(completes=False)
+        runtime.load("whole")
+        assert [tensor.name for tensor in runtime.config("whole").outputs] == ["OUT"]
+        with pytest.raises(moonpool.ConfigError, match="must specify"):
+            runtime.load("partial")

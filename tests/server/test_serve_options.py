@@ -1,0 +1,169 @@
+"""`moonpool serve` and its options, as a process: wrong ones, where they come from, what they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.server.repositories import BAD, ECHO, write
+from tests.server.running import running, starting
+from tests.waiting import wait_until
+
+from moonpool.runtime.cli.main import main
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    write(tmp_path / "models", "good")
+    return tmp_path / "models"
+
+
+Said = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    """Exit code and stderr of a server that cannot start."""
+
+    def said(*arguments: object, **variables: str) -> tuple[int, str]:
+        with monkeypatch.context() as patch:
+            for name, text in variables.items():
+                patch.setenv(name, text)
+            try:
+                code = main(["serve", *map(str, arguments)])
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+        return code, capsys.readouterr().err
+
+    return said
+
+
+def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Said) -> None:
+    wrong = {
+        ("--http-prot=1",): 'did you mean "--http-port"?',
+        ("--http-por=1",): "unrecognized arguments",
+        ("--http-port=x",): "--http-port: must be a port",
+        ("--load-model=good",): "--load-model needs --model-control-mode=explicit",
+        ("--allow-http=false", "--allow-grpc=false"): "nothing to serve with",
+        ("--http-server-cert=x",): "needed both",
+        ("--trace-config=nonsense=1",): "--trace-config",
+        ("--http-restricted-api=healthy:a=b",): "unknown API 'healthy'",
+        ("--control-token-file=/nowhere/token",): "/nowhere/token: No such file",
+    }
+    for arguments, what in wrong.items():
+        code, text = said(models, *arguments)
+        assert (code, what in text) == (2, True), text
+    code, text = said()
+    assert (code, "name a model repository" in text) == (2, True), text
+
+
+def test_what_is_wrong_in_other_places_is_named(models: Path, tmp_path: Path, said: Said) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text("http-port = 'x'")
+    code, text = said(models, "--config", file)
+    assert (code, f"{file}: http-port: must be a port" in text) == (2, True), text
+    code, text = said(models, MOONPOOL_SERVE_HTTP_PORT="x")
+    assert (code, "MOONPOOL_SERVE_HTTP_PORT: must be a port" in text) == (2, True), text
+    code, text = said(tmp_path / "missing")
+    assert (code, "there is no directory" in text) == (1, True), text
+
+
+def test_options_come_from_a_file_and_the_environment(models: Path, tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(f"model-repository = [{json.dumps(str(models))}]\nid = 'from the file'")
+    variables = {"MOONPOOL_SERVE_CONFIG": str(file), "MOONPOOL_SERVE_LOG_FORMAT": "json"}
+    with running("--allow-grpc=false", variables=variables, serves=["http"]) as server:
+        lines = [json.loads(line) for line in server.text().splitlines()]
+    assert any("from the file" in line["text"] for line in lines)
+    assert {line["level"] for line in lines} == {"info"}
+
+
+def test_what_does_nothing_here_is_said_once(models: Path) -> None:
+    flags = ("--backend-config=python,shm-default-byte-size=1", "--backend-config=python,x=y")
+    with running(models, *flags) as server:
+        lines = [line for line in server.text().splitlines() if "has no effect" in line]
+    assert len(lines) == 1
+    assert re.match(r"W\d{4} .*\] --backend-config has no effect here: ", lines[0])
+
+
+def test_the_log_goes_to_a_file(models: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with starting(models, f"--log-file={path}") as server:
+        wait_until(lambda: path.exists() and "] Ready" in path.read_text(), 30.0)
+        server.tell(signal.SIGTERM)
+        assert server.wait() == 0
+        assert server.text() == ""
+
+
+def test_services_can_be_left_out(models: Path) -> None:
+    with running(models, "--allow-grpc=false", "--allow-metrics=false", serves=["http"]) as server:
+        assert set(server.ports) == {"http"}
+    with running(models, "--allow-http=false", serves=["grpc"]) as server:
+        assert "http" not in server.ports
+
+
+def test_a_repository_is_polled_when_it_is_time_and_at_a_hangup(models: Path) -> None:
+    flags = ("--model-control-mode=poll", "--repository-poll-secs=1")
+    with running(models, *flags) as server:
+        write(models, "second")
+        server.wait_for("successfully loaded 'second'")
+        shutil.rmtree(models / "good")
+        server.wait_for("'good' is gone from the repository: unloading")
+    with running(models, "--model-control-mode=poll", "--repository-poll-secs=3600") as server:
+        write(models, "third", BAD)
+        server.tell(signal.SIGHUP)
+        server.wait_for("load failed for model 'third'")
+        write(models, "third")
+        server.tell(signal.SIGHUP)
+        server.wait_for("successfully loaded 'third'")
+
+
+def test_a_hangup_does_nothing_in_other_modes(models: Path) -> None:
+    with running(models) as server:
+        server.tell(signal.SIGHUP)
+        server.wait_for("nothing is polled with --model-control-mode=none")
+
+
+def test_models_are_loaded_at_the_start_as_the_mode_says(models: Path) -> None:
+    for name in ("second", "third"):
+        write(models, name)
+    explicit = "--model-control-mode=explicit"
+    with running(models, explicit) as server:
+        assert "successfully loaded" not in server.text()
+    with running(models, explicit, "--load-model=good", "--load-model=third") as server:
+        loaded = re.findall(r"successfully loaded '(\w+)'", server.text())
+        assert sorted(loaded) == ["good", "third"]
+    with running(models, explicit, "--load-model=*") as server:
+        assert len(re.findall("successfully loaded", server.text())) == 3
+    with starting(models, explicit, "--load-model=nope") as server:
+        assert server.wait() == 1
+
+
+def test_two_repositories_are_served_as_one(models: Path, tmp_path: Path) -> None:
+    for name in ("good", "third"):
+        write(tmp_path / "more", name)
+    flags = (f"--model-repository={tmp_path / 'more'}", "--exit-on-error=false")
+    with running(models, *flags) as server:
+        assert re.findall(r"successfully loaded '(\w+)'", server.text()) == ["third"]
+        assert "failed to poll model 'good': not unique across all" in server.text()
+
+
+def test_a_load_that_failed_is_tried_again_as_often_as_wanted(models: Path, tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    write(models, "moody", f"open({str(tries)!r}, 'a').write('x')\n{BAD}")
+    with starting(models, "--model-load-retry-count=2", "--sandbox=off") as server:
+        assert server.wait() == 1
+    assert os.path.getsize(tries) == 3
+
+
+def test_what_a_model_prints_is_a_line_of_the_log(models: Path) -> None:
+    write(models, "loud", ECHO + "\nprint('hello', flush=True)\n")
+    with running(models) as server:
+        server.wait_for("[loud_0_0] hello\n")
+        assert re.search(r"^I\d{4} .*\d+\] \[loud_0_0\] hello$", server.text(), re.MULTILINE)
