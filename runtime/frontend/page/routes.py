@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from starlette.requests import Request
 
     from moonpool.runtime.frontend.overview import Overview
@@ -22,7 +24,7 @@ _FILE = Path(__file__).with_name("page.html")
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
-def routes(overview: Overview) -> list[Route]:
+def routes(overview: Overview, executor: Executor) -> list[Route]:
     """`/` and `/v2/moonpool/overview`, for the HTTP application."""
     page = _FILE.read_text()
     headers = {"Content-Security-Policy": _policy(page), **_HEADERS}
@@ -37,7 +39,8 @@ def routes(overview: Overview) -> list[Route]:
             return _json(error, 400)
         # It reads from /proc, which takes longer with every process.
         number = None if since is None else int(since)
-        return _json(await asyncio.to_thread(overview.snapshot, number))
+        loop = asyncio.get_running_loop()
+        return _json(await loop.run_in_executor(executor, overview.snapshot, number))
 
     return [
         Route("/", show_page, methods=["GET"]),

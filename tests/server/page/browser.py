@@ -59,8 +59,8 @@ class Browser:
         """`folder` is for its profile, and whatever else it writes."""
         if _EXECUTABLE is None:
             raise FileNotFoundError("chromium")
-        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in _pipe() + _pipe()]
-        commands, self._write_fd, self._read_fd, answers = ends
+        commands, self._write_fd = _pipe()
+        self._read_fd, answers = _pipe()
         arguments = [*_OPTIONS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
         with (folder / "chromium.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -265,4 +265,9 @@ def _typed(text: str) -> dict[str, str]:
 
 
 def _pipe() -> tuple[int, int]:
-    return os.pipe()
+    """A pipe whose ends are none of the descriptors that Chromium wants to find something else at."""
+    ends = os.pipe()
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in ends]
+    for fd in ends:
+        os.close(fd)
+    return high[0], high[1]

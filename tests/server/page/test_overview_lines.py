@@ -1,0 +1,92 @@
+"""The overview as text: everything is there, nothing is wider than the terminal, nothing is obeyed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.server.page.models import write
+
+import moonpool
+from moonpool.runtime.cli.overview_lines import overview_lines
+from moonpool.runtime.frontend.overview import Overview
+
+URL = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a server with an error and with models that are not loaded tells."""
+    repository = write(tmp_path_factory.mktemp("models"), "add_sub", "fails")
+    index = [
+        {"name": "idle", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"},
+        {"name": "broken", "version": "1", "state": "UNAVAILABLE", "reason": "no such\nfile"},
+    ]
+    with moonpool.Runtime(repository) as runtime:
+        with pytest.raises(moonpool.ModelError):
+            runtime.infer("fails", {"X": np.zeros(4, np.float32)})
+        overview = Overview(runtime.registry, lambda: index)
+        yield overview.snapshot()
+        overview.close()
+
+
+def texts(shown: dict[str, Any], width: int = 80, *, instances: bool = True) -> list[str]:
+    return [line.text for line in overview_lines(shown, URL, width, instances=instances)]
+
+
+def test_models_instances_and_errors_are_there(shown: dict[str, Any]) -> None:
+    lines = texts(shown, 160)
+
+    assert lines[0].startswith(f"moonpool {moonpool.__version__} at {URL}, up ")
+    assert lines[1].startswith("2 of 4 versions ready, 2 processes with ")
+    (add_sub,) = [line.split() for line in lines if line.startswith("add_sub:1")]
+    assert add_sub[1:3] == ["READY", "1/1"]
+    assert any(line.startswith("  add_sub_0  READY  pid ") for line in lines)
+    assert "  no such" in lines
+    assert "unloaded" not in "".join(lines)
+    assert "fails (1 request): Failed to process" in lines[-1]
+
+
+def test_instances_can_be_left_out(shown: dict[str, Any]) -> None:
+    assert not any("add_sub_0" in line for line in texts(shown, instances=False))
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(shown: dict[str, Any], width: int) -> None:
+    assert max(map(len, texts(shown, width))) <= width
+
+
+def test_eighty_columns_hold_every_column(shown: dict[str, Any]) -> None:
+    (title,) = [line for line in texts(shown, 80) if line.startswith("MODEL")]
+
+    assert title.split()[1:] == [
+        "STATE",
+        "INST",
+        "REQ/S",
+        "LATENCY",
+        "QUEUE",
+        "FAILED",
+        "RST",
+        "MEMORY",
+    ]
+
+
+def test_what_a_terminal_would_obey_is_shown(shown: dict[str, Any]) -> None:
+    hostile = {
+        **shown,
+        "errors": [{**shown["errors"][0], "text": "\x1b[2J\x07gone\tis \x9b1m"}],
+        "models": [{**shown["models"][0], "name": "a\x1b[31m"}],
+    }
+    text = "\n".join(texts(hostile, 200))
+
+    assert "\\x1b[2J\\x07gone is \\x9b1m" in text
+    assert not {character for character in text if ord(character) < 32} - {"\n"}
+
+
+def test_a_server_without_models_says_so(shown: dict[str, Any]) -> None:
+    lines = texts({**shown, "models": [], "errors": []})
+
+    assert "no model is loaded, and the repository has none" in lines
+    assert lines[-1] == "no errors since the server started"
