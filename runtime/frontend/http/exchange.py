@@ -18,6 +18,7 @@ Part = bytes | memoryview
 Headers = tuple[tuple[bytes, bytes], ...]
 
 JSON: Headers = ((b"Content-Type", b"application/json"),)
+TEXT: Headers = ((b"Content-Type", b"text/plain"),)
 # Joining what is small costs less than handing it over piece by piece.
 _JOIN_BYTES = 16 << 10
 

@@ -1,0 +1,90 @@
+"""Bodies that travel compressed: gzip and deflate, both ways."""
+
+from __future__ import annotations
+
+import zlib
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.frontend.http.head import BadMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moonpool.runtime.frontend.http.exchange import Body, Part
+
+_STEP_BYTES = 1 << 20
+_GZIP, _ZLIB, _RAW = 31, 15, -15
+# On a loopback even this is more work than sending the bytes as they are.
+_LEVEL = 1
+
+
+def inflate(encoding: str, body: Body, limit_bytes: int) -> bytearray:
+    """The body as it was before it was compressed. Raises `BadMessage` for more than `limit_bytes`, and what is broken.
+
+    Takes no more memory than the limit, whatever the body says. May run on any thread.
+    """
+    if encoding not in ("gzip", "deflate"):
+        raise BadMessage(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"unsupported Content-Encoding '{encoding}'"
+        )
+    out = bytearray()
+    left: Body = body
+    try:
+        while True:
+            kind = _GZIP if encoding == "gzip" else _deflate_kind(left)
+            inflater = zlib.decompressobj(kind)
+            while not inflater.eof:
+                piece = inflater.decompress(left, min(_STEP_BYTES, limit_bytes - len(out) + 1))
+                out += piece
+                if len(out) > limit_bytes:
+                    raise BadMessage(
+                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                        f"the request body has more than {limit_bytes} bytes once it is decompressed",
+                    )
+                left = inflater.unconsumed_tail
+                if not piece and not left and not inflater.eof:
+                    raise zlib.error("it ends too early")
+            # A gzip file may have several parts.
+            left = inflater.unused_data
+            if not left or encoding != "gzip":
+                break
+    except zlib.error as error:
+        raise BadMessage(
+            HTTPStatus.BAD_REQUEST, f"the request body cannot be decompressed as {encoding}: {error}"
+        ) from None
+    if left:
+        raise BadMessage(HTTPStatus.BAD_REQUEST, "there is something behind the compressed body")
+    return out
+
+
+def _deflate_kind(body: Body) -> int:
+    """Most clients send zlib's format, as the standard says, some what its name says."""
+    is_zlib = len(body) >= 2 and body[0] & 15 == 8 and (body[0] << 8 | body[1]) % 31 == 0
+    return _ZLIB if is_zlib else _RAW
+
+
+def deflate(encoding: str, parts: Sequence[Part]) -> list[bytes]:
+    """The parts, compressed. May run on any thread."""
+    deflater = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP if encoding == "gzip" else _ZLIB)
+    compressed = [deflater.compress(part) for part in parts]
+    compressed.append(deflater.flush())
+    return [piece for piece in compressed if piece]
+
+
+def accepted(header: bytes) -> str | None:
+    """Which encoding a client wants the most, of those that are spoken here; None for none."""
+    best: str | None = None
+    most = 0.0
+    for item in header.decode("latin-1").lower().split(","):
+        name, _, parameter = item.partition(";")
+        key, _, value = parameter.strip().partition("=")
+        weight = 1.0
+        if key == "q":
+            try:
+                weight = float(value)
+            except ValueError:
+                weight = 0.0
+        if name.strip() in ("gzip", "deflate") and weight > most:
+            best, most = name.strip(), weight
+    return best

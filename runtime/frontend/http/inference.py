@@ -1,0 +1,281 @@
+"""Requests for inference on their way from a connection into a scheduler and back, without a task or a thread between."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.memo import Memo
+from moonpool.runtime.errors import InvalidRequest, ModelError, own
+from moonpool.runtime.frontend.http.encoding import accepted, deflate, inflate
+from moonpool.runtime.frontend.http.exchange import JSON, TEXT
+from moonpool.runtime.frontend.http.head import BadMessage
+from moonpool.runtime.frontend.http.infer_request import Plan, raw_plan, read_plan
+from moonpool.runtime.frontend.http.infer_response import render
+from moonpool.runtime.frontend.requests import make_request, refused
+from moonpool.runtime.frontend.statuses import http_status
+from moonpool.runtime.frontend.submission import LoopSubmission
+from moonpool.runtime.frontend.tensors import WrongSize
+from moonpool.runtime.request import Response
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Executor
+
+    from moonpool.runtime.frontend.http.exchange import Body, Exchange, Headers, Part
+    from moonpool.runtime.frontend.http.options import HttpLimits
+    from moonpool.runtime.frontend.service import Service
+    from moonpool.runtime.frontend.submission import Hosted
+    from moonpool.runtime.request import Outcome
+
+_log = logging.getLogger("moonpool")
+# What takes longer than a hand-over to a thread is not done in the loop.
+_LONG_DEFLATE_BYTES = 64 << 10
+_LONG_COPY_BYTES = 1 << 20
+# Clients that send binary tensors send the same JSON every time, but for the id.
+_MEMORABLE_BYTES = 2048
+
+
+class InferTarget:
+    """Which model a path names, and what the headers that come with it say. For all requests of the same head."""
+
+    __slots__ = ("accepts", "encoding", "header_length", "model", "version")
+
+    def __init__(self, model: str, version: int | None, headers: dict[bytes, bytes]) -> None:
+        self.model = model
+        self.version = version
+        self.encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
+        self.accepts = accepted(headers.get(b"accept-encoding", b""))
+        # None for a body that is nothing but JSON.
+        self.header_length: int | None = None
+        given = headers.get(b"inference-header-content-length")
+        if given is not None:
+            self.header_length = _leading_number(given)
+
+
+def _leading_number(text: bytes) -> int:
+    """As C reads a number: what stands behind it does not matter, and where there is none it is 0."""
+    text = text.strip()[:20]
+    end = start = 1 if text[:1] in (b"+", b"-") else 0
+    while text[end : end + 1].isdigit():
+        end += 1
+    return int(text[:end]) if end > start else 0
+
+
+class Inference:
+    """The route. For the loop's thread."""
+
+    def __init__(
+        self,
+        service: Service,
+        loop: asyncio.AbstractEventLoop,
+        executor: Executor,
+        limits: HttpLimits,
+    ) -> None:
+        """What takes long runs in `executor`."""
+        self.service = service
+        self.limits = limits
+        self._loop = loop
+        self._executor = executor
+        self._plans: Memo[bytes, Plan] = Memo(512)
+
+    def handle(self, exchange: Exchange, target: InferTarget) -> None:
+        """Answer the request, now or later."""
+        try:
+            hosted = self.find(target.model, target.version)
+        except MoonpoolError as error:
+            exchange.fail(http_status(error), str(error), TEXT)
+        else:
+            InferCall(self, exchange, target, hosted).begin()
+
+    def find(self, model: str, version: int | None) -> Hosted:
+        """The model, if it can be asked over HTTP. Raises `MoonpoolError`."""
+        hosted: Hosted = self.service.models.find(model, version)
+        if hosted.model.config.decoupled:
+            raise ModelError(
+                "HTTP end point doesn't support models with decoupled transaction policy",
+                "UNSUPPORTED",
+            )
+        return hosted
+
+    def memory_for(self, target: InferTarget, size_bytes: int) -> memoryview | None:
+        """Memory that the model's stubs see, so that the tensors in a large body need not be copied."""
+        header_length = target.header_length or 0
+        if target.encoding or not 0 < header_length < size_bytes:
+            return None
+        try:
+            hosted = self.find(target.model, target.version)
+            return self.service.memory_for(hosted.model, header_length, size_bytes)
+        except MoonpoolError:  # what is wrong is said once the body is there, or it goes without
+            return None
+
+    def plan(self, body: Body, length: int) -> Plan:
+        """What the JSON says that the body begins with. Raises `MoonpoolError`."""
+        text = body if length == len(body) else memoryview(body)[:length]
+        if length > _MEMORABLE_BYTES:
+            return read_plan(text)
+        raw = bytes(text)
+        plan = self._plans.get(raw)
+        if plan is None:
+            plan = self._plans.keep(raw, read_plan(raw))
+        return plan
+
+    def elsewhere(
+        self,
+        exchange: Exchange,
+        function: Callable[[], Any],
+        go_on: Callable[[Any], None],
+        headers: Headers,
+    ) -> None:
+        """Call a function that takes long in a thread, and go on here with what it returns.
+
+        `headers` are those of the response where it fails.
+        """
+
+        def done(future: asyncio.Future[Any]) -> None:
+            error = future.exception()
+            if error is None:
+                if not exchange.is_gone:
+                    go_on(future.result())
+            elif isinstance(error, BadMessage):
+                exchange.fail(error.status, error.text, headers)
+            elif isinstance(error, MoonpoolError):
+                exchange.fail(http_status(error), str(error), headers)
+            else:
+                _log.error("answering a request for inference failed", exc_info=error)
+                exchange.fail(500, "internal error", headers)
+
+        self._loop.run_in_executor(self._executor, function).add_done_callback(done)
+
+
+class InferCall:
+    """One request. It is called with the outcome."""
+
+    __slots__ = ("_arrays", "_exchange", "_hosted", "_plan", "_route", "_target")
+
+    def __init__(
+        self, route: Inference, exchange: Exchange, target: InferTarget, hosted: Hosted
+    ) -> None:
+        self._route = route
+        self._exchange = exchange
+        self._target = target
+        self._hosted = hosted
+        self._plan: Plan
+        self._arrays: dict[str, Any]
+
+    def begin(self) -> None:
+        """Read the request and send it to the model."""
+        encoding, body = self._target.encoding, self._exchange.body
+        if encoding in ("", "identity"):
+            self._read(body)
+            return
+        limit_bytes = self._route.limits.inflated_bytes
+        self._elsewhere(lambda: inflate(encoding, body, limit_bytes), self._read)
+
+    def _elsewhere(self, function: Callable[[], Any], go_on: Callable[[Any], None]) -> None:
+        self._route.elsewhere(self._exchange, function, go_on, JSON)
+
+    def _fail(self, error: BaseException, headers: Headers) -> None:
+        self._exchange.fail(http_status(error), str(error), headers)
+
+    def _read(self, body: Body) -> None:
+        length = self._target.header_length
+        if length is None:
+            length = len(body)
+        elif not 0 <= length <= len(body):
+            text = f"inference header size should be in range (0, {len(body)}), got: {length}"
+            self._exchange.fail(400, text, TEXT)
+            return
+        try:
+            if length:
+                plan = self._plan = self._route.plan(body, length)
+                data: Any = body
+                if type(body) is memoryview and isinstance(body.obj, np.ndarray):
+                    # Arrays are to be views of that one, which may lie in memory that the stubs see.
+                    data = body.obj
+            else:
+                plan, data = raw_plan(self._hosted.model.config, body)
+                self._plan = plan
+            self._arrays = plan.arrays(self._hosted.model.name, data, length)
+        except MoonpoolError as error:
+            self._fail(self._told(error), JSON)
+            return
+        size_bytes = sum(each.place[2] for each in plan.inputs if each.place is not None)
+        if size_bytes > _LONG_COPY_BYTES:
+            self._elsewhere(self._read_shared, self._send)
+        else:
+            self._send(None)
+
+    def _told(self, error: MoonpoolError) -> MoonpoolError:
+        """Where a size is wrong Triton names the model and the request."""
+        if isinstance(error, WrongSize):
+            return refused(error, self._hosted, self._plan.request_id)
+        return error
+
+    def _read_shared(self) -> None:
+        """Fetch the inputs that lie in clients' memory."""
+        arrays = self._arrays
+        for name, code, shape, _, _, place in self._plan.inputs:
+            if place is not None and name not in arrays:
+                try:
+                    arrays[name] = self._route.service.read_shared(
+                        self._hosted.model, name, code, shape, place
+                    )
+                except InvalidRequest as error:
+                    raise self._told(error) from None
+
+    def _send(self, _: None) -> None:
+        plan, hosted, exchange = self._plan, self._hosted, self._exchange
+        try:
+            if plan.has_shared:
+                self._read_shared()
+            request = make_request(hosted, self._arrays, plan.outputs, plan.details)
+            del self._arrays
+            submission = LoopSubmission(hosted.scheduler, request, self)
+        except MoonpoolError as error:
+            self._fail(own(error), JSON)
+            return
+        if not exchange.is_gone:
+            exchange.cancel = submission.cancel
+
+    def __call__(self, outcome: Outcome) -> None:
+        """The model has answered."""
+        if not isinstance(outcome, Response):
+            self._fail(outcome, TEXT)
+            return
+        service, model, plan = self._route.service, self._hosted.model, self._plan
+        if plan.has_shared_outputs and _size_bytes(outcome) > _LONG_COPY_BYTES:
+            self._route.elsewhere(
+                self._exchange, lambda: render(service, model, plan, outcome), self._respond, TEXT
+            )
+            return
+        try:
+            rendered = render(service, model, plan, outcome)
+        except MoonpoolError as error:
+            self._fail(error, TEXT)
+            return
+        self._respond(rendered)
+
+    def _respond(self, rendered: tuple[Headers, list[Part]]) -> None:
+        headers, parts = rendered
+        exchange, encoding = self._exchange, self._target.accepts
+        if encoding is None:
+            exchange.respond(200, headers, parts)
+            return
+        headers = (*headers, (b"Content-Encoding", encoding.encode()))
+        if sum(map(len, parts)) <= _LONG_DEFLATE_BYTES:
+            exchange.respond(200, headers, deflate(encoding, parts))
+            return
+        self._elsewhere(
+            lambda: deflate(encoding, parts),
+            lambda compressed: exchange.respond(200, headers, compressed),
+        )
+
+
+def _size_bytes(response: Response) -> int:
+    outputs: Iterable[Any] = response.outputs.values()
+    return sum(output.raw.nbytes for output in outputs)
