@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # What a client may send on after an error, so that it gets to read the response before it sees a reset.
 _LINGER_S = 2.0
-_WAITING_BYTES = 64 << 10
+_WAITING_BYTES = _SMALL_BYTES = 64 << 10
 _END_OF_HEAD = b"\r\n\r\n"
 
 
@@ -29,8 +29,8 @@ class Handler(Protocol):
     def handle(self, exchange: Exchange) -> None:
         """Answer now or later."""
 
-    def refuse(self, head: Head) -> tuple[int, str] | None:
-        """Why the body of such a request need not even be sent: status and text."""
+    def refuse(self, head: Head) -> BadMessage | None:
+        """Why the body of such a request need not even be sent."""
 
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
         """Where the body of such a request is best received."""
@@ -207,9 +207,11 @@ class Connection(asyncio.BufferedProtocol):
         length = head.content_length
         if length > port.limits.body_bytes:
             raise too_large(str(length), port.limits.body_bytes)
-        refusal = port.handler.refuse(head)
-        if refusal is not None:
-            raise BadMessage(HTTPStatus(refusal[0]), refusal[1])
+        # A small body is read all the same, as the connection may then go on.
+        if length > _SMALL_BYTES or head.is_chunked or head.expects_continue:
+            refusal = port.handler.refuse(head)
+            if refusal is not None:
+                raise refusal
         self._head = head
         if head.is_chunked:
             self._intake = Chunked(port.limits.body_bytes)

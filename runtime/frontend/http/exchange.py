@@ -6,19 +6,16 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.memo import Memo
+from moonpool.runtime.frontend.http.head import JSON
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from moonpool.runtime.frontend.http.connection import Connection
-    from moonpool.runtime.frontend.http.head import Head
+    from moonpool.runtime.frontend.http.head import Head, Headers
 
 Body = bytes | bytearray | memoryview
 Part = bytes | memoryview
-Headers = tuple[tuple[bytes, bytes], ...]
-
-JSON: Headers = ((b"Content-Type", b"application/json"),)
-TEXT: Headers = ((b"Content-Type", b"text/plain"),)
 # Joining what is small costs less than handing it over piece by piece.
 _JOIN_BYTES = 16 << 10
 
@@ -131,8 +128,7 @@ def error_body(text: str) -> bytes:
 
 # As Triton's library for HTTP says it.
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus} | {405: b"Not Allowed"}
-_KnownHead = tuple[int, Headers, "int | None", bool]
-_heads: Memo[_KnownHead, bytes] = Memo(1024)
+_heads: Memo[tuple[int, Headers, int | None, bool], bytes] = Memo(1024)
 
 
 def _head(status: int, headers: Headers, length: int | None, *, will_close: bool) -> bytes:

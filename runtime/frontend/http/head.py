@@ -17,14 +17,19 @@ if TYPE_CHECKING:
 _MEMORABLE_BYTES = 2048
 _VERSIONS = ("1.0", "1.1")
 
+Headers = tuple[tuple[bytes, bytes], ...]
+JSON: Headers = ((b"Content-Type", b"application/json"),)
+TEXT: Headers = ((b"Content-Type", b"text/plain"),)
+
 
 class BadMessage(Exception):
     """What cannot be answered in any other way than with this status, and the end of the connection."""
 
-    def __init__(self, status: HTTPStatus, text: str) -> None:
+    def __init__(self, status: int, text: str, headers: Headers = JSON) -> None:
         super().__init__(text)
         self.status = status
         self.text = text
+        self.headers = headers
 
 
 class Head:

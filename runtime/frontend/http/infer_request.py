@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.ipc.tensors import BYTES, CODES, ITEMSIZE
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.frontend.http.json_text import loads
+from moonpool.runtime.frontend.http.json_text import NotJson, loads
 from moonpool.runtime.frontend.parameters import request_details
 from moonpool.runtime.frontend.tensors import BadJson, code_of, of_bytes, of_values
 
@@ -63,7 +63,9 @@ class Plan:
         if "id" in root and type(root["id"]) is not str:
             raise BadJson("id", _WRONG["string"])
         self.request_id: str = root.get("id", "")
-        parameters = _object(root, "parameters")
+        if type(root.get("parameters", {})) is not dict:
+            raise NotJson("failed to get request params.: attempt to get members for non-object")
+        parameters = root.get("parameters", {})
         self.details: Details | None = request_details(self.request_id, parameters)
         self.inputs = [_input(each) for each in _array(root, "inputs")]
         names = set()
@@ -185,10 +187,9 @@ def _text(root: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _number(root: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = root.get(name, default)
-    if value is None and name not in root:
-        raise _missing(name)
+def _number(root: Mapping[str, Any], name: str) -> int:
+    """A member that is a whole number; 0 where there is none."""
+    value = root.get(name, 0)
     if type(value) is not int or not 0 <= value <= _UINT64:
         raise BadJson(name, _WRONG["number"])
     return value
@@ -199,14 +200,12 @@ def _place(parameters: Mapping[str, Any]) -> Place | None:
         return None
     return (
         _text(parameters, "shared_memory_region"),
-        _number(parameters, "shared_memory_offset", 0),
+        _number(parameters, "shared_memory_offset"),
         _number(parameters, "shared_memory_byte_size"),
     )
 
 
-_FIELDS = (
-    "'data', 'binary_data_size' in 'parameters', 'shared_memory_region' in 'parameters'. But "
-)
+_FIELDS = "'data', 'binary_data_size' in 'parameters', 'shared_memory_region' in 'parameters'. But "
 
 
 def _input(value: object) -> InputPlan:
@@ -238,8 +237,11 @@ def _output(value: object, is_binary: bool) -> tuple[str, OutputPlan]:
         is_binary = parameters["binary_data"]
         if type(is_binary) is not bool:
             raise BadJson("binary_data", _WRONG["boolean"])
-    classes = _number(parameters, "classification", 0)
+    classes = parameters.get("classification", 0)
+    if type(classes) is not int or not 0 <= classes <= _UINT64:
+        raise NotJson(f"Unable to set 'classification': {_WRONG['number']}")
     place = _place(parameters)
-    if classes and place is not None:
-        raise InvalidRequest("shared memory can't be used with classification")
+    for other in ("binary_data", "classification"):
+        if place is not None and parameters.get(other):
+            raise InvalidRequest(f"Output can't set both 'shared_memory_region' and '{other}'")
     return name, OutputPlan(is_binary, classes, place)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import NAMES
 from moonpool.runtime.frontend.classification import classify, read_labels
-from moonpool.runtime.frontend.http.exchange import JSON
+from moonpool.runtime.frontend.http.head import JSON
 from moonpool.runtime.frontend.http.json_text import dumps
 from moonpool.runtime.frontend.tensors import to_bytes, to_values
 from moonpool.runtime.request import Wire
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moonpool.runtime.backend import Model
-    from moonpool.runtime.frontend.http.exchange import Headers, Part
+    from moonpool.runtime.frontend.http.exchange import Part
+    from moonpool.runtime.frontend.http.head import Headers
     from moonpool.runtime.frontend.http.infer_request import OutputPlan, Plan
     from moonpool.runtime.frontend.service import Service
     from moonpool.runtime.request import Response
@@ -98,14 +99,7 @@ def _describe(
         "shape": output.shape,
     }
     if how.place is not None:
-        region, offset, _ = how.place
-        size_bytes = service.write_shared(name, output, how.place)
-        described["parameters"] = {
-            "shared_memory_region": region,
-            "shared_memory_byte_size": size_bytes,
-        }
-        if offset:
-            described["parameters"]["shared_memory_offset"] = offset
+        service.write_shared(name, output, how.place)
     elif how.is_binary:
         data = to_bytes(output)
         parts.append(data)

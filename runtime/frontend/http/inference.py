@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memo import Memo
+from moonpool.ipc.memory import ALIGNMENT
 from moonpool.runtime.errors import InvalidRequest, ModelError, own
-from moonpool.runtime.frontend.http.encoding import accepted, deflate, inflate
-from moonpool.runtime.frontend.http.exchange import JSON, TEXT
-from moonpool.runtime.frontend.http.head import BadMessage
+from moonpool.runtime.frontend.http.encoding import ENCODINGS, accepted, deflate, inflate
+from moonpool.runtime.frontend.http.head import JSON, TEXT, BadMessage
 from moonpool.runtime.frontend.http.infer_request import Plan, raw_plan, read_plan
 from moonpool.runtime.frontend.http.infer_response import render
 from moonpool.runtime.frontend.requests import make_request, refused
 from moonpool.runtime.frontend.statuses import http_status
 from moonpool.runtime.frontend.submission import LoopSubmission
 from moonpool.runtime.frontend.tensors import WrongSize
+from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.request import Response
 
 if TYPE_CHECKING:
@@ -26,16 +28,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Executor
 
-    from moonpool.runtime.frontend.http.exchange import Body, Exchange, Headers, Part
+    from moonpool.runtime.frontend.http.exchange import Body, Exchange, Part
+    from moonpool.runtime.frontend.http.head import Headers
     from moonpool.runtime.frontend.http.options import HttpLimits
     from moonpool.runtime.frontend.service import Service
     from moonpool.runtime.frontend.submission import Hosted
     from moonpool.runtime.request import Outcome
 
+_ENCODINGS = ((b"Accept-Encoding", b"gzip, deflate"), *TEXT)
 _log = logging.getLogger("moonpool")
 # What takes longer than a hand-over to a thread is not done in the loop.
 _LONG_DEFLATE_BYTES = 64 << 10
 _LONG_COPY_BYTES = 1 << 20
+# Which bodies are received into memory that the model's stubs see. It is taken before the body has come, so
+# who only says that much is to come must not get very much.
+_LONG_BODY_BYTES = 64 << 10
+_HUGE_BODY_BYTES = 64 << 20
+_UINT8 = np.dtype(np.uint8)
 # Clients that send binary tensors send the same JSON every time, but for the id.
 _MEMORABLE_BYTES = 2048
 
@@ -48,7 +57,7 @@ class InferTarget:
     def __init__(self, model: str, version: int | None, headers: dict[bytes, bytes]) -> None:
         self.model = model
         self.version = version
-        self.encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
+        self.encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         self.accepts = accepted(headers.get(b"accept-encoding", b""))
         # None for a body that is nothing but JSON.
         self.header_length: int | None = None
@@ -104,14 +113,21 @@ class Inference:
 
     def memory_for(self, target: InferTarget, size_bytes: int) -> memoryview | None:
         """Memory that the model's stubs see, so that the tensors in a large body need not be copied."""
-        header_length = target.header_length or 0
-        if target.encoding or not 0 < header_length < size_bytes:
+        length = target.header_length or 0
+        is_long = _LONG_BODY_BYTES < size_bytes < _HUGE_BODY_BYTES
+        if target.encoding != "identity" or not is_long or not 0 < length < size_bytes:
             return None
         try:
-            hosted = self.find(target.model, target.version)
-            return self.service.memory_for(hosted.model, header_length, size_bytes)
+            model = self.find(target.model, target.version).model
+            backend = self.service.models.backends.of(model.config)
+            if not isinstance(backend, PythonBackend):
+                return None
+            # The first tensor is to begin where any may begin.
+            gap = -length % ALIGNMENT
+            memory = backend.memory_of(model).empty((gap + size_bytes,), _UINT8, gap + size_bytes)
         except MoonpoolError:  # what is wrong is said once the body is there, or it goes without
             return None
+        return memory[gap:].data
 
     def plan(self, body: Body, length: int) -> Plan:
         """What the JSON says that the body begins with. Raises `MoonpoolError`."""
@@ -170,11 +186,14 @@ class InferCall:
     def begin(self) -> None:
         """Read the request and send it to the model."""
         encoding, body = self._target.encoding, self._exchange.body
-        if encoding in ("", "identity"):
+        if encoding == "identity":
             self._read(body)
-            return
-        limit_bytes = self._route.limits.inflated_bytes
-        self._elsewhere(lambda: inflate(encoding, body, limit_bytes), self._read)
+        elif encoding in ENCODINGS:
+            limit_bytes = self._route.limits.inflated_bytes
+            inflated = partial(inflate, body, limit_bytes)
+            self._route.elsewhere(self._exchange, inflated, self._read, TEXT)
+        else:
+            self._exchange.fail(501, "Unsupported compression type", _ENCODINGS)
 
     def _elsewhere(self, function: Callable[[], Any], go_on: Callable[[Any], None]) -> None:
         self._route.elsewhere(self._exchange, function, go_on, JSON)

@@ -77,7 +77,7 @@ class Port:
     @staticmethod
     def refuse(connection: Connection, error: BadMessage) -> None:
         """Write the answer to what is no request."""
-        Exchange(connection, _NO_HEAD, b"").fail(error.status, error.text)
+        Exchange(connection, _NO_HEAD, b"").fail(error.status, error.text, error.headers)
 
     async def drain(self, timeout_s: float) -> bool:
         """Finish what has begun and end all connections; False where some were cut off when the time was over."""

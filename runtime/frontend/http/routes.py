@@ -2,53 +2,158 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.frontend.http.head import TEXT, BadMessage
+from moonpool.runtime.frontend.http.inference import InferTarget
+from moonpool.runtime.frontend.statuses import http_status
+from moonpool.runtime.model_control import version_of
 
 if TYPE_CHECKING:
-    from moonpool.runtime.frontend.http.exchange import Exchange, Headers
-    from moonpool.runtime.frontend.http.head import Head
+    from collections.abc import Callable
 
-TEXT: Headers = ((b"Content-Type", b"text/plain"),)
+    from moonpool.runtime.frontend.http.asgi import AsgiBridge
+    from moonpool.runtime.frontend.http.exchange import Exchange
+    from moonpool.runtime.frontend.http.head import Head, Headers
+    from moonpool.runtime.frontend.http.inference import Inference
+    from moonpool.runtime.frontend.restriction import Origins, Restriction
+
+_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/(\d+))?/infer")
+# Which API a path belongs to; the first that fits.
+_MODEL = r"/v2/models/[^/]+(?:/versions/\d+)?"
+_APIS = [
+    (re.compile(pattern), api)
+    for pattern, api in (
+        (r"/v2/health/(?:live|ready)", "health"),
+        (_MODEL + r"/ready", "health"),
+        (_MODEL + r"/(?:infer|generate|generate_stream)", "inference"),
+        (_MODEL + r"/config", "model-config"),
+        (r"/v2/models(?:/[^/]+(?:/versions/\d+)?)?/stats", "statistics"),
+        (r"/v2(?:/models/[^/]+)?/trace/setting", "trace"),
+        (r"/v2/logging", "logging"),
+        (r"/v2/repository/.*", "model-repository"),
+        (r"/v2/(?:system|cuda)sharedmemory/.*", "shared-memory"),
+        (r"/v2", "metadata"),
+        (_MODEL, "metadata"),
+    )
+]
+_CHANGED_BY_POST = ("trace", "logging", "model-repository", "shared-memory")
+_INDEX = re.compile(r"/v2/repository(?:/[^/]+)?/index")
+_CHALLENGE: Headers = (*TEXT, (b"WWW-Authenticate", b"Bearer"))
 
 
-class Service(Protocol):
-    """What the front end needs of a server."""
+class _Plan(NamedTuple):
+    """What becomes of all requests with the same head."""
 
-    def metrics_text(self) -> str:
-        """All metrics, as Prometheus reads them."""
+    refusal: tuple[int, str, Headers] | None
+    target: InferTarget | None
 
 
 class Routes:
     """The handler of the port for HTTP."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(
+        self,
+        inference: Inference,
+        application: AsgiBridge,
+        restriction: Restriction,
+        origins: Origins,
+    ) -> None:
+        self._inference = inference
+        self._application = application
+        self._restriction = restriction
+        self._origins = origins
 
     def handle(self, exchange: Exchange) -> None:
         """Answer, or see that somebody does."""
-        if exchange.head.target.partition(b"?")[0] == b"/v2/health/live":
-            exchange.respond(200, TEXT)
+        plan = self._plan(exchange.head)
+        if plan.target is not None:
+            self._inference.handle(exchange, plan.target)
+        elif plan.refusal is not None:
+            exchange.fail(*plan.refusal)
         else:
-            exchange.fail(404, "Not Found", TEXT)
+            self._application.handle(exchange)
 
-    def refuse(self, head: Head) -> tuple[int, str] | None:  # noqa: ARG002 - all are welcome
-        """None of the requests is refused before its body has come."""
+    def refuse(self, head: Head) -> BadMessage | None:
+        """Those who are not welcome need not send a body."""
+        refusal = self._plan(head).refusal
+        return None if refusal is None else BadMessage(*refusal)
+
+    def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
+        """Tensors are best received where the model reads them."""
+        target = self._plan(head).target
+        return None if target is None else self._inference.memory_for(target, size_bytes)
+
+    def _plan(self, head: Head) -> _Plan:
+        plan = head.plan
+        if type(plan) is not _Plan:
+            plan = head.plan = self._make_plan(head)
+        return plan
+
+    def _make_plan(self, head: Head) -> _Plan:
+        path = path_of(head)
+        refusal = self._refusal(head, path)
+        found = _INFER.fullmatch(path)
+        if refusal is not None or found is None:
+            return _Plan(refusal, None)
+        if head.method != "POST":
+            return _Plan((405, "Method Not Allowed", TEXT), None)
+        model, version = found.groups()
+        try:
+            number = version_of(version or "")
+        except MoonpoolError as error:
+            return _Plan((http_status(error), str(error), TEXT), None)
+        return _Plan(None, InferTarget(model, number, head.headers))
+
+    def _refusal(self, head: Head, path: str) -> tuple[int, str, Headers] | None:
+        header = header_of(head)
+        if self._origins.is_foreign(header):
+            return 403, "requests from pages of other origins are refused", TEXT
+        for pattern, api in _APIS:
+            if pattern.fullmatch(path):
+                is_change = (
+                    head.method == "POST" and api in _CHANGED_BY_POST and not _INDEX.fullmatch(path)
+                )
+                refusal = self._restriction.refuse(api, header, is_change=is_change)
+                if refusal is None:
+                    return None
+                if refusal.is_unknown:
+                    return 401, refusal.text, _CHALLENGE
+                return 403, refusal.text, TEXT
+        return None
+
+
+def path_of(head: Head) -> str:
+    """The path as the client wrote it: Triton decodes nothing in it."""
+    return head.target.partition(b"?")[0].decode("latin-1")
+
+
+def header_of(head: Head) -> Callable[[str], str | None]:
+    """Looks a header up by its lower-case name."""
+
+    def header(name: str) -> str | None:
+        value = head.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    return header
+
+
+class MetricsRoutes:
+    """The handler of the port for metrics."""
+
+    def __init__(self, application: AsgiBridge) -> None:
+        self._application = application
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer."""
+        self._application.handle(exchange)
+
+    def refuse(self, head: Head) -> BadMessage | None:  # noqa: ARG002 - all are welcome
+        """None is refused."""
         return None
 
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:  # noqa: ARG002 - no wish
         """Anywhere."""
         return None
-
-
-class MetricsRoutes(Routes):
-    """The handler of the port for metrics."""
-
-    def handle(self, exchange: Exchange) -> None:
-        """Answer."""
-        if exchange.head.target.partition(b"?")[0] != b"/metrics":
-            exchange.fail(404, "Not Found", TEXT)
-        elif exchange.head.method != "GET":
-            exchange.fail(405, "Method Not Allowed", TEXT)
-        else:
-            content = ((b"Content-Type", b"text/plain; charset=utf-8"),)
-            exchange.respond(200, content, (self._service.metrics_text().encode(),))

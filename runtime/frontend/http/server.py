@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.frontend.http.application import application, metrics_application
+from moonpool.runtime.frontend.http.asgi import AsgiBridge
+from moonpool.runtime.frontend.http.inference import Inference
 from moonpool.runtime.frontend.http.port import Port
 from moonpool.runtime.frontend.http.routes import MetricsRoutes, Routes
+from moonpool.runtime.frontend.page.routes import routes as page_routes
+from moonpool.runtime.frontend.restriction import Origins, Restriction
 
 if TYPE_CHECKING:
     from moonpool.runtime.frontend.http.connection import Handler
     from moonpool.runtime.frontend.http.options import HttpOptions
-    from moonpool.runtime.frontend.http.routes import Service
+    from moonpool.runtime.frontend.service import Service
 
 # As many as the kernel lets wait that nobody has had the time to accept.
 _BACKLOG = 4096
+# For what is too long for the loop, but ends by itself; and for what may wait for models.
+_THREADS, _PATIENT_THREADS = 4, 16
 
 
 class HttpServer:
@@ -27,7 +36,9 @@ class HttpServer:
         """The ports that are served, by "http" and "metrics"."""
         self._service = service
         self._options = options
-        self._parts: list[tuple[asyncio.Server, Port]] = []
+        self._parts: list[tuple[asyncio.AbstractServer, Port]] = []
+        self._executor = ThreadPoolExecutor(_THREADS, "moonpool-http")
+        self._patient = ThreadPoolExecutor(_PATIENT_THREADS, "moonpool-control")
 
     async def start(self) -> None:
         """Take the ports, unless that was done, and serve. Raises what `bind` raises."""
@@ -41,16 +52,27 @@ class HttpServer:
 
         Raises `OSError` where an address cannot be had, and `ssl.SSLError` for bad certificates.
         """
-        options = self._options
+        options, service, loop = self._options, self._service, asyncio.get_running_loop()
         try:
             if options.port is not None:
-                routes = Routes(self._service)
+                routes = Routes(
+                    Inference(service, loop, self._executor, options.limits),
+                    AsgiBridge(
+                        loop, application(service, self._patient, page_routes(service.overview))
+                    ),
+                    Restriction(options.restricted, options.control_token),
+                    Origins(options.allowed_origins, is_loopback=_is_loopback(options.address)),
+                )
                 context = _tls(options)
                 await self._listen("http", options.address, options.port, routes, context)
             if options.metrics_port is not None:
-                metrics = MetricsRoutes(self._service)
+                bridge = AsgiBridge(loop, metrics_application(service, self._patient))
                 await self._listen(
-                    "metrics", options.metrics_address, options.metrics_port, metrics, None
+                    "metrics",
+                    options.metrics_address,
+                    options.metrics_port,
+                    MetricsRoutes(bridge),
+                    None,
                 )
         except BaseException:
             self.close()
@@ -78,6 +100,10 @@ class HttpServer:
         self._parts.append((server, port))
         self.ports[name] = server.sockets[0].getsockname()[1]
 
+    def executors(self) -> tuple[tuple[ThreadPoolExecutor, int], ...]:
+        """The pools of threads, with how many each may have."""
+        return (self._executor, _THREADS), (self._patient, _PATIENT_THREADS)
+
     @property
     def connections(self) -> int:
         """How many there are, to all ports."""
@@ -99,6 +125,17 @@ class HttpServer:
         for server, port in self._parts:
             server.close()
             port.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._patient.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def _tls(options: HttpOptions) -> ssl.SSLContext | None:

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from moonpool.runtime.frontend.http.exchange import Exchange
-from moonpool.runtime.frontend.http.head import Head
+from moonpool.runtime.frontend.http.head import BadMessage, Head
 from moonpool.runtime.frontend.http.options import HttpLimits
 from moonpool.runtime.frontend.http.port import Port
 
@@ -111,8 +111,8 @@ class Scripted:
         else:
             exchange.respond(200, (), (bytes(exchange.body),))
 
-    def refuse(self, head: Head) -> tuple[int, str] | None:
-        return (403, "not this one") if head.target == b"/refused" else None
+    def refuse(self, head: Head) -> BadMessage | None:
+        return BadMessage(403, "not this one") if head.target == b"/refused" else None
 
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
         if head.target != b"/lent":

@@ -1,0 +1,337 @@
+"""Inference over HTTP: what clients send, and what they get."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.server.http.served import LARGE, arrays_of, serving, triton_echo
+from tests.server.http.serving import Reply, Serving
+from tests.waiting import wait_until
+
+__all__ = ["serving"]
+
+ADD_SUB = "/v2/models/add_sub/infer"
+ECHO = "/v2/models/echo/infer"
+FOUR = [b"\0\0\x80?" * 4, b"\0\0\0@" * 4]
+
+
+def tensor(name: str, values: list[Any], **more: Any) -> dict[str, Any]:
+    return {"name": name, "shape": [1, 4], "datatype": "FP32", "data": values, **more}
+
+
+def add_sub(**more: Any) -> dict[str, Any]:
+    inputs = [tensor("INPUT0", [1, 2, 3, 4]), tensor("INPUT1", [1, 1, 1, 1.5])]
+    return {"inputs": inputs, **more}
+
+
+def binary_add_sub(**more: Any) -> dict[str, Any]:
+    inputs = []
+    for name in ("INPUT0", "INPUT1"):
+        inputs.append(tensor(name, [], parameters={"binary_data_size": 16}))
+        del inputs[-1]["data"]
+    return {"inputs": inputs, **more}
+
+
+def post_binary(
+    serving: Serving,
+    path: str,
+    header: dict[str, Any],
+    tensors: bytes,
+    headers: Mapping[str, str] | None = None,
+) -> Reply:
+    text = json.dumps(header).encode()
+    length = {"Inference-Header-Content-Length": str(len(text))}
+    return serving.post(path, text + tensors, {**length, **(headers or {})})
+
+
+def test_json_goes_in_and_out(serving: Serving) -> None:
+    reply = serving.post(ADD_SUB, add_sub(id="42"))
+
+    assert reply.status == 200
+    assert reply.headers == {
+        "content-type": "application/json",
+        "content-length": str(len(reply.body)),
+    }
+    assert reply.body == (
+        b'{"id":"42","model_name":"add_sub","model_version":"1","outputs":[{"name":"OUTPUT0",'
+        b'"datatype":"FP32","shape":[1,4],"data":[2.0,3.0,4.0,5.5]},{"name":"OUTPUT1","datatype":'
+        b'"FP32","shape":[1,4],"data":[0.0,1.0,2.0,2.5]}]}'
+    )
+
+
+def test_binary_tensors_go_in_and_out(serving: Serving) -> None:
+    parameters = {"binary_data_output": True}
+    for _ in range(2):  # what is known of the first serves the second
+        reply = post_binary(serving, ADD_SUB, binary_add_sub(parameters=parameters), b"".join(FOUR))
+        length = int(reply.headers["inference-header-content-length"])
+
+        assert reply.headers["content-type"] == "application/octet-stream"
+        assert [each["parameters"] for each in json.loads(reply.body[:length])["outputs"]] == [
+            {"binary_data_size": 16}
+        ] * 2
+        assert np.frombuffer(reply.body[length:], "f4").tolist() == [3.0] * 4 + [-1.0] * 4
+
+
+def test_outputs_may_be_binary_one_by_one(serving: Serving) -> None:
+    outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
+    reply = post_binary(serving, ADD_SUB, binary_add_sub(outputs=outputs), b"".join(FOUR))
+    length = int(reply.headers["inference-header-content-length"])
+    described = json.loads(reply.body[:length])["outputs"]
+
+    assert described[1]["data"] == [-1.0] * 4
+    assert reply.body[length:] == b"\0\0@@" * 4
+
+
+def test_only_the_outputs_that_are_wanted_come(serving: Serving) -> None:
+    outputs = serving.post(ADD_SUB, add_sub(outputs=[{"name": "OUTPUT1"}])).value["outputs"]
+
+    assert [each["name"] for each in outputs] == ["OUTPUT1"]
+
+
+def test_classes_come_in_place_of_numbers(serving: Serving) -> None:
+    outputs = [{"name": "OUTPUT0", "parameters": {"classification": 2}}]
+
+    assert serving.post(ADD_SUB, add_sub(outputs=outputs)).value["outputs"] == [
+        {
+            "name": "OUTPUT0",
+            "datatype": "BYTES",
+            "shape": [1, 2],
+            "data": ["5.500000:3", "4.000000:2"],
+        }
+    ]
+
+
+def test_every_kind_of_value_travels_as_json(serving: Serving) -> None:
+    values: dict[str, list[Any]] = {
+        "STRING": ["a", "", "ü", "\0", "null"],
+        "FP32": [1.5, -0.0, 0.1],
+        "FP64": [0.1, 1e300],
+        "INT64": [-(2**63), 2**63 - 1],
+        "UINT8": [0, 255],
+        "BOOL": [True, False],
+    }
+    inputs = [
+        {
+            "name": kind,
+            "datatype": "BYTES" if kind == "STRING" else kind,
+            "shape": [len(given)],
+            "data": given,
+        }
+        for kind, given in values.items()
+    ]
+    outputs = serving.post(ECHO, {"inputs": inputs}).value["outputs"]
+
+    values["FP32"][2] = float(np.float32(0.1))
+    assert {each["name"]: each["data"] for each in outputs} == {
+        "OUT_" + kind: given for kind, given in values.items()
+    }
+
+
+def test_numbers_that_json_does_not_have_travel_as_triton_writes_them(serving: Serving) -> None:
+    body = b'{"inputs":[{"name":"FP32","datatype":"FP32","shape":[3],"data":[NaN,Infinity,-Infinity]}]}'
+
+    assert b'"data":[NaN,Infinity,-Infinity]' in serving.post(ECHO, body).body
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("count", [4, LARGE])
+def test_triton_s_client_gets_what_it_sent(
+    serving: Serving, compression: str | None, count: int
+) -> None:
+    arrays = arrays_of(count)
+    for _ in range(2):
+        for name, array in triton_echo(serving, arrays, compression).items():
+            assert array.tolist() == arrays[name].tolist(), name
+
+
+def test_a_body_of_nothing_but_bytes_is_the_only_input(serving: Serving) -> None:
+    for path, raw in (("/v2/models/plain/infer", b"\1\2\3"), ("/v2/models/text/infer", b"hello")):
+        reply = serving.post(path, raw, {"Inference-Header-Content-Length": "0"})
+        length = int(reply.headers["inference-header-content-length"])
+
+        assert reply.body[length:].endswith(raw)
+
+
+@pytest.mark.parametrize(
+    ("given", "body"),
+    [
+        ("gzip", gzip.compress(json.dumps(add_sub()).encode())),
+        ("gzip", gzip.compress(b'{"inputs":') + gzip.compress(b"[]}")),
+        ("deflate", zlib.compress(json.dumps(add_sub()).encode())),
+        ("identity", json.dumps(add_sub()).encode()),
+    ],
+)
+def test_a_compressed_body_is_taken(serving: Serving, given: str, body: bytes) -> None:
+    reply = serving.post(ADD_SUB, body, {"Content-Encoding": given})
+
+    assert reply.status == 200 or "but got 0 inputs" in reply.error
+
+
+@pytest.mark.parametrize(
+    ("header", "encoding"),
+    [
+        ("gzip", "gzip"),
+        ("deflate, gzip", "deflate"),
+        ("gzip;q=0.5, deflate", "deflate"),
+        ("br;q=1.0, gzip;q=0.8, *;q=0.1", "gzip"),
+        ("gzip;q=0", None),
+        ("identity", None),
+    ],
+)
+def test_a_response_is_compressed_as_the_client_likes(
+    serving: Serving, header: str, encoding: str | None
+) -> None:
+    reply = serving.post(ADD_SUB, add_sub(), {"Accept-Encoding": header})
+
+    assert reply.headers.get("content-encoding") == encoding
+    body = zlib.decompress(reply.body, 47) if encoding else reply.body
+    assert json.loads(body)["model_name"] == "add_sub"
+
+
+def _input(**changes: Any) -> dict[str, Any]:
+    first = {**tensor("INPUT0", [1, 2, 3, 4]), **changes}
+    return {"inputs": [first, tensor("INPUT1", [1, 1, 1, 1.5])]}
+
+
+_ONE_OF = (
+    "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+    "'shared_memory_region' in 'parameters'. But "
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        (b"", 400, "[request id: <id_unknown>] Raw request must only have 1 input (found 1) to be deduced but got 2 inputs in 'add_sub' model configuration"),
+        (b"{", 500, "failed to parse the request JSON buffer: Invalid value. at 1"),
+        (b"[" * 100_000, 500, "failed to parse the request JSON buffer: Invalid value. at"),
+        (b"[" * 100_000 + b"NaN", 500, "failed to parse the request JSON buffer: "),
+        (b'{"inputs":[{"name":"\xff"}]}', 500, "failed to parse the request JSON buffer: "),
+        ([], 500, "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'"),
+        ({"inputs": {}}, 500, "Unable to parse 'inputs': attempt to access JSON non-array as array"),
+        ({"inputs": [1]}, 400, _ONE_OF + "no field is set"),
+        (_input(name=1), 500, "Unable to parse 'name': attempt to access JSON non-string as string"),
+        (_input(datatype="XX"), 400, "invalid datatype for input INPUT0"),
+        (_input(datatype="INT32"), 400, "[request id: <id_unknown>] inference input 'INPUT0' data-type is 'INT32', but model 'add_sub' expects 'FP32'"),
+        (_input(shape=[-1]), 500, "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (_input(shape=[2**40]), 500, "Unable to parse 'data': Shape does not match true shape of 'data' field"),
+        (_input(data=[True, 1, 2, 3]), 500, "Unable to parse 'data': attempt to access JSON non-number as double"),
+        (_input(parameters={"binary_data_size": 16}), 400, _ONE_OF + "set 'data' 'binary_data_size'"),
+        (add_sub(id=3), 500, "Unable to parse 'id': attempt to access JSON non-string as string"),
+        (add_sub(parameters=[]), 500, "failed to get request params.: attempt to get members for non-object"),
+        (add_sub(outputs=[{"name": "NOPE"}]), 400, "unexpected inference output 'NOPE' for model 'add_sub'"),
+        (add_sub(outputs=[{"name": "OUTPUT0", "parameters": {"binary_data": 1}}]), 500, "Unable to parse 'binary_data': attempt to access JSON non-boolean as boolean"),
+        (add_sub(outputs=[{"name": "OUTPUT0", "parameters": {"classification": -1}}]), 500, "Unable to set 'classification': attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ({"inputs": [tensor("INPUT0", [1, 2, 3, 4])] * 2}, 400, "[request id: <id_unknown>] input 'INPUT0' already exists in request"),
+    ],
+)  # fmt: skip
+def test_a_request_that_is_none_is_told_so_in_triton_s_words(
+    serving: Serving, body: Any, status: int, error: str
+) -> None:
+    reply = serving.post(ADD_SUB, body)
+
+    assert (reply.status, reply.error[: len(error)]) == (status, error)
+    assert reply.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("length", "tensors", "error"),
+    [
+        (None, 28, "unexpected size for input 'INPUT1', expecting 4 additional bytes for model 'add_sub'"),
+        (None, 36, "unexpected additional input data for model 'add_sub'"),
+        ("-1", 32, "inference header size should be in range (0, "),
+        ("1000000", 32, "inference header size should be in range (0, "),
+        ("99999999999999999999", 32, "inference header size should be in range (0, "),
+        ("10x", 32, "failed to parse the request JSON buffer: "),
+        ("x", 32, "[request id: <id_unknown>] Raw request must only have 1 input"),
+    ],
+)  # fmt: skip
+def test_lengths_that_lie_are_found_out(
+    serving: Serving, length: str | None, tensors: int, error: str
+) -> None:
+    headers = {} if length is None else {"Inference-Header-Content-Length": length}
+    reply = post_binary(serving, ADD_SUB, binary_add_sub(), bytes(tensors), headers)
+
+    assert reply.status in (400, 500)
+    assert reply.error.startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "error"),
+    [
+        ("nope", 404, "Request for unknown model: 'nope' is not found"),
+        ("%00", 404, "Request for unknown model: '%00' is not found"),
+        ("../x", 404, "Not Found"),
+        ("add_sub/versions/x", 404, "Not Found"),
+        ("add_sub/versions/99999999999999999999", 400, "failed to get model version from specified version string '99999999999999999999' (details: stol), version should be an integral value > 0"),
+        ("speaks", 501, "HTTP end point doesn't support models with decoupled transaction policy"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_asked_is_told_in_triton_s_words(
+    serving: Serving, path: str, status: int, error: str
+) -> None:
+    reply = serving.post(f"/v2/models/{path}/infer", add_sub())
+
+    assert (reply.status, reply.error) == (status, error)
+    assert reply.headers["content-type"] == "text/plain"
+
+
+def test_a_version_may_be_named(serving: Serving) -> None:
+    assert serving.post("/v2/models/add_sub/versions/1/infer", add_sub()).status == 200
+    assert serving.post("/v2/models/add_sub/versions/2/infer", add_sub()).status == 404
+
+
+def test_only_post_infers(serving: Serving) -> None:
+    reply = serving.get(ADD_SUB)
+
+    assert (reply.status, reply.error) == (405, "Method Not Allowed")
+
+
+def test_a_client_that_goes_cancels_its_request_in_the_model(serving: Serving) -> None:
+    kept = {"inputs": [{"name": "X", "datatype": "BOOL", "shape": [1], "data": [True]}]}
+    asked = {"inputs": [{"name": "X", "datatype": "BOOL", "shape": [1], "data": [False]}]}
+    path = "/v2/models/holds/infer"
+    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=10)
+    connection.request("POST", path, json.dumps(kept))
+    wait_until(lambda: serving.runtime.statistics("holds")["execution_count"] == 2)
+    assert serving.post(path, asked).value["outputs"][0]["data"] == [0]
+
+    connection.close()
+
+    wait_until(lambda: serving.post(path, asked).value["outputs"][0]["data"] == [1])
+
+
+@pytest.mark.parametrize("made", [gzip.compress, zlib.compress])
+def test_a_bomb_is_refused_before_it_takes_the_memory(made: Any) -> None:
+    from moonpool.runtime.frontend.http.encoding import inflate
+    from moonpool.runtime.frontend.http.head import BadMessage
+
+    bomb = made(bytes(64 << 20))
+    with pytest.raises(BadMessage) as refused:
+        inflate(bomb, 1 << 20)
+
+    assert refused.value.status == 413
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", gzip.compress(b"{}")[:-9], gzip.compress(b"{}") + b"x"]
+)
+def test_what_is_not_compressed_as_it_says_is_refused(serving: Serving, body: bytes) -> None:
+    reply = serving.post(ADD_SUB, body, {"Content-Encoding": "gzip"})
+
+    assert reply.status == 400
+    assert "decompressed" in reply.error
+
+
+def test_an_encoding_that_is_not_known_is_refused(serving: Serving) -> None:
+    reply = serving.post(ADD_SUB, b"x", {"Content-Encoding": "br"})
+
+    assert (reply.status, reply.error) == (501, "Unsupported compression type")
+    assert reply.headers["accept-encoding"] == "gzip, deflate"
