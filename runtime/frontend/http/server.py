@@ -58,7 +58,10 @@ class HttpServer:
                 routes = Routes(
                     Inference(service, loop, self._executor, options.limits),
                     AsgiBridge(
-                        loop, application(service, self._patient, page_routes(service.overview))
+                        loop,
+                        application(
+                            service, self._patient, page_routes(service.overview, self._patient)
+                        ),
                     ),
                     Restriction(options.restricted, options.control_token),
                     Origins(options.allowed_origins, is_loopback=_is_loopback(options.address)),
