@@ -121,6 +121,7 @@ class Server:
     def _close(self) -> None:
         if self._grpc is not None:
             self._grpc.close()
+        self._service.overview.close()
         self._runtime.close()
         self._service.traces.close()
 
@@ -160,18 +161,20 @@ class Server:
         return control.load_all(names, tries=1 + options.model_load_retry_count)
 
     async def _open(self) -> None:
-        options = self._options
+        options, addresses = self._options, self._service.overview.addresses
+        self._service.overview.start()
         if self._grpc is not None:
             self._grpc.start()
-            place = _place(options.grpc_address, self._grpc.port)
+            place = addresses["grpc"] = _place(options.grpc_address, self._grpc.port)
             _log.info("Started GRPCInferenceService at %s", place)
         await self._http.start()
         ports = self._http.ports
         if "http" in ports:
-            place = _place(options.http_address, ports["http"])
+            place = addresses["http"] = _place(options.http_address, ports["http"])
             _log.info("Started HTTPService at %s", place)
         if "metrics" in ports:
             place = _place(self._http_options.metrics_address, ports["metrics"])
+            addresses["metrics"] = place
             _log.info("Started Metrics Service at %s", place)
         for level, text in remarks(options):
             _log.log(level, "%s", text)
