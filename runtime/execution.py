@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import PeerGone
 from moonpool.runtime.errors import BackendError, RequestTimedOut
+from moonpool.runtime.model_metrics import reason_of
 from moonpool.runtime.request import Deferral, Response
 
 if TYPE_CHECKING:
@@ -175,8 +176,10 @@ class Execution:
         Requests that are answered later count as Triton counts them: they succeeded in execute.
         """
         requests, statistics = self.requests, self.scheduler.statistics
+        add_duration, summaries = statistics.durations.add, statistics.summaries
         now_ms = time.time_ns() // 1_000_000
-        good = bad = rows = total_rows = success_ns = queue_ns = fail_ns = 0
+        good = rows = total_rows = success_ns = queue_ns = 0
+        bad = False
         for request, answer in zip(requests, answers, strict=True):
             total_rows += request.batch_size
             if request.trace is not None:
@@ -186,13 +189,17 @@ class Execution:
             elif isinstance(answer, (Response, Deferral)):
                 good += 1
                 rows += request.batch_size
-                success_ns += now_ns - request.queued_ns
+                taken_ns = now_ns - request.queued_ns
+                success_ns += taken_ns
                 queue_ns += self.started_ns - request.queued_ns
+                add_duration(taken_ns)
+                if summaries is not None:
+                    summaries.request.add(taken_ns)
+                    summaries.queue.add(self.started_ns - request.queued_ns)
                 if not isinstance(answer, Response):
                     self.has_deferred = True
             else:
-                bad += 1
-                fail_ns += now_ns - request.queued_ns
+                bad = True
         sent_ns = self.sent_ns
         statistics.record_batch(
             now_ms,
@@ -206,10 +213,9 @@ class Execution:
             now_ns - answered_ns,
         )
         if bad:
-            statistics.record_failures(now_ms, bad, fail_ns)
             given: Sequence[object] = answers
             answers = [each if isinstance(each, _ANSWERS) else _no_answer(each) for each in given]
-            self._note(answers)
+            self._record_failures(answers, now_ms, now_ns)
         return answers
 
     def _tell(
@@ -224,10 +230,14 @@ class Execution:
             answer, request.queued_ns, self.started_ns, self.sent_ns, answered_ns, now_ns
         )
 
-    def _note(self, answers: Sequence[Answer]) -> None:
+    def _record_failures(self, answers: Sequence[Answer], now_ms: int, now_ns: int) -> None:
+        outcomes = self.scheduler.outcomes
         for request, answer in zip(self.requests, answers, strict=True):
-            if isinstance(answer, BaseException) and not (request.left or request.fills_place):
-                self.scheduler.outcomes.note(self.instance, request, answer)
+            if isinstance(answer, BaseException) and not request.fills_place:
+                fail_ns = now_ns - request.queued_ns
+                outcomes.statistics.record_failures(now_ms, 1, fail_ns, reason_of(answer))
+                if not request.left:
+                    outcomes.note(self.instance, request, answer)
 
 
 _ANSWERS = (Response, BaseException, Deferral)

@@ -24,7 +24,7 @@ class Sample(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Lines of one name. `type` is `counter`, `gauge` or `histogram`."""
+    """Lines of one name. `type` is `counter`, `gauge`, `histogram` or `summary`."""
 
     name: str
     description: str

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moonpool.runtime.backend import Model, ModelInstance
 from moonpool.runtime.config import unused_fields
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
+from moonpool.runtime.latency_summary import LatencySummaries
 from moonpool.runtime.readiness import ask_all
 from moonpool.runtime.scheduler import Scheduler
 from moonpool.runtime.signature import Signature
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from moonpool.runtime.backend import Backend
+    from moonpool.runtime.metrics_options import MetricsOptions
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.readiness import Answer
     from moonpool.runtime.recent_errors import RecentErrors
@@ -43,6 +45,7 @@ class HostedModel:
         executor: Executor,
         tell: Callable[[str, str, str], None],
         errors: RecentErrors,
+        metrics: MetricsOptions,
     ) -> None:
         self.model = model
         self.scheduler: Scheduler
@@ -53,6 +56,9 @@ class HostedModel:
         self._executor = executor
         self._tell = tell
         self._errors = errors
+        self._metrics = metrics
+        # How long the load took.
+        self.load_s = 0.0
         self._lock = threading.Lock()
         self._is_starting = False
         self.machine = Machine(str(self), MODEL, time.monotonic(), "not loaded yet")
@@ -64,6 +70,7 @@ class HostedModel:
 
     def load(self) -> None:
         """Prepare the model, start its instances, serve. Raises `LoadFailed`, `ConfigError` and their like."""
+        began_s = time.monotonic()
         self._move(ModelState.LOADING, "load")
         try:
             self._backend.model_initialize(self.model)
@@ -78,6 +85,7 @@ class HostedModel:
             if failure is error:
                 raise
             raise failure from error
+        self.load_s = time.monotonic() - began_s
         self._move(ModelState.READY, "every instance is ready")
         self.scheduler.open()
         # Whoever gave up in between was not heard, and had its refusal undone.
@@ -94,6 +102,8 @@ class HostedModel:
         )
         self.scheduler = Scheduler(model, self._reactor, self._executor, self.supervisor.lost)
         self.scheduler.outcomes.note = self._note
+        if self._metrics.summary_latencies:
+            self.scheduler.statistics.summaries = LatencySummaries()
         self.supervisor.serve(self.scheduler)
         self._is_starting = True
         self.supervisor.start_all()

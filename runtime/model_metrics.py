@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.metric_kinds import COUNTER, GAUGE
+from moonpool.ipc.metric_kinds import COUNTER, GAUGE, HISTOGRAM
 from moonpool.runtime.batcher import QueueTimeout
 from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.exposition import Family, Sample
@@ -12,10 +12,15 @@ from moonpool.runtime.exposition import Family, Sample
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from moonpool.runtime.scheduler import Scheduler
+    from moonpool.runtime.exposition import Labels
+    from moonpool.runtime.hosted_model import HostedModel
+    from moonpool.runtime.latency_summary import LatencySummaries, LatencySummary
+    from moonpool.runtime.metrics_options import MetricsOptions
     from moonpool.runtime.statistics import Statistics
 
-_COUNTERS: list[tuple[str, str, Callable[[Statistics], int]]] = [
+    Counters = list[tuple[str, str, Callable[[Statistics], int]]]
+
+_COUNTS: Counters = [
     (
         "nv_inference_count",
         "Number of inferences performed (does not include cached requests)",
@@ -26,6 +31,8 @@ _COUNTERS: list[tuple[str, str, Callable[[Statistics], int]]] = [
         "Number of model executions performed (does not include cached requests)",
         lambda s: s.execution_count,
     ),
+]
+_DURATIONS: Counters = [
     (
         "nv_inference_request_duration_us",
         "Cumulative inference request duration in microseconds (includes cached requests)",
@@ -53,62 +60,143 @@ _COUNTERS: list[tuple[str, str, Callable[[Statistics], int]]] = [
         lambda s: s.output_ns // 1000,
     ),
 ]
+_SUMMARIES: list[tuple[str, str, Callable[[LatencySummaries], LatencySummary]]] = [
+    (
+        "nv_inference_request_summary_us",
+        "Summary of inference request duration in microseconds (includes cached requests)",
+        lambda s: s.request,
+    ),
+    (
+        "nv_inference_queue_summary_us",
+        "Summary of inference queuing duration in microseconds (includes cached requests)",
+        lambda s: s.queue,
+    ),
+    (
+        "nv_inference_compute_input_summary_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda s: s.input,
+    ),
+    (
+        "nv_inference_compute_infer_summary_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda s: s.infer,
+    ),
+    (
+        "nv_inference_compute_output_summary_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached "
+        "requests)",
+        lambda s: s.output,
+    ),
+]
+_FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+_NS_PER_MS = 1_000_000
 
 # What models may not make something else of.
 KINDS = {
     "nv_inference_request_success": COUNTER,
     "nv_inference_request_failure": COUNTER,
-    **{name: COUNTER for name, _, _ in _COUNTERS},
+    **{name: COUNTER for name, _, _ in (*_COUNTS, *_DURATIONS)},
+    # Nothing of theirs is a summary, so none can go by these names.
+    **{name: -1 for name, _, _ in _SUMMARIES},
     "nv_inference_pending_request_count": GAUGE,
+    "nv_model_load_duration_secs": GAUGE,
+    _FIRST_RESPONSE: HISTOGRAM,
 }
 
 
-def model_families(schedulers: Iterable[Scheduler]) -> list[Family]:
-    """The families of all models, each with a line for each model version."""
-    served = list(schedulers)
-    success = Family(
-        "nv_inference_request_success",
-        "Number of successful inference requests, all batch sizes",
-        "counter",
-        [_sample(each.statistics, each.statistics.success_count) for each in served],
-    )
-    failure = Family(
-        "nv_inference_request_failure",
-        "Number of failed inference requests, all batch sizes",
-        "counter",
-        [
-            _sample(each.statistics, count, reason)
-            for each in served
-            for reason, count in each.statistics.fail_counts.items()
-        ],
-    )
-    counters = [
+def model_families(served: Iterable[HostedModel], options: MetricsOptions) -> list[Family]:
+    """The families of all models, each with lines for each model version."""
+    served = list(served)
+    schedulers = [hosted.scheduler for hosted in served]
+    all_of = [each.statistics for each in schedulers]
+    families = [
         Family(
-            name,
-            text,
+            "nv_inference_request_success",
+            "Number of successful inference requests, all batch sizes",
             "counter",
-            [_sample(each.statistics, of(each.statistics)) for each in served],
-        )
-        for name, text, of in _COUNTERS
+            [_sample(each, each.success_count) for each in all_of],
+        ),
+        Family(
+            "nv_inference_request_failure",
+            "Number of failed inference requests, all batch sizes",
+            "counter",
+            [
+                _sample(each, count, reason)
+                for each in all_of
+                for reason, count in each.fail_counts.items()
+            ],
+        ),
+        *_counters(_COUNTS, all_of),
     ]
-    pending = Family(
-        "nv_inference_pending_request_count",
-        "Instantaneous number of pending requests awaiting execution per-model.",
-        "gauge",
-        [_sample(each.statistics, each.queued) for each in served],
-    )
-    return [success, failure, *counters, pending]
+    if options.counter_latencies:
+        families += _counters(_DURATIONS, all_of)
+    pending = [_sample(each.statistics, each.queued) for each in schedulers]
+    families += [
+        Family(
+            "nv_inference_pending_request_count",
+            "Instantaneous number of pending requests awaiting execution per-model.",
+            "gauge",
+            pending,
+        ),
+        Family(
+            "nv_model_load_duration_secs",
+            "Model load time in seconds",
+            "gauge",
+            [Sample("", labels_of(each.scheduler.statistics), each.load_s) for each in served],
+        ),
+    ]
+    if options.histogram_latencies:
+        families.append(_first_responses(served))
+    if options.summary_latencies:
+        families += _summaries(all_of, options)
+    return families
+
+
+def _counters(counters: Counters, all_of: Iterable[Statistics]) -> list[Family]:
+    return [
+        Family(name, text, "counter", [_sample(each, of(each)) for each in all_of])
+        for name, text, of in counters
+    ]
+
+
+def _first_responses(served: Iterable[HostedModel]) -> Family:
+    samples = []
+    for hosted in served:
+        if hosted.model.config.decoupled:
+            statistics = hosted.scheduler.statistics
+            first = statistics.responses.first
+            samples += first.samples(labels_of(statistics), _NS_PER_MS)
+    text = "Duration from request to first response in milliseconds"
+    return Family(_FIRST_RESPONSE, text, "histogram", samples)
+
+
+def _summaries(all_of: Iterable[Statistics], options: MetricsOptions) -> list[Family]:
+    families = []
+    for name, text, of in _SUMMARIES:
+        samples = []
+        for each in all_of:
+            if each.summaries is not None:
+                labels = labels_of(each)
+                samples += of(each.summaries).samples(labels, options.summary_quantiles)
+        families.append(Family(name, text, "summary", samples))
+    return families
+
+
+def labels_of(statistics: Statistics, reason: str = "") -> Labels:
+    """The labels of a model version."""
+    reasons = (("reason", reason),) if reason else ()
+    return (("model", statistics.name), *reasons, ("version", statistics.version))
 
 
 def _sample(statistics: Statistics, value: int, reason: str = "") -> Sample:
-    reasons = (("reason", reason),) if reason else ()
-    labels = (("model", statistics.name), *reasons, ("version", statistics.version))
-    return Sample("", labels, value)
+    return Sample("", labels_of(statistics, reason), value)
 
 
 def reason_of(error: BaseException) -> str:
-    """Which of Triton's reasons for a failure it is when the scheduler fails a request with this error."""
+    """Which of Triton's reasons for a failure it is when a request ends with this error."""
     if isinstance(error, QueueTimeout):
         return "REJECTED"
+    if getattr(error, "code", "") == "CANCELLED":
+        return "CANCELED"
     # Nobody's fault: the model is unloaded, or the instances are gone.
     return "OTHER" if isinstance(error, ModelUnavailable) else "BACKEND"

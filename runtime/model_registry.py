@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.backends import Backends
 from moonpool.runtime.errors import LoadFailed, ModelNotFound, ModelUnavailable, RuntimeClosed
-from moonpool.runtime.exposition import expose
 from moonpool.runtime.hosted_model import HostedModel
+from moonpool.runtime.instance_metrics import instance_families
 from moonpool.runtime.loaded_model import LoadedModel
 from moonpool.runtime.loading import HostingRules, prepare
 from moonpool.runtime.log_settings import LogSettings
+from moonpool.runtime.metrics_options import MetricsOptions
 from moonpool.runtime.model_metrics import model_families
 from moonpool.runtime.model_statuses import ModelStatus, ModelStatuses
 from moonpool.runtime.moves import Moves
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from moonpool.runtime.backend import Backend, Model
+    from moonpool.runtime.exposition import Family
     from moonpool.runtime.loading import Wanted
     from moonpool.runtime.python_based import BackendDirectory
     from moonpool.runtime.repositories import ModelRepositories
@@ -51,6 +53,7 @@ class ModelRegistry:
         drain_timeout_s: float,
         verbose: bool,
         listener: Callable[[str, str, str], object] | None,
+        metrics: MetricsOptions | None = None,
     ) -> None:
         self.repositories = repositories
         self._drain_timeout_s = drain_timeout_s
@@ -74,6 +77,7 @@ class ModelRegistry:
         self._closing, self._ended = threading.Event(), threading.Event()
         self._disowned = False
         self.errors = RecentErrors()
+        self.metrics_options = metrics or MetricsOptions()
         self._reactor = Reactor()
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
         stubs = self.stubs = Stubs(self._reactor, self, LogSettings(log_verbose_level=int(verbose)))
@@ -155,7 +159,13 @@ class ModelRegistry:
                 backend = self.backends.of(model.config)
                 self.backends.initialize(backend)
                 hosted = HostedModel(
-                    backend, model, self._reactor, self._executor, self._tell, self.errors
+                    backend,
+                    model,
+                    self._reactor,
+                    self._executor,
+                    self._tell,
+                    self.errors,
+                    self.metrics_options,
                 )
                 loading = (hosted, asker)
                 self._loading.append(loading)
@@ -305,12 +315,12 @@ class ModelRegistry:
         with self._lock:
             return [h for loaded in self._models.values() for h in loaded.versions.values()]
 
-    def metrics(self) -> str:
-        """The metrics of all models and those that the models made, as text for Prometheus."""
+    def metric_families(self) -> list[Family]:
+        """The metrics of all models and those that the models made."""
         self._check_open()
         self.stubs.catch_up()
-        families = model_families(each.scheduler for each in self.served())
-        return expose([*families, *self.stubs.metrics.families()])
+        served, own = self.served(), self.stubs.metrics.families()
+        return [*model_families(served, self.metrics_options), *instance_families(served), *own]
 
     # End
 

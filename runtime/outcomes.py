@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError, RemoteProtocolError
 from moonpool.ipc.messages import AGAIN as _AGAIN
+from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.model_metrics import reason_of
 from moonpool.runtime.open_requests import OpenRequests
 from moonpool.runtime.ordering import Departures
@@ -66,10 +67,20 @@ class Outcomes:
     def started(self, batch: Iterable[InferenceRequest]) -> None:
         """These are given to an instance. With the lock held."""
         self._departures.started(batch)
+        if self._decoupled:
+            now_ns = time.monotonic_ns()
+            for request in batch:
+                request.responded_ns = now_ns
 
     def done(self, requests: Sequence[InferenceRequest], outcome: Outcome) -> Pairs:
         """The same outcome for all of them; what may leave now. With the lock held."""
         return self._departures.done(requests, [outcome] * len(requests))
+
+    def withdrawn(self, request: InferenceRequest) -> Pairs:
+        """Its caller left while it waited; what may leave now. With the lock held."""
+        fail_ns = time.monotonic_ns() - request.queued_ns
+        self.statistics.record_failures(time.time_ns() // 1_000_000, 1, fail_ns, "CANCELED")
+        return self.done([request], _LEFT)
 
     def settled(self, execution: Execution, answers: Sequence[Answer]) -> Pairs:
         """A batch was answered; what may leave now. With the lock held."""
@@ -122,6 +133,8 @@ class Outcomes:
 
         On the reactor's thread. Raises `RemoteProtocolError` for one that its model may not give.
         """
+        if self._decoupled:
+            self._count_response(request, outcome)
         if outcome is not None:
             # What went wrong behind the only response takes its place.
             is_failure = flags and isinstance(outcome, BaseException)
@@ -148,6 +161,20 @@ class Outcomes:
         if self._room.keeps_sequences:
             self._look()
 
+    def _count_response(self, request: InferenceRequest, outcome: Outcome | None) -> None:
+        now_ns = time.monotonic_ns()
+        if outcome is None:
+            kind = "empty_response"
+        elif request.left:
+            kind = "cancel"
+        else:
+            kind = "fail" if isinstance(outcome, BaseException) else "success"
+        responses = self.statistics.responses
+        responses.record(request.responses, kind, now_ns - request.responded_ns)
+        request.responded_ns = now_ns
+        if not request.responses:
+            responses.first.add(now_ns - request.queued_ns)
+
     def _end(
         self, instance: ModelInstance, request: InferenceRequest, answer: Answer | None
     ) -> None:
@@ -169,6 +196,9 @@ class Outcomes:
                 self.statistics.record_failures(now_ms, 1, fail_ns, reason_of(answer))
             resolved = self._departures.done([request], [answer])
         self.leave(resolved)
+
+
+_LEFT = ModelUnavailable("the caller left")
 
 
 def _ignored(*_: object) -> None:

@@ -195,6 +195,7 @@ class InferenceRequest:
         "left",
         "priority",
         "queued_ns",
+        "responded_ns",
         "response",
         "responses",
         "shapes",
@@ -241,6 +242,8 @@ class InferenceRequest:
         self.fills_place = False
         # How many responses came so far apart from the outcome, and the only one of a model that gives one.
         self.responses = 0
+        # When the last of them came, or the request was given to an instance, where its model is decoupled.
+        self.responded_ns = 0
         self.response: Outcome | None = None
 
     @property

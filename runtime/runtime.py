@@ -15,6 +15,7 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import own
+from moonpool.runtime.exposition import expose
 from moonpool.runtime.loading import Wanted
 from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.config import ModelConfig
+    from moonpool.runtime.metrics_options import MetricsOptions
     from moonpool.runtime.request import InferenceRequest, Outcome
     from moonpool.runtime.scheduler import Scheduler
 
@@ -62,17 +64,25 @@ class Runtime:
         drain_timeout_s: float = 30.0,
         verbose: bool = False,
         listener: Callable[[str, str, str], object] | None = None,
+        metrics: MetricsOptions | None = None,
     ) -> None:
         """Load all models of `repository`, which may be several, or those named in `models`.
 
         `backends` are found by their names beside the built-in `python`; `backend_directory` has
         Python-based ones, each as `<name>/model.py`. `listener` gets the name, state and reason of every
-        model version and instance that changes its state, on whichever thread does that. Raises
+        model version and instance that changes its state, on whichever thread does that. `metrics` says
+        what is counted beside what is counted anyway. Raises
         `RepositoryError`, `ConfigError`, `LoadFailed`; what was loaded is unloaded then.
         """
         found = None if repository is None else ModelRepositories(_paths(repository))
         self._models = ModelRegistry(
-            found, backends, BackendDirectory(backend_directory), drain_timeout_s, verbose, listener
+            found,
+            backends,
+            BackendDirectory(backend_directory),
+            drain_timeout_s,
+            verbose,
+            listener,
+            metrics,
         )
         _open_registries.add(self._models)
         self._forgotten = weakref.finalize(self, self._models.close_soon)
@@ -164,7 +174,7 @@ class Runtime:
         As text in the form that Prometheus reads. It has all that models counted before the responses
         that have arrived. Raises `RuntimeClosed`.
         """
-        return self._models.metrics()
+        return expose(self._models.metric_families())
 
     def instances(self, name: str, version: int | None = None) -> list[dict[str, Any]]:
         """Name, state, reason, restarts and process of each instance."""

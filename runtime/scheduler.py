@@ -100,7 +100,7 @@ class Scheduler:
         with self._lock:
             request.left = True
             was_queued = self._room.remove(request, time.monotonic_ns())
-            released = self.outcomes.done([request], _LEFT) if was_queued else []
+            released = self.outcomes.withdrawn(request) if was_queued else []
             inside = [each for each in self._busy.values() if request in each.requests]
             instance = inside[0].instance if inside else self.outcomes.open.instance_of(request)
             self._changes.tell()

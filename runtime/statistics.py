@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from moonpool.runtime.bucket_counts import BucketCounts
+from moonpool.runtime.response_statistics import ResponseStatistics
+
+if TYPE_CHECKING:
+    from moonpool.runtime.latency_summary import LatencySummaries
 
 Duration: TypeAlias = "dict[str, int]"
 BatchStat: TypeAlias = "dict[str, int | Duration]"
-ModelStat: TypeAlias = "dict[str, str | int | dict[str, Duration] | list[BatchStat]]"
+ModelStat: TypeAlias = "dict[str, Any]"
+
+_MS = 1_000_000
+# From a tenth of a millisecond to a minute.
+DURATION_BOUNDS_NS = (
+    *(100_000, 250_000, 500_000),
+    *(n * _MS // 10 for n in (10, 25, 50, 100, 250, 500, 1000, 2500, 5000)),
+    *(n * _MS for n in (1000, 2500, 5000, 10_000, 30_000, 60_000)),
+)
 
 
 class Statistics:
@@ -19,6 +33,7 @@ class Statistics:
 
     __slots__ = (
         "_batches",
+        "durations",
         "execution_count",
         "fail_count",
         "fail_counts",
@@ -30,8 +45,10 @@ class Statistics:
         "name",
         "output_ns",
         "queue_ns",
+        "responses",
         "success_count",
         "success_ns",
+        "summaries",
         "version",
     )
 
@@ -45,6 +62,12 @@ class Statistics:
         # By reason, in Triton's words and order.
         self.fail_counts = dict.fromkeys(("OTHER", "BACKEND", "CANCELED", "REJECTED"), 0)
         self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = 0
+        # Of requests that succeeded, from the moment they came to the moment they left.
+        self.durations = BucketCounts(DURATION_BOUNDS_NS)
+        # Of decoupled models.
+        self.responses = ResponseStatistics()
+        # Only where somebody wants them.
+        self.summaries: LatencySummaries | None = None
         # By rows: [executions, input_ns, infer_ns, output_ns].
         self._batches: dict[int, list[int]] = {}
 
@@ -70,10 +93,8 @@ class Statistics:
 
         `batch_rows` are the rows executed, `rows` those of the requests that succeeded; `success_ns`
         and `queue_ns` are sums over these requests, the other durations are the batch's own; `now_ms`
-        is since the epoch.  An execution in which none succeeded is not counted.
+        is since the epoch.
         """
-        if not requests:
-            return
         self.last_inference_ms = now_ms
         self.execution_count += 1
         self.inference_count += rows
@@ -90,6 +111,8 @@ class Statistics:
         batch[1] += input_ns
         batch[2] += infer_ns
         batch[3] += output_ns
+        if self.summaries is not None and requests:
+            self.summaries.add_batch(requests, input_ns, infer_ns, output_ns)
 
     def record_failures(
         self, now_ms: int, requests: int, fail_ns: int, reason: str = "BACKEND"
@@ -99,6 +122,10 @@ class Statistics:
         self.fail_count += requests
         self.fail_counts[reason] += requests
         self.fail_ns += fail_ns
+
+    def batch_sizes(self) -> dict[int, int]:
+        """How many executions there were of so many rows."""
+        return {rows: batch[0] for rows, batch in sorted(self._batches.copy().items())}
 
     def snapshot(self) -> ModelStat:
         """One entry of `model_stats`, ready for JSON."""
@@ -120,6 +147,7 @@ class Statistics:
                 "cache_hit": _duration(0, 0),
                 "cache_miss": _duration(0, 0),
             },
+            "response_stats": self.responses.snapshot(),
             "batch_stats": [
                 {
                     "batch_size": rows,
@@ -127,8 +155,12 @@ class Statistics:
                     "compute_infer": _duration(count, infer_ns),
                     "compute_output": _duration(count, output_ns),
                 }
-                for rows, (count, input_ns, infer_ns, output_ns) in sorted(self._batches.items())
+                for rows, (count, input_ns, infer_ns, output_ns) in sorted(
+                    self._batches.copy().items()
+                )
             ],
+            # What a model takes of a GPU or of pinned memory only it knows.
+            "memory_usage": [],
         }
 
 

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import Kind
+from moonpool.runtime.instance_metrics import NAMES
 from moonpool.runtime.metrics import MetricRegistry
 from moonpool.runtime.model_metrics import KINDS
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # The reactor's callbacks do not block.
 _SOON_S = 5.0
+# Of families whose names models cannot have at all.
+_NO_KIND = -1
 
 
 class Stubs:
@@ -28,7 +31,7 @@ class Stubs:
         """`models` are those that the models in the stubs may ask."""
         self.models = models
         self.reactor = reactor
-        self.metrics = MetricRegistry(KINDS)
+        self.metrics = MetricRegistry({**KINDS, **dict.fromkeys(NAMES, _NO_KIND)})
         # A stub that is started takes those of this moment.
         self.log = log
         self._log_changing = threading.Lock()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.bucket_counts import BucketCounts
 from moonpool.runtime.errors import BackendError, ExecuteTimedOut, LoadFailed, ModelUnavailable
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.restart import GiveUp, RestartPolicy
@@ -35,6 +36,9 @@ _CHECKS_PER_LIMIT = 20
 _TIDY_S = 5.0
 _STRANDED_NS = 1_000_000_000
 _JOIN_S = 0.1
+_RECOVERY_BOUNDS_NS = tuple(
+    ms * 1_000_000 for ms in (50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 300_000)
+)
 
 
 class Seat:
@@ -45,6 +49,8 @@ class Seat:
         self.machine = Machine(instance.name, INSTANCE, time.monotonic())
         self.deaths_s: deque[float] = deque(maxlen=deaths)
         self.restarts = 0
+        # When the process that is to be replaced broke.
+        self.broken_ns = 0
         self.recovery: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -84,6 +90,8 @@ class Supervisor:
         self.seats = [Seat(i, options.max_restarts + 1) for i in instances]
         self._seat_of = {seat.instance: seat for seat in self.seats}
         self._scheduler: Scheduler | None = None
+        # How long instances were away.
+        self.recoveries = BucketCounts(_RECOVERY_BOUNDS_NS)
 
     def serve(self, scheduler: Scheduler) -> None:
         """From now on, ready instances go to this scheduler."""
@@ -193,6 +201,7 @@ class Supervisor:
         self, seat: Seat, requests: Sequence[InferenceRequest], error: BaseException
     ) -> None:
         seat.deaths_s.append(time.monotonic())
+        seat.broken_ns = time.monotonic_ns()
         try:
             reason = self._backend.explain(seat.instance, error)
         except Exception:
@@ -242,6 +251,8 @@ class Supervisor:
             self._move(seat, _S.BACKING_OFF, f"restart failed: {error}")
             return False
         seat.restarts += 1
+        with self._lock:
+            self.recoveries.add(time.monotonic_ns() - seat.broken_ns)
         self._ready(seat, "restarted")
         return True
 

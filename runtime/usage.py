@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import NamedTuple
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Places in proc_pid_stat(5), counted behind the command's name.
-_UTIME, _STIME, _RSS = 11, 12, 21
+_UTIME, _STIME, _START, _RSS = 11, 12, 19, 21
+# The kernel counts starts from the boot; for how much that moves against the clock nobody cares.
+_BOOT_S = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Usage(NamedTuple):
@@ -16,6 +19,8 @@ class Usage(NamedTuple):
 
     rss_bytes: int
     cpu_s: float
+    started_s: float
+    """When it began, in seconds since the epoch."""
 
 
 def usage_of(pid: int) -> Usage | None:
@@ -27,4 +32,5 @@ def usage_of(pid: int) -> Usage | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
-    return Usage(int(fields[_RSS]) * _PAGE_BYTES, cpu_s)
+    started_s = _BOOT_S + int(fields[_START]) / _TICKS_PER_S
+    return Usage(int(fields[_RSS]) * _PAGE_BYTES, cpu_s, started_s)

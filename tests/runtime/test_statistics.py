@@ -34,7 +34,9 @@ def test_nothing_has_happened_at_first() -> None:
             "cache_hit": nothing,
             "cache_miss": nothing,
         },
+        "response_stats": {},
         "batch_stats": [],
+        "memory_usage": [],
     }
 
 
@@ -76,13 +78,16 @@ def test_a_batch_counts_for_each_of_its_requests_and_once_for_its_size() -> None
     assert repr(statistics) == ("<Statistics of add_sub 1: 2 succeeded, 0 failed, 1 executions>")
 
 
-def test_a_batch_in_which_everything_failed_is_no_execution() -> None:
+def test_a_batch_in_which_everything_failed_was_executed_all_the_same() -> None:
     statistics = Statistics("add_sub", "1")
     statistics.record_batch(1, 4, 0, 0, 0, 0, 10, 10, 10)
     statistics.record_failures(2, 4, 80)
-    assert (statistics.execution_count, statistics.last_inference_ms) == (0, 2)
+    assert (statistics.execution_count, statistics.last_inference_ms) == (1, 2)
+    assert (statistics.inference_count, statistics.success_count) == (0, 0)
     assert (statistics.fail_count, statistics.fail_ns) == (4, 80)
-    assert statistics.snapshot()["batch_stats"] == []
+    (batch,) = statistics.snapshot()["batch_stats"]
+    assert batch["batch_size"] == 4
+    assert batch["compute_infer"] == {"count": 1, "ns": 10}
 
 
 @given(executions)
@@ -92,14 +97,13 @@ def test_the_totals_are_the_sums_and_batch_sizes_come_in_order(
     statistics = Statistics("m", "1")
     for rows, requests, success, queue, put, infer, got in done:
         statistics.record_batch(7, rows, requests, rows, success, queue, put, infer, got)
-    counted = [each for each in done if each[1]]
-    assert statistics.execution_count == len(counted)
-    assert statistics.inference_count == sum(each[0] for each in counted)
-    assert statistics.success_count == sum(each[1] for each in counted)
-    assert statistics.queue_ns == sum(each[3] for each in counted)
-    assert statistics.infer_ns == sum(each[5] * each[1] for each in counted)
+    assert statistics.execution_count == len(done)
+    assert statistics.inference_count == sum(each[0] for each in done)
+    assert statistics.success_count == sum(each[1] for each in done)
+    assert statistics.queue_ns == sum(each[3] for each in done)
+    assert statistics.infer_ns == sum(each[5] * each[1] for each in done)
     batches = json.loads(json.dumps(statistics.snapshot()))["batch_stats"]
-    assert [each["batch_size"] for each in batches] == sorted({each[0] for each in counted})
+    assert [each["batch_size"] for each in batches] == sorted({each[0] for each in done})
     for batch in batches:
-        alike = [each for each in counted if each[0] == batch["batch_size"]]
+        alike = [each for each in done if each[0] == batch["batch_size"]]
         assert batch["compute_infer"] == {"count": len(alike), "ns": sum(e[5] for e in alike)}

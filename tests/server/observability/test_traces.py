@@ -98,6 +98,7 @@ def test_tensors_are_told_where_they_are_wanted(ask: Ask, tmp_path: Path) -> Non
 
     ask(traces, "doubles", 1.5)
     ask(traces, "counts", 2)
+    wait_until(lambda: activities(path, 2), what="the model to return, after its responses")
 
     tensors = [(e["id"], e["activity"], e["tensor"]) for e in entries(path) if "tensor" in e]
     told = {"shape": "1,4", "dtype": "FP32"}
