@@ -38,7 +38,7 @@ def metrics_options(
     *,
     allow_cpu: bool = True,
     allow_gpu: bool = True,
-    interval_ms: int = 2000,
+    interval_ms: float = 2000,
 ) -> MetricsOptions:
     """The options that the values of `--metrics-config`, each `<setting>=<value>`, and the other flags say.
 
@@ -61,7 +61,7 @@ def metrics_options(
                 f"--metrics-config knows no setting {name:.80}; there are {_SETTINGS}"
             )
     if interval_ms <= 0:
-        raise InvalidRequest(f"--metrics-interval-ms must be positive, not {interval_ms}")
+        raise InvalidRequest(f"--metrics-interval-ms must be positive, not {interval_ms:g}")
     return MetricsOptions(
         **said,
         summary_quantiles=quantiles,

@@ -36,7 +36,7 @@ examples:
   MOONPOOL_SERVE_LOG_FORMAT=json moonpool serve models --config=server.toml
 """
 # What the extra `serve` installs.
-_EXTRA = {"httptools", "orjson", "starlette", "uvloop"}
+_EXTRA = {"httptools", "orjson", "prometheus_client", "starlette", "uvloop"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

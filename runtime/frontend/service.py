@@ -12,6 +12,7 @@ from moonpool.runtime.frontend.log_control import LogControl
 from moonpool.runtime.frontend.metadata import Metadata
 from moonpool.runtime.frontend.overview import Overview
 from moonpool.runtime.frontend.repository_control import RepositoryControl
+from moonpool.runtime.frontend.server_metrics import ServerMetrics
 from moonpool.runtime.frontend.shared_memory import SystemSharedMemory
 from moonpool.runtime.frontend.tensors import WrongSize, shape_size, to_bytes
 from moonpool.runtime.frontend.traces import Traces
@@ -49,11 +50,12 @@ class Service:
         self.repository = repository or RepositoryControl(runtime)
         self.traces = traces or Traces()
         self.logs = logs or LogControl(self.models.stubs.change_log)
+        self.metrics = ServerMetrics(self.models)
         self.overview = Overview(self.models, self.repository.index)
 
     def metrics_text(self) -> str:
         """All metrics, as Prometheus reads them. Raises `RuntimeClosed`."""
-        return self.runtime.metrics()
+        return self.metrics.text()
 
     def read_shared(
         self, model: Model, name: str, code: int, shape: Sequence[int], place: tuple[str, int, int]

@@ -19,6 +19,7 @@ from moonpool.runtime.frontend.setting_values import BadSetting
 from moonpool.runtime.frontend.trace_settings import trace_options
 from moonpool.runtime.frontend.traces import Traces
 from moonpool.runtime.loading import HostingRules
+from moonpool.runtime.metrics_options import metrics_options
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.frontends import grpc_options, http_options, trace_flags
 from moonpool.runtime.server.option_sources import BadOption
@@ -69,6 +70,12 @@ class Server:
             drain_timeout_s=options.exit_timeout_secs,
             verbose=options.log_verbose > 0,
             listener=progress,
+            metrics=metrics_options(
+                options.metrics_config,
+                allow_cpu=options.allow_cpu_metrics,
+                allow_gpu=options.allow_gpu_metrics,
+                interval_ms=options.metrics_interval_ms,
+            ),
         )
         try:
             runtime.registry.rules = HostingRules(
@@ -124,6 +131,7 @@ class Server:
         self._service.overview.close()
         self._runtime.close()
         self._service.traces.close()
+        self._service.metrics.close()
 
     # Start
 
