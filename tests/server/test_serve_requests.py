@@ -1,0 +1,186 @@
+"""A server with clients: control, its end while requests run, TLS, tokens."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.server.repositories import ECHO, write
+from tests.server.running import RunningServer, running, starting
+from tests.waiting import wait_until
+
+BODY = json.dumps(
+    {"inputs": [{"name": "IN", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+).encode()
+# Says that it executes, and does so until it is allowed to end.
+WAITS = ECHO.replace(
+    "        return [",
+    """        import os, time
+        print("executing", flush=True)
+        while not os.path.exists(os.path.dirname(__file__) + "/go"):
+            time.sleep(0.01)
+        return [""",
+)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    write(tmp_path / "models", "good")
+    return tmp_path / "models"
+
+
+class Asking(threading.Thread):
+    """A request that is under way."""
+
+    def __init__(self, server: RunningServer, model: str) -> None:
+        super().__init__()
+        self.answer: tuple[int, Any] | None = None
+        self.error: Exception | None = None
+        self._server, self._path = server, f"/v2/models/{model}/infer"
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.answer = self._server.get(self._path, "POST", BODY)
+        except Exception as error:
+            self.error = error
+
+
+def test_what_is_under_way_when_the_server_is_told_to_end_is_answered(models: Path) -> None:
+    file = write(models, "waits", WAITS)
+    with running(models) as server:
+        asking = Asking(server, "waits")
+        try:
+            server.wait_for("] executing")
+            server.tell(signal.SIGTERM)
+            server.wait_for("Waiting for in-flight requests")
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection(("127.0.0.1", server.ports["http"])).close()
+        finally:
+            (file.parent / "go").touch()
+            asking.join()
+        assert server.wait() == 0
+    assert asking.answer is not None, asking.error
+    assert asking.answer[0] == 200
+    assert asking.answer[1]["outputs"][0]["data"] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_takes_longer_than_the_time_to_exit_is_cut_off(models: Path) -> None:
+    write(models, "waits", WAITS)
+    with starting(models, "--exit-timeout-secs=1") as server:
+        server.wait_for("] Ready")
+        asking = Asking(server, "waits")
+        server.wait_for("] executing")
+        server.tell(signal.SIGTERM)
+        assert server.wait() == 1
+        assert "Exit timeout expired" in server.text()
+        asking.join()
+    assert asking.answer is None or asking.answer[0] != 200
+
+
+def test_clients_control_the_models_where_the_mode_is_explicit(models: Path) -> None:
+    with running(models, "--model-control-mode=explicit") as server:
+        assert server.get("/v2/repository/index", "POST") == (200, [{"name": "good"}])
+        assert server.get("/v2/repository/models/good/load", "POST")[0] == 200
+        assert server.get("/v2/models/good/infer", "POST", BODY)[0] == 200
+        files = {
+            "config": json.dumps({"backend": "python", "max_batch_size": 0}),
+            "file:1/model.py": base64.b64encode(ECHO.encode()).decode(),
+        }
+        body = json.dumps({"parameters": files}).encode()
+        status, said = server.get("/v2/repository/models/fresh/load", "POST", body)
+        assert (status, "must specify" in said["error"]) == (500, True)
+        assert server.get("/v2/repository/models/good/unload", "POST")[0] == 200
+        status, _ = server.get("/v2/models/good/infer", "POST", BODY)
+        assert status != 200
+        wait_until(lambda: server.get("/v2/health/ready")[0] == 200)
+
+
+def test_nobody_controls_the_models_in_the_other_modes(models: Path) -> None:
+    with running(models) as server:
+        status, said = server.get("/v2/repository/models/good/load", "POST")
+    text = "explicit model load / unload is not allowed if polling is enabled"
+    assert (status, said) == (503, {"error": text})
+
+
+def test_the_server_has_its_name_and_the_readiness_that_was_wanted(models: Path) -> None:
+    write(models, "bad", "raise ValueError('boom')")
+    flags = ("--id=mine", "--exit-on-error=false")
+    with running(models, *flags) as server:
+        assert server.get("/v2")[1]["name"] == "mine"
+        assert server.get("/v2/health/live")[0] == 200
+        assert server.get("/v2/health/ready")[0] == 400
+    with running(models, *flags, "--strict-readiness=false") as server:
+        assert server.get("/v2/health/ready")[0] == 200
+
+
+def test_changes_ask_for_the_token_and_nothing_else_does(models: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    flags = ("--model-control-mode=explicit", f"--control-token-file={token}")
+    with running(models, *flags, "--load-model=good") as server:
+        load = f"http://{server.http}/v2/repository/models/good/load"
+        assert server.get("/v2/repository/models/good/load", "POST")[0] == 401
+        assert server.get("/v2/models/good/infer", "POST", BODY)[0] == 200
+        for given, status in (("wrong", 401), ("s3cret", 200)):
+            headers = {"Authorization": f"Bearer {given}"}
+            request = urllib.request.Request(load, b"", headers, method="POST")
+            assert status_of(request) == status
+        assert "s3cret" not in server.text()
+
+
+def test_apis_may_ask_for_a_header(models: Path) -> None:
+    with running(models, "--http-restricted-api=health,metadata:key=value") as server:
+        live = f"http://{server.http}/v2/health/live"
+        assert status_of(urllib.request.Request(live)) == 403
+        assert status_of(urllib.request.Request(live, headers={"key": "value"})) == 200
+        assert server.get("/v2/models/good/infer", "POST", BODY)[0] == 200
+
+
+def test_http_may_speak_tls(models: Path, tmp_path: Path) -> None:
+    key, certificate = self_signed(tmp_path)
+    flags = (f"--http-server-cert={certificate}", f"--http-server-key={key}")
+    with running(models, *flags) as server:
+        context = ssl.create_default_context(cafile=str(certificate))
+        url = f"https://localhost:{server.ports['http']}/v2/health/ready"
+        with urllib.request.urlopen(url, timeout=30, context=context) as response:
+            assert response.status == 200
+    with starting(
+        models, f"--http-server-cert={certificate}", f"--http-server-key={tmp_path}"
+    ) as server:
+        assert server.wait() == 1
+        assert "Traceback" not in server.text()
+
+
+def status_of(request: urllib.request.Request) -> int:
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """A key and a certificate of localhost."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return key, certificate
