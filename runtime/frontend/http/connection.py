@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,6 +49,7 @@ class Connection(asyncio.BufferedProtocol):
         self._parser: HeadParser | None = None
         self._fed_bytes = 0
         self._head: Head | None = None
+        self._begun_ns = 0
         self._intake: Fixed | Chunked | None = None
         self._exchange: Exchange | None = None
         self._is_reading = False
@@ -84,6 +86,8 @@ class Connection(asyncio.BufferedProtocol):
             exchange.is_gone = True
             if exchange.cancel is not None:
                 exchange.cancel()
+            if exchange.ended is not None:
+                exchange.ended()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
         """The rest of a large body goes where it belongs, all else into the port's buffer."""
@@ -213,6 +217,7 @@ class Connection(asyncio.BufferedProtocol):
             if refusal is not None:
                 raise refusal
         self._head = head
+        self._begun_ns = time.monotonic_ns()
         if head.is_chunked:
             self._intake = Chunked(port.limits.body_bytes)
         else:
@@ -228,11 +233,11 @@ class Connection(asyncio.BufferedProtocol):
         if rest is None or head is None:
             return None
         self._intake = self._head = None
-        self._hand_over(head, intake.body)
+        self._hand_over(head, intake.body, self._begun_ns)
         return rest
 
-    def _hand_over(self, head: Head, body: Body) -> None:
-        exchange = self._exchange = Exchange(self, head, body)
+    def _hand_over(self, head: Head, body: Body, begun_ns: int | None = None) -> None:
+        exchange = self._exchange = Exchange(self, head, body, begun_ns)
         self._port.handler.handle(exchange)
 
     # Out
@@ -263,6 +268,8 @@ class Connection(asyncio.BufferedProtocol):
         self._exchange = None
         exchange.is_gone = True
         exchange.cancel = None
+        if exchange.ended is not None:
+            exchange.ended()
         self._since_now()
         if self.closes:
             self._transport.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -26,18 +27,38 @@ class Exchange:
     Everything may be called after the client has gone, and does nothing then.
     """
 
-    __slots__ = ("_connection", "_length", "body", "cancel", "head", "is_gone", "status")
+    __slots__ = (
+        "_begun_ns",
+        "_connection",
+        "_length",
+        "body",
+        "cancel",
+        "ended",
+        "head",
+        "is_gone",
+        "status",
+    )
 
-    def __init__(self, connection: Connection, head: Head, body: Body) -> None:
+    def __init__(
+        self, connection: Connection, head: Head, body: Body, begun_ns: int | None = None
+    ) -> None:
         self._connection = connection
+        self._begun_ns = begun_ns
         self.head = head
         self.body: Body = body
         # Called when the client goes before the response has ended. It must not block.
         self.cancel: Callable[[], None] | None = None
+        # Called when the response has ended, however it ended.
+        self.ended: Callable[[], None] | None = None
         self.is_gone = False
         # Of the response, 0 before it has begun; and how many bytes of it are still to come, -1 for chunks.
         self.status = 0
         self._length = 0
+
+    @property
+    def begun_ns(self) -> int:
+        """When the head of the request had come, if its body came later, else now; of `time.monotonic_ns`."""
+        return time.monotonic_ns() if self._begun_ns is None else self._begun_ns
 
     @property
     def client(self) -> tuple[str, int] | None:

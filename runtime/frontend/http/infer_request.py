@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.config import ModelConfig
     from moonpool.runtime.frontend.http.exchange import Body
+    from moonpool.runtime.frontend.http.prepared import Prepared
     from moonpool.runtime.frontend.tensors import Bytes, Input
     from moonpool.runtime.request import Details
 
@@ -43,7 +44,7 @@ class OutputPlan(NamedTuple):
 
 
 class Plan:
-    """What the JSON of a request says. It may serve many requests of the same JSON: nothing changes it."""
+    """What the JSON of a request says. It may serve many requests of the same JSON: nothing else changes it."""
 
     __slots__ = (
         "details",
@@ -52,6 +53,7 @@ class Plan:
         "inputs",
         "is_plain",
         "outputs",
+        "prepared",
         "request_id",
         "rest",
         "wanted",
@@ -59,6 +61,8 @@ class Plan:
 
     def __init__(self, request: Any) -> None:
         """From the value of the JSON. Raises `BadJson`, `InvalidRequest`."""
+        # Kept by whoever made a request of it.
+        self.prepared: Prepared | None = None
         root = request if isinstance(request, dict) else {}
         if "id" in root and type(root["id"]) is not str:
             raise BadJson("id", _WRONG["string"])

@@ -16,6 +16,7 @@ from moonpool.runtime.frontend.http.encoding import ENCODINGS, accepted, deflate
 from moonpool.runtime.frontend.http.head import JSON, TEXT, BadMessage
 from moonpool.runtime.frontend.http.infer_request import Plan, raw_plan, read_plan
 from moonpool.runtime.frontend.http.infer_response import render
+from moonpool.runtime.frontend.http.prepared import Prepared
 from moonpool.runtime.frontend.requests import make_request, refused
 from moonpool.runtime.frontend.statuses import http_status
 from moonpool.runtime.frontend.submission import LoopSubmission
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.http.options import HttpLimits
     from moonpool.runtime.frontend.service import Service
     from moonpool.runtime.frontend.submission import Hosted
-    from moonpool.runtime.request import Outcome
+    from moonpool.runtime.frontend.trace import Trace
+    from moonpool.runtime.request import InferenceRequest, Outcome
 
 _ENCODINGS = ((b"Accept-Encoding", b"gzip, deflate"), *TEXT)
 _log = logging.getLogger("moonpool")
@@ -171,7 +173,7 @@ class Inference:
 class InferCall:
     """One request. It is called with the outcome."""
 
-    __slots__ = ("_arrays", "_exchange", "_hosted", "_plan", "_route", "_target")
+    __slots__ = ("_arrays", "_exchange", "_hosted", "_plan", "_route", "_target", "_trace")
 
     def __init__(
         self, route: Inference, exchange: Exchange, target: InferTarget, hosted: Hosted
@@ -182,6 +184,7 @@ class InferCall:
         self._hosted = hosted
         self._plan: Plan
         self._arrays: dict[str, Any]
+        self._trace: Trace | None = None
 
     def begin(self) -> None:
         """Read the request and send it to the model."""
@@ -209,17 +212,25 @@ class InferCall:
             text = f"inference header size should be in range (0, {len(body)}), got: {length}"
             self._exchange.fail(400, text, TEXT)
             return
+        data: Any = body
+        # Arrays are to be views of the array that the body was received into: stubs may see it.
+        is_shared = False
+        if type(body) is memoryview and isinstance(body.obj, np.ndarray):
+            data, is_shared = body.obj, True
+        hosted = self._hosted
         try:
             if length:
                 plan = self._plan = self._route.plan(body, length)
-                data: Any = body
-                if type(body) is memoryview and isinstance(body.obj, np.ndarray):
-                    # Arrays are to be views of that one, which may lie in memory that the stubs see.
-                    data = body.obj
+                prepared = plan.prepared
+                if prepared is not None and prepared.signature is hosted.signature:
+                    request = prepared.request(data, length, has_views=is_shared)
+                    if request is not None:
+                        self._submit(request)
+                        return
             else:
-                plan, data = raw_plan(self._hosted.model.config, body)
+                plan, data = raw_plan(hosted.model.config, body)
                 self._plan = plan
-            self._arrays = plan.arrays(self._hosted.model.name, data, length)
+            self._arrays = plan.arrays(hosted.model.name, data, length)
         except MoonpoolError as error:
             self._fail(self._told(error), JSON)
             return
@@ -248,21 +259,57 @@ class InferCall:
                     raise self._told(error) from None
 
     def _send(self, _: None) -> None:
-        plan, hosted, exchange = self._plan, self._hosted, self._exchange
+        plan, hosted = self._plan, self._hosted
         try:
             if plan.has_shared:
                 self._read_shared()
             request = make_request(hosted, self._arrays, plan.outputs, plan.details)
-            del self._arrays
-            submission = LoopSubmission(hosted.scheduler, request, self)
+        except MoonpoolError as error:
+            self._fail(error, JSON)
+            return
+        del self._arrays
+        if Prepared.can_be(plan, request):
+            plan.prepared = Prepared(plan, hosted, request)
+        self._submit(request)
+
+    def _submit(self, request: InferenceRequest) -> None:
+        exchange = self._exchange
+        if self._route.service.traces.is_on:
+            self._trace = self._begin_trace(request)
+        try:
+            submission = LoopSubmission(self._hosted.scheduler, request, self)
         except MoonpoolError as error:
             self._fail(own(error), JSON)
             return
         if not exchange.is_gone:
             exchange.cancel = submission.cancel
+            if self._trace is not None:
+                exchange.cancel = partial(self._cancel, submission, self._trace)
+
+    @staticmethod
+    def _cancel(submission: LoopSubmission, trace: Trace) -> None:
+        submission.cancel()
+        trace.end()
+
+    def _begin_trace(self, request: InferenceRequest) -> Trace | None:
+        headers = self._exchange.head.headers
+        trace = self._route.service.traces.begin(
+            self._hosted.model,
+            self._plan.request_id,
+            headers.get(b"traceparent", b"").decode("latin-1") or None,
+            headers.get(b"tracestate", b"").decode("latin-1") or None,
+        )
+        if trace is not None:
+            trace.mark("HTTP_RECV_START", self._exchange.begun_ns)
+            trace.mark("HTTP_RECV_END")
+            trace.follow(request)
+        return trace
 
     def __call__(self, outcome: Outcome) -> None:
         """The model has answered."""
+        if self._trace is not None:
+            self._exchange.ended = partial(_end_trace, self._trace)
+            self._trace.mark("HTTP_SEND_START")
         if not isinstance(outcome, Response):
             self._fail(outcome, TEXT)
             return
@@ -293,6 +340,11 @@ class InferCall:
             lambda: deflate(encoding, parts),
             lambda compressed: exchange.respond(200, headers, compressed),
         )
+
+
+def _end_trace(trace: Trace) -> None:
+    trace.mark("HTTP_SEND_END")
+    trace.end()
 
 
 def _size_bytes(response: Response) -> int:
