@@ -24,6 +24,7 @@ NAMES = (
     "bls",
     "bytes_tensors",
     "peers",
+    "serve",
 )
 RESULTS = Path(__file__).parent / "results"
 _TABLE = "RESULTS.md"

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
+import subprocess
 import sys
-import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.hosted import MODELS
 from benchmarks.peer.peer import Unavailable
 
+VARIABLE = "MOONPOOL_TRITON_PYTHON"
+_USUAL = Path(__file__).parents[2] / ".venv-triton" / "bin" / "python"
+_FACTS = """
+import importlib.util, sys, sysconfig
+spec = importlib.util.find_spec("pytriton")
+print("" if spec is None else spec.submodule_search_locations[0])
+print(sysconfig.get_config_var("LIBDIR") or "")
+print("%d.%d" % sys.version_info[:2])
+"""
+
+
+def triton_python() -> Path:
+    """The interpreter beside which nvidia-pytriton is installed: this one, unless another is named or there."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    return _USUAL if _USUAL.exists() else Path(sys.executable)
+
 
 class TritonFiles:
-    """A folder with a model repository and the Python backend for this interpreter."""
+    """A folder with a model repository and the Python backend for an interpreter."""
 
-    def __init__(self) -> None:
-        spec = importlib.util.find_spec("pytriton")
-        if spec is None or spec.origin is None:
-            raise Unavailable("there is no pytriton here; pip install nvidia-pytriton")
-        wheel = Path(spec.origin).parent / "tritonserver"
-        self.libraries = Path(spec.origin).parents[1] / "nvidia_pytriton.libs"
+    def __init__(self, python: Path | None = None, models: Sequence[str] = ("add_sub",)) -> None:
+        """The interpreter is this one by default. Raises Unavailable."""
+        self._python = python or Path(sys.executable)
+        asked = subprocess.run(
+            [self._python, "-c", _FACTS], capture_output=True, text=True, check=False
+        )
+        if asked.returncode:
+            raise Unavailable(f"{self._python} does not run: {asked.stderr.strip()[-200:]}")
+        package, self._own_libraries, version = asked.stdout.splitlines()
+        if not package:
+            raise Unavailable(
+                f"there is no pytriton beside {self._python}; pip install nvidia-pytriton"
+            )
+        wheel = Path(package) / "tritonserver"
+        self.libraries = Path(package).parent / "nvidia_pytriton.libs"
         self.server = wheel / "bin" / "tritonserver"
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
         stub = wheel / "python_backend_stubs" / version / "triton_python_backend_stub"
         if not stub.is_file():
             raise Unavailable(f"the wheel has no Triton stub for Python {version}")
@@ -36,7 +62,8 @@ class TritonFiles:
         for file in (*(wheel / "backends" / "python").glob("*.*"), stub):
             (backend / file.name).symlink_to(file)
         unwanted = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(MODELS / "add_sub", self.repository / "add_sub", ignore=unwanted)
+        for model in models:
+            shutil.copytree(MODELS / model, self.repository / model, ignore=unwanted)
 
     @property
     def library(self) -> Path:
@@ -48,12 +75,14 @@ class TritonFiles:
 
     def environment(self) -> dict[str, str]:
         """Variables under which Triton's stub finds this interpreter's library and packages."""
-        own = sysconfig.get_config_var("LIBDIR") or ""
+        # What is for this interpreter is not for another one's models.
+        kept = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
         return {
-            **os.environ,
-            "LD_LIBRARY_PATH": f"{own}:{self.libraries}",
+            **kept,
+            "LD_LIBRARY_PATH": f"{self._own_libraries}:{self.libraries}",
             # The stub of the wheel takes whatever `python3` is first.
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+            "PATH": f"{self._python.parent}:{os.environ.get('PATH', '')}",
+            "VIRTUAL_ENV": str(self._python.parents[1]),
         }
 
     def remove(self) -> None:

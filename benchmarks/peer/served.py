@@ -1,0 +1,127 @@
+"""Servers side by side: moonpool's and a real Triton, each a process with the same models."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.hosted import MODELS
+from benchmarks.peer.peer import Unavailable
+from benchmarks.peer.triton_files import TritonFiles, triton_python
+
+_READY_S = 60.0
+_END_S = 30.0
+
+
+class Served:
+    """A server that is ready, with its ports; ended by `close`."""
+
+    name = ""
+
+    def __init__(
+        self, command: Sequence[str | Path], environment: Mapping[str, str] | None, log: Path
+    ) -> None:
+        """Raises Unavailable with the end of its log."""
+        self.http_port, self.grpc_port, metrics_port = _free_ports(3)
+        ports = {"http": self.http_port, "grpc": self.grpc_port, "metrics": metrics_port}
+        options = [f"--{name}-port={port}" for name, port in ports.items()]
+        options += [f"--{name}-address=127.0.0.1" for name in ports]
+        with log.open("w+") as file:
+            self._process = subprocess.Popen(
+                [*command, *options], stdout=file, stderr=file, env=environment
+            )
+            deadline = time.monotonic() + _READY_S
+            while not self._is_ready():
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self._end()
+                    file.seek(0)
+                    said = " ".join(file.read().split())[-300:]
+                    raise Unavailable(f"{self.name} did not start: {said}")
+                time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/v2/health/ready"):
+                return True
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+    def port(self, protocol: str) -> int:
+        """Of http or grpc."""
+        return self.http_port if protocol == "http" else self.grpc_port
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """End it, orderly if it can."""
+        self._end()
+
+
+class MoonpoolServed(Served):
+    """`moonpool serve`, of the tree or installation that this benchmark runs in."""
+
+    name = "moonpool"
+
+    def __init__(self, models: Sequence[str], options: Sequence[str] = ()) -> None:
+        self._room = tempfile.TemporaryDirectory(prefix="moonpool-")
+        repository = Path(self._room.name) / "models"
+        repository.mkdir()
+        for model in models:
+            (repository / model).symlink_to(MODELS / model)
+        command: list[str | Path] = [sys.executable, "-m", "moonpool", "serve"]
+        command += [f"--model-repository={repository}", *options]
+        try:
+            super().__init__(command, None, Path(self._room.name) / "log")
+        except BaseException:
+            self._room.cleanup()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._room.cleanup()
+
+
+class TritonServed(Served):
+    """tritonserver with its Python backend."""
+
+    name = "Triton"
+
+    def __init__(self, models: Sequence[str]) -> None:
+        self._files = TritonFiles(triton_python(), models)
+        command: list[str | Path] = [
+            self._files.server,
+            f"--model-repository={self._files.repository}",
+            f"--backend-directory={self._files.backends}",
+            "--log-info=false",
+            "--log-warning=false",
+        ]
+        try:
+            super().__init__(command, self._files.environment(), self._files.folder / "log")
+        except BaseException:
+            self._files.remove()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._files.remove()
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

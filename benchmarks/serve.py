@@ -1,0 +1,116 @@
+"""`moonpool serve` and a real Triton with the same models, pressed in turns over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from benchmarks.peer.peer import Unavailable
+from benchmarks.peer.presser import Case, Failed, Presser, Sample, presser
+from benchmarks.peer.served import MoonpoolServed, Served, TritonServed
+from benchmarks.report import Report, main
+
+_MODELS = ("add_sub", "identity")
+_SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
+_ROUNDS = 5
+_SECONDS = 1.5
+# What a ratio of throughputs is to be, by protocol, and with tensors in shared memory.
+_GOALS = {"http": "at least 1.5", "grpc": "at least 1"}
+_GOAL_SHARED = "at least 2"
+
+
+def cases() -> dict[str, Case]:
+    """By what they are called in a table."""
+    found = {}
+    pair = {"INPUT0": 4, "INPUT1": 4}
+    for protocol in ("http", "grpc"):
+        for callers in (1, 4, 16):
+            name = f"add_sub, {protocol.upper()}, {_callers(callers)}"
+            found[name] = Case(protocol, "add_sub", "FP32", pair, True, callers)
+    for size, elements in _SIZES.items():
+        for protocol in ("http", "grpc"):
+            for shared in (False, True):
+                where = ", in shared memory" if shared else ""
+                name = f"identity, {size}{where}, {protocol.upper()}, 1 caller"
+                shapes = {"INPUT0": elements}
+                found[name] = Case(protocol, "identity", "UINT8", shapes, False, 1, shared)
+    return found
+
+
+def _callers(count: int) -> str:
+    return "1 caller" if count == 1 else f"{count} callers"
+
+
+def measure(report: Report, quick: bool) -> None:
+    """Each case with both servers in turns; the first round does not count."""
+    pressed = presser()
+    with contextlib.ExitStack() as stack:
+        servers: list[Served] = []
+        for make in (MoonpoolServed, TritonServed):
+            try:
+                servers.append(make(_MODELS))
+                stack.callback(servers[-1].close)
+            except Unavailable as error:
+                report.skipped(make.name, str(error))
+        chosen = cases()
+        if quick:
+            chosen = {name: case for name, case in chosen.items() if case.callers == 4}
+        for name, case in chosen.items():
+            try:
+                found = _in_turns(pressed, case, servers, 1 if quick else _ROUNDS, quick)
+            except Failed as error:
+                report.skipped(name, str(error))
+                continue
+            _report(report, name, case, found)
+    report.note(f"Servers, models and generator are on one machine; {pressed.words}.")
+    report.note("The same `model.py` and `config.pbtxt` in both; add_sub has dynamic batching.")
+    report.note("Ratios are moonpool's figure over Triton's of the same round.")
+
+
+def _in_turns(
+    pressed: Presser, case: Case, servers: Sequence[Served], rounds: int, quick: bool
+) -> Mapping[str, Sequence[Sample]]:
+    """The samples of each server, a round at a time; who is first changes."""
+    seconds = 0.3 if quick else _SECONDS
+    found: dict[str, list[Sample]] = {server.name: [] for server in servers}
+    for turn in range(-1, rounds):
+        for server in servers if turn % 2 else reversed(servers):
+            sample = pressed.press(case, server.port(case.protocol), seconds)
+            if turn >= 0:
+                found[server.name].append(sample)
+    return found
+
+
+def _report(report: Report, name: str, case: Case, found: Mapping[str, Sequence[Sample]]) -> None:
+    units = {"requests_per_s": "requests/s", "p50_us": "µs", "p99_us": "µs"}
+    words = {"requests_per_s": "", "p50_us": "p50, ", "p99_us": "p99, "}
+    for field, unit in units.items():
+        for server, samples in found.items():
+            values = [getattr(sample, field) for sample in samples]
+            report.figure(
+                name, unit, values, column=f"{words[field]}{server}", headline=not words[field]
+            )
+        if len(found) == 2:
+            ours, theirs = found.values()
+            ratios = [
+                getattr(a, field) / getattr(b, field) for a, b in zip(ours, theirs, strict=True)
+            ]
+            report.ratio(
+                name,
+                ratios,
+                column=f"{words[field]}ratio",
+                goal=_goal(case, field),
+                headline=True,
+            )
+
+
+def _goal(case: Case, field: str) -> str:
+    if field != "requests_per_s":
+        return "at most 1" if case.protocol == "http" and case.model == "add_sub" else ""
+    if case.model == "add_sub":
+        return _GOALS[case.protocol]
+    return _GOAL_SHARED if case.shared_memory else ""
+
+
+if __name__ == "__main__":
+    main("serve", "What does a client of moonpool serve get, and what of a real Triton?", measure)
