@@ -136,6 +136,10 @@ class Arena:
         for extents in self._extents.values():
             yield from extents.live.values()
 
+    def regions(self) -> list[Region]:
+        """All regions that blocks are allocated in."""
+        return [extents.region for extents in self._extents.values()]
+
     def region(self, region_id: int) -> Region | None:
         """The region of that number, if blocks are allocated in it."""
         extents = self._extents.get(region_id)

@@ -11,8 +11,12 @@ import errno
 import os
 import socket
 from collections import deque
+from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_PACKET_BYTES = 32 * 1024
 _ROOM = (
@@ -69,9 +73,9 @@ class Channel:
         except OSError as error:
             raise self._gone(error) from error
 
-    def send_fd(self, packet: bytes, fd: int) -> None:
-        """As `send`, with a descriptor for the peer. The caller keeps its own."""
-        fds = array.array("i", [fd])
+    def send_fds(self, packet: bytes, *descriptors: int) -> None:
+        """As `send`, with descriptors for the peer. The caller keeps its own."""
+        fds = array.array("i", descriptors)
         try:
             self._socket.sendmsg(
                 [packet],
@@ -80,6 +84,16 @@ class Channel:
             )
         except BlockingIOError:
             raise
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def send_waiting_with(self, packet: bytes, descriptors: Sequence[int]) -> None:
+        """As `send_waiting`, with descriptors for the peer. The caller keeps its own."""
+        fds = array.array("i", descriptors)
+        try:
+            self._socket.sendmsg(
+                [packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else [], _NO_SIGNAL
+            )
         except OSError as error:
             raise self._gone(error) from error
 

@@ -13,10 +13,11 @@ import msgpack
 
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
-from moonpool.ipc.messages import CALLS, CONTROL, LAYOUT, WORK, Kind, Side
+from moonpool.ipc.messages import CALLS, CONTROL, LAYOUT, WORK, Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from enum import IntEnum
     from typing import Any
 
     from moonpool.ipc.fields import Spec
@@ -40,10 +41,12 @@ _compiled: dict[Message | Packed, Check] = {}
 class Codec:
     """The messages of one channel as one side receives them. Thread-safe once it is made."""
 
-    __slots__ = ("_checks", "_table", "_us")
+    __slots__ = ("_checks", "_kinds", "_table", "_us")
 
-    def __init__(self, table: dict[Kind, Message], us: Side) -> None:
+    def __init__(self, table: dict[Any, Message], us: Any) -> None:
+        """`table` has a message for each kind, which is an `IntEnum`, and so are the sides."""
         self._table = table
+        self._kinds = {int(kind): kind for kind in table}
         self._us = us
         self._checks: dict[int, Check] = {}
 
@@ -67,14 +70,14 @@ class Codec:
             raise RemoteProtocolError(f"a packet that is not msgpack: {why}") from unreadable
         if type(fields) is not list or not fields or type(fields[0]) is not int:
             raise RemoteProtocolError("a packet that is not an array led by a kind") from error
-        message = self._table.get(fields[0])  # type: ignore[call-overload]
+        message = self._table.get(fields[0])
         if message is None:
             raise RemoteProtocolError(f"a message of unknown kind {fields[0]}") from error
         if message.sender is self._us:
-            raise RemoteProtocolError(f"{Kind(fields[0]).name} is not the peer's to send")
+            raise RemoteProtocolError(f"{self._kinds[fields[0]].name} is not the peer's to send")
         check = _compiled.get(message)
         if check is None:
-            check = _compiled[message] = compile_check(Kind(fields[0]), message)
+            check = _compiled[message] = compile_check(self._kinds[fields[0]], message)
         self._checks[fields[0]] = check
         return check
 
@@ -96,7 +99,7 @@ def unpacked(packet: bytes | bytearray) -> Any:
     return _unpack(packet, strict_map_key=False)
 
 
-def compile_check(kind: Kind, message: Message) -> Check:
+def compile_check(kind: IntEnum, message: Message) -> Check:
     """A function that raises `RemoteProtocolError` unless the fields are as the table says."""
     lines = [
         "def check(m):",

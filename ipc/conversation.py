@@ -45,13 +45,18 @@ class Conversation:
 
     __slots__ = ("_after", "_codec", "_ours", "_overflow", "_theirs", "_us", "channel")
 
-    def __init__(self, channel: Channel, us: Side, overflow: Overflow) -> None:
+    def __init__(
+        self, channel: Channel, us: Side, overflow: Overflow, after: Kind | None = None
+    ) -> None:
+        """`after` is the message that goes without saying; None where everything is to be said."""
         self.channel = channel
         self._us = us
         self._overflow = overflow
         self._codec = work_codec(us)
         # What may come next, from us and from the peer; and the same after each kind, worked out before.
-        self._ours, self._theirs = _split({Kind.START}, us)
+        self._ours, self._theirs = _split(
+            {Kind.START} if after is None else WORK[after].followers, us
+        )
         self._after = {int(kind): _split(message.followers, us) for kind, message in WORK.items()}
 
     def use_overflow(self, overflow: Overflow) -> None:

@@ -38,6 +38,8 @@ from moonpool.ipc.fields import (
 )
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from moonpool.ipc.fields import Spec
 
 PROTOCOL_VERSION = 1
@@ -80,6 +82,8 @@ class Kind(IntEnum):
     LOGGING = 25
     READY = 26
     READINESS = 27
+    PEER = 28
+    BEGUN = 29
     # Calls channel.
     INFER = 30
     REPLY = 31
@@ -99,9 +103,10 @@ class Message:
     __slots__ = ("fields", "followers", "sender")
 
     def __init__(
-        self, sender: Side | None, fields: dict[str, Spec], followers: tuple[Kind, ...] = ()
+        self, sender: Any, fields: dict[str, Spec], followers: tuple[Kind, ...] = ()
     ) -> None:
-        self.sender = sender  # None: either side
+        # A member of the table's own enumeration of sides; None: either.
+        self.sender = sender
         self.fields = fields
         self.followers = frozenset(followers)
 
@@ -262,6 +267,11 @@ CONTROL: dict[Kind, Message] = {
     # Is the model ready, as it says itself? One question at a time; the reason is nil if it is.
     Kind.READY: Message(_RUNTIME, {"question": _ID}),
     Kind.READINESS: Message(_STUB, {"question": _ID, "reason": Maybe(Text(_SHORT))}),
+    # Another process of the runtime sends batches from now on. Comes with the descriptors of its work channel
+    # and its control channel, on which it speaks as the runtime after LOADED.
+    Kind.PEER: Message(_RUNTIME, {}),
+    # The stub has come to this batch, after those of other peers. Only where the time that it takes is limited.
+    Kind.BEGUN: Message(_STUB, {"batch": _ID}),
 }
 
 # Calls that one stub may have open at a time.

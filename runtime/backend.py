@@ -157,6 +157,13 @@ class Backend(ABC):
     def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:  # noqa: B027 - optional
         """Nobody waits any more for a request that the instance executes or has open. Does not block."""
 
+    def began_ns(self, instance: ModelInstance, sent_ns: int) -> int | None:  # noqa: ARG002
+        """When the instance began to execute the batch that it was sent at that time.
+
+        None while it is busy with what others have sent it. In nanoseconds of `time.monotonic_ns`.
+        """
+        return sent_ns
+
     def model_instance_ready(
         self,
         instance: ModelInstance,  # noqa: ARG002

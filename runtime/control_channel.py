@@ -6,7 +6,6 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import ProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
@@ -14,6 +13,7 @@ from moonpool.ipc.messages import Kind, Side
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from moonpool.ipc.channel import Channel
     from moonpool.ipc.conversation import Overflow
     from moonpool.ipc.region import SharedRegion
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class ControlChannel:
     """Any thread may send; one reads."""
 
-    def __init__(self) -> None:
-        # The other end is for the stub; the caller closes it.
-        self.channel, self.peer = Channel.pair()
+    def __init__(self, channel: Channel) -> None:
+        """Own the channel from now on."""
+        self.channel = channel
         self._codec = control_codec(Side.RUNTIME)
         self._sending = threading.Lock()
 
@@ -33,11 +33,17 @@ class ControlChannel:
         with self._sending, _reading_peer():
             self.channel.send(packet)
 
+    def send_peer(self, work_fd: int, control_fd: int) -> None:
+        """Let another process send batches, through channels of its own. Raises what `send` does."""
+        packet = encode(Kind.PEER)
+        with self._sending, _reading_peer():
+            self.channel.send_fds(packet, work_fd, control_fd)
+
     def send_region(self, region: SharedRegion, writer: Side) -> None:
         """Announce a region with its descriptor. Raises what `send` does."""
         packet = encode(Kind.REGION, region.id, region.size_bytes, writer)
         with self._sending, _reading_peer():
-            self.channel.send_fd(packet, region.fd)
+            self.channel.send_fds(packet, region.fd)
 
     def receive(self, most: int, overflow: Overflow) -> Iterator[list[Any]]:
         """The messages that are there, at most so many. Raises `PeerGone`, `RemoteProtocolError`."""

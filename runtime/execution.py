@@ -88,6 +88,11 @@ class Execution:
             if request.left and not request.fills_place:
                 self.instance.backend.cancel(self.instance, request)
 
+    def began_before(self, time_ns: int) -> bool:
+        """Whether the instance came to this batch before that time, and not only the batch to the instance."""
+        began_ns = self.instance.backend.began_ns(self.instance, self.started_ns)
+        return began_ns is not None and began_ns < time_ns
+
     def claim(self, by: object) -> bool:
         """Whether `by` drives it from now on. True once after each `offer`.
 

@@ -15,18 +15,16 @@ from moonpool.runtime.readiness import ask_all
 from moonpool.runtime.scheduler import Scheduler
 from moonpool.runtime.signature import Signature
 from moonpool.runtime.states import MODEL, InstanceState, Machine, ModelState
-from moonpool.runtime.supervisor import Supervisor, as_load_failure
+from moonpool.runtime.supervisor import Supervisor, as_load_failure, no_instance_left
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
 
     from moonpool.runtime.backend import Backend
-    from moonpool.runtime.metrics_options import MetricsOptions
-    from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.readiness import Answer
-    from moonpool.runtime.recent_errors import RecentErrors
     from moonpool.runtime.request import InferenceRequest
+    from moonpool.runtime.stubs import Stubs
     from moonpool.runtime.supervisor import Seat
 
 _log = logging.getLogger("moonpool")
@@ -41,22 +39,22 @@ class HostedModel:
         self,
         backend: Backend,
         model: Model,
-        reactor: Reactor,
+        stubs: Stubs,
         executor: Executor,
         tell: Callable[[str, str, str], None],
-        errors: RecentErrors,
-        metrics: MetricsOptions,
     ) -> None:
         self.model = model
         self.scheduler: Scheduler
         self.signature: Signature
         self.supervisor: Supervisor
         self._backend = backend
-        self._reactor = reactor
+        self._reactor = stubs.reactor
+        # Who sends requests for the model past the scheduler.
+        self._audience = stubs.audience
         self._executor = executor
         self._tell = tell
-        self._errors = errors
-        self._metrics = metrics
+        self._errors = stubs.models.errors
+        self._metrics = stubs.models.metrics_options
         # How long the load took.
         self.load_s = 0.0
         self._lock = threading.Lock()
@@ -154,6 +152,7 @@ class HostedModel:
             if self.machine.state is not ModelState.READY:
                 return
             self.machine.move(ModelState.UNAVAILABLE, because, time.monotonic())
+        self._audience.refuse(self.model, no_instance_left(self.model.name, why))
         self._tell(str(self), str(ModelState.UNAVAILABLE), because)
 
     def unload(self, drain_timeout_s: float) -> None:
@@ -161,6 +160,7 @@ class HostedModel:
         self._move(ModelState.UNLOADING, "unload")
         error = ModelUnavailable(f"Request for model '{self.model.name}' which is being unloaded")
         self.scheduler.refuse(error)
+        wait_elsewhere = self._audience.drain(self.model, error, drain_timeout_s)
         if not self.scheduler.wait_empty(time.monotonic() + drain_timeout_s):
             _log.warning(
                 "%s: %d requests are still queued and %d instances execute after %g s",
@@ -170,6 +170,7 @@ class HostedModel:
                 drain_timeout_s,
             )
             self.scheduler.drop(error)
+        wait_elsewhere()
         self.supervisor.stop_all()
         self.scheduler.drop(error)
         self._finalize_model()

@@ -6,6 +6,7 @@ channel (`runtime.control`) and hands blocks back through queues.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +52,16 @@ class Link(Overflow):
         region_bytes: int,
         region_limit_bytes: int | None,
         is_private: bool = False,
+        is_loaded: bool = False,
+        is_shared: bool = False,
     ) -> None:
-        """`is_private` says that no other stub may see this one's memory, nor this one theirs."""
-        self.conversation = Conversation(channel, Side.RUNTIME, self)
+        """`is_private` says that no other stub may see this one's memory, nor this one theirs.
+
+        `is_loaded`: the stub takes batches from the beginning. `is_shared`: others send it batches, too.
+        """
+        self._is_shared = is_shared
+        after = Kind.LOADED if is_loaded else None
+        self.conversation = Conversation(channel, Side.RUNTIME, self, after)
         self._reader = AnswerReader()
         self.replies = Replies()
         self._layouts: Memo[tuple[Shapes, ...], RequestLayout] = Memo()
@@ -65,14 +73,17 @@ class Link(Overflow):
         # that says that it keeps them may not have been read yet.
         self._let_go: deque[Place] = deque()
         self._batch = 0
+        # The batch that was sent last, and when the stub came to it, as far as it has said so.
+        self._begun: tuple[int, int | None] = (0, None)
         first = new_region(0, region_bytes, region_limit_bytes)
         self.loans = Loans(send_region, first, region_limit_bytes, is_private=is_private)
         try:
             answers = new_region(0, region_bytes, region_limit_bytes)
             answers.is_private = is_private
             self.response_regions[answers.id] = answers
-            send_region(first, Side.RUNTIME)
+            # In this order: a stub that has the memory of a request has that for its answer.
             send_region(answers, Side.STUB)
+            send_region(first, Side.RUNTIME)
         except BaseException:
             self.close()
             raise
@@ -114,12 +125,22 @@ class Link(Overflow):
             if not any(details):  # type: ignore[arg-type]
                 details = None
             self._batch += 1
+            self._begun = (self._batch, None)
             self.replies.begin(self._batch, requests)
             self.conversation.send(_EXECUTE, self._batch, released, blocks, layout.packed, details)
         except BaseException:
             self.released.extend(released)
             self.loans.end_batch(())
             raise
+
+    def begun(self, batch: int) -> None:
+        """The stub has come to this batch. For the reactor."""
+        if batch == self._begun[0]:
+            self._begun = (batch, time.monotonic_ns())
+
+    def began_ns(self, sent_ns: int) -> int | None:
+        """When the stub began with the batch that was sent at that time; None if it is busy with those of others."""
+        return self._begun[1] if self._is_shared else sent_ns
 
     def let_go_of(self, places: Iterable[Sequence[int]]) -> None:
         """The model kept these until now. For the reactor. Raises `RemoteProtocolError` for too many."""

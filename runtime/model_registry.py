@@ -29,6 +29,7 @@ from moonpool.runtime.stubs import Stubs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from moonpool.runtime.audience import Audience
     from moonpool.runtime.backend import Backend, Model
     from moonpool.runtime.exposition import Family
     from moonpool.runtime.loading import Wanted
@@ -54,6 +55,7 @@ class ModelRegistry:
         verbose: bool,
         listener: Callable[[str, str, str], object] | None,
         metrics: MetricsOptions | None = None,
+        audience: Audience | None = None,
     ) -> None:
         self.repositories = repositories
         self._drain_timeout_s = drain_timeout_s
@@ -80,7 +82,8 @@ class ModelRegistry:
         self.metrics_options = metrics or MetricsOptions()
         self._reactor = Reactor()
         self._executor = ThreadPoolExecutor(32, "moonpool-execute")
-        stubs = self.stubs = Stubs(self._reactor, self, LogSettings(log_verbose_level=int(verbose)))
+        log = LogSettings(log_verbose_level=int(verbose))
+        stubs = self.stubs = Stubs(self._reactor, self, log, audience)
         self.backends = Backends(
             backends, python_based, lambda name, folder: PythonBackend(stubs, name, folder)
         )
@@ -131,6 +134,7 @@ class ModelRegistry:
         with self._lock:
             self._models[name] = loaded
             self._latest[name] = loaded.latest
+            self.stubs.audience.serve(name, [hosted.model for hosted in versions])
         return before
 
     def _retire(self, name: str, replaced: LoadedModel) -> None:
@@ -158,15 +162,7 @@ class ModelRegistry:
             for model in models:
                 backend = self.backends.of(model.config)
                 self.backends.initialize(backend)
-                hosted = HostedModel(
-                    backend,
-                    model,
-                    self._reactor,
-                    self._executor,
-                    self._tell,
-                    self.errors,
-                    self.metrics_options,
-                )
+                hosted = HostedModel(backend, model, self.stubs, self._executor, self._tell)
                 loading = (hosted, asker)
                 self._loading.append(loading)
                 version = status.add(hosted)
@@ -246,6 +242,7 @@ class ModelRegistry:
         self._leaving.discard(name)
         self._latest.pop(name, None)
         loaded = self._models.pop(name, None)
+        self.stubs.audience.serve(name, ())
         if loaded is None:
             self._statuses.forget(name)
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError, RemoteProtocolError
 from moonpool.ipc.messages import AGAIN as _AGAIN
+from moonpool.runtime.counts import add_counts, take_counts
 from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.model_metrics import reason_of
 from moonpool.runtime.open_requests import OpenRequests
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.backend import Model, ModelInstance
     from moonpool.runtime.changes import Changes
+    from moonpool.runtime.counts import Counts
     from moonpool.runtime.execution import Execution
     from moonpool.runtime.request import Answer, InferenceRequest, Outcome
     from moonpool.runtime.waiting_room import WaitingRoom
@@ -71,6 +73,16 @@ class Outcomes:
             now_ns = time.monotonic_ns()
             for request in batch:
                 request.responded_ns = now_ns
+
+    def take_counts(self) -> Counts | None:
+        """What was counted since the last time, if anything."""
+        with self._lock:
+            return take_counts(self.statistics)
+
+    def add_counts(self, counts: Counts) -> None:
+        """Count what was counted elsewhere. Raises ValueError where it cannot be."""
+        with self._lock:
+            add_counts(self.statistics, counts)
 
     def done(self, requests: Sequence[InferenceRequest], outcome: Outcome) -> Pairs:
         """The same outcome for all of them; what may leave now. With the lock held."""

@@ -1,4 +1,4 @@
-"""The process of a stub: started, watched, ended and reaped without ever naming it by a pid that may be another's."""
+"""Child processes: started, watched, ended and reaped without ever naming it by a pid that may be another's."""
 
 from __future__ import annotations
 
@@ -16,46 +16,18 @@ import msgpack
 from moonpool.runtime.spawner import spawn
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Mapping
 
 _BOOT = str(Path(__file__).resolve().parents[1] / "stub" / "boot.py")
 _MSGPACK = str(Path(msgpack.__file__).parent)
 
 
-class StubProcess:
-    """A child process. Any thread may call any method."""
+class ChildProcess:
+    """A child process in a session of its own. Any thread may call any method."""
 
-    def __init__(
-        self,
-        name: str,
-        python: str,
-        *,
-        work_fd: int,
-        control_fd: int,
-        calls_fd: int,
-        output_fd: int,
-        environment: Mapping[str, str],
-        folder: str,
-    ) -> None:
-        """Start it. Raises OSError where the interpreter cannot be started."""
-        arguments = [
-            python,
-            _BOOT,
-            "triton_python_backend_stub",
-            name,
-            str(work_fd),
-            str(control_fd),
-            str(calls_fd),
-            str(os.getpid()),
-            _MSGPACK,
-        ]
-        process = spawn(
-            arguments,
-            environment=environment,
-            folder=folder,
-            output_fd=output_fd,
-            fds=(work_fd, control_fd, calls_fd),
-        )
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        """Reap it from now on."""
         self.pid = process.pid
         self.pidfd = os.pidfd_open(process.pid)
         self._reaping = threading.Lock()
@@ -106,7 +78,7 @@ class StubProcess:
                 result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
             except ChildProcessError:  # somebody reaps all children of this process
                 warnings.warn(
-                    f"stub process {self.pid} was reaped by somebody else",
+                    f"process {self.pid} was reaped by somebody else",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -124,8 +96,46 @@ class StubProcess:
 
     def __repr__(self) -> str:
         if self._exit_code is None:
-            return f"<stub process {self.pid}, running>"
-        return f"<stub process {self.pid}, {exit_in_words(self._exit_code)}>"
+            return f"<process {self.pid}, running>"
+        return f"<process {self.pid}, {exit_in_words(self._exit_code)}>"
+
+
+class StubProcess(ChildProcess):
+    """The process of a stub."""
+
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        *,
+        work_fd: int,
+        control_fd: int,
+        calls_fd: int,
+        output_fd: int,
+        environment: Mapping[str, str],
+        folder: str,
+    ) -> None:
+        """Start it. Raises OSError where the interpreter cannot be started."""
+        arguments = [
+            python,
+            _BOOT,
+            "triton_python_backend_stub",
+            name,
+            str(work_fd),
+            str(control_fd),
+            str(calls_fd),
+            str(os.getpid()),
+            _MSGPACK,
+        ]
+        super().__init__(
+            spawn(
+                arguments,
+                environment=environment,
+                folder=folder,
+                output_fd=output_fd,
+                fds=(work_fd, control_fd, calls_fd),
+            )
+        )
 
 
 def exit_in_words(code: int) -> str:

@@ -14,7 +14,7 @@ from moonpool.runtime import environment_variables
 from moonpool.runtime.backend import Backend, Model, ModelInstance
 from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.environment import Environment, resolve
-from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.regions import CallerMemory
 from moonpool.runtime.start import completed, start_of
 from moonpool.runtime.stub_handle import StubHandle
@@ -70,6 +70,7 @@ class PythonBackend(Backend):
         except BaseException:
             self.model_finalize(model)
             raise
+        self._stubs.audience.model_ready(model)
 
     def _complete(self, model: Model) -> None:
         name = f"{model.name}_auto_complete"
@@ -84,6 +85,7 @@ class PythonBackend(Backend):
         model.config = completed(model.config, _object(message[1], model.name))
 
     def model_finalize(self, model: Model) -> None:
+        self._stubs.audience.model_gone(model)
         state: _ModelState = model.state
         state.caller_memory.close()
         state.environment.release()
@@ -105,9 +107,12 @@ class PythonBackend(Backend):
         stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
         stub.serve(instance.respond)
         stub.notify_exit(lambda: instance.report_broken(_EndedIdle("the stub has ended")))
+        self._stubs.audience.stub_ready(model, stub)
 
     def model_instance_finalize(self, instance: ModelInstance) -> None:
         stub: StubHandle = instance.state
+        gone = ModelUnavailable(f"model '{instance.model.name}' is being unloaded")
+        self._stubs.audience.stub_gone(stub, gone)
         try:
             if instance.is_healthy:
                 stub.finalize(instance.model.options.finalize_timeout_s)
@@ -125,6 +130,10 @@ class PythonBackend(Backend):
         stub: StubHandle = instance.state
         stub.cancel(request)
 
+    def began_ns(self, instance: ModelInstance, sent_ns: int) -> int | None:
+        link: Link = instance.state.link
+        return link.began_ns(sent_ns)
+
     def model_instance_ready(
         self, instance: ModelInstance, answer: Callable[[str | None], object]
     ) -> None:
@@ -134,7 +143,11 @@ class PythonBackend(Backend):
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
         stub: StubHandle = instance.state
         doing = "while it was idle" if isinstance(error, _EndedIdle) else "during execute"
-        return stub.explain(error, doing)
+        reason = stub.explain(error, doing)
+        if self._stubs.audience.is_there:
+            # Others ask about the batches that it had of theirs.
+            self._stubs.audience.stub_gone(stub, stub.explain(error, "during execute"))
+        return reason
 
     def abort(self, instance: ModelInstance, reason: BaseException) -> None:
         stub: StubHandle | None = instance.state
@@ -164,7 +177,16 @@ class PythonBackend(Backend):
         self, model: Model, instance: str, kind: str, device_id: int, mode: str
     ) -> dict[str, Any]:
         log = self._stubs.log
-        return start_of(model, instance, kind, device_id, mode, backend_dir=self._folder, log=log)
+        return start_of(
+            model,
+            instance,
+            kind,
+            device_id,
+            mode,
+            backend_dir=self._folder,
+            log=log,
+            is_shared=self._stubs.audience.is_there,
+        )
 
     def _process(self, model: Model) -> tuple[str, dict[str, str]]:
         """Interpreter and environment variables of a stub."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from moonpool.runtime.audience import Audience
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.config import ModelConfig
     from moonpool.runtime.metrics_options import MetricsOptions
@@ -65,24 +66,20 @@ class Runtime:
         verbose: bool = False,
         listener: Callable[[str, str, str], object] | None = None,
         metrics: MetricsOptions | None = None,
+        audience: Audience | None = None,
     ) -> None:
         """Load all models of `repository`, which may be several, or those named in `models`.
 
         `backends` are found by their names beside the built-in `python`; `backend_directory` has
         Python-based ones, each as `<name>/model.py`. `listener` gets the name, state and reason of every
         model version and instance that changes its state, on whichever thread does that. `metrics` says
-        what is counted beside what is counted anyway. Raises
+        what is counted beside what is counted anyway, `audience` is for servers of several processes. Raises
         `RepositoryError`, `ConfigError`, `LoadFailed`; what was loaded is unloaded then.
         """
         found = None if repository is None else ModelRepositories(_paths(repository))
+        directory = BackendDirectory(backend_directory)
         self._models = ModelRegistry(
-            found,
-            backends,
-            BackendDirectory(backend_directory),
-            drain_timeout_s,
-            verbose,
-            listener,
-            metrics,
+            found, backends, directory, drain_timeout_s, verbose, listener, metrics, audience
         )
         _open_registries.add(self._models)
         self._forgotten = weakref.finalize(self, self._models.close_soon)

@@ -33,10 +33,12 @@ def start_of(
     *,
     backend_dir: str,
     log: LogSettings,
+    is_shared: bool = False,
 ) -> dict[str, Any]:
     """The object in START, as `stub/handshake.py` describes it.
 
-    Models may import from `backend_dir` beside their own folders.
+    Models may import from `backend_dir` beside their own folders. `is_shared`: processes besides this one may
+    send batches.
     """
     config, source = model.config, model.source
     sequences = config.sequence_batching
@@ -59,6 +61,8 @@ def start_of(
         "decoupled": config.decoupled,
         "reschedules": sequences is not None and sequences.is_iterative,
         "concurrent_batches": most,
+        "shared": is_shared,
+        "tells_begin": is_shared and model.options.execute_timeout_s is not None,
         "config": config.raw,
         "log": log.levels,
         "args": {

@@ -1,4 +1,4 @@
-"""One stub as the runtime holds it: its process, its two channels, its output, its memory."""
+"""One stub as the process holds it that started it: its process, its channels, its output, its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from moonpool.ipc.errors import (
     MoonpoolError,
     PeerGone,
     ProtocolError,
-    RemoteProtocolError,
 )
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
 from moonpool.runtime.call_desk import CallDesk
@@ -24,35 +23,30 @@ from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
 from moonpool.runtime.environment_variables import missing_variable
 from moonpool.runtime.errors import LoadFailed, StubDied
-from moonpool.runtime.growth import Growth
-from moonpool.runtime.link import Link
 from moonpool.runtime.model_control import ModelControl
 from moonpool.runtime.output import Output
 from moonpool.runtime.process import StubProcess
 from moonpool.runtime.readiness import StubReadiness
+from moonpool.runtime.stub_connection import StubConnection
 from moonpool.runtime.stub_metrics import StubMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from moonpool.runtime.backend import Model
-    from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.link import Link
+    from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.stubs import Stubs
-
-    Respond = Callable[[InferenceRequest, Outcome | None, int], None]
 
 _log = logging.getLogger("moonpool")
 # From the wish that a stub ends, with the stacks of its threads in the log, to the order.
 GRACE_S = 0.25
 # How long a process that closed its channel may take to be gone.
 _EXIT_S = 1.0
-# When to tell once more what a stub had no room to read.
-_LATER_S = 0.05
 _MUTE = "closed its control channel and was ended"
-_RESPONSES = int(Kind.RESPONSES)
 
 
-class StubHandle:
+class StubHandle(StubConnection):
     """Starts a stub and holds it until `end`. Methods that wait are not for the reactor's thread."""
 
     def __init__(
@@ -67,38 +61,32 @@ class StubHandle:
         options = model.options
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
-        self._on_response: Respond = _nothing
         self._python, self._environment = python, environment
-        self._stubs, self._reactor = stubs, stubs.reactor
+        self._stubs = stubs
         self.metrics = StubMetrics(stubs.metrics, self.catch_up)
         self.readiness = StubReadiness(name, stubs.reactor, self.tell)
         self._reason: BaseException | None = None
         self._oom_kills = oom_kills()
-        # Has ended; has been given up; tells nothing any more.
-        self._has_exited = self._is_closed = self._is_mute = False
+        # Has ended; tells nothing any more.
+        self._has_exited = self._is_mute = False
         work, work_end = Channel.pair()
         calls, calls_end = Channel.pair()
-        self._control = ControlChannel()
-        self._send = self._control.send
+        channel, control_end = Channel.pair()
+        control = ControlChannel(channel)
+        self._send = control.send
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         self._output = Output(name, read_fd, options.log_lines_per_s)
-        opened: list[Channel | Output | Link] = [work, self._control.channel, calls, self._output]
+        opened: list[Channel | Output | Link] = [work, channel, calls, self._output]
         try:
             self._send(Kind.SANDBOX, options.sandbox, options.limits)
-            self.link = Link(
-                work,
-                self._control.send_region,
-                region_bytes=options.region_bytes,
-                region_limit_bytes=options.region_limit_bytes,
-                is_private=options.sandbox == "strict",
-            )
+            is_shared = stubs.audience.is_there
+            super().__init__(work, control, options, stubs.reactor, is_shared=is_shared)
             opened.append(self.link)
-            self._growth = Growth(self.link, self._control, options.region_limit_bytes)
             self.process = StubProcess(
                 name,
                 python,
                 work_fd=work_end.fileno(),
-                control_fd=self._control.peer.fileno(),
+                control_fd=control_end.fileno(),
                 calls_fd=calls_end.fileno(),
                 output_fd=write_fd,
                 environment=environment,
@@ -111,7 +99,7 @@ class StubHandle:
                 raise LoadFailed(start_failure(python, error), stage="start") from error
             raise
         finally:
-            for end in (work_end, self._control.peer, calls_end):
+            for end in (work_end, control_end, calls_end):
                 end.close()
             os.close(write_fd)
         self._watch(calls, ModelControl(stubs.models, model))
@@ -119,7 +107,7 @@ class StubHandle:
     def _watch(self, calls: Channel, models: ModelControl) -> None:
         self._desk = CallDesk(calls, self.link, self._reactor, models, self.metrics)
         self._reactor.watch(self._output.fd, self._read_output)
-        self._reactor.watch(self._control.channel.fileno(), self._read_control)
+        self._reactor.watch(self.control.channel.fileno(), self._read_control)
         self._desk.watch(self._kill)
         self._reactor.watch(self.process.pidfd, self._exited)
         self._stubs.add(self)
@@ -176,22 +164,11 @@ class StubHandle:
 
         self._reactor.call_soon(set_callback)
 
-    def serve(self, respond: Respond) -> None:
-        """From now on, `respond` gets the responses that come apart from the answers to batches."""
-        self._on_response = respond
-
-    def cancel(self, request: InferenceRequest) -> None:
-        """Tell the model that nobody waits any more for a request, if it has it."""
-        key = self.link.replies.key_of(request)
-        if key is None:
-            return
-        try:
-            self._send(Kind.CANCEL, *key)
-        except RemoteProtocolError:  # it is behind with reading: many may leave at the same time
-            self._reactor.call_later(_LATER_S, lambda: self.cancel(request))
-        except MoonpoolError:  # a stub that is gone needs no telling
-            return
-        self._desk.leave_deserted()
+    def cancel(self, request: InferenceRequest) -> bool:
+        is_told = super().cancel(request)
+        if is_told:
+            self._desk.leave_deserted()
+        return is_told
 
     def finalize(self, timeout_s: float | None) -> None:
         """Let the model finalize, and wait for the process to end; ends it when it takes too long."""
@@ -219,6 +196,10 @@ class StubHandle:
             self._reason = reason
             self.process.signal(signal.SIGTERM)
             self._reactor.call_later(GRACE_S, self.process.kill)
+
+    def mistrust(self, because: str) -> None:
+        """Another process that sends it batches says that it is broken: end it, unless it ends by itself."""
+        self._reactor.call_later(_EXIT_S, lambda: self._kill(because))
 
     def explain(self, error: BaseException, doing: str) -> BaseException:
         """Why the stub is gone, or is about to be; waits for it to end, and ends it."""
@@ -260,7 +241,7 @@ class StubHandle:
         self.process.kill()
         if self.process.wait(10 * _EXIT_S) is None:
             _log.error("[%s] cannot be killed: %r", self.name, self.process)
-        self._on_reactor(self._close)
+        self._on_reactor(self.close)
 
     def _on_reactor(self, action: Callable[[], None]) -> None:
         done = threading.Event()
@@ -274,26 +255,16 @@ class StubHandle:
         self._reactor.call_soon(act)
         done.wait()
 
-    def _close(self) -> None:
-        """On the reactor's thread, so that no descriptor is closed while it is watched."""
+    def close(self) -> None:
+        """Give up what there is of it. On the reactor's thread."""
         if self._is_closed:
             return
-        self._is_closed = True
-        self._growth.close()
-        for fd in (
-            self._output.fd,
-            self._control.channel.fileno(),
-            self.process.pidfd,
-            self.link.fileno(),
-        ):
-            self._reactor.forget(fd)
+        self._reactor.forget(self._output.fd)
+        self._reactor.forget(self.process.pidfd)
         self._desk.close()
         self._output.drain()
         self._output.close()
-        self._control.channel.close()
-        self.link.conversation.channel.wake()
-        self.link.conversation.channel.close()
-        self.link.close()
+        super().close()
         self.process.close()
         self._stubs.remove(self)
         self.metrics.close()
@@ -324,9 +295,7 @@ class StubHandle:
         if self._is_mute or self._is_closed:
             return
         try:
-            for fields in self._control.receive(most, self.link):  # then others have their turn
-                self._handle(fields)
-            self._growth.release_many()
+            self.read(most)  # then others have their turn
         except PeerGone:
             self._hear_no_more()
             # It is ending, which is for `_exited` to see; if it is not, it can be told nothing.
@@ -337,7 +306,7 @@ class StubHandle:
 
     def _hear_no_more(self) -> None:
         self._is_mute = True
-        self._reactor.forget(self._control.channel.fileno())
+        self._reactor.forget(self.control.channel.fileno())
 
     def _kill(self, because: str) -> None:
         """End a process that misbehaves and is still there."""
@@ -348,23 +317,14 @@ class StubHandle:
             self._reason = StubDied(f"Stub process '{self.name}' {because}")
         self.process.kill()
 
-    def _handle(self, fields: list[Any]) -> None:
+    def handle_other(self, fields: list[Any]) -> None:
         kind = fields[0]
-        if kind == _RESPONSES:
-            for row in fields[1]:
-                self._on_response(*self.link.response(row))
-        elif kind == Kind.LOG:
+        if kind == Kind.LOG:
             self._output.log(*fields[1:])
         elif kind == Kind.METRICS:
             self.metrics.change(fields[1], fields[2])
         elif kind == Kind.READINESS:
             self.readiness.answered(fields[1], fields[2])
-        elif kind == Kind.GROW:
-            self._growth.grow(fields[1])
-        elif kind == Kind.RETIRE:
-            self._growth.retire(fields[1])
-        elif kind == Kind.RELEASE:
-            self.link.let_go_of(fields[1])
         else:
             raise ProtocolError(f"{Kind(kind).name} is not handled by the runtime")
 
@@ -376,11 +336,6 @@ class StubHandle:
             _log.debug("[%s] is gone before it could be told: %s", self.name, message[:1])
         except MoonpoolError as error:
             _log.warning("[%s] could not be told %s: %s", self.name, message[:1], error)
-
-    def tidy(self) -> None:
-        """Give back memory that was not needed lately. For whoever holds the idle instance."""
-        self.link.tidy(lambda region_id: self._send(Kind.RETIRE, region_id))
-        self._growth.tidy()
 
     def __repr__(self) -> str:
         return f"<Stub {self.name} {self.process!r}>"

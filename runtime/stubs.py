@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import Kind
+from moonpool.runtime.audience import Audience
 from moonpool.runtime.instance_metrics import NAMES
 from moonpool.runtime.metrics import MetricRegistry
 from moonpool.runtime.model_metrics import KINDS
@@ -27,9 +28,17 @@ _NO_KIND = -1
 class Stubs:
     """Any thread may call any method."""
 
-    def __init__(self, reactor: Reactor, models: ModelRegistry, log: LogSettings) -> None:
+    def __init__(
+        self,
+        reactor: Reactor,
+        models: ModelRegistry,
+        log: LogSettings,
+        audience: Audience | None = None,
+    ) -> None:
         """`models` are those that the models in the stubs may ask."""
         self.models = models
+        # Who else sends batches to the stubs.
+        self.audience = audience or Audience()
         self.reactor = reactor
         self.metrics = MetricRegistry({**KINDS, **dict.fromkeys(NAMES, _NO_KIND)})
         # A stub that is started takes those of this moment.
@@ -56,7 +65,7 @@ class Stubs:
             return changed
 
     def catch_up(self) -> None:
-        """Take in what the stubs have told until now."""
+        """Take in what the stubs, and the others who send them batches, have told until now."""
         if self.reactor.is_here:
             self._catch_up()
             return
@@ -68,6 +77,8 @@ class Stubs:
 
         self.reactor.call_soon(act)
         done.wait(_SOON_S)
+        outcomes = {hosted.model: hosted.scheduler.outcomes for hosted in self.models.served()}
+        self.audience.catch_up(outcomes.get)
 
     def _catch_up(self) -> None:
         for stub in self._alive.copy():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from moonpool.runtime.backend import Backend, Model, ModelInstance
+    from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.scheduler import Scheduler
@@ -221,17 +222,8 @@ class Supervisor:
     def _tell_callers(
         self, seat: Seat, requests: Sequence[InferenceRequest], reason: MoonpoolError
     ) -> None:
-        if self._scheduler is None:
-            return
-        self._scheduler.outcomes.fail_open(seat.instance, reason)
-        again = []
-        if self._model.options.retry and not isinstance(reason, ExecuteTimedOut):
-            again = [each for each in requests if not each.attempts and not each.responses]
-        self._scheduler.outcomes.fail(
-            [request for request in requests if request not in again], reason
-        )
-        if again:
-            self._scheduler.retry(again)
+        if self._scheduler is not None:
+            tell_callers(self._scheduler, self._model.options, seat.instance, requests, reason)
 
     def _restart(self, seat: Seat) -> bool:
         """Try once; False if the try failed and another one is due."""
@@ -267,9 +259,7 @@ class Supervisor:
             return
         seat = self.seats[-1]
         why = f"{seat.instance.name} {seat.machine.because}"
-        error = ModelUnavailable(
-            f"Request for model '{self._model.name}' which has no instance left: {why}"
-        )
+        error = no_instance_left(self._model.name, why)
         self._scheduler.refuse(error)
         self._scheduler.drop(error)
         self._give_up_model(why)
@@ -281,14 +271,10 @@ class Supervisor:
         if limit_s is None or self._scheduler is None or self._stopping.is_set():
             return
         since_ns = time.monotonic_ns() - int(limit_s * 1e9)
-        for instance in [each.instance for each in self._scheduler.executing_since(since_ns)]:
-            self._backend.abort(
-                instance,
-                ExecuteTimedOut(
-                    f"Stub process '{instance.name}' took longer than {limit_s:g} s to execute a "
-                    "batch and was ended"
-                ),
-            )
+        for execution in self._scheduler.executing_since(since_ns):
+            if execution.began_before(since_ns):
+                instance = execution.instance
+                self._backend.abort(instance, took_too_long(instance.name, limit_s))
         self._reactor.call_later(limit_s / _CHECKS_PER_LIMIT, self._check_overdue)
 
     def _tidy(self) -> None:
@@ -359,6 +345,35 @@ class Supervisor:
             self._backend.model_instance_finalize(seat.instance)
         except Exception as error:
             _log.exception("[%s] finalizing the instance failed: %s", seat.instance.name, error)
+
+
+def tell_callers(
+    scheduler: Scheduler,
+    options: ModelOptions,
+    instance: ModelInstance,
+    requests: Sequence[InferenceRequest],
+    reason: MoonpoolError,
+) -> None:
+    """An instance is gone: what it had fails with this reason, or is queued again where it may be."""
+    scheduler.outcomes.fail_open(instance, reason)
+    again = []
+    if options.retry and not isinstance(reason, ExecuteTimedOut):
+        again = [each for each in requests if not each.attempts and not each.responses]
+    scheduler.outcomes.fail([request for request in requests if request not in again], reason)
+    if again:
+        scheduler.retry(again)
+
+
+def took_too_long(instance: str, limit_s: float) -> ExecuteTimedOut:
+    """Why an instance was ended, and what the requests of its batch get."""
+    return ExecuteTimedOut(
+        f"Stub process '{instance}' took longer than {limit_s:g} s to execute a batch and was ended"
+    )
+
+
+def no_instance_left(model: str, why: str) -> ModelUnavailable:
+    """What requests get where nothing is left that could execute them."""
+    return ModelUnavailable(f"Request for model '{model}' which has no instance left: {why}")
 
 
 def as_load_failure(error: BaseException, subject: str) -> MoonpoolError:

@@ -9,7 +9,6 @@ import numpy as np
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
 from moonpool.ipc.messages import MAX_DIMS
-from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub.tensor import Tensor
 
@@ -54,7 +53,7 @@ class Placed:
 
     def _is_there(self, row: list[Any], data: np.ndarray) -> bool:
         lease = lease_of(data)
-        if lease is None or type(lease.region) is not SharedRegion:
+        if lease is None or lease.region is None or not self._regions.has(lease.region):
             return False
         block = self._regions.arena.find(lease.region.id, lease.offset)
         if block is not None:

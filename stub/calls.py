@@ -33,6 +33,11 @@ _REPLY = int(Kind.REPLY)
 _INDIRECT = int(Kind.INDIRECT)
 
 
+def _end() -> None:
+    """Whatever this thread is doing, there is nobody left to do it for."""
+    os._exit(1)
+
+
 class Call:
     """One question, and the answers to it as they come."""
 
@@ -75,7 +80,7 @@ class Calls:
         self._open: dict[int, Call] = {}
         self._leading = threading.Lock()
         self._followers: dict[int, Call] = {}
-        self._outbox = Outbox(channel)
+        self._outbox = Outbox(channel, _end)
         self._starting = threading.Lock()
         self._has_listener = False
         # Places of blocks of replies, appended by whichever thread drops the last view of one.
@@ -189,7 +194,7 @@ class Calls:
         try:
             packet = self._channel.receive()
         except PeerGone:
-            os._exit(1)  # as above
+            _end()
         fields = self._codec.decode(packet)
         if fields[0] == _INDIRECT:
             place = (fields[1], fields[2])

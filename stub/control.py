@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import threading
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import control_codec, encode
-from moonpool.ipc.errors import PeerGone, RemoteProtocolError
+from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.ipc.messages import MAX_RESPONSES_IN_PACKET, Kind, Side
 from moonpool.stub import logger
 from moonpool.stub.metric_changes import MetricChanges
@@ -31,19 +31,23 @@ _INDIRECT = int(Kind.INDIRECT)
 class Control:
     """Sends from any thread; what arrives is handled on a thread of its own."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, on_gone: Callable[[], None]) -> None:
+        """`on_gone` is called, on any thread, when the peer is gone, or not to be listened to any more."""
         self._channel = channel
+        self._on_gone = on_gone
         self._regions: Regions
         self._cancel: Callable[[int, int], None]
-        self._ask_ready: Callable[[int], None]
+        self._handle_other: Callable[[list[Any], list[int]], None]
         self._codec = control_codec(Side.STUB)
-        self._begin()
-        # What was to be sent is the parent's to send, and its locks may be in the hand of a thread of its.
-        os.register_at_fork(after_in_child=self._begin)
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Have nothing to send. Also in a process that the model forked.
+
+        What was to be sent is the parent's to send, and its locks may be in the hand of a thread of its.
+        """
         # Packets, and responses as they are described.
-        self._outbox = Outbox(self._channel, _next_packet)
+        self._outbox = Outbox(self._channel, self._on_gone, _next_packet)
         self._left_out = 0
         # Past the outbox: nothing else on the channel depends on their order.
         self.metric_changes = MetricChanges(self._send_changes)
@@ -83,17 +87,18 @@ class Control:
         self,
         regions: Regions,
         cancel: Callable[[int, int], None],
-        ask_ready: Callable[[int], None],
+        handle_other: Callable[[list[Any], list[int]], None],
     ) -> None:
-        """Start handling what arrives, until the process ends.
+        """Start handling what arrives, until the end of the peer.
 
-        `cancel` gets batch and index of a request that nobody waits for any more, `ask_ready` the number of
-        a question that is to be answered with READINESS.
+        `cancel` gets batch and index of a request that nobody waits for any more, `handle_other` the messages
+        that are neither about requests nor about memory, with their descriptors.
         """
         self._regions = regions
         self._cancel = cancel
-        self._ask_ready = ask_ready
-        threading.Thread(target=self._listen, name="moonpool-control", daemon=True).start()
+        self._handle_other = handle_other
+        self._listener = threading.Thread(target=self._listen, name="moonpool-control", daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         try:
@@ -101,13 +106,15 @@ class Control:
                 packet, fds = self._channel.receive_with_fds()
                 self._handle(self._codec.decode(packet), fds)
         except PeerGone:
-            # Whatever the main thread is doing, there is nobody left to do it for.
-            os._exit(1)
+            self._on_gone()
+        except MoonpoolError as error:
+            sys.stderr.write(f"A process of the runtime is not listened to any more: {error}\n")
+            self._on_gone()
 
     def _handle(self, fields: list[Any], fds: list[int]) -> None:
         kind = fields[0]
         regions = self._regions
-        if kind == Kind.REGION:
+        if kind == Kind.REGION and len(fds) == 1:
             regions.arrive(fields[1], fields[2], fds[0], fields[3])
         elif kind == Kind.REFUSED:
             regions.refuse(fields[1])
@@ -117,14 +124,16 @@ class Control:
             regions.forget(fields[1])
         elif kind == Kind.CANCEL:
             self._cancel(fields[1], fields[2])
-        elif kind == Kind.READY:
-            self._ask_ready(fields[1])
-        elif kind == Kind.LOGGING:
-            logger.set_levels(*fields[1:])
         elif kind == _INDIRECT:
             self._handle(self._codec.decode(regions.load(*fields[1:])), fds)
         else:
-            raise RemoteProtocolError(f"{Kind(kind).name} came after the handshake")
+            self._handle_other(fields, fds)
+
+    def close(self) -> None:
+        """Close the channel, whose other end is gone, and wait until nobody listens there any more."""
+        self._channel.wake()
+        self._listener.join()
+        self._outbox.close()
 
 
 def _next_packet(items: deque[Any]) -> bytes:

@@ -8,8 +8,8 @@
 `START` holds a JSON object: `mode` (`serve`, or `complete` for auto_complete_config in a process of
 its own), `instance`, `args` (what `initialize` gets), `kind` (`triton` or `native`), `file`,
 `class_name`, `version_dir`, `model_dir`, `inputs` and `outputs` (names in the order of the
-configuration, which is how tensors are numbered on the wire), `config` and `log` (which
-levels of LOG are wanted).
+configuration, which is how tensors are numbered on the wire), `shared` (whether peers may come),
+`tells_begin` (whether BEGUN is wanted then), `config` and `log` (which levels of LOG are wanted).
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.errors import Closed, PeerGone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,15 +22,20 @@ class Outbox:
     runtime is behind with reading.
     """
 
-    __slots__ = ("_channel", "_items", "_next_packet", "_turn")
+    __slots__ = ("_channel", "_items", "_next_packet", "_on_gone", "_turn")
 
     def __init__(
         self,
         channel: Channel,
+        on_gone: Callable[[], None],
         next_packet: Callable[[deque[Any]], bytes] = deque.popleft,
     ) -> None:
-        """`next_packet` takes one item, or several that go together, and makes a packet of them."""
+        """`next_packet` takes one item, or several that go together, and makes a packet of them.
+
+        `on_gone` is called for each packet that finds nobody at the other end.
+        """
         self._channel = channel
+        self._on_gone = on_gone
         self._items: deque[Any] = deque()
         self._next_packet = next_packet
         self._turn = threading.Lock()
@@ -54,6 +58,10 @@ class Outbox:
         """Send a packet that need not wait for the others."""
         try:
             self._channel.send_waiting(packet)
-        except PeerGone:
-            # Whatever this thread is doing, there is nobody left to do it for.
-            os._exit(1)
+        except (PeerGone, Closed):
+            self._on_gone()
+
+    def close(self) -> None:
+        """Close the channel, whose other end is gone."""
+        with self._turn:
+            self._channel.close()

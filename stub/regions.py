@@ -62,6 +62,7 @@ class Regions(Overflow):
         self.give_back = self.returned.append
         self.arena = Arena(self._grow)
         self._turn = _Turn()
+        self._is_deserted = False
 
     def add_first(self, region_id: int, size_bytes: int, fd: int, writer: int) -> None:
         """One of the regions of the handshake."""
@@ -74,6 +75,9 @@ class Regions(Overflow):
     def arrive(self, region_id: int, size_bytes: int, fd: int, writer: int) -> None:
         """A region that was sent later. Called by the control thread."""
         region = self._adopt(region_id, size_bytes, fd)
+        if writer == Side.STUB and not self.arena.regions():
+            self.arena.add(region)
+            return
         if writer == Side.STUB:
             self._granted.put(region)
             return
@@ -103,10 +107,17 @@ class Regions(Overflow):
         region = self._requests.get(region_id)
         if region is None:
             with self._arrived:
-                if not self._arrived.wait_for(lambda: region_id in self._requests, _ARRIVAL_S):
+                self._arrived.wait_for(
+                    lambda: region_id in self._requests or self._is_deserted, _ARRIVAL_S
+                )
+                if region_id not in self._requests:
                     raise RemoteProtocolError(f"region {region_id} was named but not sent")
                 region = self._requests[region_id]
         return region
+
+    def has(self, region: Region) -> bool:
+        """Whether this is one of these regions, and not one of another peer's under the same number."""
+        return self.arena.region(region.id) is region or self._requests.get(region.id) is region
 
     def region(self, region_id: int) -> Region:
         """A region that something lies in which the runtime lent: another's, or one for our own answers."""
@@ -117,6 +128,8 @@ class Regions(Overflow):
         self._send_control(Kind.GROW, size_bytes)
         answer = self._granted.get(timeout=_ARRIVAL_S)
         if isinstance(answer, str):
+            if self._is_deserted:
+                self._granted.put(answer)  # whoever asks next is not to wait either
             raise OutOfMemory(answer)
         return answer
 
@@ -178,3 +191,19 @@ class Regions(Overflow):
             for region_id in self.arena.idle():
                 self.arena.retire(region_id).close()
                 self._send_control(Kind.RETIRE, region_id)
+
+    def desert(self) -> None:
+        """The peer is gone: nobody is to wait for it. From any thread."""
+        with self._arrived:
+            self._is_deserted = True
+            self._arrived.notify_all()
+        self._granted.put("the process that asked for the response has ended")
+
+    def close(self) -> None:
+        """Let go of all regions of a peer that is gone; what the model still looks at stays valid."""
+        with self._turn:
+            for region in self.arena.regions():
+                region.close()
+        with self._arrived:
+            for region in self._requests.values():
+                region.close()

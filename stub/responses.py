@@ -46,6 +46,13 @@ class Responses(Port):
         known = self._replies.get((batch, index))
         return None if known is None else known()
 
+    def cancel_all(self) -> None:
+        """Nobody waits for any response any more. From any thread."""
+        for known in self._replies.copy().values():
+            reply = known()
+            if reply is not None:
+                reply.is_cancelled = True
+
     def respond(self, reply: Reply, response: InferenceResponse | None, flags: int) -> None:
         """A response that cannot be placed reaches the client as an error, as in Triton."""
         if self.is_forked:

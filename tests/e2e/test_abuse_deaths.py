@@ -121,7 +121,7 @@ class Countdown:
         return act
 
 
-METHODS = ("send", "send_fd", "receive", "receive_ready")
+METHODS = ("send", "send_fds", "receive", "receive_ready")
 
 
 @pytest.mark.slow

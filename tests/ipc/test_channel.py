@@ -138,7 +138,7 @@ def test_sending_to_a_peer_that_is_gone_is_told(ends: Ends) -> None:
     with pytest.raises(PeerGone, match="Broken pipe"):
         ours.send_waiting(b"x")
     with pytest.raises(PeerGone, match="Broken pipe"):
-        ours.send_fd(b"x", 0)
+        ours.send_fds(b"x", 0)
 
 
 def test_the_death_of_the_peers_process_is_told() -> None:
@@ -159,11 +159,11 @@ def test_the_death_of_the_peers_process_is_told() -> None:
     [
         lambda channel: channel.send(b"x"),
         lambda channel: channel.send_waiting(b"x"),
-        lambda channel: channel.send_fd(b"x", 0),
+        lambda channel: channel.send_fds(b"x", 0),
         Channel.wait,
         *RECEIVES.values(),
     ],
-    ids=["send", "send_waiting", "send_fd", "wait", *RECEIVES],
+    ids=["send", "send_waiting", "send_fds", "wait", *RECEIVES],
 )
 def test_a_channel_that_this_side_closed_says_so(
     ends: Ends, use: Callable[[Channel], object]
@@ -181,7 +181,7 @@ def test_sending_never_blocks_on_a_peer_that_does_not_read(ends: Ends) -> None:
     ours, theirs = ends
     sent = _fill(ours)
     with pytest.raises(BlockingIOError):
-        ours.send_fd(b"x", 0)
+        ours.send_fds(b"x", 0)
 
     received = [theirs.receive() for _ in sent]
     ours.send(b"more")

@@ -29,7 +29,7 @@ def test_descriptors_that_nobody_asked_for_are_dropped(ends: Ends) -> None:
     before = _descriptors()
     for receive in (Channel.receive, _ready):
         watched, sent = os.pipe()
-        theirs.send_fd(b"with a gift", sent)
+        theirs.send_fds(b"with a gift", sent)
         os.close(sent)
         assert receive(ours) == b"with a gift"
 
@@ -42,7 +42,7 @@ def test_descriptors_that_nobody_asked_for_are_dropped(ends: Ends) -> None:
 def test_a_descriptor_that_is_asked_for_is_another_one_for_the_same_thing(ends: Ends) -> None:
     ours, theirs = ends
     reading, writing = os.pipe()
-    ours.send_fd(b"take this", writing)
+    ours.send_fds(b"take this", writing)
     packet, (received,) = theirs.receive_with_fds()
     os.write(received, b"through")
 
@@ -58,7 +58,7 @@ def test_a_descriptor_that_is_closed_cannot_be_sent(ends: Ends) -> None:
     ours, theirs = ends
 
     with pytest.raises(LocalProtocolError, match="Bad file descriptor"):
-        ours.send_fd(b"x", -1)
+        ours.send_fds(b"x", -1)
     assert theirs.receive_ready() is None
 
 
@@ -83,7 +83,7 @@ def test_more_descriptors_than_expected_do_not_leak(count: int) -> None:
 def test_the_descriptors_of_a_packet_that_is_refused_are_closed(ends: Ends, packet: bytes) -> None:
     ours, theirs = ends
     before = _descriptors()
-    ours.send_fd(packet, 0)
+    ours.send_fds(packet, 0)
 
     with pytest.raises((PeerGone, RemoteProtocolError)):
         theirs.receive_with_fds()

@@ -5,10 +5,10 @@ import threading
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from moonpool.stub import loop
+from moonpool.stub import peers
 
 # Gives back at once what it grew by.
-loop._KEEP_S = loop._LOOK_S = 0.05
+peers._KEEP_S = peers._LOOK_S = 0.05
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEPT = {}

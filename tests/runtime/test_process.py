@@ -91,7 +91,7 @@ def test_waiting_for_one_that_runs_ends_with_the_time(start: Start) -> None:
     process = start("exec sleep 1000")
     assert process.wait(0) is None
     assert process.wait(0.01) is None
-    assert repr(process) == f"<stub process {process.pid}, running>"
+    assert repr(process) == f"<process {process.pid}, running>"
 
 
 def test_it_can_be_told_to_end_and_may_refuse(start: Start, tmp_path: Path) -> None:

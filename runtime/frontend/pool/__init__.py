@@ -1,0 +1,1 @@
+"""Several processes that share a server's ports and its stubs."""

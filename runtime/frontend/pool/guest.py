@@ -1,0 +1,217 @@
+"""A model version in a front end: a scheduler for stubs that another process has started."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
+from moonpool.runtime.backend import Backend, ModelInstance
+from moonpool.runtime.control_channel import ControlChannel
+from moonpool.runtime.errors import ModelUnavailable, StubDied
+from moonpool.runtime.regions import CallerMemory
+from moonpool.runtime.scheduler import Scheduler
+from moonpool.runtime.signature import Signature
+from moonpool.runtime.stub_connection import StubConnection
+from moonpool.runtime.supervisor import tell_callers
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
+
+    from moonpool.runtime.backend import Model
+    from moonpool.runtime.link import Link
+    from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.request import InferenceRequest
+
+_log = logging.getLogger("moonpool")
+# How long the main process may take to say why a stub is gone.
+_REASON_S = 15.0
+
+
+class GuestBackend(Backend):
+    """Sends batches to stubs; somebody else starts and ends them."""
+
+    blocks = False
+
+    def model_instance_execute(
+        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
+    ) -> Link:
+        link: Link = instance.state.link
+        link.execute(requests)
+        return link
+
+    def began_ns(self, instance: ModelInstance, sent_ns: int) -> int | None:
+        link: Link = instance.state.link
+        return link.began_ns(sent_ns)
+
+    def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:
+        connection: StubConnection = instance.state
+        connection.cancel(request)
+
+
+class Seat:
+    """A stub as a front end has it. For the reactor's thread."""
+
+    def __init__(self, number: int, instance: ModelInstance) -> None:
+        self.number = number
+        self.instance = instance
+        # What it had when it was found to be gone, and why it is gone: both are needed to go on.
+        self.requests: Sequence[InferenceRequest] | None = None
+        self.reason: MoonpoolError | None = None
+
+    @property
+    def connection(self) -> StubConnection:
+        connection: StubConnection = self.instance.state
+        return connection
+
+
+class GuestModel:
+    """Takes requests as `HostedModel` does. `attach` and what follows it is for the reactor's thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        reactor: Reactor,
+        executor: Executor,
+        tell_lost: Callable[[int, str], None],
+    ) -> None:
+        """`tell_lost` gets the number of a stub that is gone, and how that was noticed."""
+        self.model = model
+        self.signature = Signature(model.config)
+        self._reactor = reactor
+        self._tell_lost = tell_lost
+        self._backend = GuestBackend(model.config.backend)
+        self.memory = CallerMemory(model.options.region_limit_bytes)
+        self._seats: dict[int, Seat] = {}
+        self.scheduler = Scheduler(model, reactor, executor, self._lost)
+        self.scheduler.open()
+
+    # Stubs
+
+    def attach(self, number: int, name: str, work: socket.socket, control: socket.socket) -> None:
+        """Send batches to this stub, too. Owns the sockets. Raises `OutOfMemory`."""
+        connection = StubConnection(
+            Channel(work),
+            ControlChannel(Channel(control)),
+            self.model.options,
+            self._reactor,
+            is_loaded=True,
+            is_shared=True,
+        )
+        instance = ModelInstance(self._backend, self.model, name, "CPU", 0)
+        instance.state = connection
+        instance.respond = partial(self.scheduler.outcomes.respond, instance)
+        connection.serve(instance.respond)
+        outputs = [output.name for output in self.model.config.outputs]
+        connection.link.serve(outputs, self.memory)
+        seat = self._seats[number] = Seat(number, instance)
+        self._reactor.watch(control.fileno(), lambda: self._read(seat))
+        instance.accepts = True
+        self.scheduler.add(instance)
+
+    def _read(self, seat: Seat) -> None:
+        try:
+            seat.connection.read(64)
+        except (PeerGone, ProtocolError) as error:
+            self._reactor.forget(seat.connection.control.channel.fileno())
+            self._break(seat, error)
+
+    def _break(self, seat: Seat, error: MoonpoolError) -> None:
+        """Let whoever has the instance, or is to get it, find that it is gone."""
+        if seat.number in self._seats:
+            self.scheduler.report(seat.instance, error)
+            seat.connection.link.conversation.channel.wake()
+
+    def _lost(
+        self, instance: ModelInstance, requests: Sequence[InferenceRequest], error: BaseException
+    ) -> None:
+        """An instance is gone, and with it these requests. From any thread."""
+        instance.accepts = False
+
+        def act() -> None:
+            seats = [each for each in self._seats.values() if each.instance is instance]
+            if not seats:
+                return
+            seat = seats[0]
+            seat.requests = requests
+            if seat.reason is None:
+                self._tell_lost(seat.number, str(error))
+                unknown = StubDied(f"Stub process '{instance.name}' is not healthy: {error}")
+                self._reactor.call_later(_REASON_S, lambda: self.detach(seat.number, unknown))
+            else:
+                self._settle(seat, seat.reason)
+
+        self._reactor.call_soon(act)
+
+    def detach(self, number: int, reason: MoonpoolError) -> None:
+        """A stub is gone, for this reason. Twice is as good as once."""
+        seat = self._seats.get(number)
+        if seat is None:
+            return
+        if seat.reason is None:
+            seat.reason = reason
+        if seat.requests is None:
+            self._break(seat, reason)
+        else:
+            self._settle(seat, seat.reason)
+
+    def _settle(self, seat: Seat, reason: MoonpoolError) -> None:
+        if self._seats.pop(seat.number, None) is not None:
+            tell_callers(
+                self.scheduler, self.model.options, seat.instance, seat.requests or (), reason
+            )
+            seat.connection.close()
+
+    def overdue(self) -> list[int]:
+        """The stubs that have been executing for longer than the model may."""
+        limit_s = self.model.options.execute_timeout_s
+        if limit_s is None:
+            return []
+        since_ns = time.monotonic_ns() - int(limit_s * 1e9)
+        late = self.scheduler.executing_since(since_ns)
+        instances = {each.instance for each in late if each.began_before(since_ns)}
+        return [seat.number for seat in self._seats.values() if seat.instance in instances]
+
+    def tidy(self) -> None:
+        """Give back memory that was not needed lately."""
+        self.memory.tidy(time.monotonic())
+        for seat in list(self._seats.values()):
+            if self.scheduler.take(seat.instance):
+                try:
+                    seat.connection.tidy()
+                except (MoonpoolError, OSError) as error:
+                    self.scheduler.lose(seat.instance, error)
+                else:
+                    self.scheduler.add(seat.instance)
+
+    # The end
+
+    def refuse(self, error: MoonpoolError) -> None:
+        """Give this error to all requests that wait, and to those that come."""
+        self.scheduler.refuse(error)
+        self.scheduler.drop(error)
+
+    def drain(self, error: MoonpoolError, timeout_s: float, done: Callable[[], object]) -> None:
+        """Refuse requests; when those that are there have finished, or the time is over, call `done`."""
+        self.scheduler.refuse(error)
+
+        def wait() -> None:
+            if not self.scheduler.wait_empty(time.monotonic() + timeout_s):
+                self.scheduler.drop(error)
+            done()
+
+        threading.Thread(target=wait, name=f"moonpool-drain-{self.model.name}", daemon=True).start()
+
+    def close(self) -> None:
+        """Let go of all stubs; what they still execute fails."""
+        gone = ModelUnavailable(f"model '{self.model.name}' is being unloaded")
+        self.refuse(gone)
+        for number in list(self._seats):
+            self.detach(number, gone)
+        self.memory.close()

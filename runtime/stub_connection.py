@@ -1,0 +1,136 @@
+"""What a process has of a stub that it sends batches to: two channels and memory.
+
+The process that started the stub has more of it (`runtime.stub_handle`); a front end has only this.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moonpool.ipc.errors import MoonpoolError, ProtocolError, RemoteProtocolError
+from moonpool.ipc.messages import Kind
+from moonpool.runtime.control_channel import ControlChannel
+from moonpool.runtime.growth import Growth
+from moonpool.runtime.link import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moonpool.ipc.channel import Channel
+    from moonpool.runtime.config_options import ModelOptions
+    from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.request import InferenceRequest, Outcome
+
+    Respond = Callable[[InferenceRequest, Outcome | None, int], None]
+
+# When to tell once more what a stub had no room to read.
+_LATER_S = 0.05
+_RESPONSES = int(Kind.RESPONSES)
+
+
+class StubConnection:
+    """Methods are for any thread, but for those that read the control channel: they are for the reactor's."""
+
+    def __init__(
+        self,
+        work: Channel,
+        control: ControlChannel,
+        options: ModelOptions,
+        reactor: Reactor,
+        *,
+        is_loaded: bool = False,
+        is_shared: bool = False,
+    ) -> None:
+        """Own the channels, also where this raises `OutOfMemory`. The rest is as for `Link`."""
+        self.control = control
+        self._reactor = reactor
+        self._on_response: Respond = _nothing
+        self._is_closed = False
+        try:
+            self.link = Link(
+                work,
+                control.send_region,
+                region_bytes=options.region_bytes,
+                region_limit_bytes=options.region_limit_bytes,
+                is_private=options.sandbox == "strict",
+                is_loaded=is_loaded,
+                is_shared=is_shared,
+            )
+        except BaseException:
+            work.close()
+            control.channel.close()
+            raise
+        self._growth = Growth(self.link, control, options.region_limit_bytes)
+
+    def serve(self, respond: Respond) -> None:
+        """From now on, `respond` gets the responses that come apart from the answers to batches."""
+        self._on_response = respond
+
+    def cancel(self, request: InferenceRequest) -> bool:
+        """Tell the model that nobody waits any more for a request; False if it does not have it."""
+        key = self.link.replies.key_of(request)
+        if key is None:
+            return False
+        try:
+            self.control.send(Kind.CANCEL, *key)
+        except RemoteProtocolError:  # it is behind with reading: many may leave at the same time
+            self._reactor.call_later(_LATER_S, lambda: self.cancel(request))
+        except MoonpoolError:  # a stub that is gone needs no telling
+            return False
+        return True
+
+    def tidy(self) -> None:
+        """Give back memory that was not needed lately. For whoever holds the idle instance."""
+        self.link.tidy(lambda region_id: self.control.send(Kind.RETIRE, region_id))
+        self._growth.tidy()
+
+    # On the reactor's thread
+
+    def read(self, most: int) -> None:
+        """Take in what the stub has told, at most so many messages. Raises `PeerGone`, `ProtocolError`."""
+        if self._is_closed:
+            return
+        for fields in self.control.receive(most, self.link):
+            self._handle(fields)
+        self._growth.release_many()
+
+    def _handle(self, fields: list[Any]) -> None:
+        kind = fields[0]
+        if kind == _RESPONSES:
+            for row in fields[1]:
+                self._on_response(*self.link.response(row))
+        elif kind == Kind.BEGUN:
+            self.link.begun(fields[1])
+        elif kind == Kind.GROW:
+            self._growth.grow(fields[1])
+        elif kind == Kind.RETIRE:
+            self._growth.retire(fields[1])
+        elif kind == Kind.RELEASE:
+            self.link.let_go_of(fields[1])
+        else:
+            self.handle_other(fields)
+
+    def handle_other(self, fields: list[Any]) -> None:
+        """What is neither about requests nor about memory. Raises `ProtocolError`."""
+        raise ProtocolError(f"{Kind(fields[0]).name} is not handled by a front end")
+
+    def close(self) -> None:
+        """Give everything up; responses that are out stay valid. May be called many times.
+
+        On the reactor's thread, so that no descriptor is closed while it is watched.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._growth.close()
+        channel = self.link.conversation.channel
+        for fd in (self.control.channel.fileno(), channel.fileno()):
+            self._reactor.forget(fd)
+        self.control.channel.close()
+        channel.wake()
+        channel.close()
+        self.link.close()
+
+
+def _nothing(*_: object) -> None:
+    """Until somebody wants to know."""

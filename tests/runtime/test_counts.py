@@ -1,0 +1,43 @@
+"""Statistics that travel from process to process."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.runtime.counts import add_counts, take_counts
+from moonpool.runtime.statistics import Statistics
+
+
+def counted(times: int) -> Statistics:
+    statistics = Statistics("m", "1")
+    for i in range(times):
+        statistics.record_batch(1000 + i, 2, 1, 2, 50, 10, 20, 30, 5)
+        statistics.durations.add(200_000 * (i + 1))
+    statistics.record_failures(3000, 2, 70, "REJECTED")
+    return statistics
+
+
+def test_what_was_taken_here_counts_there() -> None:
+    here, there, wanted = counted(2), counted(3), counted(5)
+    wanted.record_failures(3000, 2, 70, "REJECTED")
+    counts = take_counts(here)
+    assert counts is not None
+    add_counts(there, counts)
+    for name in Statistics.__slots__:
+        if name not in ("durations", "responses"):
+            assert getattr(there, name) == getattr(wanted, name), name
+    assert there.snapshot() == wanted.snapshot()
+    assert there.durations.total == 200_000 * (1 + 2 + 1 + 2 + 3)
+    assert sum(there.durations.counts) == 5
+
+
+def test_nothing_is_taken_twice() -> None:
+    statistics = counted(1)
+    assert take_counts(statistics) is not None
+    assert take_counts(statistics) is None
+    assert statistics.snapshot() == Statistics("m", "1").snapshot()
+
+
+def test_what_are_no_counts_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 figures"):
+        add_counts(Statistics("m", "1"), ([1, 2, 3], []))

@@ -1,0 +1,118 @@
+"""Processes that send batches to the stubs of a runtime, played by the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tests.e2e.hosting import MODELS, Config, tensor
+
+import moonpool
+from moonpool.runtime.audience import Audience
+from moonpool.runtime.backend import Model
+from moonpool.runtime.frontend.pool.guest import GuestModel
+from moonpool.runtime.reactor import Reactor
+from moonpool.runtime.runtime import _wait
+from moonpool.runtime.stub_handle import StubHandle
+
+SHARED = MODELS / "shared.py"
+SHARED_CONFIG: Config = {
+    "input": [tensor("HOW", "STRING", 1), tensor("X", "FP32", -1)],
+    "output": [tensor("Y", "FP32", -1)],
+}
+
+
+class Hall(Audience):
+    """Knows the stubs, and lets anybody in."""
+
+    is_there = True
+
+    def __init__(self) -> None:
+        self.stubs: dict[str, StubHandle] = {}
+        self.models: dict[str, Model] = {}
+        self.reasons: list[BaseException] = []
+
+    def model_ready(self, model: Model) -> None:
+        self.models[model.name] = model
+
+    def stub_ready(self, model: Model, stub: StubHandle) -> None:  # noqa: ARG002
+        self.stubs[stub.name] = stub
+
+    def stub_gone(self, stub: StubHandle, reason: BaseException) -> None:
+        if self.stubs.pop(stub.name, None) is not None:
+            self.reasons.append(reason)
+
+    def let_in(self, stub: str) -> list[socket.socket]:
+        """The work channel and the control channel of another process."""
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        self.stubs[stub].control.send_peer(*(theirs.fileno() for _, theirs in pairs))
+        for _, theirs in pairs:
+            theirs.close()
+        return [ours for ours, _ in pairs]
+
+
+class Guest:
+    """Another process of one model, as far as its stubs can tell."""
+
+    def __init__(self, hall: Hall, model: str, stubs: Sequence[str]) -> None:
+        self.reactor = Reactor("guest")
+        self.executor = ThreadPoolExecutor(1)
+        self.lost: list[tuple[int, str]] = []
+        self.model = GuestModel(
+            hall.models[model], self.reactor, self.executor, lambda *what: self.lost.append(what)
+        )
+        for number, stub in enumerate(stubs):
+            work, control = hall.let_in(stub)
+            self.model.attach(number, stub, work, control)
+
+    def infer(self, how: str, *values: float) -> NDArray[Any]:
+        """What the model makes of these values."""
+        inputs = {"HOW": [how], "X": np.array(values, np.float32)}
+        request = self.model.signature.request(inputs)
+        return _wait(self.model.scheduler, request, 20.0).outputs["Y"]
+
+    def has_sent(self) -> bool:
+        """Whether a batch is with a stub."""
+        return any(each.is_sent for each in self.model.scheduler.executing_since(1 << 63))
+
+    def has_begun(self) -> bool:
+        """Whether a stub, whose batches have a limit, executes one of this guest's."""
+        connections = [seat.connection for seat in self.model._seats.values()]
+        begun = [connection.link.began_ns(0) is not None for connection in connections]
+        return self.has_sent() and any(begun)
+
+    def on_reactor(self, act: Callable[[], object]) -> None:
+        """Do something there, and wait for it."""
+        done = threading.Event()
+        self.reactor.call_soon(act)
+        self.reactor.call_soon(done.set)
+        done.wait()
+
+    def close(self) -> None:
+        self.on_reactor(self.model.close)
+        # What closing has put off until after itself.
+        self.on_reactor(lambda: None)
+        self.on_reactor(lambda: None)
+        self.reactor.close()
+        self.executor.shutdown()
+
+
+@contextlib.contextmanager
+def visiting(hall: Hall, model: str, *stubs: str) -> Iterator[Guest]:
+    guest = Guest(hall, model, stubs or tuple(hall.stubs))
+    try:
+        yield guest
+    finally:
+        guest.close()
+
+
+def infer(runtime: moonpool.Runtime, how: str, *values: float) -> NDArray[Any]:
+    """As `Guest.infer`, from the process that started the stub."""
+    inputs = {"HOW": [how], "X": np.array(values, np.float32)}
+    return runtime.infer("shared", inputs, timeout_s=20.0)["Y"]

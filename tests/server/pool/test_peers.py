@@ -1,0 +1,244 @@
+"""A stub that several processes send batches to."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import MODELS, hosted, options, tensor
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.server.pool.guests import SHARED, SHARED_CONFIG, Guest, Hall, infer, visiting
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.ipc.codec import encode
+from moonpool.ipc.messages import Kind
+from moonpool.runtime.errors import StubDied
+
+STUB = "shared_0_0"
+
+
+@pytest.fixture(scope="module")
+def hall() -> Hall:
+    return Hall()
+
+
+@pytest.fixture(scope="module")
+def runtime(hall: Hall) -> Iterator[moonpool.Runtime]:
+    with moonpool.Runtime(audience=hall) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(runtime: moonpool.Runtime) -> Iterator[None]:
+    # With a limit, stubs say when they come to a batch.
+    config = {**SHARED_CONFIG, **options(EXECUTE_TIMEOUT_S="60")}
+    with hosted(runtime, "shared", SHARED, config, instances=1):
+        yield
+
+
+def in_vain(guest: Guest) -> threading.Thread:
+    """A request that ends only with its cancellation."""
+
+    def ask() -> None:
+        with pytest.raises(moonpool.MoonpoolError):
+            guest.infer("until cancelled", 1)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def memory_of(hall: Hall) -> int:
+    """How many regions of shared memory the stub has mapped."""
+    maps = Path(f"/proc/{hall.stubs[STUB].process.pid}/maps").read_text()
+    return maps.count("/memfd:moonpool-")
+
+
+def test_each_gets_its_own_answers(hall: Hall, runtime: moonpool.Runtime) -> None:
+    wrong: list[Any] = []
+
+    def ask(where: Any, first: int) -> None:
+        for i in range(first, first + 200):
+            y = where("twice", i, i + 1)
+            if y.tolist() != [2 * i, 2 * i + 2]:
+                wrong.append((i, y))
+
+    with visiting(hall, "shared") as one, visiting(hall, "shared") as other:
+        places = [one.infer, one.infer, other.infer, lambda *what: infer(runtime, *what)]
+        threads = [
+            threading.Thread(target=ask, args=(place, 1000 * i)) for i, place in enumerate(places)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_nobody_starves(hall: Hall, runtime: moonpool.Runtime) -> None:
+    with visiting(hall, "shared") as greedy, visiting(hall, "shared") as modest:
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                greedy.infer("slowly", 1)
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            for i in range(5):
+                assert modest.infer("same", i).tolist() == [i]
+                assert infer(runtime, "same", i).tolist() == [i]
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_the_end_of_one_cancels_its_requests_and_frees_its_memory(
+    hall: Hall, runtime: moonpool.Runtime
+) -> None:
+    seen = infer(runtime, "seen", 0)
+    before = memory_of(hall)
+    with visiting(hall, "shared") as guest:
+        guest.infer("big", 1)
+        assert memory_of(hall) > before + 2
+        thread = in_vain(guest)
+        wait_until(guest.has_begun)
+    thread.join()
+    assert infer(runtime, "seen", 0) == seen + 1
+    wait_until(lambda: memory_of(hall) == before)
+
+
+def test_what_the_model_keeps_of_one_that_is_gone_stays_what_it_was(
+    hall: Hall, runtime: moonpool.Runtime
+) -> None:
+    with visiting(hall, "shared") as guest:
+        assert guest.infer("keep", 4, 5).tolist() == [4, 5]
+    with visiting(hall, "shared") as guest:
+        assert guest.infer("kept", 0).tolist() == [4, 5]
+        assert infer(runtime, "forget", 1).tolist() == [1]
+
+
+def test_memory_of_the_models_own_is_of_the_one_that_asks(
+    hall: Hall, runtime: moonpool.Runtime
+) -> None:
+    with visiting(hall, "shared") as guest:
+        assert guest.infer("in memory", 1, 2).tolist() == [2, 3]
+        assert infer(runtime, "in memory", 5).tolist() == [6]
+        assert guest.infer("in memory", 7).tolist() == [8]
+
+
+def test_an_input_of_one_can_be_passed_on_to_another_model(
+    hall: Hall, runtime: moonpool.Runtime
+) -> None:
+    config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
+    x = np.arange(50_000, dtype=np.float32)
+    with (
+        hosted(runtime, "square", MODELS / "square.py", config),
+        visiting(hall, "shared", STUB) as guest,
+    ):
+        assert np.array_equal(guest.infer("ask", *x), x * x)
+        assert np.array_equal(infer(runtime, "ask", *x), x * x)
+
+
+def test_large_answers_make_the_memory_of_one_grow(hall: Hall) -> None:
+    with visiting(hall, "shared") as guest:
+        for i in range(5):
+            kept = guest.infer("big", i)
+            assert kept.shape == (1 << 20,)
+            assert (kept == i).all()
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        encode(Kind.FINALIZE),
+        encode(Kind.START, 1, "{}"),
+        encode(Kind.EXECUTE, 1, [], [[77, 0, 8]], encode([]), None),
+        b"nonsense",
+    ],
+    ids=["FINALIZE", "START", "a region that is not there", "nonsense"],
+)
+def test_one_that_says_what_it_may_not_is_dropped(
+    hall: Hall, runtime: moonpool.Runtime, packet: bytes
+) -> None:
+    pid = hall.stubs[STUB].process.pid
+    work, control = hall.let_in(STUB)
+    with work, control:
+        # Regions that are named but not sent are waited for, though not for one that has gone.
+        work.send(packet)
+        control.shutdown(socket.SHUT_RDWR)
+        assert work.recv(100) == b""
+    assert infer(runtime, "same", 1).tolist() == [1]
+    assert hall.stubs[STUB].process.pid == pid
+
+
+def test_one_that_says_what_it_may_not_on_the_control_channel_is_dropped(
+    hall: Hall, runtime: moonpool.Runtime
+) -> None:
+    work, control = hall.let_in(STUB)
+    with work, control:
+        control.send(encode(Kind.LOGGING, False, False, False, False))
+        assert work.recv(100) == b""
+    assert infer(runtime, "same", 1).tolist() == [1]
+
+
+def test_the_death_of_the_stub_fails_the_batches_of_all(
+    hall: Hall, runtime: moonpool.Runtime
+) -> None:
+    with visiting(hall, "shared") as one, visiting(hall, "shared") as other:
+        outcomes: list[BaseException] = []
+        hall.reasons.clear()
+
+        def ask(where: Any, how: str) -> None:
+            try:
+                where(how, 1)
+            except BaseException as error:
+                outcomes.append(error)
+
+        threads = [threading.Thread(target=ask, args=(one.infer, "until cancelled"))]
+        threads[0].start()
+        wait_until(one.has_begun)
+        threads.append(threading.Thread(target=ask, args=(other.infer, "same")))
+        threads[1].start()
+        wait_until(other.has_sent)
+        hall.stubs[STUB].process.kill()
+        reason = wait_until(lambda: hall.reasons)[-1]
+        assert isinstance(reason, StubDied)
+        assert "during execute" in str(reason)
+        for guest in (one, other):
+            guest.on_reactor(lambda guest=guest: guest.model.detach(0, reason))  # type: ignore[misc]
+        for thread in threads:
+            thread.join()
+        assert [str(each) for each in outcomes] == [str(reason)] * 2
+    wait_until(lambda: STUB in hall.stubs)
+    assert infer(runtime, "same", 1).tolist() == [1]
+
+
+def test_a_batch_that_waits_for_its_turn_is_not_overdue(hall: Hall) -> None:
+    config = {**SHARED_CONFIG, **options(EXECUTE_TIMEOUT_S="0.3")}
+    with (
+        moonpool.Runtime(audience=hall) as other_runtime,
+        hosted(other_runtime, "punctual", SHARED, config, instances=1),
+        visiting(hall, "punctual", "punctual_0_0") as one,
+        visiting(hall, "punctual", "punctual_0_0") as other,
+    ):
+        one.infer("same", 1)
+        thread = in_vain(one)
+        wait_until(one.has_begun)
+        waiting = threading.Thread(target=lambda: other.infer("same", 1))
+        waiting.start()
+        found = wait_until(one.model.overdue)
+        assert found == [0]
+        assert other.model.overdue() == []
+        one.on_reactor(one.model.close)
+        thread.join()
+        waiting.join()
