@@ -56,18 +56,18 @@ class Metadata:
         return {"name": self._server_id, "version": VERSION, "extensions": list(EXTENSIONS)}
 
     def is_ready(self) -> bool:
-        """Whether the server takes requests, and, with strict readiness, every version that was wanted serves.
+        """Whether the server takes requests, and, with strict readiness, every version that was to be loaded serves.
 
-        A version that somebody unloaded is not wanted any more.
+        As in Triton, one that somebody unloaded does not count, nor does what cannot even be read.
         """
         if not self.is_open:
             return False
         if not self._strict_readiness:
             return True
         return all(
-            status.failure is None
-            and all(v.state is ModelState.READY or v.is_unloaded for v in status.versions)
+            version.state is ModelState.READY or version.is_unloaded
             for status in self._registry.statuses().values()
+            for version in status.versions
         )
 
     # Models

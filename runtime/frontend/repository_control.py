@@ -54,7 +54,8 @@ class RepositoryControl:
         repeated = self._repositories.repeated()
         statuses = self._registry.statuses()
         entries: list[dict[str, str]] = []
-        for name in sorted({*statuses, *self._repositories.models()}):
+        begun = {name for name, status in statuses.items() if status.versions}
+        for name in sorted(begun.union(self._repositories.models())):
             if name in repeated:
                 entries.append({"name": name, "state": "UNAVAILABLE", "reason": _REPEATED})
             else:

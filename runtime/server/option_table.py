@@ -36,7 +36,7 @@ log-file path: Append the log to this file instead of writing it to stderr.
 # Models
 model-repository path*: A directory of models. A model that is in two of them is served from neither.
 exit-on-error boolean: End with exit code 1 if a model cannot be loaded at the start.
-strict-readiness boolean: `/v2/health/ready` says ready only while every model that was wanted serves.
+strict-readiness boolean: `/v2/health/ready` says ready only while every version that was to be loaded serves.
 model-control-mode mode: `none`: load everything at the start. `poll`: also keep up with changes of the repositories. `explicit`: load what `--load-model` says, and what clients and models ask for.
 repository-poll-secs whole: The pause between two polls.
 load-model text*: With `explicit`, a model to load at the start; `*` alone is all of them.

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.frontend.http.server import HttpServer
-from moonpool.runtime.frontend.log_control import LogControl
-from moonpool.runtime.frontend.metadata import Metadata
-from moonpool.runtime.frontend.repository_control import RepositoryControl
-from moonpool.runtime.frontend.service import Service
-from moonpool.runtime.frontend.setting_values import BadSetting
-from moonpool.runtime.frontend.trace_settings import trace_options
-from moonpool.runtime.frontend.traces import Traces
-from moonpool.runtime.loading import HostingRules
-from moonpool.runtime.metrics_options import metrics_options
-from moonpool.runtime.runtime import Runtime
-from moonpool.runtime.server.frontends import grpc_options, http_options, trace_flags
+from moonpool.runtime.server.assembly import make_service
+from moonpool.runtime.server.frontends import grpc_options, http_options
 from moonpool.runtime.server.option_sources import BadOption
 from moonpool.runtime.server.report import model_table, option_table, remarks
 
@@ -59,44 +50,8 @@ class Server:
         self._options = options
         self._http_options = http_options(options)
         self._grpc_options = grpc_options(options) if options.allow_grpc else None
-        try:
-            traces = trace_options(trace_flags(options))
-        except BadSetting as error:
-            raise BadOption(str(error)) from error
-        runtime = self._runtime = Runtime(
-            options.model_repository,
-            models=(),
-            backend_directory=options.backend_directory or None,
-            drain_timeout_s=options.exit_timeout_secs,
-            verbose=options.log_verbose > 0,
-            listener=progress,
-            metrics=metrics_options(
-                options.metrics_config,
-                allow_cpu=options.allow_cpu_metrics,
-                allow_gpu=options.allow_gpu_metrics,
-                interval_ms=options.metrics_interval_ms,
-            ),
-        )
-        try:
-            runtime.registry.rules = HostingRules(
-                options.sandbox or None, not options.disable_auto_complete_config
-            )
-            self._service = Service(
-                runtime,
-                metadata=Metadata(
-                    runtime, server_id=options.id, strict_readiness=options.strict_readiness
-                ),
-                repository=RepositoryControl(
-                    runtime,
-                    mode=options.model_control_mode,
-                    load_threads=options.model_load_thread_count,
-                ),
-                traces=Traces(traces, lambda name: bool(runtime.registry.versions(name))),
-                logs=LogControl(runtime.registry.stubs.change_log, log),
-            )
-        except BaseException:
-            runtime.close()
-            raise
+        self._service = make_service(options, log, progress)
+        self._runtime = self._service.runtime
         self._grpc: GrpcServer | None = None
         self._http = HttpServer(self._service, self._http_options)
         self._service.metadata.is_open = False
@@ -131,6 +86,7 @@ class Server:
         self._service.overview.close()
         self._runtime.close()
         self._service.traces.close()
+        self._service.metrics.close()
         self._service.metrics.close()
 
     # Start
@@ -170,20 +126,18 @@ class Server:
 
     async def _open(self) -> None:
         options, addresses = self._options, self._service.overview.addresses
-        self._service.overview.start()
         if self._grpc is not None:
             self._grpc.start()
-            place = addresses["grpc"] = _place(options.grpc_address, self._grpc.port)
-            _log.info("Started GRPCInferenceService at %s", place)
+            addresses["grpc"] = _place(options.grpc_address, self._grpc.port)
+            _log.info("Started GRPCInferenceService at %s", addresses["grpc"])
         await self._http.start()
         ports = self._http.ports
         if "http" in ports:
-            place = addresses["http"] = _place(options.http_address, ports["http"])
-            _log.info("Started HTTPService at %s", place)
+            addresses["http"] = _place(options.http_address, ports["http"])
+            _log.info("Started HTTPService at %s", addresses["http"])
         if "metrics" in ports:
-            place = _place(self._http_options.metrics_address, ports["metrics"])
-            addresses["metrics"] = place
-            _log.info("Started Metrics Service at %s", place)
+            addresses["metrics"] = _place(self._http_options.metrics_address, ports["metrics"])
+            _log.info("Started Metrics Service at %s", addresses["metrics"])
         for level, text in remarks(options):
             _log.log(level, "%s", text)
         self._service.metadata.is_open = True

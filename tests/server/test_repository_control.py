@@ -100,13 +100,22 @@ def test_why_a_load_failed_is_told_and_stays_in_the_index(
     ],
 )
 def test_a_load_that_cannot_be_says_why(
-    control: RepositoryControl, models: Path, name: str, config: str, code: str, text: str
+    control: RepositoryControl,
+    runtime: moonpool.Runtime,
+    models: Path,
+    name: str,
+    config: str,
+    code: str,
+    text: str,
 ) -> None:
     (models / "empty").mkdir()
     (models / "empty" / "config.pbtxt").write_text(CONFIG)
     with pytest.raises(LoadFailed, match=text) as raised:
         control.load(name, config or None)
     assert raised.value.code == code
+    # What was never begun is in the index only if it is in a repository, and keeps no server from being ready.
+    assert [each["name"] for each in control.index()] == ["empty", "good", "other"]
+    assert Metadata(runtime).is_ready()
 
 
 def test_a_load_may_bring_its_configuration_and_its_files(

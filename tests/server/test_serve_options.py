@@ -53,6 +53,7 @@ def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Sai
         ("--allow-http=false", "--allow-grpc=false"): "nothing to serve with",
         ("--http-server-cert=x",): "needed both",
         ("--trace-config=nonsense=1",): "--trace-config",
+        ("--metrics-config=nonsense=1",): "--metrics-config",
         ("--http-restricted-api=healthy:a=b",): "unknown API 'healthy'",
         ("--control-token-file=/nowhere/token",): "/nowhere/token: No such file",
     }

@@ -103,6 +103,7 @@ def test_clients_control_the_models_where_the_mode_is_explicit(models: Path) -> 
         assert server.get("/v2/repository/models/good/unload", "POST")[0] == 200
         status, _ = server.get("/v2/models/good/infer", "POST", BODY)
         assert status != 200
+        assert server.get("/v2/repository/models/fresh/unload", "POST")[0] == 200
         wait_until(lambda: server.get("/v2/health/ready")[0] == 200)
 
 
