@@ -72,6 +72,8 @@ def _in_turns(
 ) -> Mapping[str, Sequence[Sample]]:
     """The samples of each server, a round at a time; who is first changes."""
     seconds = 0.3 if quick else _SECONDS
+    for server in servers:
+        case.check(server.port(case.protocol))
     found: dict[str, list[Sample]] = {server.name: [] for server in servers}
     for turn in range(-1, rounds):
         for server in servers if turn % 2 else reversed(servers):

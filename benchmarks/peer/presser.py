@@ -13,14 +13,20 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.bench.desk import desk
 from moonpool.runtime.bench.endpoint import Endpoint
 from moonpool.runtime.bench.load import Concurrency
-from moonpool.runtime.bench.question import Tensor
+from moonpool.runtime.bench.question import Question, Tensor
 from moonpool.runtime.bench.server import Server
 
 VARIABLE = "MOONPOOL_PERF_ANALYZER"
 _USUAL = Path(__file__).parents[2] / ".venv-clients" / "bin" / "perf_analyzer"
 _TIMEOUT_S = 120.0
+
+
+class Failed(Exception):
+    """A window has no figures; the text says why."""
 
 
 class Case(NamedTuple):
@@ -40,6 +46,24 @@ class Case(NamedTuple):
         sizes = {"UINT8": 1, "FP32": 4}
         return max(self.shapes.values()) * sizes[self.datatype]
 
+    def tensors(self) -> list[Tensor]:
+        """Ones."""
+        dtype = {"UINT8": np.uint8, "FP32": np.float32}[self.datatype]
+        return [
+            Tensor.of(name, self.datatype, np.ones((1, size) if self.is_batched else size, dtype))
+            for name, size in self.shapes.items()
+        ]
+
+    def check(self, port: int) -> None:
+        """Raises Failed unless the server answers: perf_analyzer takes some errors for answers."""
+        asked = desk(Endpoint(self.protocol, "127.0.0.1", port), (), _TIMEOUT_S)
+        try:
+            asked.output_sizes(Question(self.model, "", self.tensors()))
+        except MoonpoolError as error:
+            raise Failed(str(error)) from error
+        finally:
+            asked.close()
+
 
 class Sample(NamedTuple):
     """What a window gave."""
@@ -56,10 +80,6 @@ class Presser(Protocol):
 
     def press(self, case: Case, port: int, seconds: float) -> Sample:
         """A window of so long against the server at this port."""
-
-
-class Failed(Exception):
-    """A window has no figures; the text says why."""
 
 
 class PerfAnalyzer:
@@ -114,15 +134,10 @@ class Own:
 
     def press(self, case: Case, port: int, seconds: float) -> Sample:
         endpoint = Endpoint(case.protocol, "127.0.0.1", port)
-        dtype = {"UINT8": np.uint8, "FP32": np.float32}[case.datatype]
-        tensors = [
-            Tensor.of(name, case.datatype, np.ones((1, size) if case.is_batched else size, dtype))
-            for name, size in case.shapes.items()
-        ]
         server = Server(endpoint, case.model, "", timeout_s=_TIMEOUT_S)
         try:
             server.prepare(
-                tensors,
+                case.tensors(),
                 processes=1,
                 most_connections=case.callers,
                 shared_memory=case.shared_memory,
@@ -131,6 +146,8 @@ class Own:
             load = Concurrency(case.callers)
             server.window(load, seconds / 5)
             window = server.window(load, seconds)
+        except MoonpoolError as error:
+            raise Failed(str(error)) from error
         finally:
             server.close()
         if window.failed or not len(window.latencies_ns):
