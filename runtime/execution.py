@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import select
 import time
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import PeerGone
 from moonpool.runtime.errors import BackendError, RequestTimedOut
 from moonpool.runtime.model_metrics import reason_of
 from moonpool.runtime.request import Deferral, Response
+from moonpool.runtime.statistics import DURATION_BOUNDS_NS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,7 +183,7 @@ class Execution:
         Requests that are answered later count as Triton counts them: they succeeded in execute.
         """
         requests, statistics = self.requests, self.scheduler.statistics
-        add_duration, summaries = statistics.durations.add, statistics.summaries
+        by_duration, summaries = statistics.by_duration, statistics.summaries
         now_ms = time.time_ns() // 1_000_000
         good = rows = total_rows = success_ns = queue_ns = 0
         bad = False
@@ -197,7 +199,7 @@ class Execution:
                 taken_ns = now_ns - request.queued_ns
                 success_ns += taken_ns
                 queue_ns += self.started_ns - request.queued_ns
-                add_duration(taken_ns)
+                by_duration[bisect_left(DURATION_BOUNDS_NS, taken_ns)] += 1
                 if summaries is not None:
                     summaries.request.add(taken_ns)
                     summaries.queue.add(self.started_ns - request.queued_ns)

@@ -9,6 +9,7 @@ from moonpool.runtime.bucket_counts import bucket_samples
 from moonpool.runtime.exposition import Family, Sample
 from moonpool.runtime.model_metrics import labels_of
 from moonpool.runtime.states import InstanceState
+from moonpool.runtime.statistics import DURATION_BOUNDS_NS
 from moonpool.runtime.usage import usage_of
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ def _add_model(samples: _Samples, hosted: HostedModel) -> None:
         samples.add("moonpool_instances", by_state, states.count(state))
     samples.add("moonpool_requests_in_flight", labels, _in_flight(scheduler))
     samples.add("moonpool_instances_executing", labels, scheduler.executing)
-    samples.of["moonpool_request_duration_seconds"] += statistics.durations.samples(
-        labels, _NS_PER_S
+    samples.of["moonpool_request_duration_seconds"] += bucket_samples(
+        DURATION_BOUNDS_NS, statistics.by_duration, statistics.success_ns, labels, _NS_PER_S
     )
     samples.of["moonpool_batch_size"] += _batch_sizes(statistics.batch_sizes(), labels)
     samples.of["moonpool_recovery_seconds"] += supervisor.recoveries.samples(labels, _NS_PER_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from moonpool.runtime.bucket_counts import BucketCounts
 from moonpool.runtime.response_statistics import ResponseStatistics
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class Statistics:
 
     __slots__ = (
         "_batches",
-        "durations",
+        "by_duration",
         "execution_count",
         "fail_count",
         "fail_counts",
@@ -62,8 +61,8 @@ class Statistics:
         # By reason, in Triton's words and order.
         self.fail_counts = dict.fromkeys(("OTHER", "BACKEND", "CANCELED", "REJECTED"), 0)
         self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = 0
-        # Of requests that succeeded, from the moment they came to the moment they left.
-        self.durations = BucketCounts(DURATION_BOUNDS_NS)
+        # How many requests that succeeded took so long, or less, but longer than the bound before.
+        self.by_duration = [0] * (len(DURATION_BOUNDS_NS) + 1)
         # Of decoupled models.
         self.responses = ResponseStatistics()
         # Only where somebody wants them.
