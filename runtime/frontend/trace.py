@@ -57,6 +57,7 @@ class Trace:
     """
 
     __slots__ = (
+        "_is_ended",
         "_keeper",
         "_request",
         "_wants_tensors",
@@ -96,7 +97,7 @@ class Trace:
             self.context = f'{{"traceparent":"00-{spans.trace:032x}-{spans.model:016x}-01"}}'
         self.marks: list[tuple[str, int]] = []
         self.tensors: list[Tensor] = []
-        self.is_executed = False
+        self.is_executed = self._is_ended = False
         self._keeper = keeper
         self._request: InferenceRequest | None = None
         self._wants_tensors = wants_tensors
@@ -118,7 +119,10 @@ class Trace:
                 self._tell("TENSOR_QUEUE_INPUT", name, tensor.datatype, tensor.shape, array)
 
     def end(self) -> None:
-        """Nothing follows in the frontend."""
+        """Nothing follows in the frontend. A second call does nothing."""
+        if self._is_ended:
+            return
+        self._is_ended = True
         self.mark("REQUEST_END")
         request, self._request = self._request, None
         # What came apart from the answer to its batch may have come before it.

@@ -268,6 +268,7 @@ class Connection(asyncio.BufferedProtocol):
         self._exchange = None
         exchange.is_gone = True
         exchange.cancel = None
+        self._port.meter.answered(exchange.status)
         if exchange.ended is not None:
             exchange.ended()
         self._since_now()

@@ -279,6 +279,8 @@ class InferCall:
         try:
             submission = LoopSubmission(self._hosted.scheduler, request, self)
         except MoonpoolError as error:
+            if self._trace is not None:
+                self._trace.end()
             self._fail(own(error), JSON)
             return
         if not exchange.is_gone:
@@ -309,6 +311,7 @@ class InferCall:
         """The model has answered."""
         if self._trace is not None:
             self._exchange.ended = partial(_end_trace, self._trace)
+            self._trace.mark("INFER_RESPONSE_COMPLETE")
             self._trace.mark("HTTP_SEND_START")
         if not isinstance(outcome, Response):
             self._fail(outcome, TEXT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.frontend.frontend_metrics import Meter
 from moonpool.runtime.frontend.http.connection import Connection
 from moonpool.runtime.frontend.http.exchange import Exchange
 from moonpool.runtime.frontend.http.head import Head, Heads
@@ -23,11 +24,17 @@ class Port:
     """Makes connections, and looks after them. For the loop's thread."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, handler: Handler, limits: HttpLimits
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handler: Handler,
+        limits: HttpLimits,
+        meter: Meter | None = None,
     ) -> None:
+        """`meter` counts connections and answers."""
         self.loop = loop
         self.handler = handler
         self.limits = limits
+        self.meter = meter or Meter()
         self.heads = Heads()
         # One for all: what comes in is taken out before anything else comes in.
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -53,6 +60,7 @@ class Port:
         """Count it; False where there are too many already."""
         is_welcome = len(self._connections) < self.limits.connections and not self.is_draining
         self._connections.add(connection)
+        self.meter.connected()
         if self._looking is None:
             self.now = connection.since = self.loop.time()
             self._looking = self.loop.call_later(self._look_s, self._look)
@@ -61,6 +69,7 @@ class Port:
     def closed(self, connection: Connection) -> None:
         """Count it no longer."""
         self._connections.discard(connection)
+        self.meter.disconnected()
         if not self._connections:
             if self._looking is not None:
                 self._looking.cancel()
@@ -74,9 +83,9 @@ class Port:
             connection.look(self.now)
         self._looking = self.loop.call_later(self._look_s, self._look)
 
-    @staticmethod
-    def refuse(connection: Connection, error: BadMessage) -> None:
+    def refuse(self, connection: Connection, error: BadMessage) -> None:
         """Write the answer to what is no request."""
+        self.meter.answered(error.status)
         Exchange(connection, _NO_HEAD, b"").fail(error.status, error.text, error.headers)
 
     async def drain(self, timeout_s: float) -> bool:

@@ -85,7 +85,9 @@ class HttpServer:
         self, name: str, address: str, number: int, handler: Handler, tls: ssl.SSLContext | None
     ) -> None:
         loop = asyncio.get_running_loop()
-        port = Port(loop, handler, self._options.limits)
+        # What Prometheus asks for is no traffic.
+        meter = self._service.metrics.frontends.http if name == "http" else None
+        port = Port(loop, handler, self._options.limits, meter)
         try:
             server = await loop.create_server(
                 port,
