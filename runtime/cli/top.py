@@ -119,7 +119,7 @@ def _get(url: str) -> object:
         raise NoOverview(f"cannot reach {url}: {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
         raise NoOverview(f"cannot reach {url}: {error!r}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -1,0 +1,328 @@
+"""The page at /, in a real browser: what it shows, what its form sends, and what it lets nobody do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.server.page.browser import Page, needs_chromium
+from tests.server.page.models import HOSTILE, write
+from tests.server.page.site import Site
+from tests.server.running import running
+from tests.waiting import wait_until
+
+pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.timeout(120)]
+
+Tab = Callable[..., Page]
+# What the console says of an answer that is an error, as the form shows it.
+REFUSED = "network: Failed to load resource"
+
+
+def open_model(tab: Tab, site: Site, name: str, **size: int) -> Page:
+    """The page of a model, once its form is there."""
+    page = tab(f"{site.url}/#/{name}/1", **size)
+    page.wait_for("document.querySelector('#send')?.disabled === false", f"a form for {name}")
+    return page
+
+
+def answer(page: Page) -> str:
+    """Send what the form says; what the answer shows."""
+    page.evaluate("document.querySelector('#answer').replaceChildren()")
+    page.click("#send")
+    page.wait_for(
+        "document.querySelector('#send')?.disabled === false && !!document.querySelector('#answer pre')",
+        "an answer",
+    )
+    return page.text("#answer")
+
+
+def row(name: str, version: int = 1) -> str:
+    """The selector of a model's row."""
+    return f"#models tr:has(a[href='#/{name}/{version}'])"
+
+
+# What it shows
+
+
+def test_it_loads_without_a_complaint_and_shows_the_models(tab: Tab, site: Site) -> None:
+    page = tab(site.url)
+    page.wait_for_text("#models", "shouts")
+
+    assert page.text("#link") == "live"
+    assert "READY" in page.text(row("add_sub"))
+    for protocol, port in site.server.ports.items():
+        assert f"{protocol} 127.0.0.1:{port}" in page.text("header")
+    assert page.complaints() == []
+
+
+def test_it_asks_nobody_but_its_own_server(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "add_sub")
+    answer(page)
+
+    hosts = {urlsplit(url).netloc for url in page.requests()}
+    assert hosts == {site.server.http}
+
+
+def test_rates_and_counts_move(tab: Tab, site: Site) -> None:
+    page = tab(site.url)
+    page.wait_for_text(row("large_numbers"), "READY")
+    for _ in range(20):
+        assert site.infer("large_numbers", {"X": ("INT64", [1], [1])}) == 200
+
+    page.wait_for_text(row("large_numbers"), "20")
+    page.wait_for("document.querySelector('.tile .value').innerText !== '0'", "a rate")
+    page.wait_for("(document.querySelector('.plot-line').getAttribute('d') ?? '') !== ''", "a plot")
+    assert "up to" in page.text(".tile .axis")
+
+
+def test_a_restart_of_a_killed_stub_is_seen(tab: Tab, site: Site) -> None:
+    page = tab(f"{site.url}/#/shouts/1")
+    page.wait_for_text("#instances", "READY")
+    before = page.text("#instances tr td:nth-child(4)")
+    os.kill(site.model("shouts")["instances"][0]["pid"], signal.SIGKILL)
+    page.wait_for(
+        "document.querySelector('#instances tr td:nth-child(5)').innerText === '1'", "a restart"
+    )
+
+    page.wait_for_text("#instances", "READY")
+    assert page.text("#instances tr td:nth-child(4)") != before
+    assert "SIGKILL" in page.wait_for_text("#errors", "SIGKILL")
+
+
+def test_a_model_that_is_unloaded_takes_no_requests(
+    tab: Tab, site: Site, repository: Path
+) -> None:
+    shutil.copytree(repository / "add_sub", repository / "leaves")
+    assert site.load("leaves") == 200
+    page = open_model(tab, site, "leaves")
+    assert site.unload("leaves") == 200
+
+    page.wait_for("document.querySelector('#send')?.disabled", "a form that cannot be sent")
+    assert "takes no requests now" in page.text("#form-note")
+    assert page.complaints() == []
+
+
+def test_a_hundred_models_can_be_filtered(tab: Tab, site: Site, repository: Path) -> None:
+    folders = [repository / f"model_{number:03}" / "1" for number in range(100)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    page = tab(site.url)
+    page.wait_for("document.querySelectorAll('#models tr').length > 100", "all models")
+    page.fill("#filter", "_07")
+    page.wait_for("document.querySelectorAll('#models tr').length === 10", "ten models")
+    for folder in folders:
+        shutil.rmtree(folder.parent)
+
+    assert "model_070" in page.text("#models")
+
+
+def test_a_server_that_was_restarted_is_told_apart(tab: Tab, tmp_path: Path) -> None:
+    repository = write(tmp_path, "add_sub")
+    with running(repository) as server:
+        page = tab(f"http://{server.http}")
+        page.wait_for_text("#models", "add_sub")
+        port = server.ports["http"]
+    page.wait_for_text("#link", "not reachable")
+    with running(repository, f"--http-port={port}"):
+        page.wait_for_text("#link", "live")
+        assert "restarted" in page.wait_for_text("#notice", "restarted")
+        page.wait_for_text("#models", "add_sub")
+
+
+# What models say
+
+
+def test_an_error_with_markup_in_it_is_shown_as_text(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "fails")
+    shown = answer(page)
+    page.wait_for_text("#errors", "ValueError")
+    page.click("#errors summary .text")
+    kept = page.wait_for_text("#errors pre", "At:")
+
+    assert HOSTILE in shown
+    assert HOSTILE in kept
+    assert "model.py" in kept
+    assert "deeper" in kept
+    assert page.evaluate("window.hurt ?? null") is None
+    assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    assert [text for text in page.complaints() if not text.startswith(REFUSED)] == []
+
+
+def test_a_load_that_fails_is_shown_with_its_traceback(
+    tab: Tab, site: Site, repository: Path
+) -> None:
+    version = repository / "broken" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(f"raise ImportError({HOSTILE!r})\n")
+    assert site.load("broken") == 400
+    page = tab(site.url)
+    page.wait_for_text("#errors", "broken")
+    page.click("#errors details:first-child summary .text")
+
+    assert "Traceback (most recent call last)" in page.wait_for_text("#errors", "Traceback")
+    assert page.evaluate("window.hurt ?? null") is None
+
+
+# The form
+
+
+def test_a_request_from_the_form_is_answered(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "add_sub")
+    page.fill("#input-0", "[[1, 2, 3, 4], [5, 6, 7, 8]]")
+    page.fill("#input-1", '{"shape": [2, 4], "fill": 0.5}')
+    page.click("#more summary")
+    page.fill("#request-id", "from the page")
+    shown = answer(page)
+
+    assert "OUTPUT0 FP32 [2, 4]\n[[1.5, 2.5, 3.5, 4.5],\n [5.5, 6.5, 7.5, 8.5]]" in shown
+    assert "[[0.5, 1.5, 2.5, 3.5]" in shown
+    assert "id from the page" in shown
+
+
+def test_what_is_made_up_fits_every_model(tab: Tab, site: Site) -> None:
+    expected = {
+        "add_sub": "[[2, 4, 6, 8]]",
+        "shouts": '[["MOONPOOL"]]',
+        "large_numbers": "[2, 3, 4, 5]",
+        "doubles_halves": "[2, 4, 6, 8]",
+        "counts": '"I":0',
+    }
+    shown = {name: answer(open_model(tab, site, name)) for name in expected}
+
+    assert {name: expected[name] in text.replace(" ", "") or expected[name] in text
+            for name, text in shown.items()} == dict.fromkeys(expected, True), shown  # fmt: skip
+
+
+def test_whole_numbers_keep_all_their_digits(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "large_numbers")
+    page.fill("#input-0", "[9007199254740993, -9223372036854775808]")
+
+    assert "[9007199254740994, -9223372036854775807]" in answer(page)
+
+
+def test_halves_are_rounded_as_numpy_does(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "doubles_halves")
+    values = [0.1, -2.5, 65504.0, 6e-8, 3.1e-5, 1e6, 0.333251953125, 2049.0]
+    page.fill("#input-0", json.dumps(values))
+    shown = answer(page)
+    halves = np.array(page.evaluate(f"{json.dumps(values)}.map(toHalf)"), np.uint16)
+
+    with np.errstate(over="ignore"):
+        expected = np.array(values).astype(np.float16)
+    assert halves.view(np.float16).tolist() == expected.tolist()
+    assert str(float(expected[1] * 2)).removesuffix(".0") in shown
+
+
+def test_responses_of_a_stream_are_shown_as_they_come(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "counts")
+    page.fill("#input-0", "[3]")
+    shown = answer(page)
+
+    assert "3 responses in" in shown
+    assert shown.count('"I"') == 3
+
+
+def test_a_value_that_cannot_be_meant_is_told_at_its_field(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "add_sub")
+    for text, reason in [
+        ("[1, 2", "No JSON"),
+        ("[[1, 2], [3]]", "same length"),
+        ("[[1], 2]", "nested"),
+        ('{"shape": [-1], "fill": 1}', "shape"),
+        ("null", "Numbers"),
+    ]:
+        page.fill("#input-1", text)
+        page.click("#send")
+        page.wait_for_text("#input-1-fault", reason)
+        assert page.evaluate("document.activeElement.id") == "input-1"
+        assert page.evaluate("document.querySelector('#input-1').ariaInvalid") == "true"
+    assert page.text("#answer") == ""
+
+
+def test_the_same_request_is_told_as_a_curl_command(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "add_sub")
+    page.click("#more summary")
+    command = page.wait_for_text("#curl", "/infer")
+
+    assert f"{site.url}/v2/models/add_sub/versions/1/infer" in command
+    assert '"inputs":[{"name":"INPUT0"' in command
+
+
+# For everybody
+
+
+def test_it_can_be_used_by_keyboard_alone(tab: Tab, site: Site) -> None:
+    page = tab(site.url)
+    page.wait_for_text("#models", "add_sub")
+    page.evaluate(f'document.querySelector("{row("add_sub")} a").focus()')
+    page.press("Enter", 13, text="\r")
+    page.wait_for("document.querySelector('#send')?.disabled === false", "a form")
+    page.evaluate("document.querySelector('#input-0').focus()")
+    page.press("Enter", 13, modifiers=2)
+
+    page.wait_for_text("#answer", "[[2, 4, 6, 8]]")
+
+
+def test_what_has_the_focus_keeps_it_while_figures_change(tab: Tab, site: Site) -> None:
+    page = tab(site.url)
+    page.wait_for_text("#models", "add_sub")
+    page.evaluate(f'document.querySelector("{row("add_sub")} a").focus()')
+    before = page.evaluate("now.taken")
+    page.wait_for(f"now.taken > {before} + 1", "new figures")
+
+    assert page.evaluate("document.activeElement.innerText") == "add_sub"
+
+
+def test_every_field_and_table_has_a_name(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "add_sub")
+
+    assert (
+        page.evaluate("""[...document.querySelectorAll('input, textarea, table, svg[role=img]')]
+        .filter(n => !n.labels?.length && !n.ariaLabel && !n.getAttribute('aria-labelledby'))
+        .map(n => n.outerHTML.slice(0, 80))""")
+        == []
+    )
+    assert page.evaluate("[...document.querySelectorAll('th')].every(n => n.scope)") is True
+    assert page.evaluate("document.documentElement.lang") == "en"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_it_fits_a_telephone(tab: Tab, site: Site, dark: bool) -> None:
+    for place in ("/", "/#/add_sub/1"):
+        page = tab(site.url + place, width=360, height=740, dark=dark)
+        page.wait_for_text("#subtitle", "ready" if place == "/" else "READY")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    ink, paper = page.evaluate(
+        "(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))"
+    )
+    brightness = [sum(map(int, color[4:-1].split(","))) for color in (ink, paper)]
+    assert (brightness[0] > brightness[1]) is dark
+
+
+# What it lets nobody do
+
+
+def test_nothing_but_its_own_script_runs(tab: Tab, site: Site) -> None:
+    page = tab(site.url)
+    page.wait_for_text("#models", "add_sub")
+    page.evaluate("""(() => {
+        const script = document.createElement('script');
+        script.textContent = 'window.hurt = 3';
+        document.body.append(script);
+        document.body.insertAdjacentHTML('beforeend', '<img src=x onerror="window.hurt = 4">');
+        document.body.insertAdjacentHTML('beforeend', '<b onclick="window.hurt = 5" id=trap>x</b>');
+        document.querySelector('#trap').click();
+    })()""")
+    elsewhere = page.evaluate("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')")
+
+    wait_until(lambda: len([c for c in page.complaints() if "Content Security" in c]) >= 4)
+    assert page.evaluate("window.hurt ?? null") is None
+    assert elsewhere == "refused"

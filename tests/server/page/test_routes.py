@@ -1,0 +1,85 @@
+"""What is asked for over HTTP by the page, and how the page itself is sent."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from tests.server.page.site import Site
+from tests.server.running import running
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A server without models."""
+    with running(tmp_path_factory.mktemp("models")) as server:
+        yield Site(server)
+
+
+def get(site: Site, path: str, method: str = "GET") -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection(site.server.http, timeout=20)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        headers = {name.lower(): value for name, value in answer.getheaders()}
+        return answer.status, headers, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_page_may_run_and_load_what_is_in_it_and_nothing_else(site: Site) -> None:
+    status, headers, text = get(site, "/")
+    policy = dict(
+        part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";")
+    )
+
+    assert status == 200
+    assert headers["content-type"] == "text/html; charset=utf-8"
+    for tag in ("script", "style"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_names_no_other_host(site: Site) -> None:
+    text = get(site, "/")[2]
+    names = set(re.findall(r"https?://[^\s'\"`]+", text))
+
+    # Names of vocabularies, which nobody asks for.
+    assert {name for name in names if not name.startswith("http://www.w3.org/")} == set()
+
+
+def test_the_overview_is_json_that_nobody_keeps(site: Site) -> None:
+    status, headers, text = get(site, "/v2/moonpool/overview?since=0")
+    shown = json.loads(text)
+
+    assert status == 200
+    assert headers["content-type"] == "application/json"
+    assert headers["cache-control"] == "no-store"
+    assert shown["server"]["name"] == "moonpool"
+    assert shown["models"] == []
+    assert "" in shown["history"]["series"]
+    assert "history" not in json.loads(get(site, "/v2/moonpool/overview")[2])
+
+
+@pytest.mark.parametrize("since", ["", "-1", "x", "1e3", "9" * 40])
+def test_a_number_of_samples_that_is_none_is_refused(site: Site, since: str) -> None:
+    status, _, text = get(site, f"/v2/moonpool/overview?since={since}")
+
+    assert status == 400
+    assert "since must be" in json.loads(text)["error"]
+
+
+@pytest.mark.parametrize("path", ["/", "/v2/moonpool/overview"])
+def test_nothing_can_be_written(site: Site, path: str) -> None:
+    assert get(site, path, "POST")[0] == 405
