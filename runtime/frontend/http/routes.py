@@ -30,7 +30,7 @@ _APIS = [
         (_MODEL + r"/ready", "health"),
         (_MODEL + r"/(?:infer|generate|generate_stream)", "inference"),
         (_MODEL + r"/config", "model-config"),
-        (r"/v2/models(?:/[^/]+(?:/versions/\d+)?)?/stats", "statistics"),
+        (r"/v2/models(?:/[^/]+(?:/versions/\d+)?)?/stats|/v2/moonpool/overview", "statistics"),
         (r"/v2(?:/models/[^/]+)?/trace/setting", "trace"),
         (r"/v2/logging", "logging"),
         (r"/v2/repository/.*", "model-repository"),

@@ -97,9 +97,7 @@ def test_a_restart_of_a_killed_stub_is_seen(tab: Tab, site: Site) -> None:
     assert "SIGKILL" in page.wait_for_text("#errors", "SIGKILL")
 
 
-def test_a_model_that_is_unloaded_takes_no_requests(
-    tab: Tab, site: Site, repository: Path
-) -> None:
+def test_a_model_that_is_unloaded_takes_no_requests(tab: Tab, site: Site, repository: Path) -> None:
     shutil.copytree(repository / "add_sub", repository / "leaves")
     assert site.load("leaves") == 200
     page = open_model(tab, site, "leaves")

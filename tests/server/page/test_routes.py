@@ -8,6 +8,7 @@ import http.client
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.server.page.site import Site
@@ -78,6 +79,14 @@ def test_a_number_of_samples_that_is_none_is_refused(site: Site, since: str) -> 
 
     assert status == 400
     assert "since must be" in json.loads(text)["error"]
+
+
+def test_who_may_not_see_statistics_sees_no_overview(tmp_path: Path) -> None:
+    with running(tmp_path, "--http-restricted-api=statistics:key=secret") as server:
+        status, shown = server.get("/v2/moonpool/overview")
+
+    assert status == 403
+    assert "restricted" in str(shown)
 
 
 @pytest.mark.parametrize("path", ["/", "/v2/moonpool/overview"])

@@ -45,7 +45,7 @@ class Watched:
         self, cli: CommandLine, *arguments: str, rows: int = 24, columns: int = 80
     ) -> None:
         self.fd, end = pty.openpty()
-        self.resize(rows, columns)
+        self._size(rows, columns)
         self.process = subprocess.Popen(
             cli.command(*arguments),
             stdin=end,
@@ -58,6 +58,11 @@ class Watched:
         self.text = ""
 
     def resize(self, rows: int, columns: int) -> None:
+        """Give the window another size. It is not the process's own terminal, so the signal is ours to send."""
+        self._size(rows, columns)
+        self.process.send_signal(signal.SIGWINCH)
+
+    def _size(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self) -> str:
@@ -125,7 +130,6 @@ def test_it_keeps_up_and_ends_at_q(watch: Watched) -> None:
 def test_it_fits_a_terminal_that_shrinks(watch: Watched) -> None:
     watch.wait_for("add_sub_0")
     watch.resize(6, 40)
-    watch.process.send_signal(signal.SIGWINCH)
     watch.wait_for("…")
     watch.press("q")
 
