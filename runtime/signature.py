@@ -161,6 +161,22 @@ class Signature:
         except BadTensor as error:
             raise InvalidRequest(f"{error} (model '{self._model}')") from error
 
+    def check(self, described: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+        """Raises `InvalidRequest` where inputs of these datatypes (codes) and shapes make no request."""
+        if not described.keys() <= self._inputs.keys() or self._required - described.keys():
+            self._check_count(described)
+        for spec in self._in_order:
+            if spec.name in described:
+                self._check_datatype(spec, described[spec.name][0])
+        for name, (_, shape) in described.items():
+            if -1 in shape:
+                raise InvalidRequest(
+                    f"All input dimensions should be specified for input '{name}' for model "
+                    f"'{self._model}', got {_shown(shape)}"
+                )
+        shapes = [described.get(spec.name) for spec in self._in_order]
+        self._check_shapes(tuple(None if each is None else each[1] for each in shapes))
+
     def empty_dtype(self, name: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], int]:
         """Dtype and size in bytes of an input array. Raises `InvalidRequest`."""
         spec = self._inputs.get(name)
@@ -208,7 +224,7 @@ class Signature:
     def _check_datatype(self, spec: _Input, code: int) -> None:
         if code != spec.code:
             raise InvalidRequest(
-                f"inference input '{spec.name}' data-type is '{NAMES[code]}', but model "
+                f"inference input '{spec.name}' data-type is '{NAMES.get(code, '<invalid>')}', but model "
                 f"'{self._model}' expects '{NAMES[spec.code]}'"
             )
 

@@ -79,6 +79,8 @@ def grpc_options(options: ServerOptions) -> GrpcOptions:
         http2_max_ping_strikes=options.grpc_http2_max_ping_strikes,
         max_connection_age_ms=options.grpc_max_connection_age,
         max_connection_age_grace_ms=options.grpc_max_connection_age_grace,
+        restricted=restricted("--grpc-restricted-protocol", options.grpc_restricted_protocol),
+        control_token=control_token(options.control_token_file),
     )
 
 

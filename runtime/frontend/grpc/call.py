@@ -22,45 +22,65 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 class Call:
-    """One RPC. `receive` and `on_gone` are for the polling thread, the others for any.
+    """One RPC. All methods are for any thread.
 
     Once the client is gone, or the call has a status, sending does nothing.
     """
 
     __slots__ = (
         "_call",
+        "_ended",
         "_has_begun",
+        "_is_gone",
         "_is_over",
         "_lock",
+        "_on_gone",
+        "_starting",
         "metadata",
         "method",
-        "on_gone",
     )
 
     def __init__(self, event: Any) -> None:
         self._call = event.call
         self._lock = threading.Lock()
         # Whether the initial metadata was sent, and whether nothing more may be.
-        self._has_begun = self._is_over = False
+        self._has_begun = self._is_over = self._is_gone = False
         self.method: bytes = event.call_details.method
         self.metadata: Metadata = event.invocation_metadata
-        # What to do when the client cancels, its deadline passes or its connection ends.
-        self.on_gone: Callable[[], object] | None = None
+        self._on_gone: Callable[[], object] | None = None
+        # How many threads are about to give the core an operation, and what the last of them has to call.
+        self._starting = 0
+        self._ended: Callable[[], object] | None = None
 
     def watch_end(self, ended: Callable[[], object]) -> None:
-        """Ask to be told of the call's end, once; `on_gone` comes before it."""
+        """Ask to be told of the call's end, once, on any thread; whoever waits for the client to go is told before."""
 
         def closed(_: object) -> None:
             with self._lock:
-                is_gone, self._is_over = not self._is_over, True
-            on_gone, self.on_gone = self.on_gone, None
+                self._is_gone, self._is_over = not self._is_over, True
+                on_gone, self._on_gone = self._on_gone, None
+                self._ended = ended if self._starting else None
+                is_free = not self._starting
             try:
-                if is_gone and on_gone is not None:
+                if self._is_gone and on_gone is not None:
                     on_gone()
             finally:
-                ended()
+                if is_free:
+                    ended()
 
         self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), closed)
+
+    def when_gone(self, callback: Callable[[], object]) -> None:
+        """Have this done when the client cancels, its deadline passes or its connection ends before it has a status.
+
+        On the polling thread, or here and now where it has happened.
+        """
+        with self._lock:
+            if not self._is_over:
+                self._on_gone = callback
+                return
+        if self._is_gone:
+            callback()
 
     def receive(self, received: Callable[[bytes | None], object]) -> None:
         """Have the next message; None where none comes any more."""
@@ -108,14 +128,21 @@ class Call:
     def _start(
         self, operations: Any, done: Callable[[Any], object], *, is_last: bool = False
     ) -> bool:
-        # The core must not be given an operation once the end of a call was told: by then
-        # its queue may be closed, and that would end the process.
+        # The core must not be given an operation once the end of a call was told: by then its queue may
+        # be closed, and that would end the process. So the end waits for whoever is about to.
         with self._lock:
             if self._is_over:
                 return False
             self._is_over = is_last
             self._has_begun = self._has_begun or not _receives(operations)
-            error = self._call.start_server_batch(operations, done)
+            self._starting += 1
+        # Not with the lock held: another thread may run meanwhile, and be told of the end.
+        error = self._call.start_server_batch(operations, done)
+        with self._lock:
+            self._starting -= 1
+            ended = None if self._starting else self._ended
+        if ended is not None:
+            ended()
         if error:
             _log.error("gRPC refused an operation on %s with error %d", self.method, error)
             return False

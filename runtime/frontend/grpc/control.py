@@ -1,34 +1,41 @@
-"""What is asked of the server and its models but inference: health, metadata, repository, settings."""
+"""What is asked of the server and its models but inference: health, metadata, repository, memory, settings.
+
+The service speaks the JSON form of the protocol; here its answers become messages.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tritonclient.grpc import service_pb2 as kserve
+from google.protobuf.json_format import ParseDict
+from tritonclient.grpc import model_config_pb2, service_pb2
 
+from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.frontend.grpc import health
+from moonpool.runtime.frontend.setting_values import BadSetting
 
 if TYPE_CHECKING:
     from moonpool.runtime.frontend.service import Service
 
 
-class Health:
-    """Who is alive and ready. Thread-safe, as all here."""
+class Control:
+    """Each method answers the RPC of its name. Any thread may call any of them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self.is_draining = False
 
+    # Health
+
     def server_live(self, _: Any) -> Any:
-        return kserve.ServerLiveResponse(live=True)
+        return service_pb2.ServerLiveResponse(live=True)
 
     def server_ready(self, _: Any) -> Any:
-        return kserve.ServerReadyResponse(ready=self._is_ready())
+        return service_pb2.ServerReadyResponse(ready=self._is_ready())
 
-    def model_ready(self, request: Any) -> Any:
-        version = int(request.version) if request.version else None
-        is_ready = self._service.runtime.is_ready(request.name, version)
-        return kserve.ModelReadyResponse(ready=is_ready)
+    def model_ready(self, asked: Any) -> Any:
+        is_ready = self._service.metadata.model_ready(asked.name, asked.version)
+        return service_pb2.ModelReadyResponse(ready=is_ready)
 
     def check(self, _: Any) -> Any:
         """Of `grpc.health.v1`."""
@@ -36,4 +43,155 @@ class Health:
         return health.HealthCheckResponse(status=status)
 
     def _is_ready(self) -> bool:
-        return not self.is_draining
+        return not self.is_draining and self._service.metadata.is_ready()
+
+    # Metadata
+
+    def server_metadata(self, _: Any) -> Any:
+        return _message("ServerMetadataResponse", self._service.metadata.server_metadata())
+
+    def model_metadata(self, asked: Any) -> Any:
+        described = self._service.metadata.model_metadata(asked.name, asked.version)
+        return _message("ModelMetadataResponse", described)
+
+    def model_config(self, asked: Any) -> Any:
+        config = self._service.metadata.model_config(asked.name, asked.version)
+        # What this schema does not know yet was accepted when the model was loaded.
+        message = ParseDict(config, model_config_pb2.ModelConfig(), ignore_unknown_fields=True)
+        return service_pb2.ModelConfigResponse(config=message)
+
+    def model_statistics(self, asked: Any) -> Any:
+        statistics = self._service.metadata.statistics(asked.name, asked.version)
+        return _message("ModelStatisticsResponse", statistics)
+
+    # Repository
+
+    def repository_index(self, asked: Any) -> Any:
+        _check_repository(asked)
+        models = self._service.repository.index(ready_only=asked.ready)
+        return _message("RepositoryIndexResponse", {"models": models})
+
+    def repository_model_load(self, asked: Any) -> Any:
+        _check_repository(asked)
+        config: str | None = None
+        files: dict[str, bytes] = {}
+        for name, parameter in asked.parameters.items():
+            kind = parameter.WhichOneof("parameter_choice")
+            if name == "config":
+                _check_kind(f"load parameter '{name}'", kind, "string_param")
+                config = parameter.string_param
+            elif name.startswith("file:"):
+                _check_kind(f"load parameter '{name}'", kind, "bytes_param")
+                files[name] = parameter.bytes_param
+            else:
+                raise InvalidRequest(f"unrecognized load parameter '{name}'.")
+        self._service.repository.load(asked.model_name, config, files or None)
+        return service_pb2.RepositoryModelLoadResponse()
+
+    def repository_model_unload(self, asked: Any) -> Any:
+        _check_repository(asked)
+        name = "unload_dependents"
+        dependents = False
+        if name in asked.parameters:
+            parameter = asked.parameters[name]
+            kind = parameter.WhichOneof("parameter_choice")
+            _check_kind(f"'{name}' parameter", kind, "bool_param")
+            dependents = parameter.bool_param
+        self._service.repository.unload(asked.model_name, unload_dependents=dependents)
+        return service_pb2.RepositoryModelUnloadResponse()
+
+    # Shared memory
+
+    def system_shared_memory_status(self, asked: Any) -> Any:
+        regions = self._service.shared_memory.status(asked.name)
+        told = {"regions": {region["name"]: region for region in regions}}
+        return _message("SystemSharedMemoryStatusResponse", told)
+
+    def system_shared_memory_register(self, asked: Any) -> Any:
+        memory = self._service.shared_memory
+        memory.register(asked.name, asked.key, asked.offset, asked.byte_size)
+        return service_pb2.SystemSharedMemoryRegisterResponse()
+
+    def system_shared_memory_unregister(self, asked: Any) -> Any:
+        self._service.shared_memory.unregister(asked.name)
+        return service_pb2.SystemSharedMemoryUnregisterResponse()
+
+    def cuda_shared_memory_status(self, asked: Any) -> Any:
+        if asked.name:
+            raise ModelError(
+                f"Unable to find cuda shared memory region: '{asked.name}'", "NOT_FOUND"
+            )
+        return service_pb2.CudaSharedMemoryStatusResponse()
+
+    def cuda_shared_memory_register(self, asked: Any) -> Any:
+        raise ModelError(
+            f"failed to register CUDA shared memory region '{asked.name}': this server has no GPU support",
+            "UNSUPPORTED",
+        )
+
+    def cuda_shared_memory_unregister(self, _: Any) -> Any:
+        return service_pb2.CudaSharedMemoryUnregisterResponse()
+
+    # Settings
+
+    def trace_setting(self, asked: Any) -> Any:
+        changes: dict[str, object] = {}
+        for name, given in asked.settings.items():
+            values = list(given.value)
+            if len(values) > 1 and name != "trace_level":
+                raise InvalidRequest(f"expect only 1 value for '{name}'")
+            changes[name] = (values if name == "trace_level" else values[0]) if values else None
+        told = service_pb2.TraceSettingResponse()
+        shown = self._service.traces.settings(asked.model_name, changes)
+        for name, value in shown.items():
+            told.settings[name].value.extend(value if isinstance(value, list) else [str(value)])
+        return told
+
+    def log_settings(self, asked: Any) -> Any:
+        changes: dict[str, object] = {}
+        for name, given in asked.settings.items():
+            kind = given.WhichOneof("parameter_choice")
+            if name in _LOG_KINDS:
+                wanted, words = _LOG_KINDS[name]
+                if kind != wanted:
+                    raise InvalidRequest(f"expect {words} for '{name}'")
+            changes[name] = None if kind is None else getattr(given, kind)
+        told = service_pb2.LogSettingsResponse()
+        try:
+            settings = self._service.logs.settings(changes)
+        except BadSetting as error:
+            if "--log_format" not in str(error):
+                raise
+            # Triton's words and code for it differ between its protocols.
+            raise InvalidRequest(str(error).replace("--log_format", "log_format")) from None
+        for name, value in settings.items():
+            if isinstance(value, bool):
+                told.settings[name].bool_param = value
+            elif isinstance(value, int):
+                told.settings[name].uint32_param = value
+            else:
+                told.settings[name].string_param = value
+        return told
+
+
+_LOG_KINDS = {
+    "log_info": ("bool_param", "boolean"),
+    "log_warning": ("bool_param", "boolean"),
+    "log_error": ("bool_param", "boolean"),
+    "log_verbose_level": ("uint32_param", "int32"),
+    "log_format": ("string_param", "string"),
+}
+
+
+def _message(kind: str, told: dict[str, Any]) -> Any:
+    return ParseDict(told, getattr(service_pb2, kind)())
+
+
+def _check_repository(asked: Any) -> None:
+    if asked.repository_name:
+        raise ModelError("'repository_name' specification is not supported", "UNSUPPORTED")
+
+
+def _check_kind(what: str, kind: str | None, wanted: str) -> None:
+    if kind != wanted:
+        raise InvalidRequest(f"invalid value type for {what}, expected {wanted}.")

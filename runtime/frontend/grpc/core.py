@@ -3,11 +3,16 @@
 grpcio's own server hands each call to a thread of a pool, which waits there for the polling thread to read the
 message: two hand-overs, which cost more than the rest. Here the polling thread reads the message itself
 and calls the handler, which must not block. What this uses of `cygrpc` is what grpcio's server uses.
+
+Two threads run Python for inference: this one and that of `grpc.answers`. Each lets go of the interpreter at every system
+call, and would have to win it back from the other many times for one event; so they take turns, an event each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,15 +23,18 @@ from grpc._cython import cygrpc
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.frontend.grpc.call import Call
 from moonpool.runtime.frontend.grpc.status import Status, status_of
+from moonpool.runtime.frontend.restriction import GRPC_PREFIX, Restriction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
 
+    from moonpool.runtime.frontend.grpc.methods import Method
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
 
 _log = logging.getLogger("moonpool")
 # How many calls the core may accept before this side hears of the first.
 _ACCEPT_AHEAD = 16
+_EXPERIMENTS = "GRPC_EXPERIMENTS"
 _SHUTDOWN = cygrpc.CompletionType.queue_shutdown
 _TOO_MANY = Status("RESOURCE_EXHAUSTED", "Concurrent RPC limit exceeded!")
 _UNKNOWN = Status("UNIMPLEMENTED", "")
@@ -36,16 +44,21 @@ class GrpcCore:
     """Listens, accepts calls and calls their handlers."""
 
     def __init__(
-        self, handlers: Mapping[bytes, Callable[[Call], None]], options: GrpcOptions
+        self, methods: Mapping[bytes, Method], options: GrpcOptions, turn: threading.Lock
     ) -> None:
-        """Take the port. `handlers` are found by the method's path. Raises `MoonpoolError`."""
-        self._handlers = handlers
+        """Take the port. `methods` are found by their paths. Raises `MoonpoolError`."""
+        self._methods = methods
+        self._turn = turn
         self._max_calls = options.max_calls
-        self._queue = cygrpc.CompletionQueue()
-        self._server = cygrpc.Server(options.channel_arguments(), False)
+        self._restriction = None
+        if options.restricted or options.control_token is not None:
+            self._restriction = Restriction(options.restricted, options.control_token)
+        with _polled_input():
+            self._queue = cygrpc.CompletionQueue()
+            self._server = cygrpc.Server(options.channel_arguments(), False)
         self._server.register_completion_queue(self._queue)
         self.port = self._bind(options)
-        # Calls whose end was not told yet; of the polling thread.
+        # Calls whose end was not told yet.
         self._calls: set[Call] = set()
         self._lock, self._ending = threading.Lock(), threading.Lock()
         self._is_stopping = self._is_stopped = self._is_destroyed = False
@@ -106,7 +119,8 @@ class GrpcCore:
                 break
             if event.tag is not None:
                 try:
-                    event.tag(event)
+                    with self._turn:
+                        event.tag(event)
                 except BaseException:  # all clients depend on this thread
                     _log.exception("a callback of gRPC failed")
             # An event keeps its call alive.
@@ -121,29 +135,69 @@ class GrpcCore:
         call = Call(event)
         self._calls.add(call)
         call.watch_end(lambda: self._ended(call))
-        handler = self._handlers.get(call.method)
-        if handler is None:
+        method = self._methods.get(call.method)
+        if method is None:
             call.fail(_UNKNOWN)
         elif len(self._calls) > self._max_calls:
             call.fail(_TOO_MANY)
         else:
+            refusal = self._refusal(call, method)
+            if refusal is not None:
+                call.fail(refusal)
+                return
             try:
-                handler(call)
+                method.handle(call)
             except Exception as error:
                 call.fail(status_of(error))
 
+    def _refusal(self, call: Call, method: Method) -> Status | None:
+        if self._restriction is None:
+            return None
+        refusal = self._restriction.refuse(
+            method.api,
+            lambda name: _header(call, name),
+            is_change=method.is_change,
+            prefix=GRPC_PREFIX,
+            what="protocol",
+        )
+        if refusal is None:
+            return None
+        return Status("UNAUTHENTICATED" if refusal.is_unknown else "UNAVAILABLE", refusal.text)
+
     def _ended(self, call: Call) -> None:
         self._calls.discard(call)
-        self._end_queue()
+        if self._is_stopped:
+            self._end_queue()
 
     def _shut_down(self, _: object) -> None:
         self._is_stopped = True
         self._end_queue()
 
     def _end_queue(self) -> None:
-        if self._is_stopped and not self._calls:
-            self._queue.shutdown()
-            self._stopped.set()
+        with self._lock:
+            if self._is_stopped and not self._calls and not self._stopped.is_set():
+                self._queue.shutdown()
+                self._stopped.set()
+
+
+@contextlib.contextmanager
+def _polled_input() -> Iterator[None]:
+    """Where this process uses gRPC for the first time, have the polling thread read the sockets itself.
+
+    Otherwise threads of gRPC's do, and wake it: four times for a request. Models do not see the setting.
+    """
+    if _EXPERIMENTS in os.environ:
+        yield
+        return
+    os.environ[_EXPERIMENTS] = "-event_engine_listener"
+    try:
+        yield
+    finally:
+        del os.environ[_EXPERIMENTS]
+
+
+def _header(call: Call, name: str) -> str | None:
+    return next((str(value) for key, value in call.metadata if key == name), None)
 
 
 def _credentials(options: GrpcOptions) -> tuple[object, ...]:

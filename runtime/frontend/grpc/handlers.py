@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.frontend.grpc.call import Call
 
-NO_MESSAGE = Status("UNIMPLEMENTED", "the request has no message")
-UNREADABLE = Status("INTERNAL", "the request is no message of its type")
+UNREADABLE = Status("INTERNAL", "Unable to parse request")
 
 
 def unary(
@@ -31,7 +30,7 @@ def unary(
 
     def received(call: Call, data: bytes | None) -> None:
         if data is None:
-            call.fail(NO_MESSAGE)
+            call.fail(UNREADABLE)
             return
         try:
             message = kind.FromString(data)

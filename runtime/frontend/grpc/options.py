@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # What a message may weigh at most in gRPC, and may in Triton.
 MAX_MESSAGE_BYTES = 2**31 - 1
@@ -35,6 +38,10 @@ class GrpcOptions:
     max_connection_age_ms: int = 0
     """0 lets connections grow as old as they like."""
     max_connection_age_grace_ms: int = 0
+    restricted: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Names of APIs, each with the header, without Triton's prefix, and the value that RPCs of it must have."""
+    control_token: str | None = None
+    """What RPCs that change the server must have as `authorization: Bearer`."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Of a request; a response may have any size."""
     max_calls: int = 10_000

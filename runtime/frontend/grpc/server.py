@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from tritonclient.grpc import service_pb2 as kserve
-
-from moonpool.runtime.frontend.grpc import health
-from moonpool.runtime.frontend.grpc.control import Health
+from moonpool.runtime.frontend.grpc.control import Control
 from moonpool.runtime.frontend.grpc.core import GrpcCore
-from moonpool.runtime.frontend.grpc.handlers import unary
+from moonpool.runtime.frontend.grpc.inference import Inference
+from moonpool.runtime.frontend.grpc.methods import methods
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Executor
-
-    from moonpool.runtime.frontend.grpc.call import Call
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
     from moonpool.runtime.frontend.service import Service
 
-_KSERVE = "inference.GRPCInferenceService"
-# Threads for what may take a moment: each of these RPCs has one while it is answered.
+# Each RPC but inference has a thread while it is answered; loads have their own, as they may take minutes.
 _CONTROL_THREADS = 4
+_LOADING_THREADS = 8
 
 
 class GrpcServer:
@@ -30,9 +25,17 @@ class GrpcServer:
 
     def __init__(self, service: Service, options: GrpcOptions) -> None:
         """Take the port. Raises `MoonpoolError` where it is taken, or a file of TLS cannot be read."""
-        self._executor = ThreadPoolExecutor(_CONTROL_THREADS, "moonpool-grpc-control")
-        self._health = Health(service)
-        self._core = GrpcCore(_handlers(self._health, self._executor), options)
+        self._quick = ThreadPoolExecutor(_CONTROL_THREADS, "moonpool-grpc-control")
+        self._slow = ThreadPoolExecutor(_LOADING_THREADS, "moonpool-grpc-loading")
+        self._control = Control(service)
+        turn = threading.Lock()
+        self._inference = Inference(service, turn, options)
+        found = methods(self._control, self._inference, self._quick, self._slow)
+        try:
+            self._core = GrpcCore(found, options, turn)
+        except BaseException:
+            self._end_threads()
+            raise
 
     @property
     def port(self) -> int:
@@ -48,22 +51,16 @@ class GrpcServer:
 
         Returns whether all was finished.
         """
-        self._health.is_draining = True
+        self._control.is_draining = True
         return self._core.stop(timeout_s)
 
     def close(self) -> None:
         """End at once. May be called many times, also before `start` and after `drain`."""
         self.drain(0)
-        self._executor.shutdown()
+        self._end_threads()
 
-
-def _handlers(asked: Health, executor: Executor) -> dict[bytes, Callable[[Call], None]]:
-    kinds = {
-        "ServerLive": unary(kserve.ServerLiveRequest, asked.server_live),
-        "ServerReady": unary(kserve.ServerReadyRequest, asked.server_ready, executor),
-        "ModelReady": unary(kserve.ModelReadyRequest, asked.model_ready, executor),
-    }
-    handlers = {f"/{_KSERVE}/{name}".encode(): handler for name, handler in kinds.items()}
-    check = unary(health.HealthCheckRequest, asked.check, executor)
-    handlers[f"/{health.SERVICE}/Check".encode()] = check
-    return handlers
+    def _end_threads(self) -> None:
+        self._quick.shutdown()
+        # A load goes on until it is done, whoever asked for it; the runtime waits for it, too.
+        self._slow.shutdown(cancel_futures=True)
+        self._inference.close()

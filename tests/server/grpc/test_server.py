@@ -70,7 +70,7 @@ def test_a_call_without_a_message_is_refused(serve: Serve) -> None:
     with pytest.raises(grpc.RpcError) as raised:
         call(iter(()), timeout=TIMEOUT_S)
 
-    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert raised.value.code() is grpc.StatusCode.INTERNAL
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(serve: Serve) -> None:

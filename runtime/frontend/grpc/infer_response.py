@@ -1,0 +1,110 @@
+"""Responses as bytes: of a model, of a stream, with and without an error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tritonclient.grpc import service_pb2 as kserve
+
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.tensors import NAMES
+from moonpool.runtime.frontend.classification import classify, read_labels
+from moonpool.runtime.frontend.grpc.wire import join, length, text_field
+from moonpool.runtime.frontend.tensors import to_bytes
+from moonpool.runtime.request import Wire
+
+if TYPE_CHECKING:
+    from moonpool.runtime.backend import Model
+    from moonpool.runtime.frontend.grpc.infer_request import Plan
+    from moonpool.runtime.frontend.service import Service
+    from moonpool.runtime.request import Response
+
+_ID = 3
+_IN_STREAM = bytes([2 << 3 | 2])
+_NOTHING = memoryview(b"")
+Head = tuple[str, int, tuple[tuple[str, int, tuple[int, ...]], ...], bool | None]
+_heads: Memo[Head, bytes] = Memo(1024)
+
+
+def answer(
+    service: Service,
+    model: Model,
+    plan: Plan,
+    request_id: str,
+    response: Response,
+    final: bool | None = None,
+) -> bytes:
+    """A ModelInferResponse. `final` says in streams whether it is the last.
+
+    Writes outputs into the memory that the client shares for them. Raises `ModelError` and `SharedMemoryError`.
+    """
+    tensors: list[memoryview] = []
+    described = []
+    for name, array in response.outputs.items():
+        output = Wire.of(array)
+        if name in plan.classes:
+            labels, batches = read_labels(model, name), model.config.max_batch_size > 0
+            output = classify(name, output, plan.classes[name], batches=batches, labels=labels)
+        if name in plan.places:
+            service.write_shared(name, output, plan.places[name])
+            tensors.append(_NOTHING)
+        else:
+            tensors.append(to_bytes(output))
+        described.append((name, output.datatype, tuple(output.shape)))
+    head = _head((model.name, model.version, tuple(described), final))
+    if request_id:
+        head += text_field(_ID, request_id.encode())
+    if response.parameters:
+        told = kserve.ModelInferResponse()
+        for key, value in response.parameters.items():
+            _set(told.parameters[key], value)
+        head += told.SerializeToString()
+    return join(head, tensors)
+
+
+def _head(key: Head) -> bytes:
+    """What responses with outputs of the same shapes have in common."""
+    known = _heads.get(key)
+    if known is not None:
+        return known
+    name, version, outputs, final = key
+    message = kserve.ModelInferResponse(model_name=name, model_version=str(version))
+    if final is not None:
+        message.parameters["triton_final_response"].bool_param = final
+    for output, code, shape in outputs:
+        message.outputs.add(name=output, datatype=NAMES[code], shape=shape)
+    head: bytes = message.SerializeToString()
+    return _heads.keep(key, head)
+
+
+def _set(parameter: object, value: object) -> None:
+    kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    setattr(parameter, kinds[type(value)], value)
+
+
+def in_stream(response: bytes) -> bytes:
+    """A ModelStreamInferResponse with this response."""
+    return b"".join((_IN_STREAM, length(len(response)), response))
+
+
+def last_in_stream(model: str, request_id: str) -> bytes:
+    """Of a request that has had its responses: only that there are no more."""
+    message = kserve.ModelStreamInferResponse()
+    response = message.infer_response
+    response.model_name, response.id = model, request_id
+    response.parameters["triton_final_response"].bool_param = True
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def error_in_stream(
+    text: str, request_id: str, model: str = "", final: bool | None = None
+) -> bytes:
+    """An error in a stream: the model's, and whether it is the last response, or one of the server for a request."""
+    message = kserve.ModelStreamInferResponse(error_message=text)
+    message.infer_response.id = request_id
+    if final is not None:
+        message.infer_response.model_name = model
+        message.infer_response.parameters["triton_final_response"].bool_param = final
+    data: bytes = message.SerializeToString()
+    return data

@@ -1,0 +1,170 @@
+"""ModelInfer: one request, one response, no thread of its own."""
+
+from __future__ import annotations
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.errors import ModelError, ModelNotFound
+from moonpool.runtime.frontend.grpc.answers import Answers
+from moonpool.runtime.frontend.grpc.handlers import UNREADABLE
+from moonpool.runtime.frontend.grpc.infer_request import Asked
+from moonpool.runtime.frontend.grpc.infer_response import answer
+from moonpool.runtime.frontend.grpc.status import status_of
+from moonpool.runtime.frontend.grpc.stream import Stream
+from moonpool.runtime.frontend.grpc.wire import BadMessage
+from moonpool.runtime.model_control import version_of
+from moonpool.runtime.request import Response
+from moonpool.runtime.waiter import Waiter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moonpool.runtime.execution import Execution
+    from moonpool.runtime.frontend.grpc.call import Call, Metadata
+    from moonpool.runtime.frontend.grpc.options import GrpcOptions
+    from moonpool.runtime.frontend.service import Service
+    from moonpool.runtime.frontend.submission import Hosted
+    from moonpool.runtime.request import InferenceRequest, Outcome, Parameter
+
+# What is larger is copied on a thread of its own: the polling thread has other clients.
+LARGE_BYTES = 1 << 18
+_COPYING_THREADS = 4
+
+
+class Inference:
+    """What all requests for inference need: the models, who waits for their answers, who copies what is large."""
+
+    def __init__(self, service: Service, turn: threading.Lock, options: GrpcOptions) -> None:
+        self.service = service
+        self.answers = Answers(turn)
+        self._copying = ThreadPoolExecutor(_COPYING_THREADS, "moonpool-grpc-copying")
+        pattern = options.header_forward_pattern
+        self._forwards = re.compile(pattern) if pattern else None
+        self._max_backlog_bytes = options.max_backlog_bytes
+
+    def find(self, asked: Asked) -> Hosted:
+        """Who is asked. Raises `ModelNotFound`, `ModelUnavailable`, `InvalidRequest`."""
+        try:
+            hosted: Hosted = self.service.models.find(asked.model, version_of(asked.version))
+        except ModelNotFound:
+            # Which of the reasons it is, is in the metadata's words.
+            self.service.metadata.model_config(asked.model, asked.version)
+            raise
+        return hosted
+
+    def forwarded(self, metadata: Metadata) -> dict[str, Parameter] | None:
+        """The headers that the server was told to hand on to models as parameters."""
+        if self._forwards is None:
+            return None
+        return {
+            key: value
+            for key, value in metadata
+            if isinstance(value, str) and self._forwards.fullmatch(key)
+        }
+
+    def submit(self, hosted: Hosted, request: InferenceRequest, waiter: Waiter) -> None:
+        """Send a request. Raises what `Scheduler.submit` raises."""
+        request.waiter = waiter
+        execution = hosted.scheduler.submit(request)
+        if execution is not None:
+            execution.offer()
+            self.drive(execution)
+
+    def drive(self, execution: Execution) -> None:
+        """Have somebody wait for the answer of an execution that is offered."""
+        if not self.answers.drive(execution) and execution.claim(self):
+            execution.drive_in_reactor()
+
+    def run(self, size_bytes: int, work: Callable[[], object]) -> None:
+        """Do what copies so many bytes: here, or, where that takes long, on a thread of its own."""
+        if size_bytes <= LARGE_BYTES:
+            work()
+            return
+        try:
+            self._copying.submit(work)
+        except RuntimeError:  # shut down
+            work()
+
+    def close(self) -> None:
+        """After the last call has ended."""
+        self.answers.close()
+        self._copying.shutdown()
+
+    # ModelInfer
+
+    def handle(self, call: Call) -> None:
+        """The handler of ModelInfer."""
+        call.receive(lambda data: self._received(call, data))
+
+    def handle_stream(self, call: Call) -> None:
+        """The handler of ModelStreamInfer."""
+        Stream(self, call, self._max_backlog_bytes).begin()
+
+    def _received(self, call: Call, data: bytes | None) -> None:
+        if data is None:
+            call.fail(UNREADABLE)
+            return
+        try:
+            asked = Asked(data)
+        except BadMessage:
+            call.fail(UNREADABLE)
+            return
+        size_bytes = len(data)
+        if asked.plan is not None and asked.plan.is_large:
+            size_bytes = LARGE_BYTES + 1
+        self.run(size_bytes, lambda: self._begin(call, asked))
+
+    def _begin(self, call: Call, asked: Asked) -> None:
+        try:
+            hosted = self.find(asked)
+            if hosted.model.config.decoupled:
+                raise ModelError(
+                    "ModelInfer RPC doesn't support models with decoupled transaction policy",
+                    "UNSUPPORTED",
+                )
+            request = asked.request(self.service, hosted, self.forwarded(call.metadata))
+            self.submit(hosted, request, _OneResponse(self, call, asked, hosted))
+        except Exception as error:
+            call.fail(status_of(error))
+            return
+        call.when_gone(lambda: hosted.scheduler.cancel(request))
+
+
+class _OneResponse(Waiter):
+    """The client of a ModelInfer."""
+
+    __slots__ = ("_asked", "_call", "_hosted", "_inference")
+
+    def __init__(self, inference: Inference, call: Call, asked: Asked, hosted: Hosted) -> None:
+        self._inference = inference
+        self._call = call
+        self._asked = asked
+        self._hosted = hosted
+
+    def appoint(self, execution: Execution) -> bool:
+        return self._inference.answers.drive(execution)
+
+    def resolve(self, outcome: Outcome | None) -> None:
+        if isinstance(outcome, Response):
+            response = outcome
+            self._inference.run(size_of(response), lambda: self._reply(response))
+        elif outcome is not None:
+            self._call.fail(status_of(outcome))
+
+    def _reply(self, response: Response) -> None:
+        asked = self._asked
+        try:
+            service, model = self._inference.service, self._hosted.model
+            message = answer(service, model, asked.read(), asked.request_id, response)
+        except Exception as error:
+            self._call.fail(status_of(error))
+        else:
+            self._call.reply(message)
+
+
+def size_of(response: Response) -> int:
+    """The bytes of its outputs."""
+    return sum(output.raw.nbytes for output in response.outputs.values())  # type: ignore[attr-defined]
