@@ -38,8 +38,8 @@ model-repository path*: A directory of models. A model that is in two of them is
 exit-on-error boolean: End with exit code 1 if a model cannot be loaded at the start.
 strict-readiness boolean: `/v2/health/ready` says ready only while every version that was to be loaded serves.
 model-control-mode mode: `none`: load everything at the start. `poll`: also keep up with changes of the repositories. `explicit`: load what `--load-model` says, and what clients and models ask for.
-repository-poll-secs whole: The pause between two polls.
-load-model text*: With `explicit`, a model to load at the start; `*` alone is all of them.
+repository-poll-secs whole: The pause between two polls; with 0, only SIGHUP polls.
+load-model text*: With `explicit`, a model to load at the start; `*` alone is all of them. Ignored in other modes.
 model-load-thread-count whole: Models that are loaded at the same time.
 model-load-retry-count whole: How often a load that failed at the start is tried again.
 disable-auto-complete-config switch: Do not ask models to complete their configuration; it must be whole.

@@ -50,7 +50,9 @@ def option_table(options: ServerOptions) -> str:
 
 
 def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
-    """What whoever starts a server should know about who can reach it; each with its level."""
+    """What whoever starts a server should know; each with its level."""
+    if options.load_model and options.model_control_mode != "explicit":
+        yield logging.WARNING, "--load-model has no effect without --model-control-mode=explicit"
     served = {
         "--http-address": options.http_address if options.allow_http else None,
         "--grpc-address": options.grpc_address if options.allow_grpc else None,

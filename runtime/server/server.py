@@ -150,7 +150,8 @@ class Server:
         mode = self._options.model_control_mode
         polls = mode == "poll"
         while not self._ending.is_set():
-            pause_s = self._options.repository_poll_secs if polls else None
+            # Without a pause, only a signal says when.
+            pause_s = (self._options.repository_poll_secs or None) if polls else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), pause_s)
             is_wanted = self._woken.is_set()
@@ -231,7 +232,7 @@ def _check(options: ServerOptions) -> None:
         )
     if "*" in options.load_model and len(options.load_model) > 1:
         raise BadOption("--load-model=* must be the only --load-model")
-    if options.load_model and options.model_control_mode != "explicit":
-        raise BadOption("--load-model needs --model-control-mode=explicit")
-    if options.model_load_thread_count < 1 or options.frontends < 1:
-        raise BadOption("--model-load-thread-count and --frontends must be at least 1")
+    if options.model_load_thread_count < 1:
+        raise BadOption("--model-load-thread-count must be at least 1")
+    if options.frontends != 1:
+        raise BadOption("--frontends must be 1: one process serves the ports here")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import re
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests.server.repositories import BAD, ECHO, write
-from tests.server.running import RunningServer, running, starting
-from tests.waiting import wait_until
+from tests.server.running import command, environment, running, starting
 
-SLOW = ECHO.replace(
-    "    def execute(self, requests):",
-    "    def execute(self, requests):\n        import time\n        time.sleep(float(1e9))",
-)
 SLOW_TO_LOAD = ECHO.replace(
-    "class TritonPythonModel:", "import time\ntime.sleep(1e9)\nclass TritonPythonModel:"
+    "class TritonPythonModel:",
+    "print('loading for long', flush=True)\nimport time\ntime.sleep(1e9)\nclass TritonPythonModel:",
 )
 
 
@@ -74,34 +74,36 @@ def test_a_model_that_cannot_be_loaded_ends_it_unless_that_is_wanted(models: Pat
         pass
 
 
-def test_a_second_signal_ends_it_at_once_and_the_models_with_it(models: Path) -> None:
-    write(models, "slow", SLOW_TO_LOAD)
-    with starting(models) as server:
-        stubs = wait_until(lambda: [pid for pid in children(server) if b"slow" in cmdline(pid)])
-        server.tell(signal.SIGTERM)
-        wait_until(lambda: "Signal (15) received." in server.text())
-        server.tell(signal.SIGTERM)
-        assert server.wait() in (0, 128 + signal.SIGTERM)
-        wait_until(lambda: not any(cmdline(pid) for pid in stubs))
-
-
 def test_a_load_does_not_keep_it_from_ending(models: Path) -> None:
     write(models, "slow", SLOW_TO_LOAD)
     with starting(models) as server:
-        wait_until(lambda: [pid for pid in children(server) if b"slow" in cmdline(pid)])
+        server.wait_for("] loading for long")
         server.tell(signal.SIGTERM)
         assert server.wait() == 0
 
 
-def children(server: RunningServer) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
-    return found
-
-
-def cmdline(pid: int) -> bytes:
+def test_a_terminal_shows_what_is_being_loaded(models: Path) -> None:
+    ours, theirs = pty.openpty()
+    data = b""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""
+        flags = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
+        with subprocess.Popen(
+            command(models, *flags),
+            stdin=subprocess.DEVNULL,
+            stderr=theirs,
+            env=environment({"TERM": "xterm", "NO_COLOR": ""}),
+        ) as process:
+            os.close(theirs)
+            # The end of the last process that has the other end is an error here.
+            with contextlib.suppress(OSError):
+                while part := os.read(ours, 65536):
+                    was_ready = b"] Ready" in data
+                    data += part
+                    if b"] Ready" in data and not was_ready:
+                        process.send_signal(signal.SIGTERM)
+    finally:
+        os.close(ours)
+    assert process.returncode == 0
+    assert "good_0_0 starting…".encode() in data
+    assert re.search(rb"good_0_0 \x1b\[32mready\x1b\[0m [0-9.]+ s\r\n", data)
+    assert re.search(rb"I\d{4} .*\] Started HTTPService at ", data)

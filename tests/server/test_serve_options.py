@@ -49,7 +49,8 @@ def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Sai
         ("--http-prot=1",): 'did you mean "--http-port"?',
         ("--http-por=1",): "unrecognized arguments",
         ("--http-port=x",): "--http-port: must be a port",
-        ("--load-model=good",): "--load-model needs --model-control-mode=explicit",
+        ("--load-model=good", "--load-model=*"): "--load-model=* must be the only --load-model",
+        ("--frontends=0",): "--frontends must be 1",
         ("--allow-http=false", "--allow-grpc=false"): "nothing to serve with",
         ("--http-server-cert=x",): "needed both",
         ("--trace-config=nonsense=1",): "--trace-config",
@@ -87,9 +88,10 @@ def test_options_come_from_a_file_and_the_environment(models: Path, tmp_path: Pa
 
 def test_what_does_nothing_here_is_said_once(models: Path) -> None:
     flags = ("--backend-config=python,shm-default-byte-size=1", "--backend-config=python,x=y")
-    with running(models, *flags) as server:
+    with running(models, *flags, "--load-model=good") as server:
         lines = [line for line in server.text().splitlines() if "has no effect" in line]
-    assert len(lines) == 1
+    assert len(lines) == 2
+    assert "--load-model has no effect without --model-control-mode=explicit" in lines[1]
     assert re.match(r"W\d{4} .*\] --backend-config has no effect here: ", lines[0])
 
 

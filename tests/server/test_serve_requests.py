@@ -88,6 +88,21 @@ def test_what_takes_longer_than_the_time_to_exit_is_cut_off(models: Path) -> Non
     assert asking.answer is None or asking.answer[0] != 200
 
 
+def test_a_second_signal_ends_it_at_once_and_the_models_with_it(models: Path) -> None:
+    write(models, "waits", WAITS)
+    with starting(models) as server:
+        server.wait_for("] Ready")
+        asking = Asking(server, "waits")
+        server.wait_for("] executing")
+        (stub,) = [pid for pid in children(server) if b"waits" in cmdline(pid)]
+        server.tell(signal.SIGTERM)
+        server.wait_for("Waiting for in-flight requests")
+        server.tell(signal.SIGTERM)
+        assert server.wait() == 128 + signal.SIGTERM
+        wait_until(lambda: cmdline(stub) == b"")
+        asking.join()
+
+
 def test_clients_control_the_models_where_the_mode_is_explicit(models: Path) -> None:
     with running(models, "--model-control-mode=explicit") as server:
         assert server.get("/v2/repository/index", "POST") == (200, [{"name": "good"}])
@@ -161,6 +176,21 @@ def test_http_may_speak_tls(models: Path, tmp_path: Path) -> None:
     ) as server:
         assert server.wait() == 1
         assert "Traceback" not in server.text()
+
+
+def children(server: RunningServer) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def cmdline(pid: int) -> bytes:
+    """Empty for a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def status_of(request: urllib.request.Request) -> int:
