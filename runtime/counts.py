@@ -29,11 +29,10 @@ def take_counts(statistics: Statistics) -> Counts | None:
     """What was counted since the last time, None for nothing; it begins at nothing again. Under the scheduler's lock."""
     if not (statistics.execution_count or statistics.fail_count):
         return None
-    durations = statistics.durations
-    figures = [statistics.last_inference_ms, durations.total]
+    figures = [statistics.last_inference_ms]
     figures += [getattr(statistics, name) for name in _FIGURES]
     figures += statistics.fail_counts.values()
-    figures += durations.counts
+    figures += statistics.by_duration
     batches = [[rows, *counted] for rows, counted in statistics._batches.items()]
     statistics.__init__(statistics.name, statistics.version)  # type: ignore[misc]
     return figures, batches
@@ -42,18 +41,17 @@ def take_counts(statistics: Statistics) -> Counts | None:
 def add_counts(statistics: Statistics, counts: Counts) -> None:
     """Count what was counted elsewhere. Under the scheduler's lock. Raises ValueError where it cannot be."""
     figures, batches = counts
-    durations, reasons = statistics.durations, statistics.fail_counts
-    if len(figures) != 2 + len(_FIGURES) + len(reasons) + len(durations.counts):
+    reasons, by_duration = statistics.fail_counts, statistics.by_duration
+    if len(figures) != 1 + len(_FIGURES) + len(reasons) + len(by_duration):
         raise ValueError(f"{len(figures)} figures of a model's statistics")
     rest = iter(figures)
     statistics.last_inference_ms = max(statistics.last_inference_ms, next(rest))
-    durations.total += next(rest)
     for name in _FIGURES:
         setattr(statistics, name, getattr(statistics, name) + next(rest))
     for reason in reasons:
         reasons[reason] += next(rest)
     for bucket, count in enumerate(rest):
-        durations.counts[bucket] += count
+        by_duration[bucket] += count
     for rows, *counted in batches:
         before = statistics._batches.get(rows, [0, 0, 0, 0])
         statistics._batches[rows] = [a + b for a, b in zip(before, counted, strict=True)]
