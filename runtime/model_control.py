@@ -118,6 +118,10 @@ def wanted_of(
         raise RepositoryError(f"Invalid config override: {error}") from error
     if not isinstance(parsed, dict):
         raise RepositoryError("Invalid config override: it is no JSON object")
+    own_name = parsed.get("name") or name
+    if own_name != name:
+        what = f"unexpected directory name '{name}' for model '{own_name!s:.80}'"
+        raise RepositoryError(f"{what}, directory name must equal model name")
     by_path = {}
     for key, content in (files or {}).items():
         if not key.startswith(_FILE):

@@ -238,13 +238,13 @@ class ModelRegistry:
                 self._moves.end(name)
 
     def _take(self, name: str) -> LoadedModel | None:
-        """The lock is held. What is to be unloaded now; a load that failed is forgotten."""
+        """The lock is held. What is to be unloaded now; a load that failed does not count any more."""
         self._leaving.discard(name)
         self._latest.pop(name, None)
         loaded = self._models.pop(name, None)
         self.stubs.audience.serve(name, ())
         if loaded is None:
-            self._statuses.forget(name)
+            self._statuses.give_up(name)
         else:
             self._statuses.note(name, loaded.status)
         return loaded

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # Names that are remembered.
 _MOST = 10_000
+_UNLOADED = "unloaded"
 _WORDS = {
     "UNKNOWN": "Unknown",
     "INTERNAL": "Internal",
@@ -37,6 +38,11 @@ class VersionStatus:
         self.version = hosted.model.version
         self.failure: MoonpoolError | None = None
         self._machine = hosted.machine
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """It failed, and somebody unloaded it all the same."""
+        self._is_given_up = True
 
     @property
     def state(self) -> ModelState:
@@ -47,12 +53,15 @@ class VersionStatus:
         """Why it is UNAVAILABLE; empty in all other states."""
         if self.state is not ModelState.UNAVAILABLE:
             return ""
+        if self.is_unloaded:
+            return _UNLOADED
         return self._machine.because if self.failure is None else with_code(self.failure)
 
     @property
     def is_unloaded(self) -> bool:
         """Whether it is UNAVAILABLE because somebody wanted that."""
-        return self.state is ModelState.UNAVAILABLE and self._machine.because == "unloaded"
+        is_wanted_so = self._is_given_up or self._machine.because == _UNLOADED
+        return is_wanted_so and self.state is ModelState.UNAVAILABLE
 
 
 class ModelStatus:
@@ -89,9 +98,16 @@ class ModelStatuses:
             while len(self._by_name) > _MOST:
                 del self._by_name[next(iter(self._by_name))]
 
-    def forget(self, name: str) -> None:
+    def give_up(self, name: str) -> None:
+        """Somebody unloaded what is not loaded: that it failed does not count any more."""
         with self._lock:
-            self._by_name.pop(name, None)
+            status = self._by_name.get(name)
+            if status is not None and not status.versions:
+                del self._by_name[name]
+            elif status is not None:
+                status.failure = None
+                for version in status.versions:
+                    version.give_up()
 
     def failed(self, name: str, stamp: object) -> bool:
         """Whether the last load of this name failed, and was of the same."""

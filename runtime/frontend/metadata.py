@@ -125,7 +125,8 @@ class Metadata:
     def _versions(self, name: str) -> dict[int, HostedModel]:
         versions = self._registry.versions(name)
         if not versions:
-            is_known = name in self._registry.statuses()
+            status = self._registry.statuses().get(name)
+            is_known = status is not None and status.versions
             why = "has no available versions" if is_known else "is not found"
             raise ModelNotFound(f"Request for unknown model: '{name}' {why}")
         return versions

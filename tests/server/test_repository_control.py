@@ -87,7 +87,8 @@ def test_why_a_load_failed_is_told_and_stays_in_the_index(
     assert (found["version"], found["state"]) == ("1", "UNAVAILABLE")
     assert found["reason"].startswith("Internal: ValueError: boom")
     control.unload("bad")
-    assert entry(control, "bad") == [{"name": "bad"}]
+    (found,) = entry(control, "bad")
+    assert (found["state"], found["reason"]) == ("UNAVAILABLE", "unloaded")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ def test_why_a_load_failed_is_told_and_stays_in_the_index(
         ("nope", "", "INTERNAL", "failed to load 'nope', failed to poll from model repository"),
         ("good", "no json", "INTERNAL", "Invalid config override"),
         ("good", '{"bogus": 1}', "INTERNAL", "bogus"),
+        ("good", '{"name": "x"}', "INTERNAL", "unexpected directory name 'good' for model 'x'"),
         ("empty", "", "INVALID_ARG", "at least one version must be available under the version"),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,15 @@ def test_what_is_wrong_in_other_places_is_named(models: Path, tmp_path: Path, sa
     assert (code, "MOONPOOL_SERVE_HTTP_PORT: must be a port" in text) == (2, True), text
     code, text = said(tmp_path / "missing")
     assert (code, "there is no directory" in text) == (1, True), text
+
+
+def test_a_package_that_is_missing_is_named(
+    models: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    code, text = said(models)
+    assert code == 1
+    assert "the package uvloop is not installed: pip install 'moonpool[serve]'" in text
 
 
 def test_options_come_from_a_file_and_the_environment(models: Path, tmp_path: Path) -> None:
