@@ -122,7 +122,8 @@ def _batch_sizes(executions: dict[int, int], labels: Labels) -> list[Sample]:
 
 def _add_instance(samples: _Samples, hosted: HostedModel, seat: Seat) -> None:
     model, version = labels_of(hosted.scheduler.statistics)
-    labels = (("instance", seat.instance.name), model, version)
+    # Not "instance", which Prometheus calls the server that it asks.
+    labels = (model, ("model_instance", seat.instance.name), version)
     samples.add("moonpool_instance_restarts_total", labels, seat.restarts)
     stub = seat.instance.state
     process = getattr(stub, "process", None)

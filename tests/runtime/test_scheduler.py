@@ -72,6 +72,20 @@ def test_without_dynamic_batching_every_request_goes_alone(folder: Path) -> None
         assert backend.sent == [[0], [1], [2], [3]]
 
 
+def test_who_leaves_the_queue_is_counted_as_cancelled(folder: Path) -> None:
+    with office(folder) as (backend, runtime):
+        first, second = (runtime.submit("m", x(i)) for i in range(2))
+        backend.wait_for(1)
+        second.cancel()
+        scheduler = runtime.registry.find("m").scheduler
+        assert scheduler.statistics.fail_counts["CANCELED"] == 1
+        assert runtime.statistics("m")["inference_stats"]["fail"]["count"] == 1
+        backend.is_quick = True
+        backend.wait_for(1).answer()
+        assert value(first) == 0
+        assert runtime.statistics("m")["inference_stats"]["success"]["count"] == 1
+
+
 def test_idle_instances_share_the_requests(folder: Path) -> None:
     with office(folder, **counted(2)) as (backend, runtime):
         futures = [runtime.submit("m", x(i)) for i in range(3)]

@@ -150,7 +150,7 @@ def test_a_process_is_told_of_and_so_is_its_end(
     (shown,) = runtime.instances("doubles")
     usage = usage_of(shown["pid"])
     assert usage is not None
-    instance = {"instance": shown["name"]}
+    instance = {"model_instance": shown["name"]}
 
     start_s = first("moonpool_stub_start_time_seconds", **instance)
     assert start_s == pytest.approx(usage.started_s, abs=0.05)
