@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from benchmarks.peer.peer import Unavailable
-from benchmarks.peer.presser import Case, Failed, Presser, Sample, presser
+from benchmarks.peer.presser import Case, Failed, Presser, presser
 from benchmarks.peer.served import MoonpoolServed, Served, TritonServed
 from benchmarks.report import Report, main
+from moonpool.runtime.bench.desk import HttpDesk
+from moonpool.runtime.bench.endpoint import Endpoint
 
 _MODELS = ("add_sub", "identity")
 _SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
@@ -17,6 +20,17 @@ _SECONDS = 1.5
 # What a ratio of throughputs is to be, by protocol, and with tensors in shared memory.
 _GOALS = {"http": "at least 1.5", "grpc": "at least 1"}
 _GOAL_SHARED = "at least 2"
+_PATIENCE_S = 30.0
+
+
+class Row(NamedTuple):
+    """What a round gave of one server. The last is what a busy machine changes least."""
+
+    requests_per_s: float
+    p50_us: float
+    p99_us: float
+    # Of all processes of the server, models included, for a request.
+    processor_us: float
 
 
 def cases() -> dict[str, Case]:
@@ -64,54 +78,65 @@ def measure(report: Report, quick: bool) -> None:
             _report(report, name, case, found)
     report.note(f"Servers, models and generator are on one machine; {pressed.words}.")
     report.note("The same `model.py` and `config.pbtxt` in both; add_sub has dynamic batching.")
+    report.note("Processor: what all processes of a server took, for a request it answered.")
     report.note("Ratios are moonpool's figure over Triton's of the same round.")
 
 
 def _in_turns(
     pressed: Presser, case: Case, servers: Sequence[Served], rounds: int, quick: bool
-) -> Mapping[str, Sequence[Sample]]:
+) -> Mapping[str, Sequence[Row]]:
     """The samples of each server, a round at a time; who is first changes."""
     seconds = 0.3 if quick else _SECONDS
     for server in servers:
         case.check(server.port(case.protocol))
-    found: dict[str, list[Sample]] = {server.name: [] for server in servers}
+    found: dict[str, list[Row]] = {server.name: [] for server in servers}
     for turn in range(-1, rounds):
         for server in servers if turn % 2 else reversed(servers):
+            busy_s, answered = server.busy_s(), _answered(server, case)
             sample = pressed.press(case, server.port(case.protocol), seconds)
             if turn >= 0:
-                found[server.name].append(sample)
+                busy_s = server.busy_s() - busy_s
+                answered = _answered(server, case) - answered
+                found[server.name].append(Row(*sample, 1e6 * busy_s / max(1, answered)))
     return found
 
 
-def _report(report: Report, name: str, case: Case, found: Mapping[str, Sequence[Sample]]) -> None:
-    units = {"requests_per_s": "requests/s", "p50_us": "µs", "p99_us": "µs"}
-    words = {"requests_per_s": "", "p50_us": "p50, ", "p99_us": "p99, "}
-    for field, unit in units.items():
-        for server, samples in found.items():
-            values = [getattr(sample, field) for sample in samples]
-            report.figure(
-                name, unit, values, column=f"{words[field]}{server}", headline=not words[field]
-            )
+def _answered(server: Served, case: Case) -> int:
+    """Requests that the server has answered so far, by its own count."""
+    asked = HttpDesk(Endpoint("http", "127.0.0.1", server.http_port), (), _PATIENCE_S)
+    statistics = asked.statistics(case.model, "")
+    return int(statistics["inference_stats"]["success"]["count"]) if statistics else 0
+
+
+# Name in a table, unit, whether the short table has it.
+_SHOWN = {
+    "requests_per_s": ("", "requests/s", True),
+    "p50_us": ("p50, ", "µs", False),
+    "p99_us": ("p99, ", "µs", False),
+    "processor_us": ("processor, ", "µs", False),
+}
+
+
+def _report(report: Report, name: str, case: Case, found: Mapping[str, Sequence[Row]]) -> None:
+    for field, (words, unit, is_headline) in _SHOWN.items():
+        for server, rows in found.items():
+            values = [getattr(row, field) for row in rows]
+            report.figure(name, unit, values, column=words + server, headline=is_headline)
         if len(found) == 2:
-            ours, theirs = found.values()
-            ratios = [
-                getattr(a, field) / getattr(b, field) for a, b in zip(ours, theirs, strict=True)
-            ]
-            report.ratio(
-                name,
-                ratios,
-                column=f"{words[field]}ratio",
-                goal=_goal(case, field),
-                headline=True,
-            )
+            pairs = zip(*found.values(), strict=True)
+            ratios = [getattr(a, field) / getattr(b, field) for a, b in pairs if getattr(b, field)]
+            if ratios:
+                goal = _goal(case, field)
+                report.ratio(name, ratios, column=f"{words}ratio", goal=goal, headline=True)
 
 
 def _goal(case: Case, field: str) -> str:
-    if field != "requests_per_s":
-        return "at most 1" if case.protocol == "http" and case.model == "add_sub" else ""
-    if case.model == "add_sub":
-        return _GOALS[case.protocol]
-    return _GOAL_SHARED if case.shared_memory else ""
+    if field == "requests_per_s":
+        if case.model == "add_sub":
+            return _GOALS[case.protocol]
+        return _GOAL_SHARED if case.shared_memory else ""
+    is_small_http = case.protocol == "http" and case.model == "add_sub"
+    return "at most 1" if is_small_http and field in ("p50_us", "p99_us") else ""
 
 
 if __name__ == "__main__":

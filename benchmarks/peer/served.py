@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -56,6 +58,10 @@ class Served:
     def port(self, protocol: str) -> int:
         """Of http or grpc."""
         return self.http_port if protocol == "http" else self.grpc_port
+
+    def busy_s(self) -> float:
+        """Time of the processors that the server and its children have taken so far."""
+        return sum(map(_busy_s, _tree(self._process.pid)))
 
     def _end(self) -> None:
         self._process.terminate()
@@ -117,6 +123,28 @@ class TritonServed(Served):
     def close(self) -> None:
         super().close()
         self._files.remove()
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all that it started, which it may do at any time."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def _busy_s(pid: int) -> float:
+    """Of all threads that a process has, or had."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _free_ports(count: int) -> list[int]:
