@@ -136,16 +136,18 @@ class SystemSharedMemory:
     def status(self, name: str = "") -> list[dict[str, Any]]:
         """The regions, or the one of that name: name, key, offset, byte_size. Raises `SharedMemoryError`."""
         with self._lock:
-            regions = list(self._regions.values()) if not name else [self._find(name)]
+            regions = list(self._regions.values()) if not name else [self._find(name, "system ")]
         return [
             {"name": r.name, "key": r.key, "offset": r.offset, "byte_size": r.size_bytes}
             for r in regions
         ]
 
-    def _find(self, name: str) -> _Region:
+    def _find(self, name: str, kind: str = "") -> _Region:
         region = self._regions.get(name)
         if region is None:
-            raise SharedMemoryError(f"Unable to find shared memory region: '{name}'", "NOT_FOUND")
+            raise SharedMemoryError(
+                f"Unable to find {kind}shared memory region: '{name}'", "NOT_FOUND"
+            )
         return region
 
     def _place(self, name: str, offset: int, size_bytes: int) -> tuple[_Region, int]:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest, ModelError
+from moonpool.runtime.frontend.http.asgi import EXCHANGE
 from moonpool.runtime.frontend.http.exchange import error_body
 from moonpool.runtime.frontend.http.generate import generate, generate_stream
 from moonpool.runtime.frontend.http.json_text import NotJson, dumps, loads, member
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.routing import BaseRoute
 
+    from moonpool.runtime.frontend.http.exchange import Exchange
     from moonpool.runtime.frontend.service import Service
 
     Endpoint = Callable[[Request], Awaitable[Response]]
@@ -212,11 +214,15 @@ class Endpoints:
 
     async def generate(self, request: Request) -> Response:
         """One response, as JSON."""
-        return await generate(self._service, *_model_of(request), await request.body())
+        exchange: Exchange = request.scope[EXCHANGE]
+        return await generate(self._service, exchange, *_model_of(request), await request.body())
 
     async def generate_stream(self, request: Request) -> Response:
         """Any number of responses, as events."""
-        return await generate_stream(self._service, *_model_of(request), await request.body())
+        exchange: Exchange = request.scope[EXCHANGE]
+        return await generate_stream(
+            self._service, exchange, *_model_of(request), await request.body()
+        )
 
     # Metrics
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
     Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# Where in the scope those find the exchange who want more than ASGI has.
+EXCHANGE = "moonpool.exchange"
 _log = logging.getLogger("moonpool")
 # What the connection says itself.
 _OWN_HEADERS = (b"connection", b"transfer-encoding", b"content-length", b"date", b"server")
@@ -43,7 +45,9 @@ class AsgiBridge:
         exchange.cancel = call.gone
         try:
             await self._application(call.scope(), call.receive, call.send)
-        except Exception:
+        except Exception as error:
+            if exchange.is_gone and isinstance(error, OSError):
+                return  # as ASGI has an application learn that the client has gone
             path = exchange.head.target.decode("latin-1")
             _log.exception("answering %s %s failed", exchange.head.method, path)
             if exchange.status:
@@ -81,6 +85,7 @@ class _Call:
             "headers": head.raw_headers,
             "client": self._exchange.client,
             "server": None,
+            EXCHANGE: self._exchange,
         }
 
     def gone(self) -> None:
@@ -123,3 +128,5 @@ class _Call:
             exchange.finish()
         else:
             await exchange.writable()
+            # An application that never waits must not keep the others waiting.
+            await asyncio.sleep(0)

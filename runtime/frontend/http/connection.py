@@ -256,6 +256,11 @@ class Connection(asyncio.BufferedProtocol):
         """Send in order, without making one of them."""
         self._transport.writelines(parts)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """How much waits for the client."""
+        return self._transport.get_write_buffer_size()
+
     async def writable(self) -> None:
         """Returns when there is room, or nobody who would need it."""
         if self._drained is not None:

@@ -134,6 +134,11 @@ class Exchange:
         if not self.is_gone:
             self._connection.abort()
 
+    @property
+    def unsent_bytes(self) -> int:
+        """How much of what was sent the client has not taken yet."""
+        return 0 if self.is_gone else self._connection.unsent_bytes
+
     async def writable(self) -> None:
         """Returns when the client has taken most of what was sent, or has gone."""
         if not self.is_gone:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import Response as HttpResponse
-from starlette.responses import StreamingResponse
+from starlette.responses import Response as Answer
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import CODES
@@ -21,15 +21,17 @@ from moonpool.runtime.model_control import version_of
 from moonpool.runtime.stream import ResponseStream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Mapping
 
     from moonpool.runtime.config_types import TensorConfig
+    from moonpool.runtime.frontend.http.exchange import Exchange
     from moonpool.runtime.frontend.service import Service
     from moonpool.runtime.frontend.submission import Hosted
     from moonpool.runtime.frontend.tensors import Input
     from moonpool.runtime.request import InferenceRequest, Parameter, Response, Wire
 
-_EVENTS = "text/event-stream; charset=utf-8"
+_EVENTS = ((b"Content-Type", b"text/event-stream; charset=utf-8"),)
+_MOST_UNSENT_BYTES = 64 << 20
 _JSON = "application/json"
 _NOT_ONE = (
     b'{"error":"generate expects model to produce exactly 1 response, use generate stream for model '
@@ -37,12 +39,15 @@ _NOT_ONE = (
 )
 
 
-async def generate(service: Service, name: str, version: str, body: bytes) -> HttpResponse:
+async def generate(
+    service: Service, exchange: Exchange, name: str, version: str, body: bytes
+) -> Answer:
     """The only response. Raises `MoonpoolError` where there is no request."""
     hosted: Hosted = service.models.find(name, version_of(version))
     request = _request(hosted, body)
     text, status, count = b"", 200, 0
     with ResponseStream(hosted.scheduler, request, None) as stream:
+        exchange.cancel = stream.close
         try:
             async for response in stream:
                 count += 1
@@ -51,44 +56,54 @@ async def generate(service: Service, name: str, version: str, body: bytes) -> Ht
                 text = _shown(hosted, response)
         except MoonpoolError as error:
             text, status, count = error_body(str(error)), http_status(error), 1
-    return HttpResponse(text if count == 1 else _NOT_ONE, status, media_type=_JSON)
+    return Answer(text if count == 1 else _NOT_ONE, status, media_type=_JSON)
 
 
-async def generate_stream(service: Service, name: str, version: str, body: bytes) -> HttpResponse:
+async def generate_stream(
+    service: Service, exchange: Exchange, name: str, version: str, body: bytes
+) -> Answer:
     """All responses as events, the first of which decides about the status. Raises as `generate`."""
     hosted: Hosted = service.models.find(name, version_of(version))
-    stream = ResponseStream(hosted.scheduler, _request(hosted, body), None)
-    status, first = 200, b""
-    try:
-        first = _event(_shown(hosted, await anext(stream)))
-    except StopAsyncIteration:
-        stream.close()
-    except MoonpoolError as error:
-        status, first = http_status(error), _event(error_body(str(error)))
-    except BaseException:
-        stream.close()
-        raise
-    return StreamingResponse(_events(hosted, stream, first), status, media_type=_EVENTS)
+    return Events(hosted, ResponseStream(hosted.scheduler, _request(hosted, body), None), exchange)
 
 
-async def _events(hosted: Hosted, stream: ResponseStream, first: bytes) -> AsyncIterator[bytes]:
-    """Ends early, and cancels the request, when the client goes."""
-    with stream:
-        if first:
-            yield first
-        while True:
-            try:
-                response = await anext(stream)
-            except StopAsyncIteration:
-                return
-            except MoonpoolError as error:
-                yield _event(error_body(str(error)))
-            else:
+class Events(Answer):
+    """Server-sent events, one for each response of a model, as they come.
+
+    What the client does not take waits here, and no longer with the model; a client that leaves too much
+    waiting is left. When it goes, the request is cancelled.
+    """
+
+    def __init__(self, hosted: Hosted, stream: ResponseStream, exchange: Exchange) -> None:
+        super().__init__()
+        self._hosted = hosted
+        self._stream = stream
+        self._exchange = exchange
+
+    async def __call__(self, *_: object) -> None:
+        """Past ASGI, which waits for the client with every piece."""
+        exchange = self._exchange
+        with self._stream as stream:
+            exchange.cancel = stream.close
+            while not exchange.is_gone:
+                status = 200
                 try:
-                    event = _event(_shown(hosted, response))
+                    response = await anext(stream)
+                    event = _event(_shown(self._hosted, response))
+                except StopAsyncIteration:
+                    break
                 except MoonpoolError as error:
-                    event = _event(error_body(str(error)))
-                yield event
+                    status, event = http_status(error), _event(error_body(str(error)))
+                if not exchange.status:
+                    exchange.begin(status, _EVENTS)
+                exchange.send(event)
+                if exchange.unsent_bytes > _MOST_UNSENT_BYTES:
+                    exchange.abort()
+                # Where responses come faster than they can be sent, others want to be served, too.
+                await asyncio.sleep(0)
+        if not exchange.status:
+            exchange.begin(200, _EVENTS)
+        exchange.finish()
 
 
 def _event(text: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -37,7 +38,13 @@ class Client:
     """One connection, byte by byte."""
 
     def __init__(self, number: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", number), TIMEOUT_S)
+        self.socket: socket.socket = socket.create_connection(("127.0.0.1", number), TIMEOUT_S)
+        self._answers = self.socket.makefile("rb")
+
+    def wrap(self, context: ssl.SSLContext, name: str) -> None:
+        """From now on in TLS."""
+        self._answers.close()
+        self.socket = context.wrap_socket(self.socket, server_hostname=name)
         self._answers = self.socket.makefile("rb")
 
     def send(self, *data: bytes) -> None:
@@ -124,7 +131,8 @@ class Scripted:
 class Listening:
     """A port in a loop of its own thread."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None, **limits: Any) -> None:
+        self._tls = tls
         self.handler = Scripted()
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="test-http")
@@ -134,7 +142,7 @@ class Listening:
         self.number = self.server.sockets[0].getsockname()[1]
 
     async def _listen(self) -> asyncio.AbstractServer:
-        return await self.loop.create_server(self.port, "127.0.0.1", 0)
+        return await self.loop.create_server(self.port, "127.0.0.1", 0, ssl=self._tls)
 
     def call(self, function: Callable[[], T]) -> T:
         """What a function gives in the loop's thread."""

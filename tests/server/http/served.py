@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +43,32 @@ SPEAKS = {
 }
 
 
+SOURCES: dict[str, tuple[Path, dict[str, Any] | None]] = {
+    "add_sub": (EXAMPLES / "add_sub", None),
+    "echo": (MODELS / "passes.py", ECHO),
+    "plain": (MODELS / "echo.py", PLAIN),
+    "text": (MODELS / "echo.py", TEXT),
+    "holds": (MODELS / "holds.py", HOLDS),
+    "speaks": (MODELS / "speaks.py", SPEAKS),
+}
+
+
+@contextlib.contextmanager
+def served(*names: str, **options: Any) -> Iterator[Serving]:
+    """A server with these models, for the length of a test."""
+    with moonpool.Runtime() as runtime:
+        for name in names:
+            source, config = SOURCES[name]
+            runtime.load(name, source, config=config)
+        with Serving(runtime, **options) as made:
+            yield made
+
+
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
-    with moonpool.Runtime() as runtime:
-        runtime.load("add_sub", EXAMPLES / "add_sub")
-        runtime.load("echo", MODELS / "passes.py", config=ECHO)
-        runtime.load("plain", MODELS / "echo.py", config=PLAIN)
-        runtime.load("text", MODELS / "echo.py", config=TEXT)
-        runtime.load("holds", MODELS / "holds.py", config=HOLDS)
-        runtime.load("speaks", MODELS / "speaks.py", config=SPEAKS)
-        with Serving(runtime) as made:
-            warm_up(made)
-            yield made
+    with served(*SOURCES) as made:
+        warm_up(made)
+        yield made
 
 
 def warm_up(serving: Serving) -> None:
@@ -70,6 +86,8 @@ def warm_up(serving: Serving) -> None:
         reply = serving.post(f"/v2/models/{model}/infer", {"inputs": given})
         if reply.status != 200:
             raise RuntimeError(reply.error)
+    # A process that tritonclient starts with its first region, and leaves.
+    resource_tracker.ensure_running()
     for _ in range(3):
         triton_echo(serving, arrays_of(LARGE), None)
 

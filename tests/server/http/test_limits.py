@@ -1,0 +1,265 @@
+"""What clients may not do: too much, too slowly, not as HTTP has it. And how a server ends."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.server.http.listening import Answer, Listening, listening
+from tests.waiting import wait_until
+
+__all__ = ["listening"]
+
+
+@pytest.fixture
+def strict() -> Iterator[Listening]:
+    """With little patience, and little room."""
+    made = Listening(
+        head_bytes=2048,
+        body_bytes=100_000,
+        connections=4,
+        head_timeout_s=0.2,
+        body_timeout_s=0.2,
+        body_bytes_per_s=1 << 30,
+        idle_timeout_s=0.4,
+        write_timeout_s=0.3,
+    )
+    yield made
+    made.close()
+
+
+def error_of(answer: Answer) -> str:
+    error: str = json.loads(answer.body)["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET / HTTP/2.0\r\n\r\n", 505),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"GET /a b HTTP/1.1\r\n\r\n", 400),
+        (b"GET /\x00 HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA : b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA: b\r\n folded\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: -3\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 501),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\nab\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n", 400),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 5000, 400),
+        (b"CONNECT example.org:443 HTTP/1.1\r\n\r\n", 405),
+    ],
+)
+def test_what_is_no_http_is_refused_and_ends_the_connection(
+    listening: Listening, data: bytes, status: int
+) -> None:
+    with listening.client() as client:
+        client.send(data)
+        answer = client.answer()
+
+        assert answer.status == status
+        assert answer.headers["connection"] == "close"
+        assert error_of(answer)
+        assert client.rest() == b""
+    assert listening.handler.handled == []
+
+
+def test_an_upgrade_is_not_made_and_the_request_answered(listening: Listening) -> None:
+    request = b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+
+    assert listening.ask(request).status == 200
+
+
+@pytest.mark.parametrize("pieces", [1, 30])
+def test_a_head_that_is_too_long_is_refused(strict: Listening, pieces: int) -> None:
+    head = b"GET / HTTP/1.1\r\n" + b"X-Y: " + b"z" * 3000
+    step = -(-len(head) // pieces)
+    with strict.client() as client:
+        client.send(*[head[i : i + step] for i in range(0, len(head), step)])
+
+        assert client.answer().status == 431
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Content-Length: 100001\r\n\r\n",
+        b"Content-Length: 99999999999999\r\nExpect: 100-continue\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n186A1\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n" + (b"1000\r\n" + b"x" * 4096 + b"\r\n") * 25,
+    ],
+)
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(
+    strict: Listening, head: bytes
+) -> None:
+    with strict.client() as client:
+        client.send(b"POST /echo HTTP/1.1\r\n" + head)
+        answer = client.answer()
+
+        assert answer.status == 413
+        assert "exceeds the maximum of 100000 bytes" in error_of(answer)
+    assert strict.handler.handled == []
+
+
+def test_who_sends_on_after_a_refusal_can_read_it(strict: Listening) -> None:
+    with strict.client() as client:
+        client.send(b"POST /echo HTTP/1.1\r\nContent-Length: 5000000\r\n\r\n")
+        client.send(*[bytes(50_000)] * 20)
+
+        assert client.answer().status == 413
+
+
+def test_a_body_is_not_asked_for_where_the_request_is_refused(listening: Listening) -> None:
+    request = b"POST /refused HTTP/1.1\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+    answer = listening.ask(request)
+
+    assert (answer.status, error_of(answer)) == (403, "not this one")
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"GET / HTTP/1.1\r\nX", "headers"),
+        (b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n1234", "body"),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n12", "body"),
+    ],
+)
+def test_a_client_that_dawdles_is_told_so(strict: Listening, data: bytes, what: str) -> None:
+    answer = strict.ask(data)
+
+    assert (answer.status, error_of(answer)) == (
+        408,
+        f"the {what} of the request took too long",
+    )
+
+
+def test_a_client_that_says_nothing_is_left(strict: Listening) -> None:
+    with strict.client() as client:
+        assert client.rest() == b""
+
+
+def test_a_client_that_takes_nothing_is_left(strict: Listening) -> None:
+    with strict.client() as client:
+        client.send(b"GET /big/64 HTTP/1.1\r\n\r\n")
+
+        wait_until(lambda: strict.port.connections == 1)
+        wait_until(lambda: strict.port.connections == 0)
+
+
+def test_a_model_that_takes_its_time_is_waited_for(strict: Listening) -> None:
+    handler = strict.handler
+    with strict.client() as client:
+        client.send(b"GET /held HTTP/1.1\r\n\r\n")
+        held = wait_until(lambda: handler.held)[0]
+        with strict.client() as other:
+            assert other.rest() == b""  # it was idle for so long that it was left
+        strict.call(lambda: held.respond(200, (), (b"late",)))
+
+        assert client.answer().body == b"late"
+
+
+def test_one_connection_too_many_is_told_so(strict: Listening) -> None:
+    clients = [strict.client() for _ in range(4)]
+    for client in clients:
+        client.send(b"GET / HTTP/1.1\r\n\r\n")
+        assert client.answer().status == 200
+    with strict.client() as one_more:
+        answer = one_more.answer()
+        assert (answer.status, error_of(answer)) == (503, "too many connections")
+    for client in clients:
+        client.close()
+
+
+def test_requests_that_lie_in_wait_do_not_take_the_memory(listening: Listening) -> None:
+    handler = listening.handler
+    with listening.client() as client, ThreadPoolExecutor(1) as sender:
+        client.send(b"GET /held HTTP/1.1\r\n\r\n")
+        held = wait_until(lambda: handler.held)[0]
+        many = b"GET /echo HTTP/1.1\r\n\r\n" * 1_000_000
+        client.socket.settimeout(60)
+        sending = sender.submit(client.send, many)
+        connection = listening.call(lambda: next(iter(listening.port._connections)))
+        wait_until(lambda: connection._is_paused)
+        assert len(connection._waiting) < 1 << 20
+        listening.call(lambda: held.respond(200))
+        assert client.answer().status == 200
+        assert client.answer().status == 200
+        client.socket.shutdown(2)
+        with pytest.raises(OSError):  # noqa: PT011 - a reset, or a broken pipe
+            sending.result(10)
+
+
+def test_a_server_that_ends_finishes_what_it_has_begun(listening: Listening) -> None:
+    handler = listening.handler
+    with listening.client() as idle, listening.client() as busy:
+        idle.send(b"GET / HTTP/1.1\r\n\r\n")
+        assert idle.answer().status == 200
+        busy.send(b"GET /held HTTP/1.1\r\n\r\n")
+        held = wait_until(lambda: handler.held)[0]
+        with ThreadPoolExecutor(1) as pool:
+            draining = pool.submit(listening.run, lambda: listening.port.drain(10))
+            assert idle.rest() == b""
+            listening.call(lambda: held.respond(200, (), (b"done",)))
+            answer = busy.answer()
+
+            assert (answer.body, answer.headers["connection"]) == (b"done", "close")
+            assert draining.result(10) is True
+
+
+def test_a_server_that_cannot_wait_cuts_off(listening: Listening) -> None:
+    handler = listening.handler
+    with listening.client() as client:
+        client.send(b"GET /held HTTP/1.1\r\n\r\n")
+        wait_until(lambda: handler.held)
+
+        assert listening.run(lambda: listening.port.drain(0.05)) is False
+        assert client.rest() == b""
+    assert handler.cancelled.is_set()
+
+
+def test_a_thousand_connections_come_and_go(listening: Listening) -> None:
+    for _ in range(10):
+        clients = [listening.client() for _ in range(100)]
+        for number, client in enumerate(clients):
+            client.send(b"GET / HTTP/1.1\r\nX: " if number % 2 else b"GET /held HTTP/1.1\r\n\r\n")
+        for client in clients:
+            client.close()
+    wait_until(lambda: listening.port.connections == 0)
+
+    assert listening.ask(b"GET / HTTP/1.1\r\n\r\n").status == 200
+    assert listening.port.meter.counts()[1] <= 1
+
+
+def test_a_port_may_speak_tls(tmp_path: Path) -> None:
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout",
+         tmp_path / "key", "-out", tmp_path / "cert", "-subj", "/CN=localhost", "-addext",
+         "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    made = Listening(tls=context)
+    try:
+        with made.client() as client:
+            trusted = ssl.create_default_context(cafile=str(tmp_path / "cert"))
+            client.wrap(trusted, "localhost")
+            body = bytes(range(256)) * 2000
+            for _ in range(2):
+                head = f"POST /echo HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+                client.send(head.encode() + body)
+                assert client.answer().body == body
+            client.send(b"GET / HTTP/2.0\r\n\r\n")
+            assert client.answer().status == 505
+    finally:
+        made.close()

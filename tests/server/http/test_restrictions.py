@@ -1,0 +1,123 @@
+"""Who may use what over HTTP: headers for APIs, a token for changes, and no pages of strangers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.server.http.served import served
+from tests.server.http.serving import Serving
+
+from moonpool.runtime.frontend.restriction import Origins, Restriction
+
+TOKEN = {"Authorization": "Bearer s3cret"}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Serving]:
+    restricted = {"statistics": ("Admin-Key", "v"), "inference": ("infer-key", "w")}
+    allowed = frozenset({"https://example.org"})
+    with served(
+        "add_sub", restricted=restricted, control_token="s3cret", allowed_origins=allowed
+    ) as made:
+        yield made
+
+
+def test_a_restricted_api_asks_for_its_header(guarded: Serving) -> None:
+    path = "/v2/models/add_sub/stats"
+    for headers in ({}, {"Admin-Key": "wrong"}, {"Admin-Key": ""}):
+        reply = guarded.get(path, headers)
+        assert (reply.status, reply.error) == (
+            403,
+            "This API is restricted, expecting header 'admin-key'",
+        )
+        assert reply.headers["content-type"] == "text/plain"
+    assert guarded.get(path, {"ADMIN-KEY": "v"}).status == 200
+    assert guarded.get("/v2/health/live").status == 200
+
+
+@pytest.mark.parametrize("what", ["infer", "generate", "generate_stream"])
+def test_inference_may_be_restricted(guarded: Serving, what: str) -> None:
+    path = f"/v2/models/add_sub/{what}"
+
+    assert guarded.post(path, {}).status == 403
+    assert guarded.post(path, {}, {"infer-key": "w"}).status in (400, 500)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v2/repository/models/other/load", "/v2/repository/models/other/unload",
+     "/v2/systemsharedmemory/unregister", "/v2/cudasharedmemory/unregister",
+     "/v2/systemsharedmemory/region/x/register", "/v2/logging", "/v2/trace/setting",
+     "/v2/models/add_sub/trace/setting"],
+)  # fmt: skip
+def test_changes_ask_for_the_token(guarded: Serving, path: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+        reply = guarded.post(path, {}, headers)
+        assert reply.status == 401
+        assert reply.headers["www-authenticate"] == "Bearer"
+    assert guarded.post(path, {"log_info": True}, TOKEN).status != 401
+
+
+def test_reading_asks_for_no_token(guarded: Serving) -> None:
+    assert guarded.post("/v2/repository/index").status == 200
+    for path in ("/v2/logging", "/v2/trace/setting", "/v2/systemsharedmemory/status"):
+        assert guarded.get(path).status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site", "Origin": "http://localhost:3000"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        # A name of a stranger's that stands for the loopback.
+        {"Origin": "http://evil.example:8000", "Host": "evil.example:8000"},
+        {"User-Agent": "Mozilla/5.0", "Host": "evil.example:8000"},
+    ],
+)
+def test_a_page_of_a_stranger_is_refused(guarded: Serving, headers: dict[str, str]) -> None:
+    for method in ("GET", "POST"):
+        reply = guarded.ask(method, "/v2", b"", headers)
+        assert (reply.status, reply.error) == (
+            403,
+            "requests from pages of other origins are refused",
+        )
+        assert "access-control-allow-origin" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"User-Agent": "Mozilla/5.0"},
+        {"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost:1", "Host": "localhost:1"},
+        {"Sec-Fetch-Site": "none"},
+        {
+            "Sec-Fetch-Site": "cross-site",
+            "Sec-Fetch-Mode": "navigate",
+            "Sec-Fetch-Dest": "document",
+        },
+        {"Sec-Fetch-Site": "cross-site", "Origin": "https://example.org"},
+        {"Host": "gpu-box:8000"},
+    ],
+)
+def test_programs_and_the_server_s_own_page_are_not(
+    guarded: Serving, headers: dict[str, str]
+) -> None:
+    assert guarded.get("/v2", headers).status == 200
+
+
+def test_a_restriction_that_makes_no_sense_is_none() -> None:
+    with pytest.raises(ValueError, match="unknown API 'nope'"):
+        Restriction({"nope": ("a", "b")})
+    with pytest.raises(ValueError, match="token is empty"):
+        Restriction(control_token=" ")
+
+
+def test_other_machines_may_call_a_server_by_any_name() -> None:
+    given = {"user-agent": "Mozilla/5.0", "host": "gpu-box:8000", "origin": "http://gpu-box:8000"}
+
+    assert Origins(is_loopback=True).is_foreign(given.get)
+    assert not Origins().is_foreign(given.get)
