@@ -26,7 +26,8 @@ NAME = "serve"
 HELP = "serve the models of repositories over HTTP and gRPC"
 DESCRIPTION = """\
 Serve the models of one or more repositories to every client of the KServe v2 protocol, with tritonserver's
-ports and flags: HTTP at 8000, gRPC at 8001, metrics at 8002, a page to look at on the port of HTTP.
+ports and flags: HTTP at 8000, gRPC at 8001, metrics at 8002, a page to look at on the port of HTTP. Other flags
+of tritonserver are accepted; docs/SERVE_OPTIONS.md says why they do nothing here.
 """
 EXAMPLES = """\
 examples:
@@ -41,6 +42,8 @@ _EXTRA = {"httptools", "orjson", "prometheus_client", "starlette", "uvloop"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
+    # The list of all would hide what is wrong with a command line.
+    parser.usage = "moonpool serve [REPO ...] [--FLAG=VALUE ...]"
     parser.add_argument(
         "repositories", metavar="REPO", nargs="*", help="the same as --model-repository=REPO"
     )

@@ -6,23 +6,12 @@ import os
 from typing import TYPE_CHECKING, Literal, cast
 
 from moonpool.runtime.frontend.http.options import HttpLimits, HttpOptions
+from moonpool.runtime.frontend.restriction import APIS
 from moonpool.runtime.server.option_sources import BadOption
 
 if TYPE_CHECKING:
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
     from moonpool.runtime.server.options import ServerOptions
-
-_APIS = (
-    "health",
-    "metadata",
-    "inference",
-    "shared-memory",
-    "model-config",
-    "model-repository",
-    "statistics",
-    "trace",
-    "logging",
-)
 
 
 def http_options(options: ServerOptions) -> HttpOptions:
@@ -93,8 +82,8 @@ def restricted(flag: str, texts: tuple[str, ...]) -> dict[str, tuple[str, str]]:
         if not (colon and equals and header and value):
             raise BadOption(f"{flag} must be <api,api>:<header>=<value>, not {text!r:.80}")
         for api in apis.split(","):
-            if api not in _APIS:
-                raise BadOption(f"{flag}: unknown API {api!r:.40}; there are {', '.join(_APIS)}")
+            if api not in APIS:
+                raise BadOption(f"{flag}: unknown API {api!r:.40}; there are {', '.join(APIS)}")
             if api in found:
                 raise BadOption(f"{flag}: the API {api} is restricted twice")
             found[api] = header, value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import tomllib
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError
@@ -15,11 +17,11 @@ from moonpool.runtime.server.option_table import (
     REFUSED,
     SYNONYMS,
     WITHOUT_EFFECT,
+    shown,
 )
 from moonpool.runtime.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator, Mapping
 
     from moonpool.runtime.server.option_table import Option
@@ -68,29 +70,28 @@ def read_options(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Every option as an argument whose texts are left as they are, for `given`."""
     groups: dict[str, Any] = {}
+    defaults = {field.name: field.default for field in fields(ServerOptions)}
     for option in OPTIONS.values():
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        _add(groups[option.group], option, option.meaning.replace("%", "%%"))
-    hidden = parser.add_argument_group(
-        "Accepted for tritonserver's sake", "docs/SERVE_OPTIONS.md says why they do nothing here"
-    )
+        default = shown(defaults[option.attribute])
+        _add(groups[option.group], option, f"{option.meaning} Default: {default}.")
+    # Listed in the page on options, where it is said why they do nothing.
     for option in (*WITHOUT_EFFECT.values(), *REFUSED.values()):
-        _add(hidden, option, None)
-    for old, new in SYNONYMS.items():
-        hidden.add_argument(
-            f"--{old}", dest=old, metavar="VALUE", action="append", help=f"is --{new}"
-        )
+        _add(parser, option, None)
+    for old in SYNONYMS:
+        parser.add_argument(f"--{old}", dest=old, action="append", help=argparse.SUPPRESS)
 
 
-def _add(group: argparse._ArgumentGroup, option: Option, meaning: str | None) -> None:
-    title = option.kind.title.replace("\\|", "|").upper() if option.needs_value else None
+def _add(group: argparse._ActionsContainer, option: Option, meaning: str | None) -> None:
+    title = option.kind.title.replace("\\|", "|")
     extra: dict[str, Any] = (
-        {"metavar": title, "action": "append"}
+        {"metavar": title if "|" in title else title.upper(), "action": "append"}
         if option.needs_value
         else {"const": "true", "action": "append_const"}
     )
-    group.add_argument(f"--{option.flag}", dest=option.flag, help=meaning, **extra)
+    told = argparse.SUPPRESS if meaning is None else meaning.replace("%", "%%")
+    group.add_argument(f"--{option.flag}", dest=option.flag, help=told, **extra)
 
 
 def given(namespace: argparse.Namespace) -> dict[str, list[str]]:

@@ -208,7 +208,7 @@ def page() -> str:
         default = defaults[option.attribute]
         value = option.kind.title + (", many" if option.is_many else "")
         lines.append(
-            f"| `--{option.flag}` | {value or '(none)'} | {_shown(default)} | {option.meaning} |"
+            f"| `--{option.flag}` | {value or '(none)'} | {shown(default)} | {option.meaning} |"
         )
     lines += ["", "## Other names", ""]
     lines += [f"- `--{old}` is `--{new}`{_INVERSE.get(old, '')}." for old, new in SYNONYMS.items()]
@@ -233,7 +233,8 @@ def page() -> str:
 _INVERSE = {"strict-model-config": " (with a value, true or false)"}
 
 
-def _shown(default: object) -> str:
+def shown(default: object) -> str:
+    """A default as it is written."""
     if isinstance(default, bool):
         return "true" if default else "false"
     if default in ("", (), None) or default is MISSING:
