@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moonpool.runtime.statistics import DURATION_BOUNDS_NS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,15 +45,18 @@ class _Sample(NamedTuple):
 class _Series:
     """One model version: the samples to plot, and the counts that present rates are taken from."""
 
-    def __init__(self, statistics: Statistics, begin: _Counts) -> None:
+    def __init__(self, statistics: Statistics, begin: _Counts, by_duration: list[int]) -> None:
         self.statistics = statistics
         self.counts = deque([begin], maxlen=WINDOW + 1)
+        # How many requests took how long, by `DURATION_BOUNDS_NS`.
+        self.durations = deque([by_duration], maxlen=WINDOW + 1)
         self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
 
     def take(self, now_ns: int, queued: int) -> _Counts:
         """Take a sample; returns what came since the last one."""
         before, after = self.counts[-1], _counts(self.statistics, now_ns)
         self.counts.append(after)
+        self.durations.append(list(self.statistics.by_duration))
         came = _difference(before, after)
         self.samples.append(_sample(came, queued))
         return came
@@ -106,16 +112,21 @@ class History:
 
     def _begun(self, statistics: Statistics, now_ns: int) -> _Series:
         # What was there before the first sample came nobody knows when; a version that is new began since the last.
-        begin = _zero(now_ns - _INTERVAL_NS) if self._taken else _counts(statistics, now_ns)
-        return _Series(statistics, begin)
+        if self._taken:
+            return _Series(
+                statistics, _zero(now_ns - _INTERVAL_NS), [0] * len(statistics.by_duration)
+            )
+        return _Series(statistics, _counts(statistics, now_ns), list(statistics.by_duration))
 
     def recent(self, name: str) -> dict[str, Any]:
-        """Rates per second and mean durations of a model version, over the last seconds."""
+        """Rates per second, mean durations and quantiles of a model version, over the last seconds."""
         with self._lock:
             series = self._series.get(name)
-            counts = list(series.counts) if series is not None else []
-        came = _difference(counts[0], counts[-1]) if counts else _zero(0)
-        return _recent(came, came.at_ns / 1e9 or INTERVAL_S)
+            if series is None:
+                return _recent(_zero(0), INTERVAL_S, [])
+            came = _difference(series.counts[0], series.counts[-1])
+            taken = list(map(operator.sub, series.durations[-1], series.durations[0]))
+        return _recent(came, came.at_ns / 1e9 or INTERVAL_S, taken)
 
     def since(self, number: int) -> dict[str, Any]:
         """The samples after the first `number`: of all models together under "", and of each by `name:version`.
@@ -171,14 +182,14 @@ def _counts(statistics: Statistics, at_ns: int) -> _Counts:
 
 
 def _difference(before: _Counts, after: _Counts) -> _Counts:
-    return _Counts(*(late - early for early, late in zip(before, after, strict=True)))
+    return _Counts(*map(operator.sub, after, before))
 
 
 def _sum(one: _Counts, other: _Counts) -> _Counts:
-    return _Counts(*(a + b for a, b in zip(one, other, strict=True)))
+    return _Counts(*map(operator.add, one, other))
 
 
-def _recent(came: _Counts, window_s: float) -> dict[str, Any]:
+def _recent(came: _Counts, window_s: float, by_duration: list[int]) -> dict[str, Any]:
     def mean_us(total_ns: int) -> float | None:
         return round(total_ns / came.success / 1000, 1) if came.success else None
 
@@ -190,4 +201,16 @@ def _recent(came: _Counts, window_s: float) -> dict[str, Any]:
         "input_us": mean_us(came.input_ns),
         "infer_us": mean_us(came.infer_ns),
         "output_us": mean_us(came.output_ns),
+        "half_within_us": _within_us(by_duration, 0.5),
+        "p99_within_us": _within_us(by_duration, 0.99),
     }
+
+
+def _within_us(by_duration: list[int], part: float) -> int | None:
+    """The bound below which at least this part of the requests stayed; None where there is none."""
+    wanted, below = part * sum(by_duration), 0
+    for bound_ns, count in zip(DURATION_BOUNDS_NS, by_duration, strict=False):
+        below += count
+        if below and below >= wanted:
+            return bound_ns // 1000
+    return None

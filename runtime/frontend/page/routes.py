@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -36,11 +37,14 @@ def routes(overview: Overview, executor: Executor) -> list[Route]:
         since = request.query_params.get("since")
         if since is not None and not _NUMBER.fullmatch(since):
             error = {"error": "since must be the number of samples that are known: 0 or more"}
-            return _json(error, 400)
-        # It reads from /proc, which takes longer with every process.
+            return _json(_encoded(error), 400)
         number = None if since is None else int(since)
-        loop = asyncio.get_running_loop()
-        return _json(await loop.run_in_executor(executor, overview.snapshot, number))
+
+        def tell() -> bytes:
+            return _encoded(overview.snapshot(number))
+
+        # It reads from /proc, which takes longer with every process.
+        return _json(await asyncio.get_running_loop().run_in_executor(executor, tell))
 
     return [
         Route("/", show_page, methods=["GET"]),
@@ -79,8 +83,14 @@ def _hashes(page: str, tag: str) -> str:
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
 
-def _json(shown: object, status: int = 200) -> Response:
-    # Not orjson: the words of models may hold what is no text, and must not make the page go blind.
-    text = json.dumps(shown, separators=(",", ":"))
+def _encoded(shown: object) -> bytes:
+    try:
+        return orjson.dumps(shown)
+    except TypeError:
+        # Names of files and the words of models may hold what is no text; that must not make the page go blind.
+        return json.dumps(shown, separators=(",", ":")).encode()
+
+
+def _json(text: bytes, status: int = 200) -> Response:
     headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
     return Response(text, status, media_type="application/json", headers=headers)

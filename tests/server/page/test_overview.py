@@ -128,6 +128,7 @@ def test_present_durations_are_those_of_the_last_seconds(
     assert sum(parts) == pytest.approx(recent["latency_us"], abs=1.0)
     assert recent["requests_per_s"] > 0
     assert recent["failures_per_s"] == 0
+    assert recent["half_within_us"] == recent["p99_within_us"] >= recent["latency_us"]
     assert history.recent("fails:1")["latency_us"] is None
     assert history.recent("never:1")["requests_per_s"] == 0
 
