@@ -126,6 +126,7 @@ class Server:
 
     async def _open(self) -> None:
         options, addresses = self._options, self._service.overview.addresses
+        self._service.overview.start()
         if self._grpc is not None:
             self._grpc.start()
             addresses["grpc"] = _place(options.grpc_address, self._grpc.port)

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.server.page.models import write
 from tests.server.page.site import Site
 from tests.server.running import running
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,19 @@ def test_a_number_of_samples_that_is_none_is_refused(site: Site, since: str) -> 
 
     assert status == 400
     assert "since must be" in json.loads(text)["error"]
+
+
+def test_what_was_before_anybody_looked_is_there(tmp_path: Path) -> None:
+    with running(write(tmp_path, "large_numbers")) as server:
+        site = Site(server)
+        for _ in range(3):
+            assert site.infer("large_numbers", {"X": ("INT64", [1], [1])}) == 200
+
+        def requests() -> int:
+            return sum(site.overview()["history"]["series"]["large_numbers:1"]["requests"])
+
+        wait_until(lambda: requests() == 3)
+        assert site.overview()["server"]["addresses"].keys() == {"grpc", "http", "metrics"}
 
 
 def test_who_may_not_see_statistics_sees_no_overview(tmp_path: Path) -> None:
