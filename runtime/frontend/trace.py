@@ -57,7 +57,7 @@ class Trace:
     """
 
     __slots__ = (
-        "_is_ended",
+        "_ends",
         "_keeper",
         "_request",
         "_wants_tensors",
@@ -97,7 +97,9 @@ class Trace:
             self.context = f'{{"traceparent":"00-{spans.trace:032x}-{spans.model:016x}-01"}}'
         self.marks: list[tuple[str, int]] = []
         self.tensors: list[Tensor] = []
-        self.is_executed = self._is_ended = False
+        self.is_executed = False
+        # Whoever pops it ends it.
+        self._ends = [None]
         self._keeper = keeper
         self._request: InferenceRequest | None = None
         self._wants_tensors = wants_tensors
@@ -119,10 +121,11 @@ class Trace:
                 self._tell("TENSOR_QUEUE_INPUT", name, tensor.datatype, tensor.shape, array)
 
     def end(self) -> None:
-        """Nothing follows in the frontend. A second call does nothing."""
-        if self._is_ended:
+        """Nothing follows in the frontend. From any thread; a second call does nothing."""
+        try:
+            self._ends.pop()
+        except IndexError:
             return
-        self._is_ended = True
         self.mark("REQUEST_END")
         request, self._request = self._request, None
         # What came apart from the answer to its batch may have come before it.

@@ -14,6 +14,7 @@ from moonpool.runtime.details import details_of
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.frontend.http.exchange import error_body
 from moonpool.runtime.frontend.http.json_text import NotJson, dumps, loads, member
+from moonpool.runtime.frontend.http.tracing import begin_trace
 from moonpool.runtime.frontend.requests import make_request
 from moonpool.runtime.frontend.statuses import http_status
 from moonpool.runtime.frontend.tensors import of_values, to_values
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.service import Service
     from moonpool.runtime.frontend.submission import Hosted
     from moonpool.runtime.frontend.tensors import Input
+    from moonpool.runtime.frontend.trace import Trace
     from moonpool.runtime.request import InferenceRequest, Parameter, Response, Wire
 
 _EVENTS = ((b"Content-Type", b"text/event-stream; charset=utf-8"),)
@@ -45,6 +47,7 @@ async def generate(
     """The only response. Raises `MoonpoolError` where there is no request."""
     hosted: Hosted = service.models.find(name, version_of(version))
     request = _request(hosted, body)
+    trace = begin_trace(service, exchange, hosted, request) if service.traces.is_on else None
     text, status, count = b"", 200, 0
     with ResponseStream(hosted.scheduler, request, None) as stream:
         exchange.cancel = stream.close
@@ -56,6 +59,9 @@ async def generate(
                 text = _shown(hosted, response)
         except MoonpoolError as error:
             text, status, count = error_body(str(error)), http_status(error), 1
+    if trace is not None:
+        trace.mark("INFER_RESPONSE_COMPLETE")
+        trace.mark("HTTP_SEND_START")
     return Answer(text if count == 1 else _NOT_ONE, status, media_type=_JSON)
 
 
@@ -64,7 +70,9 @@ async def generate_stream(
 ) -> Answer:
     """All responses as events, the first of which decides about the status. Raises as `generate`."""
     hosted: Hosted = service.models.find(name, version_of(version))
-    return Events(hosted, ResponseStream(hosted.scheduler, _request(hosted, body), None), exchange)
+    request = _request(hosted, body)
+    trace = begin_trace(service, exchange, hosted, request) if service.traces.is_on else None
+    return Events(hosted, ResponseStream(hosted.scheduler, request, None), exchange, trace)
 
 
 class Events(Answer):
@@ -74,11 +82,14 @@ class Events(Answer):
     waiting is left. When it goes, the request is cancelled.
     """
 
-    def __init__(self, hosted: Hosted, stream: ResponseStream, exchange: Exchange) -> None:
+    def __init__(
+        self, hosted: Hosted, stream: ResponseStream, exchange: Exchange, trace: Trace | None
+    ) -> None:
         super().__init__()
         self._hosted = hosted
         self._stream = stream
         self._exchange = exchange
+        self._trace = trace
 
     async def __call__(self, *_: object) -> None:
         """Past ASGI, which waits for the client with every piece."""
@@ -94,6 +105,8 @@ class Events(Answer):
                     break
                 except MoonpoolError as error:
                     status, event = http_status(error), _event(error_body(str(error)))
+                if self._trace is not None:
+                    self._trace.mark("HTTP_SEND_START")
                 if not exchange.status:
                     exchange.begin(status, _EVENTS)
                 exchange.send(event)

@@ -17,6 +17,7 @@ from moonpool.runtime.frontend.http.head import JSON, TEXT, BadMessage
 from moonpool.runtime.frontend.http.infer_request import Plan, raw_plan, read_plan
 from moonpool.runtime.frontend.http.infer_response import render
 from moonpool.runtime.frontend.http.prepared import Prepared
+from moonpool.runtime.frontend.http.tracing import begin_trace
 from moonpool.runtime.frontend.requests import make_request, refused
 from moonpool.runtime.frontend.statuses import http_status
 from moonpool.runtime.frontend.submission import LoopSubmission
@@ -275,42 +276,18 @@ class InferCall:
     def _submit(self, request: InferenceRequest) -> None:
         exchange = self._exchange
         if self._route.service.traces.is_on:
-            self._trace = self._begin_trace(request)
+            self._trace = begin_trace(self._route.service, exchange, self._hosted, request)
         try:
             submission = LoopSubmission(self._hosted.scheduler, request, self)
         except MoonpoolError as error:
-            if self._trace is not None:
-                self._trace.end()
             self._fail(own(error), JSON)
             return
         if not exchange.is_gone:
             exchange.cancel = submission.cancel
-            if self._trace is not None:
-                exchange.cancel = partial(self._cancel, submission, self._trace)
-
-    @staticmethod
-    def _cancel(submission: LoopSubmission, trace: Trace) -> None:
-        submission.cancel()
-        trace.end()
-
-    def _begin_trace(self, request: InferenceRequest) -> Trace | None:
-        headers = self._exchange.head.headers
-        trace = self._route.service.traces.begin(
-            self._hosted.model,
-            self._plan.request_id,
-            headers.get(b"traceparent", b"").decode("latin-1") or None,
-            headers.get(b"tracestate", b"").decode("latin-1") or None,
-        )
-        if trace is not None:
-            trace.mark("HTTP_RECV_START", self._exchange.begun_ns)
-            trace.mark("HTTP_RECV_END")
-            trace.follow(request)
-        return trace
 
     def __call__(self, outcome: Outcome) -> None:
         """The model has answered."""
         if self._trace is not None:
-            self._exchange.ended = partial(_end_trace, self._trace)
             self._trace.mark("INFER_RESPONSE_COMPLETE")
             self._trace.mark("HTTP_SEND_START")
         if not isinstance(outcome, Response):
@@ -343,11 +320,6 @@ class InferCall:
             lambda: deflate(encoding, parts),
             lambda compressed: exchange.respond(200, headers, compressed),
         )
-
-
-def _end_trace(trace: Trace) -> None:
-    trace.mark("HTTP_SEND_END")
-    trace.end()
 
 
 def _size_bytes(response: Response) -> int:

@@ -93,3 +93,24 @@ def test_metrics_can_be_left_out(tmp_path: Path) -> None:
     ) as server:
         assert "metrics" not in server.ports
         assert infer(server, "doubles") == 200
+
+
+def test_streams_over_http_are_traced(tmp_path: Path) -> None:
+    traces = tmp_path / "trace.json"
+    flags = [f"triton,file={traces}", "level=TIMESTAMPS", "rate=1"]
+    repository = write(tmp_path / "models", "counts")
+    with running(repository, *(f"--trace-config={flag}" for flag in flags)) as server:
+        asked = json.dumps({"id": "s", "IN": [3, 0, 0, 0]}).encode()
+        status, events = server.get("/v2/models/counts/generate_stream", "POST", asked)
+        assert (status, events.count("data: ")) == (200, 3)
+        one = json.dumps({"IN": [1, 0, 0, 0]}).encode()
+        assert server.get("/v2/models/counts/generate", "POST", one)[0] == 200
+        wait_until(lambda: len(models_of(traces)) == 2)
+        marks = [
+            (e["id"], e["timestamps"][0]["name"]) for e in entries(traces) if "timestamps" in e
+        ]
+
+    assert [name for number, name in marks if number == 1].count("HTTP_SEND_START") == 3
+    assert {"HTTP_RECV_START", "COMPUTE_END", "HTTP_SEND_END", "REQUEST_END"} <= {
+        name for number, name in marks if number == 2
+    }
