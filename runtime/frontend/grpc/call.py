@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from grpc._cython import cygrpc
 
+from moonpool.runtime.frontend.grpc.status import OK, Status
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moonpool.runtime.frontend.grpc.status import Status
+    from moonpool.runtime.frontend.frontend_metrics import Meter
 
 _log = logging.getLogger("moonpool")
-_OK = 0
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -34,17 +36,23 @@ class Call:
         "_is_gone",
         "_is_over",
         "_lock",
+        "_meter",
         "_on_gone",
         "_starting",
+        "begun_ns",
         "metadata",
         "method",
     )
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, event: Any, meter: Meter) -> None:
+        """`meter` counts how it ends."""
+        self._meter = meter
         self._call = event.call
         self._lock = threading.Lock()
         # Whether the initial metadata was sent, and whether nothing more may be.
         self._has_begun = self._is_over = self._is_gone = False
+        # In nanoseconds of `time.monotonic_ns`.
+        self.begun_ns = time.monotonic_ns()
         self.method: bytes = event.call_details.method
         self.metadata: Metadata = event.invocation_metadata
         self._on_gone: Callable[[], object] | None = None
@@ -62,8 +70,10 @@ class Call:
                 self._ended = ended if self._starting else None
                 is_free = not self._starting
             try:
-                if self._is_gone and on_gone is not None:
-                    on_gone()
+                if self._is_gone:
+                    self._meter.answered("CANCELLED")
+                    if on_gone is not None:
+                        on_gone()
             finally:
                 if is_free:
                     ended()
@@ -88,26 +98,35 @@ class Call:
         if not self._start(operations, lambda event: received(event.batch_operations[0].message())):
             received(None)
 
-    def reply(self, message: bytes) -> None:
-        """The only message, and the status OK."""
-        self._finish(_OK, b"", message)
+    def reply(self, message: bytes, sent: Callable[[], object] | None = None) -> None:
+        """The only message, and the status OK. `sent` is called on the polling thread."""
+        self._finish(OK, message, sent)
 
     def fail(self, status: Status) -> None:
         """No message any more, but a status that is an error."""
-        self._finish(status.number, status.text.encode(), None)
+        self._finish(status)
 
     def finish(self) -> None:
         """All messages were sent."""
-        self._finish(_OK, b"", None)
+        self._finish(OK)
 
-    def _finish(self, code: int, text: bytes, message: bytes | None) -> None:
+    def _finish(
+        self,
+        status: Status,
+        message: bytes | None = None,
+        sent: Callable[[], object] | None = None,
+    ) -> None:
         operations = []
         if not self._has_begun:
             operations.append(cygrpc.SendInitialMetadataOperation(None, 0))
         if message is not None:
             operations.append(cygrpc.SendMessageOperation(message, 0))
-        operations.append(cygrpc.SendStatusFromServerOperation(None, code, text, 0))
-        self._start(operations, _done, is_last=True)
+        operations.append(
+            cygrpc.SendStatusFromServerOperation(None, status.number, status.text.encode(), 0)
+        )
+        done = _done if sent is None else lambda _: sent()
+        if self._start(operations, done, is_last=True):
+            self._meter.answered(status.code)
 
     def send(self, message: bytes, sent: Callable[[], object]) -> bool:
         """One message of several; the next may follow when `sent` was called. False if the call is over."""
@@ -115,15 +134,6 @@ class Call:
         if not self._has_begun:
             operations.insert(0, cygrpc.SendInitialMetadataOperation(None, 0))
         return self._start(operations, lambda _: sent())
-
-    def begin(self, metadata: Metadata | None = None) -> None:
-        """Send the initial metadata before the first message is there."""
-        self._start((cygrpc.SendInitialMetadataOperation(metadata, 0),), _done)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the client is gone or has its status."""
-        return self._is_over
 
     def _start(
         self, operations: Any, done: Callable[[Any], object], *, is_last: bool = False

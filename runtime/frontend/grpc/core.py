@@ -28,6 +28,7 @@ from moonpool.runtime.frontend.restriction import GRPC_PREFIX, Restriction
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from moonpool.runtime.frontend.frontend_metrics import Meter
     from moonpool.runtime.frontend.grpc.methods import Method
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
 
@@ -44,11 +45,16 @@ class GrpcCore:
     """Listens, accepts calls and calls their handlers."""
 
     def __init__(
-        self, methods: Mapping[bytes, Method], options: GrpcOptions, turn: threading.Lock
+        self,
+        methods: Mapping[bytes, Method],
+        options: GrpcOptions,
+        turn: threading.Lock,
+        meter: Meter,
     ) -> None:
         """Take the port. `methods` are found by their paths. Raises `MoonpoolError`."""
         self._methods = methods
         self._turn = turn
+        self._meter = meter
         self._max_calls = options.max_calls
         self._restriction = None
         if options.restricted or options.control_token is not None:
@@ -132,7 +138,7 @@ class GrpcCore:
         with self._lock:
             if not self._is_stopping:
                 self._server.request_call(self._queue, self._queue, self._called)
-        call = Call(event)
+        call = Call(event, self._meter)
         self._calls.add(call)
         call.watch_end(lambda: self._ended(call))
         method = self._methods.get(call.method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -101,22 +102,18 @@ class Plan:
         if place is not None:
             self.places[output.name] = place
 
-    def _details(
-        self, request_id: str, forwarded: dict[str, Parameter] | None, trace: str | None = None
-    ) -> Details | None:
+    def _details(self, request_id: str, forwarded: dict[str, Parameter] | None) -> Details | None:
         own = self.parameters
         custom = {**own.custom, **forwarded} if forwarded else own.custom
         return details_of(
-            request_id, own.sequence_id, own.flags, own.timeout_us, own.priority, custom, trace
+            request_id, own.sequence_id, own.flags, own.timeout_us, own.priority, custom
         )
 
-    def details_of(
-        self, request_id: str, forwarded: dict[str, Parameter] | None, trace: str | None
-    ) -> Details | None:
+    def details_of(self, request_id: str, forwarded: dict[str, Parameter] | None) -> Details | None:
         """The details of one of these requests. Raises `InvalidRequest`."""
-        if not (request_id or forwarded or trace):
+        if not (request_id or forwarded):
             return self.details
-        return self._details(request_id, forwarded, trace)
+        return self._details(request_id, forwarded)
 
     @property
     def is_large(self) -> bool:
@@ -129,10 +126,12 @@ class Plan:
 class Asked:
     """One message: who is asked under which id, and, once that model is found, the request."""
 
-    __slots__ = ("_data", "_message", "_parts", "model", "plan", "request_id", "version")
+    __slots__ = ("_data", "_message", "_parts", "model", "plan", "read_ns", "request_id", "version")
 
     def __init__(self, data: bytes) -> None:
         """Raises `BadMessage`."""
+        # In nanoseconds of `time.monotonic_ns`.
+        self.read_ns = time.monotonic_ns()
         self._data = data
         self._parts: Parts = split(data)
         head = self._parts.head
@@ -162,7 +161,6 @@ class Asked:
         service: Service,
         hosted: Hosted,
         forwarded: dict[str, Parameter] | None = None,
-        trace: str | None = None,
     ) -> InferenceRequest:
         """The request for this model. Its inputs are views on the message. Raises `InvalidRequest`."""
         plan = self.read()
@@ -170,7 +168,7 @@ class Asked:
             inputs = self._inputs(plan, service, hosted)
         except InvalidRequest as error:
             raise self._refused(error, plan, hosted) from None
-        details = plan.details_of(self.request_id, forwarded, trace)
+        details = plan.details_of(self.request_id, forwarded)
         return make_request(hosted, inputs, plan.outputs, details)
 
     def _inputs(self, plan: Plan, service: Service, hosted: Hosted) -> dict[str, Input]:

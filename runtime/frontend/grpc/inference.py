@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
     from moonpool.runtime.frontend.service import Service
     from moonpool.runtime.frontend.submission import Hosted
+    from moonpool.runtime.frontend.trace import Trace
     from moonpool.runtime.request import InferenceRequest, Outcome, Parameter
 
 # What is larger is copied on a thread of its own: the polling thread has other clients.
@@ -64,6 +65,23 @@ class Inference:
             for key, value in metadata
             if isinstance(value, str) and self._forwards.fullmatch(key)
         }
+
+    def trace(
+        self, call: Call, hosted: Hosted, asked: Asked, request: InferenceRequest
+    ) -> Trace | None:
+        """Of a request that is about to be submitted, if it is one to be traced."""
+        traces = self.service.traces
+        if not traces.is_on:
+            return None
+        headers = dict(call.metadata)
+        context = (headers.get("traceparent"), headers.get("tracestate"))
+        parent, state = (each if isinstance(each, str) else None for each in context)
+        trace = traces.begin(hosted.model, asked.request_id, parent, state)
+        if trace is not None:
+            trace.mark("GRPC_WAITREAD_START", call.begun_ns)
+            trace.mark("GRPC_WAITREAD_END", asked.read_ns)
+            trace.follow(request)
+        return trace
 
     def submit(self, hosted: Hosted, request: InferenceRequest, waiter: Waiter) -> None:
         """Send a request. Raises what `Scheduler.submit` raises."""
@@ -118,6 +136,7 @@ class Inference:
         self.run(size_bytes, lambda: self._begin(call, asked))
 
     def _begin(self, call: Call, asked: Asked) -> None:
+        waiter: _OneResponse | None = None
         try:
             hosted = self.find(asked)
             if hosted.model.config.decoupled:
@@ -126,33 +145,48 @@ class Inference:
                     "UNSUPPORTED",
                 )
             request = asked.request(self.service, hosted, self.forwarded(call.metadata))
-            self.submit(hosted, request, _OneResponse(self, call, asked, hosted))
+            waiter = _OneResponse(self, call, asked, hosted)
+            waiter.trace = self.trace(call, hosted, asked, request)
+            self.submit(hosted, request, waiter)
         except Exception as error:
-            call.fail(status_of(error))
+            if waiter is None:
+                call.fail(status_of(error))
+            else:
+                waiter.fail(error)
             return
-        call.when_gone(lambda: hosted.scheduler.cancel(request))
+        leave = waiter.leave
+        call.when_gone(lambda: leave(request))
 
 
 class _OneResponse(Waiter):
     """The client of a ModelInfer."""
 
-    __slots__ = ("_asked", "_call", "_hosted", "_inference")
+    __slots__ = ("_asked", "_call", "_hosted", "_inference", "trace")
 
     def __init__(self, inference: Inference, call: Call, asked: Asked, hosted: Hosted) -> None:
         self._inference = inference
         self._call = call
         self._asked = asked
         self._hosted = hosted
+        self.trace: Trace | None = None
+
+    def leave(self, request: InferenceRequest) -> None:
+        """The client is gone."""
+        self._hosted.scheduler.cancel(request)
+        if self.trace is not None:
+            self.trace.end()
 
     def appoint(self, execution: Execution) -> bool:
         return self._inference.answers.drive(execution)
 
     def resolve(self, outcome: Outcome | None) -> None:
+        if self.trace is not None:
+            self.trace.mark("INFER_RESPONSE_COMPLETE")
         if isinstance(outcome, Response):
             response = outcome
             self._inference.run(size_of(response), lambda: self._reply(response))
         elif outcome is not None:
-            self._call.fail(status_of(outcome))
+            self.fail(outcome)
 
     def _reply(self, response: Response) -> None:
         asked = self._asked
@@ -160,9 +194,24 @@ class _OneResponse(Waiter):
             service, model = self._inference.service, self._hosted.model
             message = answer(service, model, asked.read(), asked.request_id, response)
         except Exception as error:
-            self._call.fail(status_of(error))
-        else:
+            self.fail(error)
+            return
+        if self.trace is None:
             self._call.reply(message)
+        else:
+            self.trace.mark("GRPC_SEND_START")
+            self._call.reply(message, self._sent)
+
+    def fail(self, error: BaseException) -> None:
+        """The client gets an error."""
+        self._call.fail(status_of(error))
+        if self.trace is not None:
+            self.trace.end()
+
+    def _sent(self) -> None:
+        if self.trace is not None:
+            self.trace.mark("GRPC_SEND_END")
+            self.trace.end()
 
 
 def size_of(response: Response) -> int:

@@ -32,7 +32,7 @@ class GrpcServer:
         self._inference = Inference(service, turn, options)
         found = methods(self._control, self._inference, self._quick, self._slow)
         try:
-            self._core = GrpcCore(found, options, turn)
+            self._core = GrpcCore(found, options, turn, service.metrics.frontends.grpc)
         except BaseException:
             self._end_threads()
             raise

@@ -27,6 +27,9 @@ class Status(NamedTuple):
         return _NUMBERS[self.code]
 
 
+OK = Status("OK", "")
+
+
 def status_of(error: BaseException) -> Status:
     """What a client is told of an error; one that nobody foresaw is logged, and told as such."""
     if isinstance(error, MoonpoolError):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.grpc.call import Call
     from moonpool.runtime.frontend.grpc.inference import Inference
     from moonpool.runtime.frontend.submission import Hosted
+    from moonpool.runtime.frontend.trace import Trace
     from moonpool.runtime.request import InferenceRequest, Outcome
 
 _MAX_IN_FLIGHT = 1024
@@ -92,6 +93,7 @@ class Stream:
                 self.inference.service, hosted, self.inference.forwarded(self._call.metadata)
             )
             request = StreamRequest(self, asked, hosted, made)
+            request.trace = self.inference.trace(self._call, hosted, asked, made)
             self._add(request)
             self.inference.submit(hosted, made, request)
         except Exception as error:
@@ -99,6 +101,7 @@ class Stream:
             if request is None:
                 self._refuse(text)
             else:
+                request.end_trace()
                 self.ended(request, text)
         with self._lock:
             self._is_reading = False
@@ -228,7 +231,7 @@ class _Refused:
 class StreamRequest(Waiter):
     """One request of a stream."""
 
-    __slots__ = ("_asked", "_hosted", "_request", "_stream", "is_decoupled", "last")
+    __slots__ = ("_asked", "_hosted", "_request", "_stream", "is_decoupled", "last", "trace")
     takes_many = True
 
     def __init__(
@@ -241,10 +244,17 @@ class StreamRequest(Waiter):
         self.is_decoupled = hosted.model.config.decoupled
         # What the client gets for it in its turn.
         self.last: bytes | None = None
+        self.trace: Trace | None = None
 
     def cancel(self) -> None:
         """The client is gone."""
         self._hosted.scheduler.cancel(self._request)
+        self.end_trace()
+
+    def end_trace(self) -> None:
+        """Nothing follows."""
+        if self.trace is not None:
+            self.trace.end()
 
     def appoint(self, execution: Execution) -> bool:
         return self._stream.inference.answers.drive(execution)
@@ -255,13 +265,15 @@ class StreamRequest(Waiter):
             self._stream.send(message)
 
     def resolve(self, outcome: Outcome | None) -> None:
+        if self.trace is not None:
+            self.trace.mark("INFER_RESPONSE_COMPLETE")
+        last = None
         if outcome is not None:
-            self._stream.ended(self, self._message(outcome, final=True))
+            last = self._message(outcome, final=True)
         elif self._asked.read().parameters.wants_empty_final:
             last = last_in_stream(self._hosted.model.name, self._asked.request_id)
-            self._stream.ended(self, last)
-        else:
-            self._stream.ended(self, None)
+        self._stream.ended(self, last)
+        self.end_trace()
 
     def _message(self, outcome: Outcome, *, final: bool) -> bytes | None:
         """The outcome for the client; None where it was the end of the stream."""

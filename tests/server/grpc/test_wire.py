@@ -1,0 +1,99 @@
+"""Messages taken apart and put together are the same messages to the protobuf library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.server.grpc.serving import messages
+
+from moonpool.runtime.frontend.grpc.wire import BadMessage, join, length, split, text_field
+
+TEXTS = st.text(max_size=20)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Any:
+    asked = messages.ModelInferRequest(
+        model_name=draw(TEXTS), model_version=draw(TEXTS), id=draw(TEXTS)
+    )
+    for name in draw(st.lists(TEXTS, max_size=3)):
+        asked.inputs.add(name=name, datatype="FP32", shape=draw(st.lists(st.integers(0, 2**40))))
+    for name in draw(st.lists(TEXTS, max_size=2)):
+        asked.parameters[name].int64_param = draw(st.integers(-(2**63), 2**63 - 1))
+    asked.raw_input_contents.extend(draw(st.lists(st.binary(max_size=300), max_size=3)))
+    return asked
+
+
+@given(requests(), requests())
+def test_a_request_taken_apart_is_the_request(first: Any, second: Any) -> None:
+    # Two messages in a row are one: fields may come in any order, and twice.
+    for data in (first.SerializeToString(), first.SerializeToString() + second.SerializeToString()):
+        whole = messages.ModelInferRequest.FromString(data)
+        parts = split(data)
+        tensors = [data[at : at + size] for at, size in parts.tensors]
+        head = messages.ModelInferRequest.FromString(parts.head)
+
+        assert tensors == list(whole.raw_input_contents)
+        assert parts.request_id.decode() == whole.id
+        head.id = whole.id
+        head.raw_input_contents.extend(tensors)
+        assert head == whole
+
+
+@given(st.binary(max_size=200))
+def test_what_is_no_message_is_one_to_nobody(data: bytes) -> None:
+    try:
+        parts = split(data)
+        head = messages.ModelInferRequest.FromString(parts.head)
+        head.id = parts.request_id.decode()
+    except (BadMessage, DecodeError, UnicodeDecodeError):
+        return
+    head.raw_input_contents.extend(data[at : at + size] for at, size in parts.tensors)
+
+    assert all(0 <= at <= at + size <= len(data) for at, size in parts.tensors)
+    try:
+        whole = messages.ModelInferRequest.FromString(data)
+    except DecodeError:
+        return
+    assert head.raw_input_contents == whole.raw_input_contents
+
+
+@given(requests(), st.data())
+def test_a_message_that_is_cut_off_is_none_or_a_smaller_one(
+    asked: Any, data: st.DataObject
+) -> None:
+    whole = asked.SerializeToString()
+    cut = whole[: data.draw(st.integers(0, len(whole)))]
+    try:
+        parts = split(cut)
+    except BadMessage:
+        with pytest.raises(DecodeError):
+            messages.ModelInferRequest.FromString(cut)
+    else:
+        assert len(parts.tensors) <= len(asked.raw_input_contents)
+
+
+@given(st.integers(0, 2**40))
+def test_a_length_is_a_varint(size: int) -> None:
+    message = messages.ModelInferRequest()
+    message.inputs.add().shape.append(size)
+
+    assert length(size) in message.SerializeToString()
+
+
+@given(TEXTS, st.lists(st.binary(max_size=300), max_size=3))
+def test_a_response_put_together_is_the_response(request_id: str, tensors: list[bytes]) -> None:
+    head = messages.ModelInferResponse(model_name="m", model_version="1")
+    data = join(
+        head.SerializeToString() + text_field(3, request_id.encode()),
+        [np.frombuffer(each, np.uint8).data for each in tensors],
+    )
+    answer = messages.ModelInferResponse.FromString(data)
+
+    assert (answer.model_name, answer.id) == ("m", request_id)
+    assert list(answer.raw_output_contents) == tensors
