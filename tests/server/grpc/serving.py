@@ -19,7 +19,7 @@ from moonpool.runtime.frontend.service import Service
 TIMEOUT_S = 10.0
 ROOT = Path(__file__).parent.parent.parent.parent
 EXAMPLES = ROOT / "examples" / "models"
-MODELS = Path(__file__).parent / "models"
+MODELS = ROOT / "tests" / "models" / "grpc"
 messages: ModuleType = kserve
 
 

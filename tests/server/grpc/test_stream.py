@@ -1,0 +1,206 @@
+"""ModelStreamInfer: many requests over one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tests.server.grpc.asking import add_sub, repeat, text
+from tests.server.grpc.serving import TIMEOUT_S, Served
+from tests.server.grpc.streaming import Requests, ask_all, told
+from tests.waiting import wait_until
+
+Serve = Callable[..., Served]
+ZEROS = np.zeros(4, np.float32).tobytes()
+NUMBERS = [np.int32(number).tobytes() for number in range(3)]
+
+
+def sums(first: float) -> list[bytes]:
+    """What the adding model answers to so much and nothing."""
+    data = np.full(4, first, np.float32).tobytes()
+    return [data, data]
+
+
+def add(first: float, request_id: str) -> Any:
+    return add_sub(sums(first)[0], ZEROS, request_id)
+
+
+def with_empty_final(asked: Any) -> Any:
+    asked.parameters["triton_enable_empty_final_response"].bool_param = True
+    return asked
+
+
+def test_a_stream_of_nothing_ends(serve: Serve) -> None:
+    assert ask_all(serve().stub()) == []
+
+
+def test_responses_come_in_the_order_of_the_requests(serve: Serve) -> None:
+    asked = [add(number, str(number)) for number in range(300)]
+    asked[7].model_name = "nope"
+
+    responses = ask_all(serve("add_sub").stub(), *asked)
+
+    expected: list[Any] = [("", str(n), True, sums(n)) for n in range(300)]
+    expected[7] = ("Request for unknown model: 'nope' is not found", "7", None, [])
+    assert responses == expected
+
+
+def test_a_slow_request_holds_those_behind_it_and_no_decoupled_one(
+    serve: Serve, tmp_path: Path
+) -> None:
+    stub = serve("waits", "add_sub", "repeat").stub()
+    path = tmp_path / "slow"
+    requests = Requests(text("waits", "PATH", str(path), "slow"), add(1, "quick"))
+    call = stub.ModelStreamInfer(iter(requests), timeout=6 * TIMEOUT_S)
+    requests.send(repeat(1, request_id="decoupled"))
+    requests.close()
+
+    assert told(next(call))[1] == "decoupled"
+    path.with_suffix(".go").touch()
+    assert [told(response)[1] for response in call] == ["slow", "quick"]
+
+
+def test_a_decoupled_model_gives_as_many_responses_as_it_likes(serve: Serve) -> None:
+    stub = serve("repeat").stub()
+
+    assert ask_all(stub, repeat(0, request_id="r")) == []
+    assert ask_all(stub, repeat(3, request_id="r")) == [
+        ("", "r", False, [number, b""]) for number in NUMBERS
+    ]
+    assert ask_all(stub, with_empty_final(repeat(1, request_id="r"))) == [
+        ("", "r", False, [NUMBERS[0], b""]),
+        ("", "r", True, []),
+    ]
+    assert ask_all(stub, with_empty_final(repeat(1, fail=True, request_id="r"))) == [
+        ("", "r", False, [NUMBERS[0], b""]),
+        ("on purpose", "r", False, []),
+        ("", "r", True, []),
+    ]
+
+
+def test_responses_to_many_requests_are_mixed_and_each_has_its_id(serve: Serve) -> None:
+    stub = serve("repeat", "add_sub").stub()
+    asked = [repeat(5, request_id=f"r{n}") for n in range(20)] + [add(1, "a")]
+
+    by_id: dict[str, list[bytes]] = {}
+    for _, request_id, _, tensors in ask_all(stub, *asked):
+        by_id.setdefault(request_id, []).append(tensors[0])
+
+    five = [np.int32(number).tobytes() for number in range(5)]
+    assert by_id == {**{f"r{n}": five for n in range(20)}, "a": [sums(1)[0]]}
+
+
+def test_what_does_not_fit_is_an_error_in_the_stream_which_goes_on(serve: Serve) -> None:
+    broken = add(1, "broken")
+    broken.raw_input_contents[0] = b"short"
+
+    assert ask_all(serve("add_sub").stub(), broken, add(1, "good")) == [
+        (
+            "[request id: broken] input byte size mismatch for input 'INPUT0' for model "
+            "'add_sub'. Expected 16, got 5",
+            "broken",
+            None,
+            [],
+        ),
+        ("", "good", True, sums(1)),
+    ]
+
+
+def test_in_grpc_error_mode_an_error_of_a_model_is_the_status_of_the_stream(serve: Serve) -> None:
+    stub = serve("repeat").stub()
+    requests = Requests(repeat(1, fail=True), repeat(1))
+    metadata = (("triton_grpc_error", "true"),)
+    call = stub.ModelStreamInfer(iter(requests), timeout=TIMEOUT_S, metadata=metadata)
+
+    assert told(next(call))[3] == [NUMBERS[0], b""]
+    with pytest.raises(grpc.RpcError) as raised:
+        list(call)
+    requests.close()
+
+    assert (raised.value.code(), raised.value.details()) == (
+        grpc.StatusCode.NOT_FOUND,
+        "on purpose",
+    )
+
+
+def test_bytes_that_are_no_message_end_the_stream(serve: Serve) -> None:
+    method = "/inference.GRPCInferenceService/ModelStreamInfer"
+    call = serve().channel().stream_stream(method)(iter([b"\xff" * 9]), timeout=TIMEOUT_S)
+
+    with pytest.raises(grpc.RpcError) as raised:
+        list(call)
+
+    assert raised.value.code() is grpc.StatusCode.INTERNAL
+
+
+def test_triton_s_client_streams(serve: Serve) -> None:
+    client = serve("repeat").client()
+    arrived: list[Any] = []
+    client.start_stream(lambda result, error: arrived.append((result, error)))
+    count = triton.InferInput("COUNT", [1], "INT32")
+    count.set_data_from_numpy(np.array([3], np.int32))
+    client.async_stream_infer("repeat", [count], request_id="r", enable_empty_final_response=True)
+    wait_until(lambda: len(arrived) == 4)
+    client.stop_stream()
+
+    assert [error for _, error in arrived] == [None] * 4
+    assert [int(result.as_numpy("INDEX")[0]) for result, _ in arrived[:3]] == [0, 1, 2]
+
+
+def test_a_client_that_leaves_cancels_what_it_asked_for(serve: Serve, tmp_path: Path) -> None:
+    served = serve("waits")
+    paths = [tmp_path / name for name in ("first", "second")]
+    requests = Requests(*(text("waits", "PATH", str(path)) for path in paths))
+    call = served.stub().ModelStreamInfer(iter(requests), timeout=6 * TIMEOUT_S)
+    wait_until(lambda: paths[0].with_suffix(".begun").exists())
+
+    call.cancel()
+    requests.close()
+
+    wait_until(lambda: paths[0].with_suffix(".cancelled").exists())
+    scheduler = served.runtime.registry.find("waits").scheduler
+    wait_until(lambda: not scheduler.queued and not scheduler.executing)
+    assert not paths[1].with_suffix(".begun").exists()
+
+
+def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: Serve) -> None:
+    served = serve("repeat", "add_sub", max_backlog_bytes=8 << 20)
+    requests = Requests(repeat(2000, size=1 << 16))
+    call = served.stub().ModelStreamInfer(iter(requests), timeout=6 * TIMEOUT_S)
+    core = served.server._core
+    scheduler = served.runtime.registry.find("repeat").scheduler
+    wait_until(lambda: scheduler.executing, what="the request")
+
+    wait_until(lambda: not scheduler.executing and not len(scheduler.outcomes.open), 30)
+
+    with pytest.raises(grpc.RpcError) as raised:
+        list(call)
+    requests.close()
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    # Others are served meanwhile and after it.
+    assert served.stub().ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub"
+    wait_until(lambda: not core._calls)
+
+
+def test_hundreds_of_streams_that_are_dropped_leave_nothing(serve: Serve) -> None:
+    served = serve("add_sub")
+    calls = []
+    for number in range(300):
+        if number % 50 == 0:
+            stub = served.stub()
+        own = Requests(add(1, "x"))
+        calls.append((own, stub.ModelStreamInfer(iter(own), timeout=6 * TIMEOUT_S)))
+    for number, (own, call) in enumerate(calls):
+        if number % 2:
+            assert told(next(call))[1] == "x"
+        call.cancel()
+        own.close()
+
+    core = served.server._core
+    wait_until(lambda: not core._calls)
+    assert served.stub().ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub"
