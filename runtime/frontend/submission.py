@@ -54,8 +54,9 @@ class LoopSubmission(LoopWaiter):
 
     def settle(self, outcome: Outcome | None) -> None:
         if not self._is_over:
-            self._is_over = True
-            self._on_outcome(outcome)  # type: ignore[arg-type]  # None is for those who take many
+            on_outcome = self._on_outcome
+            self._let_go()
+            on_outcome(outcome)  # type: ignore[arg-type]  # None is for those who take many
 
     def is_settled(self) -> bool:
         return self._is_over
@@ -63,8 +64,14 @@ class LoopSubmission(LoopWaiter):
     def cancel(self) -> None:
         """The client is gone: drop the request, or tell its model. `on_outcome` is not called any more."""
         if not self._is_over:
-            self._is_over = True
-            self.leave(self._scheduler, self._request)
+            request = self._request
+            self._let_go()
+            self.leave(self._scheduler, request)
+
+    def _let_go(self) -> None:
+        """Both refer to this object: else tensors would stay in memory until a cycle is looked for."""
+        self._is_over = True
+        del self._on_outcome, self._request
 
 
 class ThreadSubmission:

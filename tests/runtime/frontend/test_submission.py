@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,42 @@ def test_a_loop_gets_outcomes_by_a_call(folder: Path) -> None:
     with office(folder, **BATCHING) as (backend, runtime):
         backend.is_quick = True
         assert asyncio.run(main()) == list(range(20))
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_what_is_over_keeps_no_tensors(folder: Path, is_answered: bool) -> None:
+    async def ask(runtime: Runtime) -> weakref.ref[Keeper]:
+        keeper = Keeper()
+        submission = keeper.submission = sent(runtime, 4, keeper.hear)
+        if is_answered:
+            await asyncio.wait_for(keeper.heard.wait(), PATIENCE_S)
+        else:
+            submission.cancel()
+        return weakref.ref(keeper)
+
+    with office(folder) as (backend, runtime):
+        backend.is_quick = is_answered
+        gc.collect()
+        gc.disable()
+        try:
+            kept = asyncio.run(ask(runtime))
+            if not is_answered:
+                backend.wait_for(1).answer()
+            wait_until(lambda: kept() is None, PATIENCE_S, "the caller to be collected")
+        finally:
+            gc.enable()
+
+
+class Keeper:
+    """Who asks, and keeps what it asked for cancelling, as a connection does."""
+
+    def __init__(self) -> None:
+        self.heard = asyncio.Event()
+        self.submission: LoopSubmission | None = None
+
+    def hear(self, outcome: Outcome) -> None:
+        del outcome
+        self.heard.set()
 
 
 def test_a_loop_hears_no_more_of_what_it_cancelled(folder: Path) -> None:
