@@ -60,7 +60,7 @@ class HttpServer:
                     AsgiBridge(
                         loop,
                         application(
-                            service, self._patient, page_routes(service.overview, self._patient)
+                            service, self._patient, page_routes(service.overview, self._executor)
                         ),
                     ),
                     Restriction(options.restricted, options.control_token),
