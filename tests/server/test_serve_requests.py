@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tritonclient.grpc as grpc_client
 from tests.server.repositories import ECHO, write
 from tests.server.running import RunningServer, running, starting
 from tests.waiting import wait_until
@@ -122,6 +123,30 @@ def test_clients_control_the_models_where_the_mode_is_explicit(models: Path) -> 
         wait_until(lambda: server.get("/v2/health/ready")[0] == 200)
 
 
+def test_a_model_is_replaced_without_a_request_being_lost(models: Path) -> None:
+    answers: list[tuple[int, Any]] = []
+    enough = threading.Event()
+    flags = ("--model-control-mode=poll", "--repository-poll-secs=0")
+    with running(models, *flags) as server:
+
+        def ask() -> None:
+            while not enough.is_set():
+                answers.append(server.get("/v2/models/good/infer", "POST", BODY))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            for number in range(2, 5):
+                multiplied = ECHO.replace(".as_numpy()", f".as_numpy() * {number}")
+                write(models, "good", multiplied)
+                server.tell(signal.SIGHUP)
+                wait_until(lambda number=number: answers and first(answers[-1]) == number)
+        finally:
+            enough.set()
+            asking.join()
+    assert {status for status, _ in answers} == {200}
+
+
 def test_nobody_controls_the_models_in_the_other_modes(models: Path) -> None:
     with running(models) as server:
         status, said = server.get("/v2/repository/models/good/load", "POST")
@@ -163,7 +188,7 @@ def test_apis_may_ask_for_a_header(models: Path) -> None:
         assert server.get("/v2/models/good/infer", "POST", BODY)[0] == 200
 
 
-def test_http_may_speak_tls(models: Path, tmp_path: Path) -> None:
+def test_both_protocols_may_speak_tls(models: Path, tmp_path: Path) -> None:
     key, certificate = self_signed(tmp_path)
     flags = (f"--http-server-cert={certificate}", f"--http-server-key={key}")
     with running(models, *flags) as server:
@@ -171,6 +196,13 @@ def test_http_may_speak_tls(models: Path, tmp_path: Path) -> None:
         url = f"https://localhost:{server.ports['http']}/v2/health/ready"
         with urllib.request.urlopen(url, timeout=30, context=context) as response:
             assert response.status == 200
+    flags = ("--grpc-use-ssl=true", f"--grpc-server-cert={certificate}", f"--grpc-server-key={key}")
+    with running(models, *flags) as server:
+        name = f"localhost:{server.ports['grpc']}"
+        with grpc_client.InferenceServerClient(
+            name, ssl=True, root_certificates=str(certificate)
+        ) as client:
+            assert client.is_server_ready(client_timeout=30)
     with starting(
         models, f"--http-server-cert={certificate}", f"--http-server-key={tmp_path}"
     ) as server:
@@ -191,6 +223,10 @@ def cmdline(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return b""
+
+
+def first(answer: tuple[int, Any]) -> float:
+    return float(answer[1]["outputs"][0]["data"][0])
 
 
 def status_of(request: urllib.request.Request) -> int:
