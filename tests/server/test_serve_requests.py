@@ -11,6 +11,7 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,10 @@ def test_a_model_is_replaced_without_a_request_being_lost(models: Path) -> None:
         asking.start()
         try:
             for number in range(2, 5):
-                multiplied = ECHO.replace(".as_numpy()", f".as_numpy() * {number}")
-                write(models, "good", multiplied)
+                text = ECHO.replace(".as_numpy()", f".as_numpy() * {number}")
+                write(models, "good", text)
                 server.tell(signal.SIGHUP)
-                wait_until(lambda number=number: answers and first(answers[-1]) == number)
+                wait_until(partial(is_answered_with, answers, number))
         finally:
             enough.set()
             asking.join()
@@ -196,8 +197,8 @@ def test_both_protocols_may_speak_tls(models: Path, tmp_path: Path) -> None:
         url = f"https://localhost:{server.ports['http']}/v2/health/ready"
         with urllib.request.urlopen(url, timeout=30, context=context) as response:
             assert response.status == 200
-    flags = ("--grpc-use-ssl=true", f"--grpc-server-cert={certificate}", f"--grpc-server-key={key}")
-    with running(models, *flags) as server:
+    for_grpc = (f"--grpc-server-cert={certificate}", f"--grpc-server-key={key}")
+    with running(models, "--grpc-use-ssl=true", *for_grpc) as server:
         name = f"localhost:{server.ports['grpc']}"
         with grpc_client.InferenceServerClient(
             name, ssl=True, root_certificates=str(certificate)
@@ -225,8 +226,8 @@ def cmdline(pid: int) -> bytes:
         return b""
 
 
-def first(answer: tuple[int, Any]) -> float:
-    return float(answer[1]["outputs"][0]["data"][0])
+def is_answered_with(answers: list[tuple[int, Any]], number: int) -> bool:
+    return bool(answers) and answers[-1][1]["outputs"][0]["data"][0] == number
 
 
 def status_of(request: urllib.request.Request) -> int:
