@@ -204,9 +204,10 @@ class _OneResponse(Waiter):
 
     def fail(self, error: BaseException) -> None:
         """The client gets an error."""
-        self._call.fail(status_of(error))
         if self.trace is not None:
-            self.trace.end()
+            self.trace.mark("GRPC_SEND_START")
+        self._call.fail(status_of(error))
+        self._sent()
 
     def _sent(self) -> None:
         if self.trace is not None:
