@@ -74,11 +74,16 @@ def test_it_asks_nobody_but_its_own_server(tab: Tab, site: Site) -> None:
 def test_rates_and_counts_move(tab: Tab, site: Site) -> None:
     page = tab(site.url)
     page.wait_for_text(row("large_numbers"), "READY")
-    for _ in range(20):
-        assert site.infer("large_numbers", {"X": ("INT64", [1], [1])}) == 200
 
-    page.wait_for_text(row("large_numbers"), "20")
-    page.wait_for("document.querySelector('.tile .value').innerText !== '0'", "a rate")
+    def rate_after_a_request() -> bool:
+        assert site.infer("large_numbers", {"X": ("INT64", [1], [1])}) == 200
+        return bool(page.evaluate("document.querySelector('.tile .value').innerText !== '0'"))
+
+    wait_until(rate_after_a_request, 30.0, "a rate")
+    answered = site.model("large_numbers")["success"]
+    page.wait_for(
+        f"document.querySelector(\"{row('large_numbers')} td:nth-child(8)\").innerText === '{answered}'"
+    )
     page.wait_for("(document.querySelector('.plot-line').getAttribute('d') ?? '') !== ''", "a plot")
     assert "up to" in page.text(".tile .axis")
 
@@ -106,6 +111,16 @@ def test_a_model_that_is_unloaded_takes_no_requests(tab: Tab, site: Site, reposi
     page.wait_for("document.querySelector('#send')?.disabled", "a form that cannot be sent")
     assert "takes no requests now" in page.text("#form-note")
     assert page.complaints() == []
+
+
+def test_a_name_alone_means_the_latest_version(tab: Tab, site: Site, repository: Path) -> None:
+    shutil.copytree(repository / "add_sub", repository / "comes")
+    page = tab(f"{site.url}/#/comes")
+    page.wait_for_text("#subtitle", "UNAVAILABLE")
+    assert site.load("comes") == 200
+
+    page.wait_for_text("#title", "comes, version 1")
+    page.wait_for("document.querySelector('#send')?.disabled === false", "a form")
 
 
 def test_a_hundred_models_can_be_filtered(tab: Tab, site: Site, repository: Path) -> None:
