@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Of a text and of a traceback.
 MAX_CHARACTERS = 8192
+_TRACEBACK = "\nTraceback (most recent call last):\n"
 
 
 @dataclass
@@ -35,6 +36,10 @@ class RecentError:
     requests: int
 
 
+# Model, version, text.
+_Key = tuple[str, int | None, str]
+
+
 class RecentErrors:
     """The latest errors that differ in their model or their text. Any thread may call any method.
 
@@ -44,7 +49,9 @@ class RecentErrors:
     def __init__(self, most: int = 50) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._errors: OrderedDict[tuple[str, int | None, str], RecentError] = OrderedDict()
+        self._errors: OrderedDict[_Key, RecentError] = OrderedDict()
+        # Of errors that are on their way still, as the log is another one.
+        self._early: OrderedDict[_Key, str] = OrderedDict()
 
     def add(
         self,
@@ -62,6 +69,7 @@ class RecentErrors:
         now_ms = time.time_ns() // 1_000_000
         key = model, version, text
         with self._lock:
+            traceback = self._early.pop(key, traceback)
             known = self._errors.get(key)
             if known is None:
                 self._errors[key] = RecentError(
@@ -76,6 +84,21 @@ class RecentErrors:
             known.traceback = known.traceback or traceback
             known.instance = instance or known.instance
             known.request_id = request_id or known.request_id
+
+    def logged(self, model: str, version: int, message: str) -> None:
+        """What a stub logged: where it is an error with its traceback, keep that with the error."""
+        text, mark, rest = message.partition(_TRACEBACK)
+        if not mark:
+            return
+        key, traceback = (model, version, _cut(text)), _cut((mark + rest).lstrip("\n"))
+        with self._lock:
+            known = self._errors.get(key)
+            if known is not None:
+                known.traceback = traceback
+                return
+            self._early[key] = traceback
+            if len(self._early) > self._most:
+                self._early.popitem(last=False)
 
     @contextlib.contextmanager
     def noting(self, model: str) -> Iterator[None]:
@@ -101,6 +124,7 @@ def _text(error: BaseException | str) -> str:
 
 def _cut(text: str) -> str:
     """The end of a traceback says what happened, the beginning of a text does; keep both."""
+    text = text.rstrip("\n")
     if len(text) <= MAX_CHARACTERS:
         return text
     half = MAX_CHARACTERS // 2

@@ -61,7 +61,7 @@ class StubHandle(StubConnection):
         options = model.options
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
-        self._python, self._environment = python, environment
+        self._model, self._python, self._environment = model, python, environment
         self._stubs = stubs
         self.metrics = StubMetrics(stubs.metrics, self.catch_up)
         self.readiness = StubReadiness(name, stubs.reactor, self.tell)
@@ -321,6 +321,7 @@ class StubHandle(StubConnection):
         kind = fields[0]
         if kind == Kind.LOG:
             self._output.log(*fields[1:])
+            self._stubs.models.errors.logged(self._model.name, self._model.version, fields[2])
         elif kind == Kind.METRICS:
             self.metrics.change(fields[1], fields[2])
         elif kind == Kind.READINESS:

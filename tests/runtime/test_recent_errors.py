@@ -65,6 +65,22 @@ def test_an_error_that_cannot_be_printed_is_told_by_its_name() -> None:
     assert recent.latest()[0].text == "Unprintable"
 
 
+def test_a_traceback_finds_its_error_whichever_comes_first() -> None:
+    recent = RecentErrors()
+    logged = "it failed\n\nTraceback (most recent call last):\n  here\nOne: it failed\n"
+    recent.add("late", 1, "it failed\n")
+    for model in ("late", "early", "other"):
+        recent.logged(model, 1, logged)
+    recent.add("early", 1, "it failed\n")
+    recent.logged("early", 1, "something else\n")
+
+    traceback = "Traceback (most recent call last):\n  here\nOne: it failed"
+    assert [(e.model, e.traceback) for e in recent.latest()] == [
+        ("early", traceback),
+        ("late", traceback),
+    ]
+
+
 # What gets there
 
 
@@ -81,8 +97,12 @@ def test_a_model_s_error_is_kept_with_the_place_in_its_file(tmp_path: Path) -> N
         for number in range(3):
             with pytest.raises(ModelError):
                 runtime.request("fails", {"X": np.zeros(1, np.float32)}, request_id=f"r{number}")
+        # It comes on its own way.
+        wait_until(lambda: errors(runtime)[0].traceback)
         (error,) = errors(runtime)
 
+    assert error.traceback.startswith("Traceback (most recent call last):\n")
+    assert "    raise ValueError('not today')\nValueError: not today" in error.traceback
     assert "ValueError: not today\n\nAt:\n" in error.text
     assert f"{file}(4): __call__" in error.text
     assert (error.model, error.version, error.instance) == ("fails", 1, "fails_0")

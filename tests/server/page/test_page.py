@@ -164,6 +164,7 @@ def test_an_error_with_markup_in_it_is_shown_as_text(tab: Tab, site: Site) -> No
     assert HOSTILE in kept
     assert "model.py" in kept
     assert "deeper" in kept
+    assert "    raise ValueError" in page.wait_for_text("#errors pre:last-child", "Traceback")
     assert page.evaluate("window.hurt ?? null") is None
     assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
     assert [text for text in page.complaints() if not text.startswith(REFUSED)] == []
