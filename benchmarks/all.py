@@ -24,6 +24,7 @@ NAMES = (
     "bls",
     "bytes_tensors",
     "peers",
+    "http_echo",
     "serve",
 )
 RESULTS = Path(__file__).parent / "results"

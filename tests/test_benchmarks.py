@@ -25,6 +25,7 @@ QUESTIONS = (
     "bls",
     "bytes_tensors",
     "peers",
+    "http_echo",
     "serve",
 )
 

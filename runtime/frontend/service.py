@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,11 +22,15 @@ from moonpool.runtime.request import Wire
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from moonpool.runtime.backend import Model
     from moonpool.runtime.frontend.tensors import Input
     from moonpool.runtime.runtime import Runtime
 
 _UINT8 = np.dtype(np.uint8)
+# What is smaller is copied in less time than it takes to tell a stub where it lies.
+_WORTH_PLACING_BYTES = 64 << 10
 
 
 class Service:
@@ -70,9 +74,11 @@ class Service:
             raise WrongSize(name, expected, size_bytes)
         self.shared_memory.check(region, offset, size_bytes)
         backend = self.models.backends.of(model.config)
-        raw = np.empty(size_bytes, _UINT8)
-        if size_bytes and isinstance(backend, PythonBackend):
-            raw = backend.memory_of(model).empty((size_bytes,), _UINT8, size_bytes)  # type: ignore[assignment]
+        raw: NDArray[Any]
+        if size_bytes >= _WORTH_PLACING_BYTES and isinstance(backend, PythonBackend):
+            raw = backend.memory_of(model).empty((size_bytes,), _UINT8, size_bytes)
+        else:
+            raw = np.empty(size_bytes, _UINT8)
         self.shared_memory.read(region, offset, raw)
         if code in (BYTES, BF16):
             return Wire(code, tuple(shape), raw)
