@@ -48,6 +48,14 @@ def details_of(
     )
 
 
+def with_parameters(details: Details | None, further: Mapping[str, Parameter]) -> Details | None:
+    """The details with more parameters, which go before those that are there. Raises `InvalidRequest`."""
+    if not further:
+        return details
+    details = details or Details()
+    return details._replace(parameters=_parameters({**(details.parameters or {}), **further}))
+
+
 def _number(name: str, value: object, high: int) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ def http_options(options: ServerOptions) -> HttpOptions:
         restricted=restricted("--http-restricted-api", options.http_restricted_api),
         control_token=control_token(options.control_token_file),
         allowed_origins=frozenset(options.http_allowed_origin),
+        header_forward_pattern=options.http_header_forward_pattern,
         limits=HttpLimits(
             body_bytes=options.http_max_body_bytes,
             inflated_bytes=options.http_max_inflated_bytes,

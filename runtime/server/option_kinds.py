@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.config_values import SANDBOX_LEVELS, Kind
@@ -52,6 +53,14 @@ def _text(text: str) -> str:
     return text
 
 
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"must be a regular expression ({error})") from None
+    return text
+
+
 def _choice(*words: str) -> Kind:
     def read(text: str) -> str:
         if text not in words:
@@ -64,6 +73,7 @@ def _choice(*words: str) -> Kind:
 # A switch is a boolean that needs no value on the command line.
 KINDS = {
     "text": Kind("text", _text),
+    "regex": Kind("pattern", _regex),
     "path": Kind("path", _text),
     "boolean": Kind("true\\|false", _boolean),
     "switch": Kind("", _boolean),

@@ -52,6 +52,7 @@ http-address text: The address to listen at; `0.0.0.0` is all of IPv4, `::` all 
 http-port port: The port; 0 takes one that is free.
 reuse-http-port boolean: Several servers may listen on the same port.
 http-restricted-api text*: `<api,api,…>:<header>=<value>`: requests for these APIs must have this header. The APIs are health, metadata, inference, shared-memory, model-config, model-repository, statistics, trace, logging.
+http-header-forward-pattern regex: Headers whose whole name, in lower case, matches this regular expression become parameters of requests.
 http-server-cert path: A certificate in PEM form; the port speaks TLS then.
 http-server-key path: Its private key.
 http-max-body-bytes whole: The largest body of a request.
@@ -65,7 +66,7 @@ allow-grpc boolean: Serve gRPC.
 grpc-address text: The address to listen at.
 grpc-port port: The port; 0 takes one that is free.
 reuse-grpc-port boolean: Several servers may listen on the same port.
-grpc-header-forward-pattern text: Headers whose whole name matches this regular expression become parameters of requests.
+grpc-header-forward-pattern regex: Headers whose whole name matches this regular expression become parameters of requests.
 grpc-use-ssl boolean: Speak TLS.
 grpc-use-ssl-mutual boolean: Speak TLS, and ask clients for certificates.
 grpc-server-cert path: The certificate in PEM form.
@@ -103,7 +104,6 @@ trace-log-frequency whole: The same as `--trace-config=triton,log-frequency=…`
 _WITHOUT_EFFECT = """
 backend-config text*: the settings of a model's processes are in its config.pbtxt: docs/OPTIONS.md
 http-thread-count whole: one event loop serves all of HTTP; --frontends has several
-http-header-forward-pattern text: headers are handed on to models over gRPC only
 grpc-infer-thread-count whole: the gRPC library manages its threads itself
 grpc-infer-allocation-pool-size whole: there are no objects to keep
 enable-peer-access boolean: the server itself uses no GPU

@@ -34,6 +34,7 @@ class ServerOptions:
     http_port: int = 8000
     reuse_http_port: bool = False
     http_restricted_api: tuple[str, ...] = ()
+    http_header_forward_pattern: str = ""
     http_server_cert: str = ""
     http_server_key: str = ""
     http_max_body_bytes: int = 2**31 - 1

@@ -175,6 +175,7 @@ def test_booleans_are_read_as_triton_reads_them(text: str) -> None:
         ("exit-timeout-secs", "", "must be a whole number"),
         ("model-namespacing", "true", "--model-namespacing cannot be true: models of the same"),
         ("allow-sagemaker", "true", "there is no SageMaker endpoint"),
+        ("http-header-forward-pattern", "(", "must be a regular expression"),
         ("sandbox", "x", "must be off, standard or strict"),
     ],
 )

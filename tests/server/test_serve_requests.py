@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
-from tests.server.repositories import ECHO, write
+from tests.server.repositories import CONFIG, ECHO, write
 from tests.server.running import RunningServer, running, starting
 from tests.waiting import wait_until
 
@@ -179,6 +180,48 @@ def test_changes_ask_for_the_token_and_nothing_else_does(models: Path, tmp_path:
             request = urllib.request.Request(load, b"", headers, method="POST")
             assert status_of(request) == status
         assert "s3cret" not in server.text()
+
+
+TELLS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        told = [np.array([r.parameters().encode()], object).reshape(1, 1) for r in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("TOLD", text)]) for text in told]
+"""
+TELLING = CONFIG.replace(
+    'output [{ name: "OUT" data_type: TYPE_FP32 dims: [4] }]',
+    'output [{ name: "TOLD" data_type: TYPE_STRING dims: [1] }]',
+)
+
+
+def test_headers_are_handed_on_to_models_where_that_is_wanted(models: Path) -> None:
+    write(models, "tells", TELLS, TELLING)
+    flags = ("--http-header-forward-pattern=x-.*", "--grpc-header-forward-pattern=x-.*")
+    with running(models, *flags) as server:
+        url = f"http://{server.http}/v2/models/tells"
+        simple = json.dumps({"IN": [1, 2, 3, 4]}).encode()
+        told: list[dict[str, str]] = []
+        for path, body in (("/infer", BODY), ("/infer", BODY), ("/generate", simple)):
+            headers = {
+                "X-Who": f"me{len(told)}",
+                "Y-Other": "no",
+                "Content-Type": "application/json",
+            }
+            request = urllib.request.Request(url + path, body, headers)
+            with urllib.request.urlopen(request, timeout=30) as response:
+                said = json.load(response)
+            text = said["TOLD"] if path == "/generate" else said["outputs"][0]["data"][0]
+            told.append(json.loads(text))
+        with grpc_client.InferenceServerClient(server.grpc) as client:
+            tensor = grpc_client.InferInput("IN", [1, 4], "FP32")
+            tensor.set_data_from_numpy(np.ones((1, 4), np.float32))
+            answer = client.infer("tells", [tensor], headers={"x-who": "me3"})
+            told.append(json.loads(answer.as_numpy("TOLD")[0, 0]))
+    assert told == [{"x-who": f"me{number}"} for number in range(4)]
 
 
 def test_apis_may_ask_for_a_header(models: Path) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import Response as Answer
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import CODES
-from moonpool.runtime.details import details_of
+from moonpool.runtime.details import details_of, with_parameters
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.frontend.http.exchange import error_body
 from moonpool.runtime.frontend.http.json_text import NotJson, dumps, loads, member
@@ -46,7 +46,7 @@ async def generate(
 ) -> Answer:
     """The only response. Raises `MoonpoolError` where there is no request."""
     hosted: Hosted = service.models.find(name, version_of(version))
-    request = _request(hosted, body)
+    request = _request(hosted, body, exchange.head.forwarded)
     trace = begin_trace(service, exchange, hosted, request) if service.traces.is_on else None
     text, status, count = b"", 200, 0
     with ResponseStream(hosted.scheduler, request, None) as stream:
@@ -70,7 +70,7 @@ async def generate_stream(
 ) -> Answer:
     """All responses as events, the first of which decides about the status. Raises as `generate`."""
     hosted: Hosted = service.models.find(name, version_of(version))
-    request = _request(hosted, body)
+    request = _request(hosted, body, exchange.head.forwarded)
     trace = begin_trace(service, exchange, hosted, request) if service.traces.is_on else None
     return Events(hosted, ResponseStream(hosted.scheduler, request, None), exchange, trace)
 
@@ -123,7 +123,7 @@ def _event(text: bytes) -> bytes:
     return b"data: %b\n\n" % text
 
 
-def _request(hosted: Hosted, body: bytes) -> InferenceRequest:
+def _request(hosted: Hosted, body: bytes, forwarded: Mapping[str, str]) -> InferenceRequest:
     root = loads(body)
     if not isinstance(root, dict):
         raise NotJson("attempt to get members for non-object")
@@ -144,7 +144,7 @@ def _request(hosted: Hosted, body: bytes) -> InferenceRequest:
         else:
             parameters[key] = _parameter(key, value)
     details = details_of(request_id, 0, 0, 0, 0, parameters)
-    return make_request(hosted, inputs, None, details)
+    return make_request(hosted, inputs, None, with_parameters(details, forwarded))
 
 
 def _parameter(key: str, value: object) -> Parameter:

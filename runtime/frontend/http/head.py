@@ -38,6 +38,7 @@ class Head:
     __slots__ = (
         "content_length",
         "expects_continue",
+        "forwarded",
         "headers",
         "is_chunked",
         "keeps_alive",
@@ -63,6 +64,8 @@ class Head:
         self.keeps_alive = True
         # What whoever handles such requests has worked out for all of them.
         self.plan: object = None
+        # What the server was told to hand on to models, as parameters.
+        self.forwarded: dict[str, str] = {}
 
 
 class HeadParser:

@@ -11,6 +11,7 @@ import numpy as np
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT
+from moonpool.runtime.details import with_parameters
 from moonpool.runtime.errors import InvalidRequest, ModelError, own
 from moonpool.runtime.frontend.http.encoding import ENCODINGS, accepted, deflate, inflate
 from moonpool.runtime.frontend.http.head import JSON, TEXT, BadMessage
@@ -223,7 +224,12 @@ class InferCall:
             if length:
                 plan = self._plan = self._route.plan(body, length)
                 prepared = plan.prepared
-                if prepared is not None and prepared.signature is hosted.signature:
+                if (
+                    prepared is not None
+                    and prepared.signature is hosted.signature
+                    # A request with parameters of its own is not like any that was before.
+                    and not self._exchange.head.forwarded
+                ):
                     request = prepared.request(data, length, has_views=is_shared)
                     if request is not None:
                         self._submit(request)
@@ -264,12 +270,13 @@ class InferCall:
         try:
             if plan.has_shared:
                 self._read_shared()
-            request = make_request(hosted, self._arrays, plan.outputs, plan.details)
+            details = with_parameters(plan.details, self._exchange.head.forwarded)
+            request = make_request(hosted, self._arrays, plan.outputs, details)
         except MoonpoolError as error:
             self._fail(error, JSON)
             return
         del self._arrays
-        if Prepared.can_be(plan, request):
+        if details is plan.details and Prepared.can_be(plan, request):
             plan.prepared = Prepared(plan, hosted, request)
         self._submit(request)
 

@@ -57,6 +57,8 @@ class HttpOptions:
     """What the endpoints that change the server ask for, as `Authorization: Bearer`."""
     allowed_origins: frozenset[str] = frozenset()
     """Origins, such as `https://example.org`, whose pages may drive the server beside its own."""
+    header_forward_pattern: str = ""
+    """Headers whose whole lower-case name matches this regular expression become parameters of requests."""
     limits: HttpLimits = field(default_factory=HttpLimits)
     tls: ssl.SSLContext | None = None
     """In place of the two files."""

@@ -60,11 +60,14 @@ class Routes:
         application: AsgiBridge,
         restriction: Restriction,
         origins: Origins,
+        header_forward_pattern: str = "",
     ) -> None:
         self._inference = inference
         self._application = application
         self._restriction = restriction
         self._origins = origins
+        pattern = header_forward_pattern
+        self._forwards = re.compile(pattern) if pattern else None
 
     def handle(self, exchange: Exchange) -> None:
         """Answer, or see that somebody does."""
@@ -94,6 +97,9 @@ class Routes:
 
     def _make_plan(self, head: Head) -> _Plan:
         path = path_of(head)
+        if self._forwards is not None:
+            headers = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in head.headers.items())
+            head.forwarded = {key: text for key, text in headers if self._forwards.fullmatch(key)}
         refusal = self._refusal(head, path)
         found = _INFER.fullmatch(path)
         if refusal is not None or found is None:

@@ -65,6 +65,7 @@ class HttpServer:
                     ),
                     Restriction(options.restricted, options.control_token),
                     Origins(options.allowed_origins, is_loopback=_is_loopback(options.address)),
+                    options.header_forward_pattern,
                 )
                 context = _tls(options)
                 await self._listen("http", options.address, options.port, routes, context)
