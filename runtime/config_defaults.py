@@ -81,6 +81,8 @@ _ACTED_ON: dict[str, frozenset[str]] = {
             "sequence_batching",
             "instance_group",
             "default_model_filename",
+            "metric_tags",
+            "model_metrics",
             "model_transaction_policy",
             "parameters",
         ]
@@ -95,6 +97,7 @@ _ACTED_ON: dict[str, frozenset[str]] = {
     "ModelDynamicBatching": frozenset(MESSAGES["ModelDynamicBatching"]),
     "ModelQueuePolicy": frozenset(MESSAGES["ModelQueuePolicy"]),
     **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelSequence")},
+    **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelMetrics")},
     "ModelInstanceGroup": frozenset(["name", "kind", "count", "gpus"]),
     "ModelParameter": frozenset(["string_value"]),
 }

@@ -11,7 +11,9 @@ from moonpool.runtime.backend import Model, ModelInstance
 from moonpool.runtime.config import unused_fields
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.latency_summary import LatencySummaries
+from moonpool.runtime.metric_settings import first_response_bounds_ns, tags_of
 from moonpool.runtime.readiness import ask_all
+from moonpool.runtime.response_statistics import ResponseStatistics
 from moonpool.runtime.scheduler import Scheduler
 from moonpool.runtime.signature import Signature
 from moonpool.runtime.states import MODEL, InstanceState, Machine, ModelState
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.readiness import Answer
     from moonpool.runtime.request import InferenceRequest
+    from moonpool.runtime.statistics import Statistics
     from moonpool.runtime.stubs import Stubs
     from moonpool.runtime.supervisor import Seat
 
@@ -100,11 +103,17 @@ class HostedModel:
         )
         self.scheduler = Scheduler(model, self._reactor, self._executor, self.supervisor.lost)
         self.scheduler.outcomes.note = self._note
-        if self._metrics.summary_latencies:
-            self.scheduler.statistics.summaries = LatencySummaries()
+        self._prepare_statistics(self.scheduler.statistics)
         self.supervisor.serve(self.scheduler)
         self._is_starting = True
         self.supervisor.start_all()
+
+    def _prepare_statistics(self, statistics: Statistics) -> None:
+        raw = self.model.config.raw
+        statistics.tags = tags_of(raw)
+        statistics.responses = ResponseStatistics(first_response_bounds_ns(raw))
+        if self._metrics.summary_latencies:
+            statistics.summaries = LatencySummaries()
 
     def give_up_loading(self) -> None:
         """Somebody who waits for `load` on another thread has had enough: let it fail soon."""

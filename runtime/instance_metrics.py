@@ -94,7 +94,7 @@ def _add_model(samples: _Samples, hosted: HostedModel) -> None:
     states = [seat.machine.state for seat in supervisor.seats]
     samples.add("moonpool_model_ready", labels, int(hosted.why_not_serving() is None))
     for state in InstanceState:
-        by_state = (labels[0], ("state", str(state)), *labels[1:])
+        by_state = labels_of(statistics, ("state", str(state)))
         samples.add("moonpool_instances", by_state, states.count(state))
     samples.add("moonpool_requests_in_flight", labels, _in_flight(scheduler))
     samples.add("moonpool_instances_executing", labels, scheduler.executing)
@@ -121,9 +121,10 @@ def _batch_sizes(executions: dict[int, int], labels: Labels) -> list[Sample]:
 
 
 def _add_instance(samples: _Samples, hosted: HostedModel, seat: Seat) -> None:
-    model, version = labels_of(hosted.scheduler.statistics)
+    statistics = hosted.scheduler.statistics
     # Not "instance", which Prometheus calls the server that it asks.
-    labels = (model, ("model_instance", seat.instance.name), version)
+    instance = ("model_instance", seat.instance.name)
+    labels = labels_of(statistics, instance)
     samples.add("moonpool_instance_restarts_total", labels, seat.restarts)
     stub = seat.instance.state
     process = getattr(stub, "process", None)
@@ -139,6 +140,6 @@ def _add_instance(samples: _Samples, hosted: HostedModel, seat: Seat) -> None:
         ("request", link.loans.size_bytes),
         ("response", link.size_bytes() - link.loans.size_bytes),
     ):
-        by_direction = (("direction", direction), *labels)
+        by_direction = labels_of(statistics, instance, ("direction", direction))
         samples.add("moonpool_region_allocated_bytes", by_direction, size)
     samples.add("moonpool_region_used_bytes", labels, link.loans.used_bytes)

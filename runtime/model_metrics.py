@@ -88,7 +88,7 @@ _SUMMARIES: list[tuple[str, str, Callable[[LatencySummaries], LatencySummary]]] 
         lambda s: s.output,
     ),
 ]
-_FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 _NS_PER_MS = 1_000_000
 
 # What models may not make something else of.
@@ -100,7 +100,7 @@ KINDS = {
     **{name: -1 for name, _, _ in _SUMMARIES},
     "nv_inference_pending_request_count": GAUGE,
     "nv_model_load_duration_secs": GAUGE,
-    _FIRST_RESPONSE: HISTOGRAM,
+    FIRST_RESPONSE: HISTOGRAM,
 }
 
 
@@ -167,7 +167,7 @@ def _first_responses(served: Iterable[HostedModel]) -> Family:
             first = statistics.responses.first
             samples += first.samples(labels_of(statistics), _NS_PER_MS)
     text = "Duration from request to first response in milliseconds"
-    return Family(_FIRST_RESPONSE, text, "histogram", samples)
+    return Family(FIRST_RESPONSE, text, "histogram", samples)
 
 
 def _summaries(all_of: Iterable[Statistics], options: MetricsOptions) -> list[Family]:
@@ -182,14 +182,15 @@ def _summaries(all_of: Iterable[Statistics], options: MetricsOptions) -> list[Fa
     return families
 
 
-def labels_of(statistics: Statistics, reason: str = "") -> Labels:
-    """The labels of a model version."""
-    reasons = (("reason", reason),) if reason else ()
-    return (("model", statistics.name), *reasons, ("version", statistics.version))
+def labels_of(statistics: Statistics, *others: tuple[str, str]) -> Labels:
+    """The labels of a model version, with others, in their order."""
+    own = (("model", statistics.name), ("version", statistics.version))
+    return tuple(sorted((*statistics.tags, *own, *others)))
 
 
 def _sample(statistics: Statistics, value: int, reason: str = "") -> Sample:
-    return Sample("", labels_of(statistics, reason), value)
+    reasons = (("reason", reason),) if reason else ()
+    return Sample("", labels_of(statistics, *reasons), value)
 
 
 def reason_of(error: BaseException) -> str:

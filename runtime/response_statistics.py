@@ -17,11 +17,11 @@ class ResponseStatistics:
 
     __slots__ = ("_places", "first")
 
-    def __init__(self) -> None:
+    def __init__(self, first_bounds_ns: tuple[int, ...] = FIRST_RESPONSE_BOUNDS_NS) -> None:
         # By place: count and duration of each kind.
         self._places: dict[int, list[int]] = {}
         # From a request to the first response to it.
-        self.first = BucketCounts(FIRST_RESPONSE_BOUNDS_NS)
+        self.first = BucketCounts(first_bounds_ns)
 
     def record(self, place: int, kind: str, duration_ns: int) -> None:
         """The response at this place, counted from 0, came so long after the one before it.

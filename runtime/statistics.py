@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from moonpool.runtime.response_statistics import ResponseStatistics
 
 if TYPE_CHECKING:
+    from moonpool.runtime.exposition import Labels
     from moonpool.runtime.latency_summary import LatencySummaries
 
 Duration: TypeAlias = "dict[str, int]"
@@ -48,12 +49,15 @@ class Statistics:
         "success_count",
         "success_ns",
         "summaries",
+        "tags",
         "version",
     )
 
     def __init__(self, name: str, version: str) -> None:
         self.name = name
         self.version = version
+        # Labels that the model's configuration adds to those of all its metrics.
+        self.tags: Labels = ()
         self.last_inference_ms = 0
         self.inference_count = self.execution_count = 0
         self.success_count = self.success_ns = 0

@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 
 from moonpool.runtime.exposition import Family, Sample
 
 
 class Meter:
-    """What one protocol counts. Any thread may call any method."""
+    """What one protocol counts, on one thread; any thread may read."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._answers: dict[str | int, int] = {}
+        self._answers: defaultdict[str | int, int] = defaultdict(int)
         self._opened = self._closed = 0
 
     def connected(self) -> None:
         """A client has a connection more."""
-        with self._lock:
-            self._opened += 1
+        self._opened += 1
 
     def disconnected(self) -> None:
         """One that was counted is no more."""
-        with self._lock:
-            self._closed += 1
+        self._closed += 1
 
     def answered(self, status: str | int) -> None:
         """A request has its answer: with an HTTP status, or the name of a gRPC code."""
-        with self._lock:
-            self._answers[status] = self._answers.get(status, 0) + 1
+        self._answers[status] += 1
 
     def counts(self) -> tuple[int, int, dict[str, int]]:
         """Connections ever, those that are open, and answers by status."""
+        answers = {str(status): count for status, count in self._answers.copy().items()}
+        return self._opened, self._opened - self._closed, answers
+
+
+class SharedMeter(Meter):
+    """A meter that many threads count on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def answered(self, status: str | int) -> None:
         with self._lock:
-            answers = {str(status): count for status, count in self._answers.items()}
-            return self._opened, self._opened - self._closed, answers
+            super().answered(status)
 
 
 class FrontendMetrics:
@@ -42,7 +50,7 @@ class FrontendMetrics:
 
     def __init__(self) -> None:
         self.http = Meter()
-        self.grpc = Meter()
+        self.grpc = SharedMeter()
 
     def families(self) -> list[Family]:
         """As they are now."""

@@ -24,7 +24,7 @@ class TestUnusedFields:
             ("batch_input { kind: BATCH_ITEM_SHAPE }", ["batch_input"]),
             ("model_operations { op_library_filename: \"x\" }", ["model_operations"]),
             ("cc_model_filenames { key: \"a\" value: \"b\" }", ["cc_model_filenames"]),
-            ("metric_tags { key: \"a\" value: \"b\" } runtime: \"r\"", ["metric_tags"]),
+            ("metric_tags { key: \"a\" value: \"b\" } runtime: \"r\"", []),
             ("backend: \"onnxruntime\" optimization { graph { level: 1 } }", []),
             ("instance_group { rate_limiter { priority: 2 } } instance_group { passive: true }",
              ["instance_group.rate_limiter", "instance_group.passive"]),
