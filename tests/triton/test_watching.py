@@ -108,6 +108,11 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
     folder = tmp_path_factory.mktemp("watched")
     models = ["doubles", "asks"]
     repository = write(folder / "repository", *models)
+    shutil.copytree(repository / "doubles", repository / "tagged")
+    with open(repository / "tagged" / "config.pbtxt", "a") as config:
+        config.write(
+            'metric_tags { key: "team" value: "blue" } metric_tags { key: "a" value: "x" }'
+        )
     theirs = Watched(interpreter(), repository, folder)
     theirs.traces = folder / "theirs"
     ours = folder / "ours"
@@ -120,7 +125,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
                 Side(theirs.grpc_port, theirs.metrics_port, theirs.traces),
                 Side(server.ports["grpc"], server.ports["metrics"], ours),
             )
-            for name in models:
+            for name in (*models, "tagged"):
                 both[0].stub.RepositoryModelLoad(
                     pb.RepositoryModelLoadRequest(model_name=name), timeout=TIMEOUT_S
                 )

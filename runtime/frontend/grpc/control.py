@@ -12,7 +12,8 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.frontend.grpc import health
-from moonpool.runtime.frontend.setting_values import BadSetting
+from moonpool.runtime.frontend.log_control import check_parameters
+from moonpool.runtime.frontend.trace_settings import changes_of_lists
 
 if TYPE_CHECKING:
     from moonpool.runtime.frontend.service import Service
@@ -135,36 +136,20 @@ class Control:
     # Settings
 
     def trace_setting(self, asked: Any) -> Any:
-        changes: dict[str, object] = {}
-        for name, given in asked.settings.items():
-            values = list(given.value)
-            if len(values) > 1 and name != "trace_level":
-                raise InvalidRequest(f"expect only 1 value for '{name}'")
-            changes[name] = (values if name == "trace_level" else values[0]) if values else None
+        given = {name: list(each.value) for name, each in asked.settings.items()}
         told = service_pb2.TraceSettingResponse()
-        shown = self._service.traces.settings(asked.model_name, changes)
+        shown = self._service.traces.settings(asked.model_name, changes_of_lists(given))
         for name, value in shown.items():
             told.settings[name].value.extend(value if isinstance(value, list) else [str(value)])
         return told
 
     def log_settings(self, asked: Any) -> Any:
-        changes: dict[str, object] = {}
-        for name, given in asked.settings.items():
-            kind = given.WhichOneof("parameter_choice")
-            if name in _LOG_KINDS:
-                wanted, words = _LOG_KINDS[name]
-                if kind != wanted:
-                    raise InvalidRequest(f"expect {words} for '{name}'")
-            changes[name] = None if kind is None else getattr(given, kind)
+        given: dict[str, object] = {}
+        for name, each in asked.settings.items():
+            kind = each.WhichOneof("parameter_choice")
+            given[name] = None if kind is None else getattr(each, kind)
         told = service_pb2.LogSettingsResponse()
-        try:
-            settings = self._service.logs.settings(changes)
-        except BadSetting as error:
-            if "--log_format" not in str(error):
-                raise
-            # Triton's words and code for it differ between its protocols.
-            raise InvalidRequest(str(error).replace("--log_format", "log_format")) from None
-        for name, value in settings.items():
+        for name, value in self._service.logs.settings(check_parameters(given)).items():
             if isinstance(value, bool):
                 told.settings[name].bool_param = value
             elif isinstance(value, int):
@@ -172,15 +157,6 @@ class Control:
             else:
                 told.settings[name].string_param = value
         return told
-
-
-_LOG_KINDS = {
-    "log_info": ("bool_param", "boolean"),
-    "log_warning": ("bool_param", "boolean"),
-    "log_error": ("bool_param", "boolean"),
-    "log_verbose_level": ("uint32_param", "int32"),
-    "log_format": ("string_param", "string"),
-}
 
 
 def _message(kind: str, told: dict[str, Any]) -> Any:
