@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.routing import BaseRoute
 
-    from moonpool.runtime.frontend.http.exchange import Exchange
     from moonpool.runtime.frontend.service import Service
 
     Endpoint = Callable[[Request], Awaitable[Response]]
@@ -147,8 +146,11 @@ class Endpoints:
     async def unload(self, request: Request) -> Response:
         """Unload a model."""
         _check_repository(request)
-        parameters = member(await _body(request, empty={}), "parameters", dict)
-        dependents = isinstance(parameters, dict) and parameters.get("unload_dependents") is True
+        try:
+            parameters = _object(await _body(request, empty={})).get("parameters")
+        except NotJson:
+            parameters = None  # Triton does not look at it, either
+        dependents = _object(parameters).get("unload_dependents") is True
         name, repository = request.path_params["model"], self._service.repository
         await self._elsewhere(lambda: repository.unload(name, unload_dependents=dependents))
         return done()
@@ -214,15 +216,18 @@ class Endpoints:
 
     async def generate(self, request: Request) -> Response:
         """One response, as JSON."""
-        exchange: Exchange = request.scope[EXCHANGE]
-        return await generate(self._service, exchange, *_model_of(request), await request.body())
+        return await self._generated(generate, request)
 
     async def generate_stream(self, request: Request) -> Response:
         """Any number of responses, as events."""
-        exchange: Exchange = request.scope[EXCHANGE]
-        return await generate_stream(
-            self._service, exchange, *_model_of(request), await request.body()
-        )
+        return await self._generated(generate_stream, request)
+
+    async def _generated(self, function: Callable[..., Any], request: Request) -> Response:
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
+        exchange, body = request.scope[EXCHANGE], await request.body()
+        answer: Response = await function(self._service, exchange, *_model_of(request), body)
+        return answer
 
     # Metrics
 

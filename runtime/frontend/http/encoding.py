@@ -64,7 +64,7 @@ def accepted(header: bytes) -> str | None:
     """Which encoding a client wants the most, of those that are spoken here; None for none."""
     best: str | None = None
     most = 0.0
-    for item in header.decode("latin-1").lower().split(","):
+    for item in header.decode("latin-1").split(","):
         name, _, parameter = item.partition(";")
         key, _, value = parameter.strip().partition("=")
         weight = 1.0

@@ -16,7 +16,6 @@ from moonpool.runtime.frontend.http.exchange import error_body
 from moonpool.runtime.frontend.http.json_text import NotJson, dumps, loads, member
 from moonpool.runtime.frontend.http.tracing import begin_trace
 from moonpool.runtime.frontend.requests import make_request
-from moonpool.runtime.frontend.statuses import http_status
 from moonpool.runtime.frontend.tensors import of_values, to_values
 from moonpool.runtime.model_control import version_of
 from moonpool.runtime.stream import ResponseStream
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 _EVENTS = ((b"Content-Type", b"text/event-stream; charset=utf-8"),)
 _MOST_UNSENT_BYTES = 64 << 20
 _JSON = "application/json"
+# Whatever the model's error is.
+_FAILED = 400
 _NOT_ONE = (
     b'{"error":"generate expects model to produce exactly 1 response, use generate stream for model '
     b'that generates various number of responses"}'
@@ -58,7 +59,7 @@ async def generate(
                     break
                 text = _shown(hosted, response)
         except MoonpoolError as error:
-            text, status, count = error_body(str(error)), http_status(error), 1
+            text, status, count = error_body(str(error)), _FAILED, 1
     if trace is not None:
         trace.mark("INFER_RESPONSE_COMPLETE")
         trace.mark("HTTP_SEND_START")
@@ -104,7 +105,7 @@ class Events(Answer):
                 except StopAsyncIteration:
                     break
                 except MoonpoolError as error:
-                    status, event = http_status(error), _event(error_body(str(error)))
+                    status, event = _FAILED, _event(error_body(str(error)))
                 if self._trace is not None:
                     self._trace.mark("HTTP_SEND_START")
                 if not exchange.status:
@@ -138,9 +139,16 @@ def _request(hosted: Hosted, body: bytes, forwarded: Mapping[str, str]) -> Infer
     for key, value in root.items():
         if key in tensors:
             inputs[key] = _input(tensors[key], value, config.max_batch_size > 0)
-        elif key == "parameters" and isinstance(value, dict):
-            for inner, parameter in value.items():
-                parameters[inner] = _parameter(inner, parameter)
+        elif key == "parameters":
+            if not isinstance(value, dict):
+                raise NotJson(
+                    "Expected JSON object for keyword: 'parameters': attempt to access JSON "
+                    "non-object as object"
+                )
+            try:
+                parameters |= {inner: _parameter(inner, each) for inner, each in value.items()}
+            except InvalidRequest as error:
+                raise InvalidRequest(f"Converting keyword: 'parameters': {error}") from None
         else:
             parameters[key] = _parameter(key, value)
     details = details_of(request_id, 0, 0, 0, 0, parameters)

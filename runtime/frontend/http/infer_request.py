@@ -9,7 +9,7 @@ from moonpool.ipc.tensors import BYTES, CODES, ITEMSIZE
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.frontend.http.json_text import NotJson, loads
 from moonpool.runtime.frontend.parameters import request_details
-from moonpool.runtime.frontend.tensors import BadJson, code_of, of_bytes, of_values
+from moonpool.runtime.frontend.tensors import BadJson, WrongSize, code_of, of_bytes, of_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -146,6 +146,9 @@ def raw_plan(config: ModelConfig, body: Body) -> tuple[Plan, Body]:
         shape[shape.index(-1)] = len(body) // row_bytes if row_bytes else 0
     if config.max_batch_size:
         shape.insert(0, 1)
+    expected_bytes = ITEMSIZE[code] * prod(shape)
+    if code != BYTES and len(body) != expected_bytes:
+        raise WrongSize("raw_input", expected_bytes, len(body))
     described = {
         "name": tensor.name,
         "datatype": tensor.datatype,

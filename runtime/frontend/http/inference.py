@@ -250,7 +250,9 @@ class InferCall:
     def _told(self, error: MoonpoolError) -> MoonpoolError:
         """Where a size is wrong Triton names the model and the request."""
         if isinstance(error, WrongSize):
-            return refused(error, self._hosted, self._plan.request_id)
+            # Without JSON there is no plan yet, and no id.
+            plan: Plan | None = getattr(self, "_plan", None)
+            return refused(error, self._hosted, "" if plan is None else plan.request_id)
         return error
 
     def _read_shared(self) -> None:

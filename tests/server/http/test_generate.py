@@ -68,7 +68,7 @@ def test_what_is_no_input_is_a_parameter(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "status", "error"), [(2, 200, _NOT_ONE), (-1, 500, "on purpose")]
+    ("count", "status", "error"), [(2, 200, _NOT_ONE), (-1, 400, "on purpose")]
 )
 def test_anything_but_one_response_is_an_error(
     serving: Serving, count: int, status: int, error: str
@@ -81,7 +81,7 @@ def test_anything_but_one_response_is_an_error(
 def test_the_first_response_decides_about_the_status(serving: Serving) -> None:
     reply = serving.post(MANY, {"text_input": "hi", "count": -1})
 
-    assert (reply.status, reply.headers["content-type"]) == (500, EVENTS)
+    assert (reply.status, reply.headers["content-type"]) == (400, EVENTS)
     assert events(reply.body) == [{"error": "on purpose"}]
 
 
