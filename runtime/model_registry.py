@@ -58,7 +58,8 @@ class ModelRegistry:
         audience: Audience | None = None,
     ) -> None:
         self.repositories = repositories
-        self._drain_timeout_s = drain_timeout_s
+        # How long a model that is to be unloaded may take for the requests that it has.
+        self.drain_timeout_s = drain_timeout_s
         self._listener = listener
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -144,7 +145,7 @@ class ModelRegistry:
             # Callers that found it a moment ago may have yet to send their requests.
             self._closing.wait(_GRACE_S)
             try:
-                replaced.unload(self._drain_timeout_s)
+                replaced.unload(self.drain_timeout_s)
             finally:
                 with self._lock:
                     self._retiring -= 1
@@ -214,7 +215,7 @@ class ModelRegistry:
                 loaded = self._take(name)
             if loaded is None:
                 raise ModelNotFound(f"model '{name}' is not loaded")
-            loaded.unload(self._drain_timeout_s)
+            loaded.unload(self.drain_timeout_s)
 
     def begin_unload(self, name: str) -> None:
         """Unload in the background; from now on nobody finds the model.
@@ -251,7 +252,7 @@ class ModelRegistry:
 
     def _finish(self, name: str, loaded: LoadedModel) -> None:
         try:
-            loaded.unload(self._drain_timeout_s)
+            loaded.unload(self.drain_timeout_s)
         finally:
             with self._lock:
                 self._moves.end(name)

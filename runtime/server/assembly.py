@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from moonpool.runtime.server.options import ServerOptions
 
 
+# For a model that is unloaded while the server goes on.
+_DRAIN_S = 30.0
+
+
 def make_service(options: ServerOptions, log: ServerLog, progress: Progress | None) -> Service:
     """A service whose runtime has no model yet; the caller closes both.
 
@@ -43,7 +47,7 @@ def make_service(options: ServerOptions, log: ServerLog, progress: Progress | No
         options.model_repository,
         models=(),
         backend_directory=options.backend_directory or None,
-        drain_timeout_s=options.exit_timeout_secs,
+        drain_timeout_s=max(_DRAIN_S, options.exit_timeout_secs),
         verbose=options.log_verbose > 0,
         listener=progress,
         metrics=metrics,

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool.server")
 # How often a load that is not wanted any more is told so: it may have begun a moment later.
 _INSIST_S = 0.2
+# For what models do for themselves when no client waits any more.
+_LAST_DRAIN_S = 1.0
 
 
 class StartFailed(MoonpoolError):
@@ -84,9 +86,9 @@ class Server:
         if self._grpc is not None:
             self._grpc.close()
         self._service.overview.close()
+        self._runtime.registry.drain_timeout_s = _LAST_DRAIN_S
         self._runtime.close()
         self._service.traces.close()
-        self._service.metrics.close()
         self._service.metrics.close()
 
     # Start
