@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_the_page_has_every_option_as_it_is() -> None:
         pytest.skip("only the tests are here, without the documents")
 
     assert file.read_text() == page()
+
+
+def test_what_the_document_on_serving_shows_is_right(file: Path) -> None:
+    document = Path(__file__).parents[2] / "docs" / "SERVING.md"
+    if not document.is_file():
+        pytest.skip("only the tests are here, without the documents")
+    text = document.read_text()
+    (shown,) = re.findall(r"^```toml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    file.write_text(shown)
+
+    assert read({"config": [str(file)]}).model_control_mode == "poll"
+    flags = set(re.findall(r"--([a-z][a-z0-9-]+[a-z0-9])", text))
+    # Of other programs, and the file itself.
+    assert flags - set(KNOWN) - set(SYNONYMS) == {"config", "once", "shm-size"}
 
 
 def test_nothing_said_is_every_default() -> None:
