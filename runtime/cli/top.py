@@ -23,7 +23,7 @@ NAME = "top"
 HELP = "show what goes on in a server: models, instances, rates, errors"
 DESCRIPTION = """\
 Show the models of a moonpool server, their instances, rates and latest errors, and keep that up to date.
-It is what the page at the server's address shows. Where the output is no terminal it is shown once.
+It is what the page at the server's address shows. Where there is no terminal it is shown once.
 
 Keys: q ends, i shows or hides instances, arrows, Page Up and Page Down scroll.
 """
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"URL must begin with http:// or https://, not be {options.url!r}")
     shown = fetch(url)
     terminal = Terminal(sys.stdout)
-    if options.once or not terminal.is_terminal:
+    if options.once or not (terminal.is_terminal and sys.stdin.isatty()):
         width = terminal.width if terminal.is_terminal else 120
         for line in overview_lines(shown, url, width):
             print(terminal.paint(line.text, line.style) if line.style else line.text)
@@ -143,6 +143,9 @@ class _Screen:
             self._draw(shown)
             self._window.timeout(max(0, int((due_s - time.monotonic()) * 1000) + 1))
             key = self._window.getch()
+            if key == -1:
+                # At once, where the terminal is gone.
+                time.sleep(max(0.0, due_s - time.monotonic()))
             if key in (ord("q"), ord("Q")):
                 return
             self._press(key)

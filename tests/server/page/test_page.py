@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import pytest
@@ -168,6 +168,21 @@ def test_an_error_with_markup_in_it_is_shown_as_text(tab: Tab, site: Site) -> No
     assert page.evaluate("window.hurt ?? null") is None
     assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
     assert [text for text in page.complaints() if not text.startswith(REFUSED)] == []
+
+
+def test_a_model_whose_name_is_markup_is_shown_by_its_name(
+    tab: Tab, site: Site, repository: Path
+) -> None:
+    name = "<img src=x onerror=window.hurt=6>"
+    (repository / name / "1").mkdir(parents=True)
+    page = tab(site.url)
+    page.wait_for_text("#models", name)
+    page.click(f"#models a[href='#/{quote(name, safe='')}/']")
+    page.wait_for_text("#title", name)
+    shutil.rmtree(repository / name)
+
+    assert page.evaluate("window.hurt ?? null") is None
+    assert page.complaints() == []
 
 
 def test_a_load_that_fails_is_shown_with_its_traceback(

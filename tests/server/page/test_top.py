@@ -42,13 +42,18 @@ class Watched:
     """A command in a terminal of its own, whose output is kept."""
 
     def __init__(
-        self, cli: CommandLine, *arguments: str, rows: int = 24, columns: int = 80
+        self,
+        cli: CommandLine,
+        *arguments: str,
+        rows: int = 24,
+        columns: int = 80,
+        has_keys: bool = True,
     ) -> None:
         self.fd, end = pty.openpty()
         self._size(rows, columns)
         self.process = subprocess.Popen(
             cli.command(*arguments),
-            stdin=end,
+            stdin=end if has_keys else subprocess.DEVNULL,
             stdout=end,
             stderr=end,
             cwd=cli.folder,
@@ -112,6 +117,18 @@ def test_where_there_is_no_terminal_it_is_shown_once(cli: CommandLine, site: Sit
     assert "READY" in ended.stdout
     assert f"pid {site.model('add_sub')['instances'][0]['pid']}" in ended.stdout
     assert "\x1b" not in ended.stdout
+
+
+def test_where_nobody_can_press_q_it_is_shown_once(cli: CommandLine, site: Site) -> None:
+    watched = Watched(cli, "top", site.server.http, has_keys=False)
+    try:
+        assert watched.wait() == 0
+    finally:
+        watched.process.kill()
+        watched.process.wait()
+        os.close(watched.fd)
+    assert "add_sub:1" in watched.text
+    assert "\x1b[?1049h" not in watched.text
 
 
 def test_it_keeps_up_and_ends_at_q(watch: Watched) -> None:
