@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -143,6 +144,9 @@ class Server:
             _log.info("Started Metrics Service at %s", addresses["metrics"])
         for level, text in remarks(options):
             _log.log(level, "%s", text)
+        # What is there now stays: no collection looks at it while clients wait.
+        gc.collect()
+        gc.freeze()
         self._service.metadata.is_open = True
         _log.info("Ready")
 
