@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 from tests.runtime.bench.conftest import Kserve, kserve
 from tests.runtime.cli.shell import MODELS, CommandLine
+from tests.waiting import wait_until
 
 __all__ = ["kserve"]
 
@@ -168,3 +172,31 @@ def test_a_file_to_compare_with_must_be_a_result(cli: CommandLine, kserve: Kserv
     ended = cli("bench", "add_sub", "--url", kserve.http.url, "--against", "y.json")
     assert "y.json" in ended.stderr
     assert ended.returncode == 1
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_generator_ends_with_the_command(
+    cli: CommandLine, kserve: Kserve, number: signal.Signals
+) -> None:
+    command = cli.start(
+        "bench", "add_sub", "--url", kserve.http.url, "--processes", "2", "--seconds", "20",
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    workers = wait_until(
+        lambda: len(found := children(command.pid)) == 2 and found, 30.0, "two processes"
+    )
+
+    command.send_signal(number)
+    command.wait(30)
+
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers or ()),
+        30.0,
+        "the processes of the generator to end",
+    )
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
+    assert command.returncode == codes[number]
