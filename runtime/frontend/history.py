@@ -95,6 +95,7 @@ class History:
 
     def sample(self) -> None:
         """Take a sample of every model version now."""
+        self._models.stubs.take_in_counts()
         now_ns = time.monotonic_ns()
         with self._lock:
             before, self._series = self._series, {}

@@ -19,6 +19,7 @@ from moonpool.runtime.server.frontends import trace_flags
 from moonpool.runtime.server.option_sources import BadOption
 
 if TYPE_CHECKING:
+    from moonpool.runtime.audience import Audience
     from moonpool.runtime.progress import Progress
     from moonpool.runtime.server.log_lines import ServerLog
     from moonpool.runtime.server.options import ServerOptions
@@ -28,8 +29,13 @@ if TYPE_CHECKING:
 _DRAIN_S = 30.0
 
 
-def make_service(options: ServerOptions, log: ServerLog, progress: Progress | None) -> Service:
-    """A service whose runtime has no model yet; the caller closes both.
+def make_service(
+    options: ServerOptions,
+    log: ServerLog,
+    progress: Progress | None,
+    audience: Audience | None = None,
+) -> Service:
+    """A service whose runtime has no model yet; the caller closes both. `audience` is the runtime's.
 
     Raises `BadOption`, `RepositoryError`.
     """
@@ -51,6 +57,7 @@ def make_service(options: ServerOptions, log: ServerLog, progress: Progress | No
         verbose=options.log_verbose > 0,
         listener=progress,
         metrics=metrics,
+        audience=audience,
     )
     registry = runtime.registry
     registry.rules = HostingRules(options.sandbox or None, not options.disable_auto_complete_config)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.frontend.http.server import HttpServer
+from moonpool.runtime.frontend.pool.directory import Directory
+from moonpool.runtime.frontend.pool.front_ends import FrontEnds
 from moonpool.runtime.server.assembly import make_service
 from moonpool.runtime.server.frontends import grpc_options, http_options
 from moonpool.runtime.server.option_sources import BadOption
@@ -53,14 +55,31 @@ class Server:
         self._options = options
         self._http_options = http_options(options)
         self._grpc_options = grpc_options(options) if options.allow_grpc else None
-        self._service = make_service(options, log, progress)
+        directory = Directory() if options.frontends > 1 else None
+        self._service = make_service(options, log, progress, directory)
         self._runtime = self._service.runtime
         self._grpc: GrpcServer | None = None
+        self._front_ends: FrontEnds | None = None
+        if directory is not None:
+            self._share(directory, log)
         self._http = HttpServer(self._service, self._http_options)
         self._service.metadata.is_open = False
         # Set by the first signal that ends the server.
         self._ending = asyncio.Event()
         self._woken = asyncio.Event()
+
+    def _share(self, directory: Directory, log: ServerLog) -> None:
+        """Let other processes serve at the public ports, and this one what they pass on."""
+        # Requests are traced by the process that the settings are in.
+        traces = self._service.traces
+        directory.pass_on(traces.is_on)
+        traces.on_change = directory.pass_on
+        http, grpc = self._http_options, self._grpc_options
+        self._front_ends = front_ends = FrontEnds(
+            self._options.frontends, directory, http, grpc, log.options
+        )
+        self._http_options = front_ends.own_http(http)
+        self._grpc_options = None if grpc is None else front_ends.own_grpc(grpc)
 
     async def run(self) -> int:
         """Serve until a signal; the exit code. Raises `StartFailed`."""
@@ -84,6 +103,8 @@ class Server:
         await task
 
     def _close(self) -> None:
+        if self._front_ends is not None:
+            self._front_ends.close()
         if self._grpc is not None:
             self._grpc.close()
         self._service.overview.close()
@@ -96,6 +117,8 @@ class Server:
 
     async def _bind(self) -> None:
         """Take the ports, so that one that is taken is known before any model is loaded."""
+        if self._front_ends is not None:
+            self._front_ends.bind()
         await self._http.bind()
         if self._grpc_options is not None:
             from moonpool.runtime.frontend.grpc.server import GrpcServer
@@ -132,10 +155,11 @@ class Server:
         self._service.overview.start()
         if self._grpc is not None:
             self._grpc.start()
-            addresses["grpc"] = _place(options.grpc_address, self._grpc.port)
-            _log.info("Started GRPCInferenceService at %s", addresses["grpc"])
         await self._http.start()
-        ports = self._http.ports
+        ports = await self._public_ports()
+        if "grpc" in ports:
+            addresses["grpc"] = _place(options.grpc_address, ports["grpc"])
+            _log.info("Started GRPCInferenceService at %s", addresses["grpc"])
         if "http" in ports:
             addresses["http"] = _place(options.http_address, ports["http"])
             _log.info("Started HTTPService at %s", addresses["http"])
@@ -149,6 +173,16 @@ class Server:
         gc.freeze()
         self._service.metadata.is_open = True
         _log.info("Ready")
+
+    async def _public_ports(self) -> dict[str, int]:
+        """What clients can connect to; once others serve there, if it is not this process itself."""
+        ports = dict(self._http.ports)
+        if self._front_ends is not None:
+            await asyncio.to_thread(self._front_ends.start, self._runtime.registry.stubs.reactor)
+            return ports | self._front_ends.ports
+        if self._grpc is not None:
+            ports["grpc"] = self._grpc.port
+        return ports
 
     # Serve
 
@@ -185,10 +219,14 @@ class Server:
         """Take nothing new, and finish what is there, if there is time enough; the exit code."""
         timeout_s = self._options.exit_timeout_secs
         _log.info("Waiting for in-flight requests to complete, %d s at most.", timeout_s)
+        is_drained = True
+        if self._front_ends is not None:
+            # First, as what they pass on is answered here.
+            is_drained = await asyncio.to_thread(self._front_ends.drain, timeout_s)
         drains: list[Awaitable[bool]] = [self._http.drain(timeout_s)]
         if self._grpc is not None:
             drains.append(asyncio.to_thread(self._grpc.drain, timeout_s))
-        if all(await asyncio.gather(*drains)):
+        if all([is_drained, *await asyncio.gather(*drains)]):
             _log.info("All requests are completed; unloading models.")
             return 0
         _log.error("Exit timeout expired: requests were cut off. Unloading models.")
@@ -241,5 +279,5 @@ def _check(options: ServerOptions) -> None:
         raise BadOption("--load-model=* must be the only --load-model")
     if options.model_load_thread_count < 1:
         raise BadOption("--model-load-thread-count must be at least 1")
-    if options.frontends != 1:
-        raise BadOption("--frontends must be 1: one process serves the ports here")
+    if options.frontends < 1:
+        raise BadOption("--frontends must be at least 1")

@@ -74,6 +74,8 @@ class GrpcCore:
     def _bind(self, options: GrpcOptions) -> int:
         host = f"[{options.address}]" if ":" in options.address else options.address
         address = f"{host}:{options.port}"
+        if options.address.startswith("unix:"):
+            address = options.address
         try:
             port: int = self._server.add_http2_port(address.encode(), *_credentials(options))
         except RuntimeError:

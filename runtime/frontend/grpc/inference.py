@@ -115,13 +115,14 @@ class Inference:
 
     def handle(self, call: Call) -> None:
         """The handler of ModelInfer."""
-        call.receive(lambda data: self._received(call, data))
+        call.receive(lambda data: self.received(call, data))
 
     def handle_stream(self, call: Call) -> None:
         """The handler of ModelStreamInfer."""
         Stream(self, call, self._max_backlog_bytes).begin()
 
-    def _received(self, call: Call, data: bytes | None) -> None:
+    def received(self, call: Call, data: bytes | None) -> None:
+        """Answer a request as it travels, None for one that did not come whole."""
         if data is None:
             call.fail(UNREADABLE)
             return

@@ -17,6 +17,7 @@ class GrpcOptions:
     """Fields are named as the flags. Files are paths of PEM files; they are read once, at the start."""
 
     address: str = "127.0.0.1"
+    """`unix:` and a path is a socket in the file system, which has no port."""
     port: int = 8001
     """0 takes any that is free."""
     reuse_port: bool = False

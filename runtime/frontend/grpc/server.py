@@ -12,6 +12,7 @@ from moonpool.runtime.frontend.grpc.inference import Inference
 from moonpool.runtime.frontend.grpc.methods import methods
 
 if TYPE_CHECKING:
+    from moonpool.runtime.frontend.grpc.methods import Method
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
     from moonpool.runtime.frontend.service import Service
 
@@ -29,13 +30,22 @@ class GrpcServer:
         self._slow = ThreadPoolExecutor(_LOADING_THREADS, "moonpool-grpc-loading")
         self._control = Control(service)
         turn = threading.Lock()
-        self._inference = Inference(service, turn, options)
-        found = methods(self._control, self._inference, self._quick, self._slow)
+        self._inference = self.make_inference(service, turn, options)
         try:
-            self._core = GrpcCore(found, options, turn, service.metrics.frontends.grpc)
+            self._core = GrpcCore(self.methods(), options, turn, service.metrics.frontends.grpc)
         except BaseException:
             self._end_threads()
             raise
+
+    def make_inference(
+        self, service: Service, turn: threading.Lock, options: GrpcOptions
+    ) -> Inference:
+        """Who answers requests for inference."""
+        return Inference(service, turn, options)
+
+    def methods(self) -> dict[bytes, Method]:
+        """Who answers what."""
+        return methods(self._control, self._inference, self._quick, self._slow)
 
     @property
     def port(self) -> int:

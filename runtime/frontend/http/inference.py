@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.service import Service
     from moonpool.runtime.frontend.submission import Hosted
     from moonpool.runtime.frontend.trace import Trace
+    from moonpool.runtime.regions import CallerMemory
     from moonpool.runtime.request import InferenceRequest, Outcome
 
 _ENCODINGS = ((b"Accept-Encoding", b"gzip, deflate"), *TEXT)
@@ -122,16 +123,21 @@ class Inference:
         if target.encoding != "identity" or not is_long or not 0 < length < size_bytes:
             return None
         try:
-            model = self.find(target.model, target.version).model
-            backend = self.service.models.backends.of(model.config)
-            if not isinstance(backend, PythonBackend):
+            memory_of_callers = self.caller_memory(target)
+            if memory_of_callers is None:
                 return None
             # The first tensor is to begin where any may begin.
             gap = -length % ALIGNMENT
-            memory = backend.memory_of(model).empty((gap + size_bytes,), _UINT8, gap + size_bytes)
+            memory = memory_of_callers.empty((gap + size_bytes,), _UINT8, gap + size_bytes)
         except MoonpoolError:  # what is wrong is said once the body is there, or it goes without
             return None
         return memory[gap:].data
+
+    def caller_memory(self, target: InferTarget) -> CallerMemory | None:
+        """Where callers of this model write in place, if its backend has such memory. Raises `MoonpoolError`."""
+        model = self.find(target.model, target.version).model
+        backend = self.service.models.backends.of(model.config)
+        return backend.memory_of(model) if isinstance(backend, PythonBackend) else None
 
     def plan(self, body: Body, length: int) -> Plan:
         """What the JSON says that the body begins with. Raises `MoonpoolError`."""

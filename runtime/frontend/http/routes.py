@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.frontend.http.head import TEXT, BadMessage
@@ -51,13 +51,20 @@ class _Plan(NamedTuple):
     target: InferTarget | None
 
 
+class Fallback(Protocol):
+    """Whoever answers what is not a request for inference."""
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer now or later."""
+
+
 class Routes:
     """The handler of the port for HTTP."""
 
     def __init__(
         self,
         inference: Inference,
-        application: AsgiBridge,
+        application: Fallback,
         restriction: Restriction,
         origins: Origins,
         header_forward_pattern: str = "",

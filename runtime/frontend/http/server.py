@@ -55,20 +55,15 @@ class HttpServer:
         options, service, loop = self._options, self._service, asyncio.get_running_loop()
         try:
             if options.port is not None:
-                routes = Routes(
-                    Inference(service, loop, self._executor, options.limits),
-                    AsgiBridge(
-                        loop,
-                        application(
-                            service, self._patient, page_routes(service.overview, self._executor)
-                        ),
-                    ),
-                    Restriction(options.restricted, options.control_token),
-                    Origins(options.allowed_origins, is_loopback=_is_loopback(options.address)),
-                    options.header_forward_pattern,
-                )
-                context = _tls(options)
+                routes, context = self.make_routes(), _tls(options)
                 await self._listen("http", options.address, options.port, routes, context)
+            if options.path is not None:
+                meter = service.metrics.frontends.http
+                port = Port(loop, self.make_routes(), options.limits, meter)
+                server = await loop.create_unix_server(
+                    port, options.path, backlog=_BACKLOG, start_serving=False
+                )
+                self._parts.append((server, port))
             if options.metrics_port is not None:
                 bridge = AsgiBridge(loop, metrics_application(service, self._patient))
                 await self._listen(
@@ -81,6 +76,25 @@ class HttpServer:
         except BaseException:
             self.close()
             raise
+
+    def make_routes(self) -> Routes:
+        """The handler of a port."""
+        options, service, loop = self._options, self._service, asyncio.get_running_loop()
+        page = page_routes(service.overview, self._executor)
+        return Routes(
+            Inference(service, loop, self._executor, options.limits),
+            AsgiBridge(loop, application(service, self._patient, page)),
+            *self.guards(),
+        )
+
+    def guards(self) -> tuple[Restriction, Origins, str]:
+        """Who may ask for what, and which headers go on to models."""
+        options = self._options
+        return (
+            Restriction(options.restricted, options.control_token),
+            Origins(options.allowed_origins, is_loopback=_is_loopback(options.address)),
+            options.header_forward_pattern,
+        )
 
     async def _listen(
         self, name: str, address: str, number: int, handler: Handler, tls: ssl.SSLContext | None

@@ -1,0 +1,222 @@
+"""What the main process tells its front ends: models, stubs, and what goes where."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.audience import Audience
+from moonpool.runtime.frontend.pool.messages import MAX_TEXT, Word
+from moonpool.runtime.supervisor import took_too_long
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from moonpool.runtime.backend import Model
+    from moonpool.runtime.counts import Counts
+    from moonpool.runtime.frontend.pool.member import Member
+    from moonpool.runtime.outcomes import Outcomes
+    from moonpool.runtime.stub_handle import StubHandle
+
+
+_log = logging.getLogger("moonpool")
+# How long a front end may take to say what it has counted; then figures are of a moment ago.
+_COUNT_S = 1.0
+# How long it may take, over the time that its requests have, to say that they have finished.
+_DRAINED_S = 5.0
+
+
+class Directory(Audience):
+    """Knows what there is, and tells it to every front end, whenever that comes. Thread-safe."""
+
+    is_there = True
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._numbers = itertools.count(1)
+        self._models: dict[Model, int] = {}
+        self._stubs: dict[StubHandle, tuple[int, int]] = {}
+        self._served: dict[str, list[int]] = {}
+        self._members: set[Member] = set()
+        self._passes_on = False
+        # Who has yet to say that the requests of which model have finished.
+        self._draining: set[tuple[Member, int]] = set()
+        self._counting: dict[Member, int] = {}
+        self._counts: list[tuple[int, Counts]] = []
+
+    # Front ends
+
+    def add(self, member: Member) -> None:
+        """A front end that is to be told everything."""
+        with self._lock:
+            for model, number in self._models.items():
+                self._tell_model(member, model, number)
+            for stub, (number, model_number) in self._stubs.items():
+                self._connect(member, stub, number, model_number)
+            for name, numbers in self._served.items():
+                member.tell(Word.SERVE, name, numbers)
+            member.tell(Word.PASS_ON, self._passes_on)
+            self._members.add(member)
+
+    def pass_on(self, everything: bool) -> None:
+        """Have front ends answer nothing themselves, as long as something is to be seen that only this process sees."""
+        with self._lock:
+            self._passes_on = everything
+            self._tell_all(Word.PASS_ON, everything)
+
+    def remove(self, member: Member) -> None:
+        """A front end that is gone: nobody waits for it any more."""
+        with self._lock:
+            self._members.discard(member)
+            self._draining = {each for each in self._draining if each[0] is not member}
+            self._counting.pop(member, None)
+            self._changed.notify_all()
+
+    def hear(self, member: Member, fields: list[Any]) -> None:
+        """What a front end says. On the reactor's thread."""
+        word = fields[0]
+        with self._lock:
+            if word == Word.LISTENING:
+                member.is_listening.set()
+            elif word == Word.DRAINED:
+                self._draining.discard((member, fields[1]))
+                self._changed.notify_all()
+            elif word == Word.COUNTS:
+                self._counts.append((fields[1], (fields[2], fields[3])))
+            elif word == Word.COUNTED:
+                if self._counting.get(member) == fields[1]:
+                    del self._counting[member]
+                    self._changed.notify_all()
+            elif word == Word.LOST:
+                for stub in self._find(fields[1]):
+                    stub.mistrust(f"broke off with a front end and was ended: {fields[2]}")
+            elif word == Word.OVERDUE:
+                self._end_overdue(fields[1])
+
+    def _find(self, number: int) -> list[StubHandle]:
+        """The stub of that number, if it is there still."""
+        return [stub for stub, (each, _) in self._stubs.items() if each == number]
+
+    def _end_overdue(self, number: int) -> None:
+        models = {each: model for model, each in self._models.items()}
+        for stub in self._find(number):
+            _, model_number = self._stubs[stub]
+            limit_s = models[model_number].options.execute_timeout_s
+            if limit_s is not None:
+                stub.abort(took_too_long(stub.name, limit_s))
+
+    def _tell_all(self, *message: object) -> None:
+        for member in self._members:
+            member.tell(*message)
+
+    @staticmethod
+    def _tell_model(member: Member, model: Model, number: int) -> None:
+        member.tell_with_file(Word.MODEL, number, model.version, contents=model.config.raw)
+
+    def _connect(self, member: Member, stub: StubHandle, number: int, model_number: int) -> None:
+        """Join a front end and a stub by channels of their own."""
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        try:
+            stub.control.send_peer(*(theirs.fileno() for _, theirs in pairs))
+        except MoonpoolError as error:
+            _log.debug("[%s] cannot be shared, it is about to end: %s", stub.name, error)
+            for ours, _ in pairs:
+                ours.close()
+            return
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        fds = tuple(ours.detach() for ours, _ in pairs)
+        member.tell(Word.STUB, model_number, number, stub.name, fds=fds)
+
+    # What happens in the runtime
+
+    def model_ready(self, model: Model) -> None:
+        if model.config.sequence_batching is not None:
+            return  # the state of a sequence is in one instance, and one scheduler knows in which
+        with self._lock:
+            number = self._models[model] = next(self._numbers)
+            for member in self._members:
+                self._tell_model(member, model, number)
+
+    def model_gone(self, model: Model) -> None:
+        with self._lock:
+            number = self._models.pop(model, None)
+            if number is not None:
+                self._tell_all(Word.MODEL_GONE, number)
+
+    def stub_ready(self, model: Model, stub: StubHandle) -> None:
+        with self._lock:
+            model_number = self._models.get(model)
+            if model_number is None:
+                return
+            number = next(self._numbers)
+            self._stubs[stub] = number, model_number
+            for member in self._members:
+                self._connect(member, stub, number, model_number)
+
+    def stub_gone(self, stub: StubHandle, reason: BaseException) -> None:
+        with self._lock:
+            number, _ = self._stubs.pop(stub, (None, 0))
+            if number is not None:
+                error = type(reason).__name__
+                self._tell_all(Word.STUB_GONE, number, error[:64], str(reason)[:MAX_TEXT])
+
+    def serve(self, name: str, versions: Sequence[Model]) -> None:
+        with self._lock:
+            known = [self._models[model] for model in versions if model in self._models]
+            # A front end answers for all versions or for none.
+            numbers = known if len(known) == len(versions) else []
+            before = self._served.pop(name, [])
+            if numbers:
+                self._served[name] = numbers
+            if numbers or before:
+                self._tell_all(Word.SERVE, name, numbers)
+
+    def refuse(self, model: Model, error: MoonpoolError) -> None:
+        with self._lock:
+            number = self._models.get(model)
+            if number is not None:
+                self._tell_all(Word.REFUSE, number, str(error)[:MAX_TEXT])
+
+    def drain(self, model: Model, error: MoonpoolError, timeout_s: float) -> Callable[[], object]:
+        with self._lock:
+            number = self._models.get(model)
+            if number is not None:
+                self._draining |= {(member, number) for member in self._members}
+                self._tell_all(Word.DRAIN, number, str(error)[:MAX_TEXT], int(timeout_s * 1000))
+        end_s = time.monotonic() + timeout_s + _DRAINED_S
+
+        def wait() -> None:
+            with self._lock:
+                self._changed.wait_for(
+                    lambda: all(each != number for _, each in self._draining),
+                    max(0.0, end_s - time.monotonic()),
+                )
+                self._draining = {each for each in self._draining if each[1] != number}
+
+        return wait
+
+    def catch_up(self, outcomes: Callable[[Model], Outcomes | None]) -> None:
+        with self._asking, self._lock:
+            question = next(self._numbers)
+            self._counting = dict.fromkeys(self._members, question)
+            self._tell_all(Word.COUNT, question)
+            self._changed.wait_for(lambda: question not in self._counting.values(), _COUNT_S)
+            counts, self._counts = self._counts, []
+            models = {number: model for model, number in self._models.items()}
+        for number, counted in counts:
+            model = models.get(number)
+            where = None if model is None else outcomes(model)
+            if where is not None:
+                try:
+                    where.add_counts(counted)
+                except ValueError as error:
+                    _log.error("a front end counts what nobody understands: %s", error)

@@ -1,0 +1,100 @@
+"""What the main process and a front end tell each other, on the directory: one SEQPACKET socket for each front end.
+
+Any message may come after any other from its one allowed sender. The main process numbers models and stubs.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from moonpool.ipc.codec import Codec
+from moonpool.ipc.fields import Flag, Int, ListOf, Row, Text
+from moonpool.ipc.messages import Message
+
+
+class End(IntEnum):
+    """Who sends."""
+
+    MAIN = 1
+    FRONT = 2
+
+
+class Word(IntEnum):
+    """What a message is for."""
+
+    # From the main process.
+    SETTINGS = 1
+    MODEL = 2
+    SERVE = 3
+    STUB = 4
+    STUB_GONE = 5
+    REFUSE = 6
+    DRAIN = 7
+    MODEL_GONE = 8
+    COUNT = 9
+    STOP = 10
+    PASS_ON = 11
+    # From a front end.
+    LISTENING = 20
+    DRAINED = 21
+    COUNTS = 22
+    COUNTED = 23
+    LOST = 24
+    OVERDUE = 25
+
+
+MAX_VERSIONS = 4096
+MAX_TEXT = 8192
+# Rows of a batch of different sizes in one message; the rest goes in the next.
+MAX_BATCH_SIZES = 256
+_ID = Int()
+_TEXT = Text(MAX_TEXT)
+_MAIN, _FRONT = End.MAIN, End.FRONT
+
+DIRECTORY: dict[IntEnum, Message] = {
+    # Comes with a file of JSON: what to listen on, and where the main process does.
+    Word.SETTINGS: Message(_MAIN, {}),
+    # Comes with a file of JSON: the configuration.
+    Word.MODEL: Message(_MAIN, {"model": _ID, "version": _ID}),
+    # Requests for a name go to these models, the latest version last; elsewhere where there are none.
+    Word.SERVE: Message(_MAIN, {"name": Text(1024), "models": ListOf(_ID, MAX_VERSIONS)}),
+    # Comes with the descriptors of a work channel and a control channel.
+    Word.STUB: Message(_MAIN, {"model": _ID, "stub": _ID, "name": Text(1024)}),
+    # `error`: the class of the reason, for the requests that the stub had.
+    Word.STUB_GONE: Message(_MAIN, {"stub": _ID, "error": Text(64), "reason": _TEXT}),
+    # No stub of the model is left, nor will be.
+    Word.REFUSE: Message(_MAIN, {"model": _ID, "reason": _TEXT}),
+    # Finish what is there, and answer with DRAINED.
+    Word.DRAIN: Message(_MAIN, {"model": _ID, "reason": _TEXT, "timeout_ms": _ID}),
+    Word.MODEL_GONE: Message(_MAIN, {"model": _ID}),
+    # Answer with COUNTS of the models for which there is something to tell, and COUNTED.
+    Word.COUNT: Message(_MAIN, {"question": _ID}),
+    # Take no more connections, finish what is there, and end.
+    Word.STOP: Message(_MAIN, {"timeout_ms": _ID}),
+    # Answer nothing, and pass everything on, from now on or no more.
+    Word.PASS_ON: Message(_MAIN, {"everything": Flag()}),
+    # The ports can be connected to.
+    Word.LISTENING: Message(_FRONT, {}),
+    Word.DRAINED: Message(_FRONT, {"model": _ID}),
+    # What was counted since the last time, as `Statistics.as_row` has it.
+    Word.COUNTS: Message(
+        _FRONT,
+        {
+            "model": _ID,
+            "figures": ListOf(_ID, 64),
+            "batches": ListOf(
+                Row(rows=_ID, count=_ID, input_ns=_ID, infer_ns=_ID, output_ns=_ID), MAX_BATCH_SIZES
+            ),
+        },
+    ),
+    Word.COUNTED: Message(_FRONT, {"question": _ID}),
+    # The stub has closed its channels to this front end, or broken the protocol there.
+    Word.LOST: Message(_FRONT, {"stub": _ID, "why": _TEXT}),
+    # A batch takes longer than the model's limit.
+    Word.OVERDUE: Message(_FRONT, {"stub": _ID}),
+}
+
+
+def codec(us: End) -> Codec:
+    """The messages as `us` receives them."""
+    return Codec(DIRECTORY, us)

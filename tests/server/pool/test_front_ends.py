@@ -1,0 +1,394 @@
+"""A server of several processes, as its clients see it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tests.e2e.hosting import MODELS
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.server.repositories import write
+from tests.server.running import RunningServer, running, starting
+from tests.waiting import wait_until
+
+SHARED = """
+backend: "python"
+input [{ name: "HOW" data_type: TYPE_STRING dims: [1] }, { name: "X" data_type: TYPE_FP32 dims: [-1] }]
+output [{ name: "Y" data_type: TYPE_FP32 dims: [-1] }]
+instance_group [{ kind: KIND_CPU }]
+parameters [{ key: "MOONPOOL_ENVIRONMENT" value { string_value: "GATE" } }]
+"""
+RESPONDER = """
+backend: "python"
+input [{ name: "HOW" data_type: TYPE_STRING dims: [1] }, { name: "N" data_type: TYPE_INT32 dims: [1] }]
+output [{ name: "Y" data_type: TYPE_INT32 dims: [-1] }]
+model_transaction_policy { decoupled: true }
+"""
+SEQUENCES = """
+backend: "python"
+input [{ name: "IN" data_type: TYPE_FP32 dims: [4] }]
+output [{ name: "OUT" data_type: TYPE_FP32 dims: [4] }]
+sequence_batching { max_sequence_idle_microseconds: 5000000 }
+"""
+LIVES = ("--model-control-mode=explicit", "--load-model=*", "--frontends=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    write(folder, "echo")
+    write(folder, "shared", (MODELS / "shared.py").read_text(), SHARED)
+    write(folder, "responder", (MODELS / "responder.py").read_text(), RESPONDER)
+    write(folder, "sequences", config=SEQUENCES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gate") / "gate"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, gate: Path) -> Iterator[RunningServer]:
+    traces = f"--trace-config=triton,file={gate.parent / 'trace'}"
+    with running(folder, *LIVES, traces, variables={"GATE": str(gate)}) as server:
+        yield server
+
+
+def front_ends(server: RunningServer) -> list[int]:
+    """The pids of the front ends."""
+    children = Path(f"/proc/{server.process.pid}/task")
+    found: list[int] = []
+    for task in children.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            pids = (task / "children").read_text().split()
+            found += [int(pid) for pid in pids if is_front_end(pid)]
+    return sorted(found)
+
+
+def is_front_end(pid: str) -> bool:
+    return b"front_end" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def listening(server: RunningServer) -> int:
+    """How many processes can be connected to over HTTP."""
+    port = f":{server.ports['http']:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(port) and row[3] == "0A" for row in rows)
+
+
+def kill_one(server: RunningServer) -> None:
+    """End a front end, and wait until there is another one in its place."""
+    pids = front_ends(server)
+    assert len(pids) == 2
+    os.kill(pids[0], signal.SIGKILL)
+    # A process that has threads is gone, and with it its sockets, only when it is reaped.
+    wait_until(lambda: not Path(f"/proc/{pids[0]}").exists())
+    wait_until(lambda: listening(server) == 2, 30.0)
+
+
+def ask(server: RunningServer, how: str, *values: float) -> tuple[int, Any]:
+    body = {
+        "inputs": [
+            {"name": "HOW", "datatype": "BYTES", "shape": [1], "data": [how]},
+            {"name": "X", "datatype": "FP32", "shape": [len(values)], "data": values},
+        ]
+    }
+    return server.get("/v2/models/shared/infer", "POST", json.dumps(body).encode())
+
+
+def succeeded(server: RunningServer, model: str) -> int:
+    _, told = server.get(f"/v2/models/{model}/stats")
+    return int(told["model_stats"][0]["inference_stats"]["success"]["count"])
+
+
+def test_every_request_is_answered_and_counted(server: RunningServer) -> None:
+    before = succeeded(server, "echo")
+    wrong: list[Any] = []
+
+    def client(first: int) -> None:
+        connection = http.client.HTTPConnection(server.http, timeout=30)
+        for i in range(first, first + 50):
+            x = [float(i)] * 4
+            row = {"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": x}
+            connection.request("POST", "/v2/models/echo/infer", json.dumps({"inputs": [row]}))
+            answer = json.loads(connection.getresponse().read())
+            if answer.get("outputs", [{}])[0].get("data") != x:
+                wrong.append(answer)
+        connection.close()
+
+    threads = [threading.Thread(target=client, args=(1000 * i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert succeeded(server, "echo") - before == 12 * 50
+    pattern = r'nv_inference_request_success\{model="echo",version="1"\} (\d+)'
+    connection = http.client.HTTPConnection(server.metrics, timeout=30)
+    connection.request("GET", "/metrics")
+    found = re.search(pattern, connection.getresponse().read().decode())
+    connection.close()
+    assert found is not None
+    assert int(found[1]) - before >= 12 * 50
+
+
+def test_tritonclient_s_binary_tensors_and_errors(server: RunningServer) -> None:
+    x = np.arange(4, dtype=np.float32).reshape(1, 4)
+    with tritonclient.http.InferenceServerClient(server.http) as client:
+        assert client.is_server_ready()
+        assert client.get_model_metadata("echo")["name"] == "echo"
+        tensor = tritonclient.http.InferInput("IN", [1, 4], "FP32")
+        tensor.set_data_from_numpy(x)
+        assert np.array_equal(client.infer("echo", [tensor]).as_numpy("OUT"), x)
+        assert np.array_equal(client.infer("echo", [tensor], "1").as_numpy("OUT"), x)
+        for model, version, text in (
+            ("nothing", "", "unknown model"),
+            ("echo", "7", "version 7"),
+        ):
+            with pytest.raises(tritonclient.utils.InferenceServerException, match=text):
+                client.infer(model, [tensor], version)
+
+
+def test_a_large_body_is_answered(server: RunningServer) -> None:
+    x = np.arange(300_000, dtype=np.float32)
+    with tritonclient.http.InferenceServerClient(server.http) as client:
+        how = tritonclient.http.InferInput("HOW", [1], "BYTES")
+        how.set_data_from_numpy(np.array([b"twice"], object))
+        tensor = tritonclient.http.InferInput("X", [len(x)], "FP32")
+        tensor.set_data_from_numpy(x)
+        for _ in range(3):
+            assert np.array_equal(client.infer("shared", [how, tensor]).as_numpy("Y"), x * 2)
+
+
+def test_what_one_process_knows_is_asked_of_that(server: RunningServer) -> None:
+    """Shared memory of clients, and the state of sequences."""
+    x = np.arange(4, dtype=np.float32).reshape(1, 4)
+    region = Path(f"/dev/shm/front-ends-{os.getpid()}")
+    region.write_bytes(x.tobytes())
+    try:
+        with tritonclient.http.InferenceServerClient(server.http) as client:
+            client.register_system_shared_memory("region", f"/{region.name}", 16)
+            tensor = tritonclient.http.InferInput("IN", [1, 4], "FP32")
+            tensor.set_shared_memory("region", 16)
+            for _ in range(5):
+                assert np.array_equal(client.infer("echo", [tensor]).as_numpy("OUT"), x)
+            client.unregister_system_shared_memory("region")
+            plain = tritonclient.http.InferInput("IN", [4], "FP32")
+            plain.set_data_from_numpy(x[0])
+            for i in range(3):
+                answer = client.infer(
+                    "sequences", [plain], sequence_id=5, sequence_start=i == 0, sequence_end=i == 2
+                )
+                assert np.array_equal(answer.as_numpy("OUT"), x[0])
+    finally:
+        region.unlink()
+
+
+def test_grpc(server: RunningServer) -> None:
+    x = np.arange(4, dtype=np.float32).reshape(1, 4)
+    before = succeeded(server, "echo")
+    for _ in range(4):
+        with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+            assert client.is_server_ready()
+            assert client.get_model_metadata("echo").name == "echo"
+            tensor = tritonclient.grpc.InferInput("IN", [1, 4], "FP32")
+            tensor.set_data_from_numpy(x)
+            for _ in range(5):
+                assert np.array_equal(client.infer("echo", [tensor]).as_numpy("OUT"), x)
+            with pytest.raises(tritonclient.utils.InferenceServerException, match="unknown model"):
+                client.infer("nothing", [tensor])
+    assert succeeded(server, "echo") - before == 20
+
+
+def test_streams_of_grpc_are_passed_on(server: RunningServer) -> None:
+    answers: list[Any] = []
+    ended = threading.Event()
+
+    def take(result: Any, error: Any) -> None:
+        answers.append(error or int(result.as_numpy("Y")[0]))
+        if len(answers) == 300:
+            ended.set()
+
+    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        client.start_stream(take)
+        how = tritonclient.grpc.InferInput("HOW", [1], "BYTES")
+        how.set_data_from_numpy(np.array([b"count"], object))
+        count = tritonclient.grpc.InferInput("N", [1], "INT32")
+        count.set_data_from_numpy(np.array([100], np.int32))
+        for _ in range(3):
+            client.async_stream_infer("responder", [how, count])
+        assert ended.wait(30), answers
+        client.stop_stream()
+    assert sorted(answers) == sorted(list(range(100)) * 3)
+
+
+def test_requests_are_traced_where_the_settings_are(server: RunningServer, gate: Path) -> None:
+    def traced() -> int:
+        return sum(file.read_text().count("HTTP_RECV_START") for file in gate.parent.glob("trace*"))
+
+    def set_trace(**changes: object) -> None:
+        assert server.get("/v2/trace/setting", "POST", json.dumps(changes).encode())[0] == 200
+
+    assert ask(server, "twice", 1)[0] == 200
+    assert traced() == 0
+    set_trace(trace_level=["TIMESTAMPS"], trace_rate="1", log_frequency="1")
+    try:
+        # Front ends hear of it a moment later.
+        wait_until(lambda: ask(server, "twice", 1)[0] == 200 and traced() >= 4)
+    finally:
+        set_trace(trace_level=["OFF"])
+
+
+def test_a_model_is_loaded_anew_while_it_is_asked(folder: Path, server: RunningServer) -> None:
+    stop = threading.Event()
+    wrong: list[Any] = []
+    row = {"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
+    body = json.dumps({"inputs": [row]}).encode()
+    asked = [0, 0, 0]
+
+    def client(number: int) -> None:
+        while not stop.is_set():
+            status, answer = server.get("/v2/models/again/infer", "POST", body)
+            asked[number] += 1
+            if status != 200:
+                wrong.append(answer)
+
+    write(folder, "again")
+    assert server.get("/v2/repository/models/again/load", "POST")[0] == 200
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        write(folder, "again")
+        assert server.get("/v2/repository/models/again/load", "POST")[0] == 200
+    enough = [each + 5 for each in asked]
+    wait_until(lambda: all(each >= least for each, least in zip(asked, enough, strict=True)))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert server.get("/v2/repository/models/again/unload", "POST")[0] == 200
+    wait_until(lambda: server.get("/v2/models/again/infer", "POST", body)[0] != 200)
+
+
+def test_the_death_of_a_stub_is_told_with_its_reason(server: RunningServer) -> None:
+    status, told = ask(server, "die", 1)
+    assert status == 500
+    assert re.search(r"Stub process 'shared_0_0' is not healthy. It .* during execute", str(told))
+    wait_until(lambda: ask(server, "twice", 1)[0] == 200)
+
+
+def test_the_end_of_a_front_end_is_that_of_its_connections_only(server: RunningServer) -> None:
+    stop = threading.Event()
+    outcomes: list[object] = []
+
+    def client() -> None:
+        while not stop.is_set():
+            try:
+                outcomes.append(ask(server, "twice", 1)[0])
+            except (OSError, http.client.HTTPException) as error:
+                outcomes.append(type(error))
+
+    threads = [threading.Thread(target=client) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(outcomes) > 20)
+    kill_one(server)
+    count = len(outcomes)
+    wait_until(lambda: len(outcomes) > count + 20)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    answers = [each for each in outcomes if isinstance(each, int)]
+    assert set(answers) == {200}
+    # Each of the clients has at most one connection, and asks once with each.
+    assert len(outcomes) - len(answers) <= 20
+    assert "has ended and is started again" in server.text()
+
+
+def test_nothing_is_left_of_a_front_end_that_has_ended(server: RunningServer) -> None:
+    def held() -> tuple[int, int]:
+        (pid,) = [each["pid"] for each in instances(server, "shared")]
+        regions = Path(f"/proc/{pid}/maps").read_text().count("/memfd:moonpool-")
+        return len(os.listdir(f"/proc/{server.process.pid}/fd")), regions
+
+    assert ask(server, "twice", 1)[0] == 200
+    # Two regions of the main process's, and two of each front end's.
+    wait_until(lambda: held()[1] >= 6, 30.0)
+    descriptors, regions = held()
+    for _ in range(4):
+        kill_one(server)
+    # Front ends keep some connections to the main process for the next request, but not one for each that has ended.
+    wait_until(lambda: held()[0] < descriptors + 4 and held()[1] == regions, 30.0)
+
+
+def instances(server: RunningServer, model: str) -> list[dict[str, Any]]:
+    _, told = server.get("/v2/moonpool/overview")
+    return [
+        instance
+        for each in told["models"]
+        if each["name"] == model
+        for instance in each["instances"]
+    ]
+
+
+def test_a_client_that_leaves_cancels_its_request(server: RunningServer) -> None:
+    def seen() -> float:
+        return float(ask(server, "seen", 0)[1]["outputs"][0]["data"][0])
+
+    before = seen()
+    body = json.dumps(
+        {
+            "inputs": [
+                {"name": "HOW", "datatype": "BYTES", "shape": [1], "data": ["until cancelled"]},
+                {"name": "X", "datatype": "FP32", "shape": [1], "data": [1]},
+            ]
+        }
+    )
+    connection = http.client.HTTPConnection(server.http, timeout=30)
+    connection.request("POST", "/v2/models/shared/infer", body)
+    # It is closed before there is an answer.
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    assert seen() in (before, before + 1)
+
+
+def test_what_is_under_way_is_finished_at_the_end(folder: Path, gate: Path) -> None:
+    gate.touch()
+    begun = Path(f"{gate}.begun")
+    begun.unlink(missing_ok=True)
+    with starting(folder, *LIVES, variables={"GATE": str(gate)}) as server:
+        server.wait_for("Ready", 60.0)
+        outcomes: list[Any] = []
+        thread = threading.Thread(target=lambda: outcomes.append(ask(server, "until told", 7)))
+        thread.start()
+        wait_until(begun.exists)
+        server.tell(signal.SIGTERM)
+        server.wait_for("Waiting for in-flight requests")
+        gate.unlink()
+        thread.join()
+        assert server.wait() == 0, server.text()
+    assert outcomes[0][0] == 200
+    assert outcomes[0][1]["outputs"][0]["data"] == [7.0]
+
+
+def test_a_port_that_is_taken_is_told(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with starting(folder, "--frontends=2", f"--http-port={port}") as server:
+            assert server.wait() == 1
+            assert f"port {port} (http): Address already in use" in server.text()
