@@ -22,17 +22,14 @@ _log = logging.getLogger("moonpool")
 class _Watched:
     """A stub's socket under a number of its own, as the socket may be closed and the number given to another."""
 
-    __slots__ = ("_poll", "execution", "fd", "link")
+    __slots__ = ("execution", "fd", "link", "round")
 
     def __init__(self, link: object, fd: int) -> None:
         self.link = link
         self.fd = os.dup(fd)
         self.execution: Execution | None = None
-        self._poll = select.poll()
-        self._poll.register(self.fd, select.POLLIN)
-
-    def is_readable(self) -> bool:
-        return bool(self._poll.poll(0))
+        # In which round of looking the execution came.
+        self.round = 0
 
 
 class Answers:
@@ -48,6 +45,7 @@ class Answers:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._is_closed = False
+        self._round = 0
         self._thread = threading.Thread(target=self._run, name="moonpool-grpc-answers", daemon=True)
         self._thread.start()
 
@@ -72,11 +70,15 @@ class Answers:
                 self._by_fd[watched.fd] = watched
                 self._epoll.register(watched.fd, select.EPOLLIN)
             watched.execution = execution
+            watched.round = self._round
         return True
 
     def _run(self) -> None:
         while True:
-            for fd, _ in self._epoll.poll():
+            ready = self._epoll.poll()
+            with self._lock:
+                self._round += 1
+            for fd, _ in ready:
                 if fd == self._wake_fd:
                     return
                 execution = self._take(fd)
@@ -96,8 +98,8 @@ class Answers:
             if watched is None:
                 return None
             execution = watched.execution
-            if execution is not None and not watched.is_readable():
-                # What was seen was the answer to somebody else, who has read it meanwhile.
+            if execution is not None and watched.round == self._round:
+                # It came after the look: what was seen may have been the answer to somebody else, who has read it.
                 return None
             watched.execution = None
             if execution is None or not execution.is_offered:

@@ -10,9 +10,7 @@ call, and would have to win it back from the other many times for one event; so 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,7 @@ from moonpool.runtime.frontend.grpc.status import Status, status_of
 from moonpool.runtime.frontend.restriction import GRPC_PREFIX, Restriction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from moonpool.runtime.frontend.frontend_metrics import Meter
     from moonpool.runtime.frontend.grpc.methods import Method
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool")
 # How many calls the core may accept before this side hears of the first.
 _ACCEPT_AHEAD = 16
-_EXPERIMENTS = "GRPC_EXPERIMENTS"
 _SHUTDOWN = cygrpc.CompletionType.queue_shutdown
 _TOO_MANY = Status("RESOURCE_EXHAUSTED", "Concurrent RPC limit exceeded!")
 _UNKNOWN = Status("UNIMPLEMENTED", "")
@@ -59,9 +56,8 @@ class GrpcCore:
         self._restriction = None
         if options.restricted or options.control_token is not None:
             self._restriction = Restriction(options.restricted, options.control_token)
-        with _polled_input():
-            self._queue = cygrpc.CompletionQueue()
-            self._server = cygrpc.Server(options.channel_arguments(), False)
+        self._queue = cygrpc.CompletionQueue()
+        self._server = cygrpc.Server(options.channel_arguments(), False)
         self._server.register_completion_queue(self._queue)
         self.port = self._bind(options)
         # Calls whose end was not told yet.
@@ -186,22 +182,6 @@ class GrpcCore:
             if self._is_stopped and not self._calls and not self._stopped.is_set():
                 self._queue.shutdown()
                 self._stopped.set()
-
-
-@contextlib.contextmanager
-def _polled_input() -> Iterator[None]:
-    """Where this process uses gRPC for the first time, have the polling thread read the sockets itself.
-
-    Otherwise threads of gRPC's do, and wake it: four times for a request. Models do not see the setting.
-    """
-    if _EXPERIMENTS in os.environ:
-        yield
-        return
-    os.environ[_EXPERIMENTS] = "-event_engine_listener"
-    try:
-        yield
-    finally:
-        del os.environ[_EXPERIMENTS]
 
 
 def _header(call: Call, name: str) -> str | None:
