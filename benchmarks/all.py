@@ -25,6 +25,7 @@ NAMES = (
     "bytes_tensors",
     "peers",
     "http_echo",
+    "grpc_echo",
     "serve",
 )
 RESULTS = Path(__file__).parent / "results"

@@ -26,6 +26,7 @@ QUESTIONS = (
     "bytes_tensors",
     "peers",
     "http_echo",
+    "grpc_echo",
     "serve",
 )
 
