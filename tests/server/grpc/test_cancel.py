@@ -75,10 +75,12 @@ def test_a_connection_that_ends_cancels_what_was_asked_over_it(
     channel = served.channel()
     method = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
     path = tmp_path / "asked"
-    method.future(text("waits", "PATH", str(path)).SerializeToString(), timeout=6 * TIMEOUT_S)
+    asked = text("waits", "PATH", str(path)).SerializeToString()
+    future = method.future(asked, timeout=6 * TIMEOUT_S)
     wait_until(lambda: path.with_suffix(".begun").exists())
 
     channel.close()
+    assert future.done()
 
     wait_until(lambda: path.with_suffix(".cancelled").exists())
     wait_until(lambda: idle(served))
