@@ -302,11 +302,12 @@ class ModelRegistry:
         self._check_open()
         if loaded is not None:
             raise ModelNotFound(
-                f"Request for unknown model: '{name}' version {version} is not at ready state"
+                f"Request for unknown model: '{name}' version {version} is not found"
             )
         if name in self._moves.names:
             raise ModelUnavailable(f"Request for model '{name}' which is loading or unloading")
-        raise ModelNotFound(f"Request for unknown model: '{name}' is not found")
+        why = "has no available versions" if name in self._statuses.all() else "is not found"
+        raise ModelNotFound(f"Request for unknown model: '{name}' {why}")
 
     def served(self) -> list[HostedModel]:
         """All versions of all loaded models."""

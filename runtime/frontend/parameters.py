@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.details import details_of
 from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.frontend.tensors import BadJson
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,16 +24,27 @@ _OWN = frozenset(
         "priority",
         "timeout",
         "binary_data_output",
-        "triton_enable_empty_final_response",
     }
 )
 _RESERVED = "triton_"
+MAX_SEQUENCE_ID_BYTES = 128
+
+
+class LongSequenceId(MoonpoolError):
+    """The text that names a sequence is longer than Triton takes."""
+
+    code = "UNSUPPORTED"
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID_BYTES} characters"
+        )
 
 
 def request_details(
     request_id: str, parameters: Mapping[str, object], trace_context: str | None = None
 ) -> Details | None:
-    """What a request says beside its tensors. Raises `InvalidRequest`.
+    """What a request says beside its tensors. Raises `InvalidRequest`, `BadJson`, `LongSequenceId`.
 
     `sequence_id` (a number or a text), `sequence_start`, `sequence_end`, `priority` and `timeout` (µs in the queue) mean what
     they mean in Triton; the others are for the model.
@@ -43,12 +56,9 @@ def request_details(
         flags |= START
     if _flag(parameters, "sequence_end"):
         flags |= END
-    sequence = parameters.get("sequence_id", 0)
-    if type(sequence) not in (int, str):
-        raise _wrong("sequence_id", "a whole number or a string", sequence)
     return details_of(
         request_id,
-        sequence,  # type: ignore[arg-type]
+        _sequence(parameters),
         flags,
         _number(parameters, "timeout"),
         _number(parameters, "priority"),
@@ -64,10 +74,13 @@ def _custom(parameters: Mapping[str, object]) -> dict[str, Parameter]:
             continue
         if name.startswith(_RESERVED):
             raise InvalidRequest(
-                f"parameter keys starting with '{_RESERVED}' are reserved for Triton usage."
+                f"parameter keys starting with '{_RESERVED}' are reserved for Triton usage and should "
+                "not be specified."
             )
         if type(value) not in (bool, int, float, str):
-            raise _wrong(name, "a boolean, a number or a string", value)
+            raise InvalidRequest(
+                f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+            )
         custom[name] = value
     return custom  # type: ignore[return-value]
 
@@ -75,16 +88,27 @@ def _custom(parameters: Mapping[str, object]) -> dict[str, Parameter]:
 def _flag(parameters: Mapping[str, object], name: str) -> bool:
     value = parameters.get(name, False)
     if type(value) is not bool:
-        raise _wrong(name, "true or false", value)
+        raise BadJson(name, "attempt to access JSON non-boolean as boolean")
     return value
 
 
 def _number(parameters: Mapping[str, object], name: str) -> int:
     value = parameters.get(name, 0)
-    if type(value) is not int:
-        raise _wrong(name, "a whole number", value)
-    return value
+    if not _is_uint64(value):
+        raise BadJson(name, "attempt to access JSON non-unsigned-integer as unsigned-integer")
+    return value  # type: ignore[return-value]
 
 
-def _wrong(name: str, wanted: str, value: object) -> InvalidRequest:
-    return InvalidRequest(f"parameter '{name}' must be {wanted}, not {value!r:.60}")
+def _sequence(parameters: Mapping[str, object]) -> int | str:
+    value = parameters.get("sequence_id", 0)
+    if type(value) is str:
+        if len(value.encode()) > MAX_SEQUENCE_ID_BYTES:
+            raise LongSequenceId
+        return value
+    if not _is_uint64(value):
+        raise BadJson("sequence_id", "attempt to access JSON non-string as string")
+    return value  # type: ignore[return-value]
+
+
+def _is_uint64(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**64

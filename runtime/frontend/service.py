@@ -69,10 +69,10 @@ class Service:
         `place` is region, offset, size in bytes. Raises `InvalidRequest`, `SharedMemoryError`, `OutOfMemory`.
         """
         region, offset, size_bytes = place
+        self.shared_memory.check(region, offset, size_bytes)
         expected = shape_size(name, shape) * ITEMSIZE[code]
         if code != BYTES and expected != size_bytes:
             raise WrongSize(name, expected, size_bytes)
-        self.shared_memory.check(region, offset, size_bytes)
         backend = self.models.backends.of(model.config)
         raw: NDArray[Any]
         if size_bytes >= _WORTH_PLACING_BYTES and isinstance(backend, PythonBackend):

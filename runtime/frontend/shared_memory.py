@@ -152,6 +152,8 @@ class SystemSharedMemory:
 
     def _place(self, name: str, offset: int, size_bytes: int) -> tuple[_Region, int]:
         region = self._find(name)
+        if not 0 <= offset < region.size_bytes:
+            raise InvalidRequest(f"Invalid offset for shared memory region: '{name}'")
         if not 0 <= offset <= offset + size_bytes <= region.size_bytes:
             raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{name}'")
         return region, region.offset + offset

@@ -105,7 +105,9 @@ def of_values(name: str, code: int, shape: Sequence[int], values: object) -> Inp
     count = shape_size(name, shape)
     flat, types = _flattened(values)
     if not types <= _TYPES[code]:
-        raise BadJson("data", _WRONG_TYPE[DTYPES[code].kind if code != BYTES else "O"])
+        if code == BYTES:
+            raise BadStrings
+        raise BadJson("data", _WRONG_TYPE[DTYPES[code].kind])
     if len(flat) != count:
         raise BadJson("data", "Shape does not match true shape of 'data' field")
     if code == BYTES:
@@ -128,6 +130,15 @@ class BadJson(MoonpoolError):
         super().__init__(f"Unable to parse '{field}': {what}")
 
 
+class BadStrings(MoonpoolError):
+    """What is to be BYTES is no JSON string."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+        )
+
+
 _TYPES: dict[int, frozenset[type]] = {code: frozenset({int}) for code in range(2, 10)}
 _TYPES.update({CODES["BOOL"]: frozenset({bool}), BYTES: frozenset({str})})
 _TYPES.update({CODES["FP32"]: frozenset({int, float}), CODES["FP64"]: frozenset({int, float})})
@@ -136,7 +147,6 @@ _WRONG_TYPE = {
     "u": "attempt to access JSON non-unsigned-integer as unsigned-integer",
     "i": "attempt to access JSON non-signed-integer as signed-integer",
     "f": "attempt to access JSON non-number as double",
-    "O": "attempt to access JSON non-string as string",
 }
 
 

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 from typing import TYPE_CHECKING
 
@@ -39,13 +38,6 @@ class StartFailed(MoonpoolError):
     """The server could not be started; the text is all there is to say."""
 
     code = "UNAVAILABLE"
-
-
-def _allow_descriptors() -> None:
-    """As many connections as the system lets this process have, rather than what programs get that say nothing."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Server:
@@ -91,7 +83,6 @@ class Server:
 
     async def run(self) -> int:
         """Serve until a signal; the exit code. Raises `StartFailed`."""
-        _allow_descriptors()
         with self._signals():
             try:
                 await self._bind()

@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -57,9 +57,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 class TritonServer:
-    """The process, its ports and its log. Models are loaded by name from `repository`."""
+    """The process, its ports and its log. `models` are loaded from `repository`, others when asked for."""
 
-    def __init__(self, python: Path, repository: Path, folder: Path) -> None:
+    def __init__(
+        self, python: Path, repository: Path, folder: Path, models: Sequence[str] = ()
+    ) -> None:
         facts = subprocess.run(
             [python, "-c", _FACTS], capture_output=True, text=True, check=True
         ).stdout.splitlines()
@@ -68,8 +70,9 @@ class TritonServer:
         self._package, self._libraries, self._version = Path(facts[0]), facts[1], facts[2]
         self._python = python
         self._repository = repository
+        self._models = models
         self._backends = folder / "backends"
-        self.grpc_port, self.metrics_port = _free_ports(2)
+        self.http_port, self.grpc_port, self.metrics_port = _free_ports(3)
         self.log_file = folder / "tritonserver.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -112,12 +115,14 @@ class TritonServer:
             "--model-control-mode=explicit",
             "--strict-readiness=false",
             "--model-load-thread-count=8",
-            "--allow-http=false",
+            "--http-address=127.0.0.1",
+            f"--http-port={self.http_port}",
             "--grpc-address=127.0.0.1",
             f"--grpc-port={self.grpc_port}",
             "--metrics-address=127.0.0.1",
             f"--metrics-port={self.metrics_port}",
             "--exit-timeout-secs=10",
+            *(f"--load-model={name}" for name in self._models),
         ]
 
     def _environment(self) -> dict[str, str]:
@@ -168,9 +173,11 @@ def stubs() -> list[int]:
 
 
 @contextmanager
-def running(python: Path, repository: Path, folder: Path) -> Iterator[TritonServer]:
+def running(
+    python: Path, repository: Path, folder: Path, models: Sequence[str] = ()
+) -> Iterator[TritonServer]:
     """A server, ready, which is ended afterwards."""
-    server = TritonServer(python, repository, folder)
+    server = TritonServer(python, repository, folder, models)
     server.start()
     try:
         yield server

@@ -122,7 +122,7 @@ class Call:
         if message is not None:
             operations.append(cygrpc.SendMessageOperation(message, 0))
         operations.append(
-            cygrpc.SendStatusFromServerOperation(None, status.number, status.text.encode(), 0)
+            cygrpc.SendStatusFromServerOperation(None, status.number, status.details, 0)
         )
         done = _done if sent is None else lambda _: sent()
         if self._start(operations, done, is_last=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.frontend.parameters import END, START
+from moonpool.runtime.frontend.parameters import END, MAX_SEQUENCE_ID_BYTES, START, LongSequenceId
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +51,8 @@ def parameters_of(given: Mapping[str, Any]) -> Parameters:
         value = None if kind is None else getattr(parameter, kind)
         if name == "sequence_id":
             _check(name, kind, "int64_param", "string_param")
+            if kind == "string_param" and len(value.encode()) > MAX_SEQUENCE_ID_BYTES:  # type: ignore[union-attr]
+                raise LongSequenceId
             found["sequence_id"] = value & _UINT64 if kind == "int64_param" else value  # type: ignore[operator]
         elif name in _FLAGS:
             _check(name, kind, "bool_param")

@@ -12,6 +12,7 @@ from moonpool.runtime.frontend.statuses import grpc_status
 
 _log = logging.getLogger("moonpool")
 # gRPC's core wants numbers.
+_DETAILS_BYTES = 6000
 _NUMBERS: dict[str, int] = {code.name: code.value[0] for code in grpc.StatusCode}
 
 
@@ -25,6 +26,18 @@ class Status(NamedTuple):
     def number(self) -> int:
         """The code as it travels."""
         return _NUMBERS[self.code]
+
+    @property
+    def details(self) -> bytes:
+        """The text as it travels: in a header, which clients refuse when it is too large."""
+        left = _DETAILS_BYTES
+        for index, char in enumerate(self.text):
+            # What is not printable ASCII is written as three characters a byte.
+            encoded = char.encode("utf-8", "replace")
+            left -= 1 if " " <= char <= "~" and char != "%" else 3 * len(encoded)
+            if left < 0:
+                return f"{self.text[:index]} …".encode("utf-8", "replace")
+        return self.text.encode("utf-8", "replace")
 
 
 OK = Status("OK", "")

@@ -84,10 +84,10 @@ class Plan:
         is_binary = parameters.get("binary_data_output", False)
         if type(is_binary) is not bool:
             raise BadJson("binary_data_output", _WRONG["boolean"])
-        # How outputs are wanted of which nothing is said, and the others by name.
+        # How all outputs are wanted where none is named, and those that are.
         self.rest = OutputPlan(is_binary)
         wanted = _array(root, "outputs") if "outputs" in root else []
-        self.wanted = dict(_output(each, is_binary) for each in wanted)
+        self.wanted = dict(map(_output, wanted))
         self.has_shared_outputs = any(each.place is not None for each in self.wanted.values())
         self.outputs = list(self.wanted) or None
         # Whether all outputs just follow the JSON of the response.
@@ -236,14 +236,13 @@ def _input(value: object) -> InputPlan:
     return InputPlan(name, code, shape, None, size_bytes, place)
 
 
-def _output(value: object, is_binary: bool) -> tuple[str, OutputPlan]:
+def _output(value: object) -> tuple[str, OutputPlan]:
     given: dict[str, Any] = value if isinstance(value, dict) else {}
     name = _text(given, "name")
     parameters = _object(given, "parameters")
-    if "binary_data" in parameters:
-        is_binary = parameters["binary_data"]
-        if type(is_binary) is not bool:
-            raise BadJson("binary_data", _WRONG["boolean"])
+    is_binary = parameters.get("binary_data", False)
+    if type(is_binary) is not bool:
+        raise BadJson("binary_data", _WRONG["boolean"])
     classes = parameters.get("classification", 0)
     if type(classes) is not int or not 0 <= classes <= _UINT64:
         raise NotJson(f"Unable to set 'classification': {_WRONG['number']}")

@@ -60,7 +60,7 @@ _KINDS: dict[type, str] = {
     str: "attempt to access JSON non-string as string",
     bool: "attempt to access JSON non-boolean as boolean",
     int: "attempt to access JSON non-unsigned-integer as unsigned-integer",
-    dict: "attempt to access JSON non-object as object",
+    dict: "attempt to get members for non-object",
 }
 _UINT64 = 2**64 - 1
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.frontend.parameters import request_details
+from moonpool.runtime.frontend.parameters import LongSequenceId, request_details
+from moonpool.runtime.frontend.tensors import BadJson
 
 
 def test_a_request_that_says_nothing_has_no_details() -> None:
@@ -59,8 +60,9 @@ def test_a_sequence_may_have_a_text_for_its_id() -> None:
         {"own": None},
         {"own": {"a": 1}},
         {"triton_own": 1},
+        {"sequence_id": "x" * 129},
     ],
 )
 def test_what_a_parameter_cannot_be_is_refused(parameters: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises((InvalidRequest, BadJson, LongSequenceId)):
         request_details("", parameters)

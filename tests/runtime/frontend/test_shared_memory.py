@@ -26,8 +26,10 @@ def key() -> Iterator[str]:
 
 
 @pytest.fixture
-def shared() -> SystemSharedMemory:
-    return SystemSharedMemory()
+def shared() -> Iterator[SystemSharedMemory]:
+    made = SystemSharedMemory()
+    yield made
+    made.unregister()
 
 
 def path(key: str) -> Path:
@@ -62,7 +64,7 @@ def test_nothing_is_read_beside_the_region(
     shared.register("a", key, 10, 100)
 
     with pytest.raises(
-        MoonpoolError, match="Invalid offset \\+ byte size for shared memory region: 'a'"
+        MoonpoolError, match=r"Invalid offset( \+ byte size)? for shared memory region: 'a'"
     ):
         shared.read("a", offset, np.empty(size, np.uint8))
     with pytest.raises(MoonpoolError):
@@ -98,7 +100,7 @@ def test_what_was_unregistered_is_gone(shared: SystemSharedMemory, key: str) -> 
     shared.unregister("a")
     shared.unregister("never")
 
-    with pytest.raises(SharedMemoryError, match="Unable to find shared memory region: 'a'"):
+    with pytest.raises(SharedMemoryError, match="Unable to find system shared memory region: 'a'"):
         shared.status("a")
     shared.unregister()
     assert shared.status() == []

@@ -14,7 +14,7 @@ from moonpool.ipc.bytes_tensor import encode_bytes
 from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, NAMES
 from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.frontend import tensors
-from moonpool.runtime.frontend.tensors import BadJson, WrongSize
+from moonpool.runtime.frontend.tensors import BadJson, BadStrings, WrongSize
 from moonpool.runtime.request import Wire
 
 FIXED = [code for code in DTYPES if code != BF16]
@@ -113,7 +113,7 @@ NON = "attempt to access JSON non-"
         ("UINT8", [1.0], BadJson, f"Unable to parse 'data': {NON}unsigned-integer as unsigned-integer"),
         ("INT8", [1.5], BadJson, f"Unable to parse 'data': {NON}signed-integer as signed-integer"),
         ("BOOL", [1], BadJson, f"Unable to parse 'data': {NON}boolean as boolean"),
-        ("BYTES", [1], BadJson, f"Unable to parse 'data': {NON}string as string"),
+        ("BYTES", [1], BadStrings, f"Unable to parse JSON bytes array: {NON}string as string"),
         ("UINT8", [256], InvalidRequest, "input 'X' has values that do not fit its datatype UINT8"),
         ("UINT8", [-1], InvalidRequest, "input 'X' has values that do not fit its datatype UINT8"),
         ("FP16", [1.0], InvalidRequest, "receiving FP16 data via JSON is not supported. "

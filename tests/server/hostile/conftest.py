@@ -1,0 +1,78 @@
+"""A server that all hostile clients share: each must leave it as it was."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.server.hostile.figures import Figures
+from tests.server.running import RunningServer, running
+from tests.server.wire import infer, send
+from tests.triton.protocol.tensors import GOOD, tensor
+from tests.waiting import wait_until
+
+MODELS = Path(__file__).parents[2] / "triton" / "protocol" / "models"
+ONE = {"inputs": [tensor("IN_FP32", [1])]}
+BODY_BYTES = 4 << 20
+INFLATED_BYTES = 8 << 20
+# What pools and caches may keep of what they were used for.
+SPARE_DESCRIPTORS, SPARE_THREADS, SPARE_BYTES = 8, 40, 96 << 20
+
+
+class Target:
+    """The server, and what it held before anybody was hostile to it."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self.server = server
+        self.http_port = server.ports["http"]
+        self.grpc_port = server.ports["grpc"]
+        self.answers()
+        self.at_rest = Figures.of(server.process.pid)
+
+    def answers(self) -> None:
+        """It does its work, and soon."""
+        start_s = time.monotonic()
+        for request in (infer("add_sub", GOOD), infer("every", ONE)):
+            reply = send(self.http_port, request)
+            assert reply.status == 200, reply
+        assert time.monotonic() - start_s < 5.0
+
+    def is_at_rest(self) -> None:
+        """It has let go of everything, and is the process that it was."""
+        before, pid = self.at_rest, self.server.process.pid
+
+        def rests() -> bool:
+            # What a model's process is to let go of, it is told with the next request.
+            self.answers()
+            now = Figures.of(pid)
+            return (
+                now.processes == before.processes
+                and now.descriptors <= before.descriptors + SPARE_DESCRIPTORS
+                and now.threads <= before.threads + SPARE_THREADS
+                and now.resident_bytes <= before.resident_bytes + SPARE_BYTES
+            )
+
+        wait_until(rests, 20.0, f"{before}, where there was {Figures.of(pid)}")
+        assert "Traceback" not in self.server.text(), self.server.text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    repository = Path(shutil.copytree(MODELS, tmp_path_factory.mktemp("hostile") / "repository"))
+    flags = [f"--load-model={name}" for name in ("add_sub", "every", "repeat", "says", "told")]
+    limits = [
+        f"--http-max-body-bytes={BODY_BYTES}",
+        f"--http-max-inflated-bytes={INFLATED_BYTES}",
+    ]
+    with running(repository, "--model-control-mode=explicit", *flags, *limits) as server:
+        yield Target(server)
+
+
+@pytest.fixture
+def target(shared: Target) -> Iterator[Target]:
+    """The server; afterwards it is asked whether it is well."""
+    yield shared
+    shared.is_at_rest()

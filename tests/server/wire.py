@@ -1,0 +1,77 @@
+"""What a client sends over HTTP and what it gets back, byte for byte, without a client's library between."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+TIMEOUT_S = 20.0
+
+
+class Http(NamedTuple):
+    """A request. `until` asks again, under a deadline, until the status is that one."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    headers: Mapping[str, str] = {}
+    until: int = 0
+
+
+class Reply(NamedTuple):
+    """A response as it came; of headers that came twice, the last. Names are in small letters."""
+
+    status: int
+    reason: str
+    headers: dict[str, str]
+    body: bytes
+
+
+def get(path: str, **headers: str) -> Http:
+    return Http("GET", path, b"", _headers(headers))
+
+
+def post(path: str, body: Any = b"", **headers: str) -> Http:
+    """A request with a body: bytes as they are, anything else as JSON."""
+    return Http("POST", path, as_bytes(body), _headers(headers))
+
+
+def infer(model: str, body: Any, **headers: str) -> Http:
+    return post(f"/v2/models/{model}/infer", body, **headers)
+
+
+def binary(model: str, header: Any, tensors: bytes, size: object = None, **headers: str) -> Http:
+    """A request with the binary extension; `size` is a lie about the length of its JSON."""
+    text = as_bytes(header)
+    said = str(len(text) if size is None else size)
+    return infer(model, text + tensors, Inference_Header_Content_Length=said, **headers)
+
+
+def as_bytes(body: Any) -> bytes:
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+def _headers(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def send(port: int, request: Http) -> Reply:
+    """Ask on a connection of its own."""
+    head = [f"{request.method} {request.path} HTTP/1.1", "Host: localhost", "Connection: close"]
+    head += [f"{name}: {value}" for name, value in request.headers.items()]
+    if request.body or request.method == "POST":
+        head.append(f"Content-Length: {len(request.body)}")
+    packet = "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + request.body
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
+        connection.sendall(packet)
+        response = http.client.HTTPResponse(connection, method=request.method)
+        try:
+            response.begin()
+            body = response.read()
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            return Reply(response.status, response.reason, headers, body)
+        finally:
+            response.close()

@@ -1,0 +1,91 @@
+"""Two answers in a form in which they can be compared: what must differ is left out, and nothing else."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from tests.server.wire import Reply
+
+# What a server may say of the connection, which is its own concern.
+_OF_THE_CONNECTION = {"connection", "content-length", "date", "server", "transfer-encoding"}
+_ID = re.compile(r"^\[request id: .*?\] ")
+# How a parser words what is wrong with JSON, and where, is the parser's own.
+_PARSER = re.compile(r"(failed to parse the request JSON buffer: ).*", re.DOTALL)
+# Measured, so never the same twice.
+_MEASURED = {"last_inference", "ns"}
+
+
+def comparable(reply: Reply) -> tuple[int, dict[str, str], list[Any], bytes]:
+    """Status, headers, the values of the body and the binary tensors behind them."""
+    headers = {k: v for k, v in reply.headers.items() if k not in _OF_THE_CONNECTION}
+    body = _decoded(reply.body, headers.get("content-encoding"))
+    size = headers.pop("inference-header-content-length", None)
+    text, tensors = (body, b"") if size is None else (body[: int(size)], body[int(size) :])
+    if headers.get("content-type", "").startswith("text/event-stream"):
+        events = text.decode().split("\n\n")
+        return reply.status, headers, [_event(event) for event in events], tensors
+    if reply.status >= 400:
+        # Triton sends the same JSON as text/plain from some of its corners.
+        headers.pop("content-type", None)
+    return reply.status, headers, [_value(text)], tensors
+
+
+def message(found: Message) -> Any:
+    """A message of gRPC as plain values."""
+    return _without_measures(MessageToDict(found, preserving_proto_field_name=True))
+
+
+def words(text: str) -> str:
+    """An error's text without the id of the request, which the caller knows."""
+    return _PARSER.sub(r"\1...", _ID.sub("", text))
+
+
+def _decoded(body: bytes, encoding: str | None) -> bytes:
+    if encoding == "gzip":
+        return gzip.decompress(body)
+    return zlib.decompress(body) if encoding == "deflate" else body
+
+
+def _event(text: str) -> Any:
+    head, _, rest = text.partition("data: ")
+    return head, _value(rest.encode())
+
+
+def _value(text: bytes) -> Any:
+    """A JSON value with its keys in order; what is no JSON, as it is."""
+    try:
+        value = json.loads(text.decode("utf-8", "surrogateescape"), object_pairs_hook=_Ordered)
+    except ValueError:
+        return text
+    return _without_measures(value)
+
+
+class _Ordered(dict[str, Any]):
+    """An object that equals another only if its keys are in the same order."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ordered) and list(self.items()) == list(other.items())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
+
+def _without_measures(value: Any) -> Any:
+    if isinstance(value, dict):
+        kind = type(value)
+        return kind(
+            (key, _without_measures(item)) for key, item in value.items() if key not in _MEASURED
+        )
+    if isinstance(value, list):
+        return [_without_measures(item) for item in value]
+    if isinstance(value, str):
+        return words(value)
+    return "NaN" if value != value else value

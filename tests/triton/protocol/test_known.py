@@ -1,0 +1,29 @@
+"""The differences that tests know of are those that the page tells, and each has a case."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.triton.protocol.known import DIFFERENCES, difference
+from tests.triton.protocol.test_protocol_grpc import CASES as GRPC
+from tests.triton.protocol.test_protocol_http import CASES as HTTP
+
+PAGE = Path(__file__).parents[3] / "docs" / "FIDELITY.md"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documents are not in the wheel")
+def test_every_difference_is_told() -> None:
+    section = (
+        PAGE.read_text().split("## Different on purpose, over the network")[1].split("\n##")[0]
+    )
+    rows = re.findall(r"^\| ([^|]+?) \|(?:[^|]+\|){4}$", section, flags=re.MULTILINE)
+
+    assert set(rows) - {"---"} == set(DIFFERENCES)
+
+
+def test_every_difference_has_a_case() -> None:
+    names = [str(case.values[0]) for case in [*GRPC, *HTTP]]
+
+    assert {difference(name) for name in names} - {None} == set(DIFFERENCES)

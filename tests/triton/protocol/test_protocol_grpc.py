@@ -1,0 +1,91 @@
+"""Both servers answer the same calls over gRPC in the same way: messages, codes, texts, streams and their ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+from tests.triton.protocol import grpc_cases
+from tests.triton.protocol.comparing import message, words
+from tests.triton.protocol.conftest import Server, Servers
+from tests.triton.protocol.grpc_cases import Call
+from tests.triton.protocol.known import difference
+from tritonclient.grpc import service_pb2_grpc
+
+pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("region")]
+
+TIMEOUT_S = 20.0
+TABLES = {
+    "which": grpc_cases.WHICH,
+    "inference": grpc_cases.INFERENCE,
+    "datatypes": grpc_cases.DATATYPES,
+    "control": grpc_cases.CONTROL,
+}
+CASES = [
+    pytest.param(f"gRPC {table}: {name}", calls, id=f"{table}: {name}"[:100])
+    for table, cases in TABLES.items()
+    for name, calls in cases
+]
+STREAMS = [pytest.param(*stream, id=stream[0][:100]) for stream in grpc_cases.STREAMS]
+
+
+def _answer(server: Server, call: Call) -> Any:
+    """The message as plain values, or the code and the text of the error."""
+    method, request = call
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(server.channel)
+    try:
+        return message(getattr(stub, method)(request, timeout=TIMEOUT_S))
+    except grpc.RpcError as error:
+        return error.code().name, words(error.details() or "")
+
+
+def _responses(server: Server, requests: Sequence[Any], metadata: Sequence[tuple[str, str]]) -> Any:
+    """All messages of a stream, and how it ended. The next request waits for the answer to the last."""
+    answered = threading.Semaphore(0)
+
+    def asking() -> Iterator[Any]:
+        for index, request in enumerate(requests):
+            if index:
+                answered.acquire(timeout=TIMEOUT_S)
+            yield request
+
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(server.channel)
+    found: list[Any] = []
+    call = stub.ModelStreamInfer(asking(), metadata=metadata, timeout=TIMEOUT_S)
+    try:
+        for response in call:
+            found.append(message(response))
+            answered.release()
+    except grpc.RpcError:
+        pass
+    answered.release(len(requests) + 1)
+    return found, call.code().name, words(call.details() or "")
+
+
+def _check(case: str, ours: Any, theirs: Any) -> None:
+    known = difference(case)
+    if known is None:
+        assert ours == theirs
+    else:
+        assert ours != theirs, f"no longer different: {known}"
+
+
+@pytest.mark.parametrize(("case", "calls"), CASES)
+def test_both_answer_alike(servers: Servers, case: str, calls: list[Call]) -> None:
+    theirs = [_answer(servers.triton, call) for call in calls]
+    ours = [_answer(servers.moonpool, call) for call in calls]
+
+    _check(case, ours, theirs)
+
+
+@pytest.mark.parametrize(("name", "requests", "metadata"), STREAMS)
+def test_both_stream_alike(
+    servers: Servers, name: str, requests: list[Any], metadata: Sequence[tuple[str, str]]
+) -> None:
+    theirs = _responses(servers.triton, requests, metadata)
+    ours = _responses(servers.moonpool, requests, metadata)
+
+    _check(f"gRPC stream: {name}", ours, theirs)

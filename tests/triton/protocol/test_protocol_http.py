@@ -1,0 +1,68 @@
+"""Both servers answer the same requests over HTTP in the same way: status, headers, values, texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.server.wire import Http, Reply, send
+from tests.triton.protocol import control_cases, inference_cases
+from tests.triton.protocol.comparing import comparable
+from tests.triton.protocol.conftest import Server, Servers
+from tests.triton.protocol.known import difference
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("region")]
+
+TABLES = {
+    "success": inference_cases.SUCCESS,
+    "json": inference_cases.WRONG_JSON,
+    "tensors": inference_cases.WRONG_TENSORS,
+    "binary": inference_cases.BINARY,
+    "datatypes": inference_cases.DATATYPES,
+    "parameters": inference_cases.PARAMETERS,
+    "sequences": inference_cases.SEQUENCES,
+    "classes": inference_cases.CLASSES,
+    "compression": inference_cases.COMPRESSION,
+    "metadata": control_cases.METADATA,
+    "models": control_cases.WHICH_MODEL,
+    "generate": control_cases.GENERATE,
+    "memory": control_cases.SHARED_MEMORY,
+    "repository": control_cases.REPOSITORY,
+    "settings": control_cases.SETTINGS,
+}
+CASES = [
+    pytest.param(f"{table}: {name}", requests, id=f"{table}: {name}"[:100])
+    for table, cases in TABLES.items()
+    for name, requests in cases
+]
+
+
+def _ask(server: Server, request: Http) -> Reply:
+    if not request.until:
+        return send(server.http_port, request)
+
+    def asked() -> Reply | None:
+        reply = send(server.http_port, request)
+        return reply if reply.status == request.until else None
+
+    found = wait_until(asked, what=f"{request.path} to be {request.until}")
+    assert found is not None
+    return found
+
+
+def _answers(server: Server, requests: list[Http]) -> list[Any]:
+    """What is compared: not how often one had to ask until a change was done."""
+    replies = [(request, _ask(server, request)) for request in requests]
+    return [comparable(reply) for request, reply in replies if not request.until]
+
+
+@pytest.mark.parametrize(("case", "requests"), CASES)
+def test_both_answer_alike(servers: Servers, case: str, requests: list[Http]) -> None:
+    theirs, ours = (_answers(server, requests) for server in servers)
+
+    known = difference(case)
+    if known is None:
+        assert ours == theirs
+    else:
+        assert ours != theirs, f"no longer different: {known}"
