@@ -41,7 +41,7 @@ class Desk(Protocol):
         """The region is no longer meant."""
 
     def output_sizes(self, question: Question) -> Mapping[str, int]:
-        """Ask once; bytes of each output."""
+        """Ask once; bytes of each output that is binary."""
 
     def close(self) -> None:
         """Hang up."""
@@ -100,8 +100,13 @@ class HttpDesk:
         sizes = {}
         for output in outputs:
             parameters = output.get("parameters", {})
+            if question.is_json:
+                continue
             if "binary_data_size" not in parameters:
-                raise Refused(f"the server has no binary tensors: output {output['name']} is JSON")
+                raise Refused(
+                    f"the server has no binary tensors: output {output['name']} is JSON; "
+                    "ask it with --json-tensors"
+                )
             sizes[output["name"]] = int(parameters["binary_data_size"])
         return sizes
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moonpool.ipc.bytes_tensor import encode_bytes
+import numpy as np
+
+from moonpool.ipc.bytes_tensor import decode_bytes, encode_bytes
+from moonpool.ipc.tensors import CODES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,6 +36,14 @@ class Tensor:
     def of(cls, name: str, datatype: str, array: NDArray[Any]) -> Tensor:
         data = encode_bytes(array, name) if datatype == "BYTES" else array.tobytes()
         return cls(name, datatype, array.shape, data)
+
+    def values(self) -> list[Any]:
+        """The elements, as JSON has them."""
+        if self.datatype == "BYTES":
+            count = math.prod(self.shape)
+            return [text.decode() for text in decode_bytes(self.data, (count,)).tolist()]
+        values: list[Any] = np.frombuffer(self.data, DTYPES[CODES[self.datatype]]).tolist()
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,44 +71,48 @@ class Question:
     inputs: Sequence[Tensor]
     input_places: Mapping[str, Place] = field(default_factory=dict)
     output_places: Mapping[str, Place] = field(default_factory=dict)
+    # Over HTTP: whether tensors are numbers in the JSON, as servers want them that know no binary ones.
+    is_json: bool = False
 
     def as_http(self, endpoint: Endpoint, headers: Sequence[tuple[str, str]] = ()) -> bytes:
-        """Head and body of a request with binary tensors."""
+        """Head and body of a request."""
         header, binary = self._json()
+        kind = "json" if self.is_json else "octet-stream"
         version = f"/versions/{self.version}" if self.version else ""
         lines = [
             f"POST {endpoint.path}/v2/models/{self.model}{version}/infer HTTP/1.1",
             f"Host: {endpoint.authority}",
-            "Content-Type: application/octet-stream",
-            f"Inference-Header-Content-Length: {len(header)}",
+            f"Content-Type: application/{kind}",
+            *([] if self.is_json else [f"Inference-Header-Content-Length: {len(header)}"]),
             f"Content-Length: {len(header) + len(binary)}",
             *(f"{name}: {value}" for name, value in headers),
         ]
         return "\r\n".join([*lines, "", ""]).encode() + header + binary
 
     def _json(self) -> tuple[bytes, bytes]:
-        inputs, binary = [], []
+        inputs: list[dict[str, object]] = []
+        binary: list[bytes] = []
         for tensor in self.inputs:
+            described: dict[str, object] = {
+                "name": tensor.name,
+                "datatype": tensor.datatype,
+                "shape": tensor.shape,
+            }
             if place := self.input_places.get(tensor.name):
-                parameters = place.as_dict()
+                described["parameters"] = place.as_dict()
+            elif self.is_json:
+                described["data"] = tensor.values()
             else:
-                parameters = {"binary_data_size": len(tensor.data)}
+                described["parameters"] = {"binary_data_size": len(tensor.data)}
                 binary.append(tensor.data)
-            inputs.append(
-                {
-                    "name": tensor.name,
-                    "datatype": tensor.datatype,
-                    "shape": tensor.shape,
-                    "parameters": parameters,
-                }
-            )
+            inputs.append(described)
         request: dict[str, object] = {"inputs": inputs}
         if self.output_places:
             request["outputs"] = [
                 {"name": name, "parameters": place.as_dict()}
                 for name, place in self.output_places.items()
             ]
-        else:
+        elif not self.is_json:
             request["parameters"] = {"binary_data_output": True}
         return json.dumps(request, separators=(",", ":")).encode(), b"".join(binary)
 

@@ -40,6 +40,7 @@ class Server:
         timeout_s: float,
     ) -> None:
         self.where = endpoint.url
+        self.scheme = endpoint.scheme
         self._endpoint = endpoint
         self._model, self._version = model, version
         self._headers = headers
@@ -59,14 +60,15 @@ class Server:
         *,
         processes: int,
         most_connections: int,
-        shared_memory: bool,
-        is_stream: bool,
+        shared_memory: bool = False,
+        is_stream: bool = False,
+        is_json: bool = False,
     ) -> None:
         """Make the requests, ask the first one, and start the processes.
 
         `most_connections` are as many as any load will need.
         """
-        question = Question(self._model, self._version, inputs)
+        question = Question(self._model, self._version, inputs, is_json=is_json)
         questions = [question]
         self._most_connections = most_connections
         if not is_stream:

@@ -164,6 +164,7 @@ def _prepare(
         most_connections=options.most_connections,
         shared_memory=options.shared_memory,
         is_stream=options.is_stream,
+        is_json=options.is_json and server.scheme == "http",
     )
 
 
@@ -175,6 +176,7 @@ def _about(
         "where": subject.where,
         "shared_memory": "system" if options.shared_memory else "none",
         "streaming": options.is_stream,
+        "json_tensors": options.is_json,
         "processes": options.processes,
         "instances": options.instances,
         "window_s": options.seconds,

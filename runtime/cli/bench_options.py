@@ -41,6 +41,7 @@ class Options:
     headers: list[tuple[str, str]]
     shared_memory: bool
     is_stream: bool
+    is_json: bool
     instances: int | None
     is_async: bool
     values: dict[str, object]
@@ -162,6 +163,11 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
         help="how tensors travel; system: in regions on this machine that the server opens",
     )
     add(
+        "--json-tensors",
+        action="store_true",
+        help="over HTTP: tensors in the JSON, for servers without the binary tensor extension",
+    )
+    add(
         "--streaming",
         action="store_true",
         help="a stream for each caller; its responses are counted and timed (grpc://)",
@@ -217,6 +223,7 @@ def checked(arguments: argparse.Namespace) -> Options:
         headers=[_header(text) for text in arguments.header],
         shared_memory=arguments.shared_memory == "system",
         is_stream=arguments.streaming,
+        is_json=arguments.json_tensors,
         instances=arguments.instances,
         is_async=arguments.is_async,
         values=values,
@@ -236,6 +243,7 @@ def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> 
     if endpoint is None:
         remote = {
             "--streaming": arguments.streaming,
+            "--json-tensors": arguments.json_tensors,
             "--shared-memory": arguments.shared_memory != "none",
             "--model-version": arguments.model_version,
             "--header": arguments.header,
@@ -255,6 +263,8 @@ def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> 
         raise UsageError(
             "--streaming needs grpc://: a stream of HTTP has no requests of the protocol"
         )
+    if arguments.json_tensors and (endpoint.scheme != "http" or arguments.shared_memory != "none"):
+        raise UsageError("--json-tensors is for http://, and not for --shared-memory")
     if arguments.streaming and arguments.shared_memory != "none":
         raise UsageError("--streaming and --shared-memory cannot be measured together")
 

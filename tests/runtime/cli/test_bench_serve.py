@@ -63,6 +63,18 @@ def test_requests_of_every_kind_are_answered(
     assert server.get("/v2/systemsharedmemory/status") == (200, [])
 
 
+def test_tensors_may_travel_as_json(cli: CommandLine, server: RunningServer) -> None:
+    ended = cli(
+        "bench", "add_sub", "--url", f"http://{server.http}", "--concurrency", "1", *QUICK,
+        "--json-tensors", "--save", ".",
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((cli.folder / "add_sub.json").read_text())
+    assert report["json_tensors"]
+    assert report["series"][0]["requests"] == report["series"][0]["server"]["requests"] > 0
+
+
 def test_the_responses_of_a_decoupled_model_are_counted(
     cli: CommandLine, server: RunningServer
 ) -> None:
