@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.http.head import Head
     from moonpool.runtime.frontend.http.port import Port
 
+_log = logging.getLogger("moonpool")
 # What a client may send on after an error, so that it gets to read the response before it sees a reset.
 _LINGER_S = 2.0
 _WAITING_BYTES = _SMALL_BYTES = 64 << 10
@@ -238,7 +240,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _hand_over(self, head: Head, body: Body, begun_ns: int | None = None) -> None:
         exchange = self._exchange = Exchange(self, head, body, begun_ns)
-        self._port.handler.handle(exchange)
+        try:
+            self._port.handler.handle(exchange)
+        except Exception:
+            _log.exception("answering %s %r failed", head.method, head.target[:200])
+            exchange.fail(500, "internal error")
 
     # Out
 

@@ -318,8 +318,12 @@ class InferCall:
             rendered = render(service, model, plan, outcome)
         except MoonpoolError as error:
             self._fail(error, TEXT)
-            return
-        self._respond(rendered)
+        except Exception:
+            # Whoever calls has others in the batch to tell.
+            _log.exception("the response of %r cannot be written", model)
+            self._exchange.fail(500, "internal error", TEXT)
+        else:
+            self._respond(rendered)
 
     def _respond(self, rendered: tuple[Headers, list[Part]]) -> None:
         headers, parts = rendered

@@ -93,7 +93,7 @@ class _Kept:
 
 
 class Scripted:
-    """Answers by path: /echo at once, /held when the test says so, /stream in pieces, /big with many bytes."""
+    """Answers by path: /echo at once, /held when the test says so, /broken never, /stream in pieces, /big with many bytes."""
 
     def __init__(self) -> None:
         self.held: list[Exchange] = []
@@ -112,6 +112,8 @@ class Scripted:
             for piece in (b"one", b"two", b""):
                 exchange.send(piece)
             exchange.finish()
+        elif path == b"/broken":
+            raise ZeroDivisionError
         elif path.startswith(b"/big/"):
             part = bytes(1 << 20)
             exchange.respond(200, (), [part] * int(path[5:]))

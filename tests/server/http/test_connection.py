@@ -162,3 +162,12 @@ def test_a_response_that_breaks_off_shows(listening: Listening) -> None:
         listening.call(held.finish)
 
         assert client.rest().endswith(b"Content-Length: 10\r\n\r\n12345")
+
+
+def test_a_handler_that_breaks_is_an_answer_too(listening: Listening) -> None:
+    with listening.client() as client:
+        client.send(post("/broken", b"") + post("/echo", b"next"))
+        broken = client.answer()
+
+        assert (broken.status, broken.body) == (500, b'{"error":"internal error"}')
+        assert client.answer().body == b"next"
