@@ -244,7 +244,7 @@ class Execution:
                 fail_ns = now_ns - request.queued_ns
                 outcomes.statistics.record_failures(now_ms, 1, fail_ns, reason_of(answer))
                 if not request.left:
-                    outcomes.note(self.instance, request, answer)
+                    outcomes.note(answer, self.instance.name, request.request_id, 1)
 
 
 _ANSWERS = (Response, BaseException, Deferral)

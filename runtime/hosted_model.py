@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.backend import Model, ModelInstance
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.readiness import Answer
-    from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.statistics import Statistics
     from moonpool.runtime.stubs import Stubs
     from moonpool.runtime.supervisor import Seat
@@ -102,7 +102,7 @@ class HostedModel:
             self._backend, model, instances, self._reactor, self._hear, self._give_up
         )
         self.scheduler = Scheduler(model, self._reactor, self._executor, self.supervisor.lost)
-        self.scheduler.outcomes.note = self._note
+        self.scheduler.outcomes.note = partial(self._errors.add, model.name, model.version)
         self._prepare_statistics(self.scheduler.statistics)
         self.supervisor.serve(self.scheduler)
         self._is_starting = True
@@ -141,18 +141,6 @@ class HostedModel:
         if state in _BROKEN:
             self._errors.add(self.model.name, self.model.version, because, instance=instance)
         self._tell(instance, state, because)
-
-    def _note(
-        self, instance: ModelInstance | None, request: InferenceRequest, error: BaseException
-    ) -> None:
-        self._errors.add(
-            self.model.name,
-            self.model.version,
-            error,
-            instance=instance.name if instance is not None else "",
-            request_id=request.details.request_id if request.details is not None else "",
-            requests=1,
-        )
 
     def _give_up(self, why: str) -> None:
         """No instance is left. Called while the model may be on its way out already."""

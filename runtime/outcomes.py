@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.waiting_room import WaitingRoom
 
     Pairs = list[tuple[InferenceRequest, Outcome | None]]
-    Note = Callable[[ModelInstance | None, InferenceRequest, BaseException], None]
+    # The error, the names of instance and request, and how many requests ended with it.
+    Note = Callable[[BaseException | str, str, str, int], None]
 
 
 class Outcomes:
@@ -120,7 +121,7 @@ class Outcomes:
         fail_ns = sum(now_ns - request.queued_ns for request in requests)
         for request in requests:
             if not request.left:
-                self.note(None, request, error)
+                self.note(error, "", request.request_id, 1)
         with self._lock:
             now_ms = time.time_ns() // 1_000_000
             self.statistics.record_failures(now_ms, len(requests), fail_ns, reason_of(error))
@@ -154,7 +155,7 @@ class Outcomes:
                 raise RemoteProtocolError("a second response of a model that is not decoupled")
             request.responses += 1
             if isinstance(outcome, BaseException) and not request.left:
-                self.note(instance, request, outcome)
+                self.note(outcome, instance.name, request.request_id, 1)
             if request.trace is not None:
                 request.trace.responded(outcome)
         if not flags:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Of a text and of a traceback.
 MAX_CHARACTERS = 8192
+_GAP = "\n[…]\n"
 _TRACEBACK = "\nTraceback (most recent call last):\n"
 
 
@@ -58,7 +59,6 @@ class RecentErrors:
         model: str,
         version: int | None,
         error: BaseException | str,
-        *,
         instance: str = "",
         request_id: str = "",
         requests: int = 0,
@@ -109,6 +109,13 @@ class RecentErrors:
             self.add(model, getattr(error, "version", None), error)
             raise
 
+    def take(self) -> list[RecentError]:
+        """All of them, the latest last; they are forgotten here."""
+        with self._lock:
+            taken = list(self._errors.values())
+            self._errors.clear()
+            return taken
+
     def latest(self) -> list[RecentError]:
         """Copies, the latest first."""
         with self._lock:
@@ -124,8 +131,9 @@ def _text(error: BaseException | str) -> str:
 
 def _cut(text: str) -> str:
     """The end of a traceback says what happened, the beginning of a text does; keep both."""
-    text = text.rstrip("\n")
+    # Names of files, which may stand in it, need not be text.
+    text = text.rstrip("\n").encode("utf-8", "replace").decode()
     if len(text) <= MAX_CHARACTERS:
         return text
-    half = MAX_CHARACTERS // 2
-    return f"{text[:half]}\n[…]\n{text[-half:]}"
+    half = (MAX_CHARACTERS - len(_GAP)) // 2
+    return text[:half] + _GAP + text[-half:]

@@ -247,6 +247,11 @@ class InferenceRequest:
         self.response: Outcome | None = None
 
     @property
+    def request_id(self) -> str:
+        """The name that its caller gave it, "" where it has none."""
+        return "" if self.details is None else self.details.request_id
+
+    @property
     def correlation_id(self) -> int | str:
         """Which sequence it belongs to; 0 and "" are none."""
         return 0 if self.details is None else self.details.correlation_id

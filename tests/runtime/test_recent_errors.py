@@ -53,9 +53,25 @@ def test_a_long_text_keeps_its_ends() -> None:
     recent.add("m", 1, "begin " + "x" * 10 * MAX_CHARACTERS + " end")
 
     (error,) = recent.latest()
-    assert len(error.text) < MAX_CHARACTERS + 10
+    assert len(error.text) <= MAX_CHARACTERS
     assert error.text.startswith("begin ")
     assert error.text.endswith(" end")
+
+
+def test_what_is_taken_is_there_no_more() -> None:
+    recent = RecentErrors()
+    for text in "abc":
+        recent.add("m", 1, text)
+
+    assert [error.text for error in recent.take()] == ["a", "b", "c"]
+    assert recent.take() == recent.latest() == []
+
+
+def test_what_is_no_text_becomes_one() -> None:
+    recent = RecentErrors()
+    recent.add("m", 1, os.fsdecode(b"no file \xff"))
+
+    assert recent.latest()[0].text == "no file ?"
 
 
 def test_an_error_that_cannot_be_printed_is_told_by_its_name() -> None:

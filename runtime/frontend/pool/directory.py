@@ -50,6 +50,7 @@ class Directory(Audience):
         self._draining: set[tuple[Member, int]] = set()
         self._counting: dict[Member, int] = {}
         self._counts: list[tuple[int, Counts]] = []
+        self._failed: list[list[Any]] = []
 
     # Front ends
 
@@ -90,6 +91,8 @@ class Directory(Audience):
                 self._changed.notify_all()
             elif word == Word.COUNTS:
                 self._counts.append((fields[1], (fields[2], fields[3])))
+            elif word == Word.FAILED:
+                self._failed.append(fields[1:])
             elif word == Word.COUNTED:
                 if self._counting.get(member) == fields[1]:
                     del self._counting[member]
@@ -211,6 +214,7 @@ class Directory(Audience):
             self._tell_all(Word.COUNT, question)
             self._changed.wait_for(lambda: question not in self._counting.values(), _COUNT_S)
             counts, self._counts = self._counts, []
+            failed, self._failed = self._failed, []
             models = {number: model for model, number in self._models.items()}
         for number, counted in counts:
             model = models.get(number)
@@ -220,3 +224,8 @@ class Directory(Audience):
                     where.add_counts(counted)
                 except ValueError as error:
                     _log.error("a front end counts what nobody understands: %s", error)
+        for number, *told in failed:
+            model = models.get(number)
+            where = None if model is None else outcomes(model)
+            if where is not None:
+                where.note(*told)

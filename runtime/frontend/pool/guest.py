@@ -13,6 +13,7 @@ from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
 from moonpool.runtime.backend import Backend, ModelInstance
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.errors import ModelUnavailable, StubDied
+from moonpool.runtime.recent_errors import RecentErrors
 from moonpool.runtime.regions import CallerMemory
 from moonpool.runtime.scheduler import Scheduler
 from moonpool.runtime.signature import Signature
@@ -90,6 +91,8 @@ class GuestModel:
         self.memory = CallerMemory(model.options.region_limit_bytes)
         self._seats: dict[int, Seat] = {}
         self.scheduler = Scheduler(model, reactor, executor, self._lost)
+        self.errors = RecentErrors()
+        self.scheduler.outcomes.note = partial(self.errors.add, model.name, model.version)
         self.scheduler.open()
 
     # Stubs

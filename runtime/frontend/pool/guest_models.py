@@ -139,6 +139,9 @@ class GuestModels:
         self._tell(Word.COUNTED, question)
 
     def _tell_counts(self, number: int, model: GuestModel) -> None:
+        for each in model.errors.take():
+            request_id = each.request_id[:MAX_TEXT]
+            self._tell(Word.FAILED, number, each.text, each.instance, request_id, each.requests)
         counts = model.scheduler.outcomes.take_counts()
         if counts is None:
             return

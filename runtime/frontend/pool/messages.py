@@ -41,6 +41,7 @@ class Word(IntEnum):
     COUNTED = 23
     LOST = 24
     OVERDUE = 25
+    FAILED = 26
 
 
 MAX_VERSIONS = 4096
@@ -88,6 +89,17 @@ DIRECTORY: dict[IntEnum, Message] = {
         },
     ),
     Word.COUNTED: Message(_FRONT, {"question": _ID}),
+    # With COUNTS: requests that ended with an error.
+    Word.FAILED: Message(
+        _FRONT,
+        {
+            "model": _ID,
+            "error": _TEXT,
+            "instance": Text(1024),
+            "request": Text(MAX_TEXT),
+            "requests": _ID,
+        },
+    ),
     # The stub has closed its channels to this front end, or broken the protocol there.
     Word.LOST: Message(_FRONT, {"stub": _ID, "why": _TEXT}),
     # A batch takes longer than the model's limit.

@@ -285,6 +285,20 @@ def test_a_model_is_loaded_anew_while_it_is_asked(folder: Path, server: RunningS
     wait_until(lambda: server.get("/v2/models/again/infer", "POST", body)[0] != 200)
 
 
+def test_errors_of_all_front_ends_are_told_in_one_place(server: RunningServer) -> None:
+    for _ in range(6):
+        assert ask(server, "no such thing", 1)[0] == 500
+
+    def told() -> list[dict[str, Any]]:
+        _, shown = server.get("/v2/moonpool/overview")
+        return [each for each in shown["errors"] if "no such thing" in each["text"]]
+
+    wait_until(lambda: [each["requests"] for each in told()] == [6])
+    (error,) = told()
+    assert (error["model"], error["instance"]) == ("shared", "shared_0_0")
+    assert "KeyError" in error["traceback"]
+
+
 def test_the_death_of_a_stub_is_told_with_its_reason(server: RunningServer) -> None:
     status, told = ask(server, "die", 1)
     assert status == 500
