@@ -37,6 +37,7 @@ class Call:
         "_is_over",
         "_lock",
         "_meter",
+        "_on_drain",
         "_on_gone",
         "_starting",
         "begun_ns",
@@ -56,6 +57,7 @@ class Call:
         self.method: bytes = event.call_details.method
         self.metadata: Metadata = event.invocation_metadata
         self._on_gone: Callable[[], object] | None = None
+        self._on_drain: Callable[[], object] | None = None
         # How many threads are about to give the core an operation, and what the last of them has to call.
         self._starting = 0
         self._ended: Callable[[], object] | None = None
@@ -67,6 +69,7 @@ class Call:
             with self._lock:
                 self._is_gone, self._is_over = not self._is_over, True
                 on_gone, self._on_gone = self._on_gone, None
+                self._on_drain = None
                 self._ended = ended if self._starting else None
                 is_free = not self._starting
             try:
@@ -91,6 +94,15 @@ class Call:
                 return
         if self._is_gone:
             callback()
+
+    def when_draining(self, callback: Callable[[], object]) -> None:
+        """Have this done when the server is about to end, and the call should come to its end soon."""
+        self._on_drain = callback
+
+    def drain(self) -> None:
+        """The server is about to end."""
+        if self._on_drain is not None:
+            self._on_drain()
 
     def receive(self, received: Callable[[bytes | None], object]) -> None:
         """Have the next message; None where none comes any more."""

@@ -103,6 +103,8 @@ class GrpcCore:
             if not self._is_stopping:
                 self._is_stopping = True
                 self._server.shutdown(self._queue, self._shut_down)
+        for call in list(self._calls):
+            call.drain()
         in_time = self._stopped.wait(timeout_s)
         with self._ending:
             if not self._is_destroyed:

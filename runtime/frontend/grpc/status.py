@@ -11,8 +11,8 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.frontend.statuses import grpc_status
 
 _log = logging.getLogger("moonpool")
-# gRPC's core wants numbers.
 _DETAILS_BYTES = 6000
+# gRPC's core wants numbers.
 _NUMBERS: dict[str, int] = {code.name: code.value[0] for code in grpc.StatusCode}
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.request import InferenceRequest, Outcome
 
 _MAX_IN_FLIGHT = 1024
+_ENDING = Status("UNAVAILABLE", "the server is ending")
 _ERROR_MODE = ("triton_grpc_error", "true")
 
 
@@ -53,10 +54,12 @@ class Stream:
         self._is_sending = self._is_over = False
         # Whether a request is being read or waited for, and whether the client will send no more.
         self._is_reading = self._has_all = False
+        self._is_draining = False
 
     def begin(self) -> None:
         """Read the first request."""
         self._call.when_gone(self._gone)
+        self._call.when_draining(self._drain)
         self._read_on()
 
     # Requests
@@ -72,9 +75,12 @@ class Stream:
         self._call.receive(self._received)
 
     def _received(self, data: bytes | None) -> None:
-        if data is None:
-            with self._lock:
+        with self._lock:
+            # What comes while the server is ending is not asked any more.
+            is_last = data is None or self._has_all
+            if is_last:
                 self._is_reading, self._has_all = False, True
+        if data is None or is_last:
             self._finish_if_done()
             return
         # The next one is read when this one is in its queue: so they stay in order.
@@ -200,7 +206,17 @@ class Stream:
             if self._is_over or not self._has_all or self._open or self._messages:
                 return
             self._is_over = True
-        self._call.finish()
+        if self._is_draining:
+            self._call.fail(_ENDING)
+        else:
+            self._call.finish()
+
+    def _drain(self) -> None:
+        """The server is ending: what was asked is still answered."""
+        with self._lock:
+            self._is_draining = not self._has_all
+            self._has_all = True
+        self._finish_if_done()
 
     def _end(self, status: Status) -> None:
         self._call.fail(status)

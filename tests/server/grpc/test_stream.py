@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from tests.server.grpc.asking import add_sub, repeat, text
+from tests.server.grpc.asking import add_sub, packed, repeat, text
 from tests.server.grpc.serving import TIMEOUT_S, Served
 from tests.server.grpc.streaming import Requests, ask_all, told
 from tests.waiting import wait_until
@@ -204,3 +205,23 @@ def test_hundreds_of_streams_that_are_dropped_leave_nothing(serve: Serve) -> Non
     core = served.server._core
     wait_until(lambda: not core._calls)
     assert served.stub().ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub"
+
+
+def test_a_drain_ends_streams_when_what_was_asked_is_answered(serve: Serve, tmp_path: Path) -> None:
+    served = serve("waits")
+    idle, busy = Requests(), Requests(text("waits", "PATH", str(tmp_path / "asked")))
+    path = tmp_path / "asked"
+    stub = served.stub()
+    calls = [stub.ModelStreamInfer(iter(each), timeout=6 * TIMEOUT_S) for each in (idle, busy)]
+    wait_until(lambda: path.with_suffix(".begun").exists())
+    threading.Timer(0.1, path.with_suffix(".go").touch).start()
+
+    assert served.server.drain(TIMEOUT_S)
+
+    assert told(next(calls[1]))[3] == [packed([b"go"])]
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as raised:
+            next(call)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    idle.close()
+    busy.close()

@@ -1,0 +1,172 @@
+"""Clients that break rules, lie, or come in hordes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.server.grpc.asking import add_sub, refused
+from tests.server.grpc.serving import TIMEOUT_S, Served, messages
+from tests.server.grpc.streaming import Requests
+from tests.waiting import wait_until
+
+Serve = Callable[..., Served]
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+
+
+def still_serves(served: Served) -> bool:
+    return bool(served.stub().ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub")
+
+
+def test_bytes_that_are_no_http_2_harm_nobody(serve: Serve) -> None:
+    served = serve("add_sub")
+    for data in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 100,
+        PREFACE[:10],
+        PREFACE + b"\xff" * 500,
+        # A frame of the largest size, of which nothing comes.
+        PREFACE + SETTINGS + b"\xff\xff\xff\1\4\0\0\0\1",
+        # Headers that are no headers, and data for a stream that was never begun.
+        PREFACE + SETTINGS + b"\0\0\4\1\5\0\0\0\1\xff\xff\xff\xff",
+        PREFACE + SETTINGS + b"\0\0\1\0\0\0\0\0\7x",
+    ):
+        with socket.create_connection(("127.0.0.1", served.server.port), TIMEOUT_S) as client:
+            client.sendall(data)
+
+    assert still_serves(served)
+
+
+def test_thousands_of_connections_that_come_and_go_harm_nobody(serve: Serve) -> None:
+    served = serve("add_sub")
+    for number in range(3000):
+        with socket.create_connection(("127.0.0.1", served.server.port), TIMEOUT_S) as client:
+            if number % 3:
+                # Some are gone before they are accepted.
+                with suppress(ConnectionError):
+                    client.sendall(PREFACE if number % 2 else PREFACE + SETTINGS)
+
+    assert still_serves(served)
+    wait_until(lambda: not served.server._core._calls)
+
+
+def test_a_message_that_is_too_large_is_refused(serve: Serve) -> None:
+    served = serve("add_sub", max_message_bytes=1000)
+
+    code, words = refused(served.stub().ModelInfer, add_sub(bytes(2000)))
+
+    assert code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL), words
+    assert still_serves(served)
+
+
+def test_calls_that_are_dropped_before_their_message_harm_nobody(serve: Serve) -> None:
+    served = serve("add_sub")
+    call = served.channel().stream_unary(METHOD)
+    requests = [Requests() for _ in range(50)]
+    futures = [call.future(iter(each), timeout=6 * TIMEOUT_S) for each in requests]
+    wait_until(lambda: len(served.server._core._calls) == 50)
+    for each, future in zip(requests, futures, strict=True):
+        future.cancel()
+        each.close()
+
+    wait_until(lambda: not served.server._core._calls)
+    assert still_serves(served)
+
+
+NAMES = ["", "../..", "a/b", "nul\0", "line\nbreak", "ü" * 3000, "%2e%2e", "x" * 10_000]
+
+
+def test_names_that_lead_elsewhere_are_not_found(serve: Serve) -> None:
+    stub = serve("add_sub").stub()
+    for name in NAMES:
+        asked = add_sub()
+        asked.model_name = name
+        assert refused(stub.ModelInfer, asked)[0] is grpc.StatusCode.NOT_FOUND
+        ready = messages.ModelReadyRequest(name=name)
+        assert not stub.ModelReady(ready, timeout=TIMEOUT_S).ready
+        load = messages.RepositoryModelLoadRequest(model_name=name)
+        assert refused(stub.RepositoryModelLoad, load)[0] is grpc.StatusCode.INTERNAL
+
+
+KINDS = [name for name in dir(messages) if name.endswith("Request")]
+METHODS = [name.removesuffix("Request") for name in KINDS if not name.startswith("ModelInfer")]
+
+
+def test_whatever_bytes_come_the_answer_is_a_response_or_a_status(serve: Serve) -> None:
+    served = serve("add_sub")
+    channel = served.channel()
+    good = add_sub(request_id="x").SerializeToString()
+    quiet = [name for name in METHODS if "Log" not in name]
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(["ModelInfer", *quiet]), st.data())
+    def ask(method: str, data: Any) -> None:
+        message = data.draw(st.binary(max_size=100))
+        if method == "ModelInfer":
+            changed = bytearray(good)
+            for at in data.draw(st.lists(st.integers(0, len(good) - 1), max_size=4)):
+                changed[at] = data.draw(st.integers(0, 255))
+            message = bytes(changed[: data.draw(st.integers(0, len(good)))])
+        call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+        future = call.future(message, timeout=TIMEOUT_S)
+        assert future.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "internal error" not in (future.details() or "")
+
+    ask()
+    assert still_serves(served)
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> dict[str, Path]:
+    """Of an authority, and of a server and a client that it vouches for."""
+    import subprocess
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=tmp_path)
+
+    def make(name: str) -> None:
+        openssl("req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out",
+                f"{name}.csr", "-subj", f"/CN={name}")  # fmt: skip
+        (tmp_path / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "root.pem", "-CAkey", "root.key",
+                "-CAcreateserial", "-out", f"{name}.pem", "-days", "2", "-extfile", "names")  # fmt: skip
+
+    openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "root.key", "-out",
+            "root.pem", "-subj", "/CN=root", "-days", "2")  # fmt: skip
+    make("server")
+    make("client")
+    return {path.name: path for path in tmp_path.iterdir()}
+
+
+def test_clients_without_the_right_certificate_are_not_served(
+    serve: Serve, certificates: dict[str, Path]
+) -> None:
+    served = serve(
+        "add_sub",
+        use_ssl_mutual=True,
+        server_cert=str(certificates["server.pem"]),
+        server_key=str(certificates["server.key"]),
+        root_cert=str(certificates["root.pem"]),
+    )
+    root = certificates["root.pem"].read_bytes()
+    pair = (certificates["client.key"].read_bytes(), certificates["client.pem"].read_bytes())
+    for credentials, is_served in (
+        (grpc.ssl_channel_credentials(root, *pair), True),
+        (grpc.ssl_channel_credentials(root), False),
+    ):
+        with grpc.secure_channel(served.address, credentials) as channel:
+            call = channel.unary_unary(METHOD)
+            if is_served:
+                assert call(add_sub().SerializeToString(), timeout=TIMEOUT_S)
+            else:
+                assert refused(call, b"")[0] is grpc.StatusCode.UNAVAILABLE
+    assert refused(served.channel().unary_unary(METHOD), b"")[0] is grpc.StatusCode.UNAVAILABLE
