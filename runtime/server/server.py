@@ -74,6 +74,8 @@ class Server:
         traces = self._service.traces
         directory.pass_on(traces.is_on)
         traces.on_change = directory.pass_on
+        directory.traffic = self._service.metrics.frontends
+        directory.traffic.count_elsewhere()
         http, grpc = self._http_options, self._grpc_options
         self._front_ends = front_ends = FrontEnds(
             self._options.frontends, directory, http, grpc, log.options

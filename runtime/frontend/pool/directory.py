@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.audience import Audience
+from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics, Traffic
 from moonpool.runtime.frontend.pool.messages import MAX_TEXT, Word
 from moonpool.runtime.supervisor import took_too_long
 
@@ -46,6 +47,8 @@ class Directory(Audience):
         self._served: dict[str, list[int]] = {}
         self._members: set[Member] = set()
         self._passes_on = False
+        # Where connections and answers of front ends are counted; for whoever makes the server to replace.
+        self.traffic = FrontendMetrics()
         # Who has yet to say that the requests of which model have finished.
         self._draining: set[tuple[Member, int]] = set()
         self._counting: dict[Member, int] = {}
@@ -76,6 +79,7 @@ class Directory(Audience):
         """A front end that is gone: nobody waits for it any more."""
         with self._lock:
             self._members.discard(member)
+            self.traffic.forget(member)
             self._draining = {each for each in self._draining if each[0] is not member}
             self._counting.pop(member, None)
             self._changed.notify_all()
@@ -93,6 +97,8 @@ class Directory(Audience):
                 self._counts.append((fields[1], (fields[2], fields[3])))
             elif word == Word.FAILED:
                 self._failed.append(fields[1:])
+            elif word == Word.TRAFFIC:
+                self.traffic.add(member, Traffic(*fields[1:]))
             elif word == Word.COUNTED:
                 if self._counting.get(member) == fields[1]:
                     del self._counting[member]

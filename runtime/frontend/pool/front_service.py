@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics
 from moonpool.runtime.frontend.service import Service
 from moonpool.runtime.frontend.shared_memory import SystemSharedMemory
 from moonpool.runtime.frontend.traces import Traces
 
 if TYPE_CHECKING:
+    from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics
     from moonpool.runtime.frontend.pool.guest_models import GuestModels
 
 
 class _Metrics:
     """What the protocols count in."""
 
-    def __init__(self) -> None:
-        self.frontends = FrontendMetrics()
+    def __init__(self, frontends: FrontendMetrics) -> None:
+        self.frontends = frontends
 
 
 class FrontService(Service):
@@ -28,4 +28,4 @@ class FrontService(Service):
         # Clients register memory with the main process; requests that name it are passed on.
         self.shared_memory = SystemSharedMemory()
         self.traces = Traces()
-        self.metrics = _Metrics()  # type: ignore[assignment]
+        self.metrics = _Metrics(models.traffic)  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from moonpool.runtime.backend import Model
 from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.errors import ModelNotFound, ModelUnavailable, StubDied
+from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics
 from moonpool.runtime.frontend.pool.guest import GuestModel
 from moonpool.runtime.frontend.pool.messages import MAX_BATCH_SIZES, MAX_TEXT, Word
 from moonpool.runtime.source import ModelSource
@@ -42,6 +43,8 @@ class GuestModels:
         self._models: dict[int, GuestModel] = {}
         self._served: dict[str, list[GuestModel]] = {}
         self._passes_on = False
+        # What the protocols count in.
+        self.traffic = FrontendMetrics()
         reactor.call_later(_TIDY_S, self._tidy)
 
     def find(self, name: str, version: int | None = None) -> GuestModel:
@@ -136,6 +139,8 @@ class GuestModels:
     def _count(self, question: int) -> None:
         for number, model in self._models.items():
             self._tell_counts(number, model)
+        for traffic in self.traffic.take():
+            self._tell(Word.TRAFFIC, *traffic)
         self._tell(Word.COUNTED, question)
 
     def _tell_counts(self, number: int, model: GuestModel) -> None:

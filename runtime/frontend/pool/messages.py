@@ -42,6 +42,7 @@ class Word(IntEnum):
     LOST = 24
     OVERDUE = 25
     FAILED = 26
+    TRAFFIC = 27
 
 
 MAX_VERSIONS = 4096
@@ -86,6 +87,16 @@ DIRECTORY: dict[IntEnum, Message] = {
             "batches": ListOf(
                 Row(rows=_ID, count=_ID, input_ns=_ID, infer_ns=_ID, output_ns=_ID), MAX_BATCH_SIZES
             ),
+        },
+    ),
+    # Connections and answers since the last time; of statuses there are not more.
+    Word.TRAFFIC: Message(
+        _FRONT,
+        {
+            "protocol": Text(16),
+            "opened": _ID,
+            "closed": _ID,
+            "answers": ListOf(Row(status=Text(64), count=_ID), 256),
         },
     ),
     Word.COUNTED: Message(_FRONT, {"question": _ID}),

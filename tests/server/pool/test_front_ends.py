@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,22 @@ def test_every_request_is_answered_and_counted(server: RunningServer) -> None:
     connection.close()
     assert found is not None
     assert int(found[1]) - before >= 12 * 50
+
+
+def test_connections_and_answers_of_all_front_ends_are_told(server: RunningServer) -> None:
+    def answers() -> int:
+        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        pattern = r'moonpool_frontend_requests_total\{protocol="http",status="200"\} (\d+)'
+        found = re.search(pattern, text)
+        return int(found[1]) if found else 0
+
+    before = answers()
+    for _ in range(20):
+        assert ask(server, "twice", 1)[0] == 200
+    # What was passed on counts once, too.
+    assert server.get("/v2/models/shared")[0] == 200
+    assert answers() - before == 21
 
 
 def test_tritonclient_s_binary_tensors_and_errors(server: RunningServer) -> None:
