@@ -23,6 +23,7 @@ _log = logging.getLogger("moonpool")
 # What a client may send on after an error, so that it gets to read the response before it sees a reset.
 _LINGER_S = 2.0
 _WAITING_BYTES = _SMALL_BYTES = 64 << 10
+_TURNS = 32
 _END_OF_HEAD = b"\r\n\r\n"
 
 
@@ -139,19 +140,36 @@ class Connection(asyncio.BufferedProtocol):
             self._read(data)
             return
         # The next request came before the response to this one: let it lie where it is.
+        self._hold(data)
+
+    def _hold(self, data: bytes) -> None:
+        """Keep what cannot be read yet, and take no more where that is much."""
         self._waiting = data
         if len(data) > _WAITING_BYTES and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
+    def _take_more(self) -> None:
+        """What was held has been read but for a little."""
+        if self._is_paused and len(self._waiting) <= _WAITING_BYTES:
+            self._is_paused = False
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
     def _read(self, data: bytes) -> None:
         """Take whatever requests are in the data, as far as they may be answered now."""
         self._is_reading = True
+        turns = 0
         try:
             while self._exchange is None and not self._is_lingering:
                 intake = self._intake
                 if intake is None:
                     if not data or self.closes:
+                        break
+                    turns += 1
+                    if turns > _TURNS:
+                        # They were all answered at once: other clients want to be, too.
+                        self._port.loop.call_soon(self._go_on)
                         break
                     rest = self._read_head(data)
                 else:
@@ -160,11 +178,13 @@ class Connection(asyncio.BufferedProtocol):
                     return
                 data = rest
             if not self._is_lingering:
-                self._waiting = data
+                self._hold(data)
         except BadMessage as error:
             self._refuse(error)
         finally:
             self._is_reading = False
+            if self._exchange is None:
+                self._take_more()
 
     def _read_head(self, data: bytes) -> bytes | None:
         """Returns what lies behind the head, and behind the body where all of it is there."""
@@ -286,12 +306,12 @@ class Connection(asyncio.BufferedProtocol):
         if self.closes:
             self._transport.close()
             return
-        if self._is_paused:
-            self._is_paused = False
-            self._transport.resume_reading()
-        if self._waiting and not self._is_reading:
+        if self._is_reading:
+            return
+        if self._waiting:
             # From the loop: whoever ends many short exchanges must not pile them up on its stack.
             self._port.loop.call_soon(self._go_on)
+        self._take_more()
 
     def _go_on(self) -> None:
         if self._exchange is None and self._waiting and not self._transport.is_closing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +72,13 @@ class InferTarget:
             self.header_length = _leading_number(given)
 
 
+_LEADING_NUMBER = re.compile(rb"\s*([+-]?[0-9]{1,20})")
+
+
 def _leading_number(text: bytes) -> int:
     """As C reads a number: what stands behind it does not matter, and where there is none it is 0."""
-    text = text.strip()[:20]
-    end = start = 1 if text[:1] in (b"+", b"-") else 0
-    while text[end : end + 1].isdigit():
-        end += 1
-    return int(text[:end]) if end > start else 0
+    found = _LEADING_NUMBER.match(text)
+    return 0 if found is None else int(found[1])
 
 
 class Inference:

@@ -107,8 +107,8 @@ class Routes:
         if self._forwards is not None:
             headers = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in head.headers.items())
             head.forwarded = {key: text for key, text in headers if self._forwards.fullmatch(key)}
-        refusal = self._refusal(head, path)
         found = _INFER.fullmatch(path)
+        refusal = self._refusal(head, path, "inference" if found else _api_of(path))
         if refusal is not None or found is None:
             return _Plan(refusal, None)
         if head.method != "POST":
@@ -120,22 +120,21 @@ class Routes:
             return _Plan((http_status(error), str(error), TEXT), None)
         return _Plan(None, InferTarget(model, number, head.headers))
 
-    def _refusal(self, head: Head, path: str) -> tuple[int, str, Headers] | None:
+    def _refusal(self, head: Head, path: str, api: str | None) -> tuple[int, str, Headers] | None:
         header = header_of(head)
         if self._origins.is_foreign(header):
             return 403, "requests from pages of other origins are refused", TEXT
-        for pattern, api in _APIS:
-            if pattern.fullmatch(path):
-                is_change = (
-                    head.method == "POST" and api in _CHANGED_BY_POST and not _INDEX.fullmatch(path)
-                )
-                refusal = self._restriction.refuse(api, header, is_change=is_change)
-                if refusal is None:
-                    return None
-                if refusal.is_unknown:
-                    return 401, refusal.text, _CHALLENGE
-                return 403, refusal.text, TEXT
-        return None
+        if api is None:
+            return None
+        is_change = head.method == "POST" and api in _CHANGED_BY_POST and not _INDEX.fullmatch(path)
+        refusal = self._restriction.refuse(api, header, is_change=is_change)
+        if refusal is None:
+            return None
+        return (401, refusal.text, _CHALLENGE) if refusal.is_unknown else (403, refusal.text, TEXT)
+
+
+def _api_of(path: str) -> str | None:
+    return next((api for pattern, api in _APIS if pattern.fullmatch(path)), None)
 
 
 def path_of(head: Head) -> str:

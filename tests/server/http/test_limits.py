@@ -263,3 +263,22 @@ def test_a_port_may_speak_tls(tmp_path: Path) -> None:
             assert client.answer().status == 505
     finally:
         made.close()
+
+
+def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Listening) -> None:
+    number = 10_000
+    with listening.client() as greedy, ThreadPoolExecutor(1) as sender:
+        greedy.socket.settimeout(60)
+        sending = sender.submit(greedy.send, b"GET /echo HTTP/1.1\r\n\r\n" * number)
+        with listening.client() as modest:
+            for _ in range(20):
+                modest.send(b"GET / HTTP/1.1\r\n\r\n")
+                assert modest.answer().status == 200
+                # What it has sent in advance lies with it, and not here.
+                waiting = listening.call(
+                    lambda: max(len(each._waiting) for each in listening.port._connections)
+                )
+                assert waiting < 1 << 20
+        for _ in range(number):
+            assert greedy.answer().status == 200
+        sending.result(10)

@@ -1,0 +1,144 @@
+"""However the bytes of requests are cut, they are the same requests; and any bytes are dealt with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.server.http.listening import Scripted
+
+from moonpool.runtime.frontend.http.connection import Connection
+from moonpool.runtime.frontend.http.exchange import Exchange
+from moonpool.runtime.frontend.http.options import HttpLimits
+from moonpool.runtime.frontend.http.port import Port
+
+
+class Recorded(Scripted):
+    """Keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[bytes] = []
+
+    def handle(self, exchange: Exchange) -> None:
+        self.bodies.append(bytes(exchange.body))
+        exchange.respond(200, (), (b"%d" % len(exchange.body),))
+
+
+class Wire:
+    """What a connection needs of a transport."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        self.sent += bytes(data)
+
+    def writelines(self, parts: Any) -> None:
+        for part in parts:
+            self.write(part)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = write_eof = close
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def get_extra_info(self, _: str) -> None:
+        return None
+
+    def pause_reading(self) -> None:
+        """There is no hurry."""
+
+    resume_reading = pause_reading
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> tuple[list[bytes], Wire]:
+    """The bodies that came of it, and what was answered."""
+    handler, wire = Recorded(), Wire()
+    port = Port(loop, handler, HttpLimits())
+    connection = Connection(port)
+    connection.connection_made(wire)  # type: ignore[arg-type]
+    for piece in pieces:
+        while piece and not wire.is_closed:
+            room = connection.get_buffer(-1)
+            count = min(len(room), len(piece))
+            room[:count] = piece[:count]
+            connection.buffer_updated(count)
+            piece = piece[count:]
+    for _ in range(50):  # for requests that were put off
+        loop.run_until_complete(asyncio.sleep(0))
+    connection.connection_lost(None)
+    return handler.bodies, wire
+
+
+def request(body: bytes, chunk: int) -> bytes:
+    """With a length, or in chunks of so many bytes."""
+    if not chunk:
+        return b"POST /x HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    chunks = [body[i : i + chunk] for i in range(0, len(body), chunk)]
+    coded = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in chunks)
+    return b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + coded + b"0\r\n\r\n"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    bodies=st.lists(
+        st.tuples(st.binary(max_size=200), st.integers(0, 40)), min_size=1, max_size=60
+    ),
+    cuts=st.lists(st.integers(0, 20_000), max_size=30),
+)
+def test_requests_are_the_same_however_they_are_cut(
+    loop: asyncio.AbstractEventLoop, bodies: list[tuple[bytes, int]], cuts: list[int]
+) -> None:
+    data = b"".join(request(*each) for each in bodies)
+    edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    got, wire = fed(loop, [data[a:b] for a, b in pairwise(edges)])
+
+    assert got == [body for body, _ in bodies]
+    assert wire.sent.count(b"HTTP/1.1 200 OK") == len(bodies)
+    assert not wire.is_closed
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    before=st.integers(0, 3),
+    broken=st.one_of(
+        st.binary(max_size=300),
+        st.tuples(st.binary(max_size=40), st.integers(0, 9), st.integers(0, 120), st.binary(max_size=5)).map(
+            lambda each: (lambda whole: whole[: each[2]] + each[3] + whole[each[2] + 1 :])(
+                request(each[0], each[1])
+            )
+        ),
+    ),
+)  # fmt: skip
+def test_any_bytes_leave_an_answer_or_a_wait(
+    loop: asyncio.AbstractEventLoop, before: int, broken: bytes
+) -> None:
+    bodies, wire = fed(loop, [request(b"good", 0)] * before + [broken])
+
+    assert bodies[:before] == [b"good"] * before
+    # Whatever it was, it is either a request, or refused, or there has to come more.
+    answers = wire.sent.count(b"HTTP/1.1 ")
+    refused = wire.sent.count(b"Connection: close")
+    assert answers - wire.sent.count(b" 100 Continue") == len(bodies) + (
+        1 if wire.is_closed and refused and answers > len(bodies) else 0
+    )
