@@ -27,6 +27,7 @@ NAMES = (
     "http_echo",
     "grpc_echo",
     "serve",
+    "frontends",
 )
 RESULTS = Path(__file__).parent / "results"
 _TABLE = "RESULTS.md"

@@ -10,8 +10,6 @@ from benchmarks.peer.peer import Unavailable
 from benchmarks.peer.presser import Case, Failed, Presser, presser
 from benchmarks.peer.served import MoonpoolServed, Served, TritonServed
 from benchmarks.report import Report, main
-from moonpool.runtime.bench.desk import HttpDesk
-from moonpool.runtime.bench.endpoint import Endpoint
 
 _MODELS = ("add_sub", "identity")
 _SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
@@ -20,7 +18,6 @@ _SECONDS = 1.5
 # What a ratio of throughputs is to be, by protocol, and with tensors in shared memory.
 _GOALS = {"http": "at least 1.5", "grpc": "at least 1"}
 _GOAL_SHARED = "at least 2"
-_PATIENCE_S = 30.0
 
 
 class Row(NamedTuple):
@@ -92,20 +89,13 @@ def _in_turns(
     found: dict[str, list[Row]] = {server.name: [] for server in servers}
     for turn in range(-1, rounds):
         for server in servers if turn % 2 else reversed(servers):
-            busy_s, answered = server.busy_s(), _answered(server, case)
+            busy_s, answered = server.busy_s(), server.answered(case.model)
             sample = pressed.press(case, server.port(case.protocol), seconds)
             if turn >= 0:
                 busy_s = server.busy_s() - busy_s
-                answered = _answered(server, case) - answered
+                answered = server.answered(case.model) - answered
                 found[server.name].append(Row(*sample, 1e6 * busy_s / max(1, answered)))
     return found
-
-
-def _answered(server: Served, case: Case) -> int:
-    """Requests that the server has answered so far, by its own count."""
-    asked = HttpDesk(Endpoint("http", "127.0.0.1", server.http_port), (), _PATIENCE_S)
-    statistics = asked.statistics(case.model, "")
-    return int(statistics["inference_stats"]["success"]["count"]) if statistics else 0
 
 
 # Name in a table, unit, whether the short table has it.

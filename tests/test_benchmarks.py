@@ -28,6 +28,7 @@ QUESTIONS = (
     "http_echo",
     "grpc_echo",
     "serve",
+    "frontends",
 )
 
 pytestmark = [

@@ -17,6 +17,8 @@ from pathlib import Path
 from benchmarks.hosted import MODELS
 from benchmarks.peer.peer import Unavailable
 from benchmarks.peer.triton_files import TritonFiles, triton_python
+from moonpool.runtime.bench.desk import HttpDesk
+from moonpool.runtime.bench.endpoint import Endpoint
 
 _READY_S = 60.0
 _END_S = 30.0
@@ -61,7 +63,17 @@ class Served:
 
     def busy_s(self) -> float:
         """Time of the processors that the server and its children have taken so far."""
-        return sum(map(_busy_s, _tree(self._process.pid)))
+        return sum(self.busy_by_process_s().values())
+
+    def busy_by_process_s(self) -> dict[int, float]:
+        """As `busy_s`, by the processes that there are; the first is the one that was started."""
+        return {pid: _busy_s(pid) for pid in _tree(self._process.pid)}
+
+    def answered(self, model: str) -> int:
+        """Requests that the server has answered so far, by its own count."""
+        asked = HttpDesk(Endpoint("http", "127.0.0.1", self.http_port), (), _END_S)
+        statistics = asked.statistics(model, "")
+        return int(statistics["inference_stats"]["success"]["count"]) if statistics else 0
 
     def _end(self) -> None:
         self._process.terminate()

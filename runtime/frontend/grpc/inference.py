@@ -115,14 +115,17 @@ class Inference:
 
     def handle(self, call: Call) -> None:
         """The handler of ModelInfer."""
-        call.receive(lambda data: self.received(call, data))
+        call.receive(lambda data: self._received(call, data))
 
     def handle_stream(self, call: Call) -> None:
         """The handler of ModelStreamInfer."""
         Stream(self, call, self._max_backlog_bytes).begin()
 
-    def received(self, call: Call, data: bytes | None) -> None:
-        """Answer a request as it travels, None for one that did not come whole."""
+    def is_ours(self, call: Call, asked: Asked, data: bytes) -> bool:  # noqa: ARG002
+        """Whether it is to be answered here; where it is not, somebody else has been given it."""
+        return True
+
+    def _received(self, call: Call, data: bytes | None) -> None:
         if data is None:
             call.fail(UNREADABLE)
             return
@@ -130,6 +133,8 @@ class Inference:
             asked = Asked(data)
         except BadMessage:
             call.fail(UNREADABLE)
+            return
+        if not self.is_ours(call, asked, data):
             return
         size_bytes = len(data)
         if asked.plan is not None and asked.plan.is_large:

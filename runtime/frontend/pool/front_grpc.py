@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.frontend.grpc.infer_request import Asked
 from moonpool.runtime.frontend.grpc.inference import Inference
 from moonpool.runtime.frontend.grpc.server import GrpcServer
-from moonpool.runtime.frontend.grpc.wire import BadMessage
 from moonpool.runtime.frontend.pool.grpc_relay import GrpcRelay
 from moonpool.runtime.model_control import version_of
 
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     import threading
 
     from moonpool.runtime.frontend.grpc.call import Call
+    from moonpool.runtime.frontend.grpc.infer_request import Asked
     from moonpool.runtime.frontend.grpc.methods import Method
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
     from moonpool.runtime.frontend.pool.front_service import FrontService
@@ -34,20 +33,17 @@ class FrontGrpcInference(Inference):
         super().__init__(service, turn, options)
         self._relay = relay
 
-    def received(self, call: Call, data: bytes | None) -> None:
-        if data is None or self._is_ours(data):
-            super().received(call, data)
-        else:
-            self._relay.pass_on(call, data)
+    def is_ours(self, call: Call, asked: Asked, data: bytes) -> bool:
+        if self._is_known(asked) and _SHARED not in data:
+            return True
+        # Clients register their memory with the main process, and it knows what is wrong with other names.
+        self._relay.pass_on(call, data)
+        return False
 
-    def _is_ours(self, data: bytes) -> bool:
-        # Clients register their memory with the main process.
-        if _SHARED in data:
-            return False
+    def _is_known(self, asked: Asked) -> bool:
         try:
-            asked = Asked(data)
             found = self.service.models.find(asked.model, version_of(asked.version))
-        except (BadMessage, MoonpoolError):
+        except MoonpoolError:
             return False
         return not found.model.config.decoupled
 
