@@ -88,6 +88,19 @@ def test_rates_and_counts_move(tab: Tab, site: Site) -> None:
     assert "up to" in page.text(".tile .axis")
 
 
+def test_no_sample_is_shown_twice(tab: Tab, site: Site) -> None:
+    page = tab(site.url)
+    page.wait_for_text("#models", "add_sub")
+    # As when a tab is hidden and shown again while it waits for an answer.
+    page.evaluate("(now.taken = 0, now.series.clear(), poll(), poll(), 0)")
+    page.wait_for("now.taken > 0 && now.series.get('').requests.length > 0", "samples")
+    before = page.evaluate("now.taken")
+    page.wait_for(f"now.taken > {before}", "new samples")
+
+    kept, taken = page.evaluate("[now.series.get('').requests.length, now.taken]")
+    assert kept <= taken
+
+
 def test_a_restart_of_a_killed_stub_is_seen(tab: Tab, site: Site) -> None:
     page = tab(f"{site.url}/#/shouts/1")
     page.wait_for_text("#instances", "READY")
