@@ -268,11 +268,13 @@ class Connection(asyncio.BufferedProtocol):
 
     # Out
 
-    def will_close(self, head: Head) -> bool:
-        """Whether the connection ends after the response to this request."""
+    def disposition(self, head: Head) -> bytes:
+        """What the response to this request says of the connection; nothing where that is understood."""
         if not head.keeps_alive or self._port.is_draining:
             self.closes = True
-        return self.closes
+        if self.closes:
+            return b"close"
+        return b"keep-alive" if head.version == "1.0" else b""
 
     def write(self, data: Part) -> None:
         """Send in order."""

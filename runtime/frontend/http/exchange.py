@@ -74,7 +74,7 @@ class Exchange:
             length += len(part)
         self.status = status
         connection = self._connection
-        head = _head(status, headers, length, will_close=connection.will_close(self.head))
+        head = _head(status, headers, length, connection.disposition(self.head))
         if self.head.method == "HEAD":
             connection.write(head)
         elif length <= _JOIN_BYTES:
@@ -101,8 +101,8 @@ class Exchange:
         else:
             framing = -1 if length is None else length
             self._length = framing
-        will_close = self._connection.will_close(self.head)
-        self._connection.write(_head(status, headers, framing, will_close=will_close))
+        disposition = self._connection.disposition(self.head)
+        self._connection.write(_head(status, headers, framing, disposition))
 
     def send(self, piece: Part) -> None:
         """A piece of the body. Who sends many waits for `writable` in between."""
@@ -154,12 +154,15 @@ def error_body(text: str) -> bytes:
 
 # As Triton's library for HTTP says it.
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus} | {405: b"Not Allowed"}
-_heads: Memo[tuple[int, Headers, int | None, bool], bytes] = Memo(1024)
+_heads: Memo[tuple[int, Headers, int | None, bytes], bytes] = Memo(1024)
 
 
-def _head(status: int, headers: Headers, length: int | None, *, will_close: bool) -> bytes:
-    """Status line and headers. `length` is -1 for chunks, None where only the connection's end tells."""
-    key = (status, headers, length, will_close)
+def _head(status: int, headers: Headers, length: int | None, disposition: bytes) -> bytes:
+    """Status line and headers. `length` is -1 for chunks, None where only the connection's end tells.
+
+    `disposition` says what becomes of the connection, where that has to be said.
+    """
+    key = (status, headers, length, disposition)
     known = _heads.get(key)
     if known is not None:
         return known
@@ -169,6 +172,6 @@ def _head(status: int, headers: Headers, length: int | None, *, will_close: bool
         lines.append(b"Transfer-Encoding: chunked")
     elif length is not None and status not in (204, 304):
         lines.append(b"Content-Length: %d" % length)
-    if will_close:
-        lines.append(b"Connection: close")
+    if disposition:
+        lines.append(b"Connection: " + disposition)
     return _heads.keep(key, b"\r\n".join([*lines, b"", b""]))
