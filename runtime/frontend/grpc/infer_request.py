@@ -14,6 +14,7 @@ from moonpool.ipc.tensors import BYTES, CODES, DTYPES
 from moonpool.runtime.details import details_of
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.frontend.grpc.infer_parameters import Parameters, parameters_of, place_of
+from moonpool.runtime.frontend.grpc.prepared import Prepared
 from moonpool.runtime.frontend.grpc.wire import BadMessage, Parts, split
 from moonpool.runtime.frontend.requests import make_request, refused
 from moonpool.runtime.frontend.tensors import WrongSize, of_bytes
@@ -57,11 +58,13 @@ class Plan:
         "classes",
         "details",
         "inputs",
+        "is_large",
         "message",
         "model",
         "outputs",
         "parameters",
         "places",
+        "prepared",
         "version",
     )
 
@@ -83,6 +86,12 @@ class Plan:
         # Where values are in the message itself it is kept with them.
         has_contents = any(tensor.HasField("contents") for tensor in message.inputs)
         self.message = message if has_contents else None
+        sizes = [each.place.size_bytes for each in self.inputs if each.place]
+        sizes += [place.size_bytes for place in self.places.values()]
+        # Whether to read or write its tensors takes long.
+        self.is_large = sum(sizes) > _MANY_BYTES
+        # What one such request was checked to be.
+        self.prepared: Prepared | None = None
 
     def _add_output(self, output: Any) -> None:
         place = place_of(output.name, output.parameters)
@@ -114,13 +123,6 @@ class Plan:
         if not (request_id or forwarded):
             return self.details
         return self._details(request_id, forwarded)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether to read or write its tensors takes long."""
-        inputs = sum(each.place.size_bytes for each in self.inputs if each.place)
-        outputs = sum(place.size_bytes for place in self.places.values())
-        return inputs + outputs > _MANY_BYTES
 
 
 class Asked:
@@ -164,12 +166,20 @@ class Asked:
     ) -> InferenceRequest:
         """The request for this model. Its inputs are views on the message. Raises `InvalidRequest`."""
         plan = self.read()
+        prepared = plan.prepared
+        if prepared is not None and prepared.signature is hosted.signature and not forwarded:
+            request = prepared.request(self._data, self._parts.tensors, self.request_id)
+            if request is not None:
+                return request
         try:
             inputs = self._inputs(plan, service, hosted)
         except InvalidRequest as error:
             raise self._refused(error, plan, hosted) from None
         details = plan.details_of(self.request_id, forwarded)
-        return make_request(hosted, inputs, plan.outputs, details)
+        request = make_request(hosted, inputs, plan.outputs, details)
+        if not forwarded and Prepared.can_be(plan, request):
+            plan.prepared = Prepared(plan, hosted, request)
+        return request
 
     def _inputs(self, plan: Plan, service: Service, hosted: Hosted) -> dict[str, Input]:
         tensors, data = self._parts.tensors, self._data

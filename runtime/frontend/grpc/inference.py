@@ -139,7 +139,10 @@ class Inference:
         size_bytes = len(data)
         if asked.plan is not None and asked.plan.is_large:
             size_bytes = LARGE_BYTES + 1
-        self.run(size_bytes, lambda: self._begin(call, asked))
+        if size_bytes <= LARGE_BYTES:
+            self._begin(call, asked)
+        else:
+            self.run(size_bytes, lambda: self._begin(call, asked))
 
     def _begin(self, call: Call, asked: Asked) -> None:
         waiter: _OneResponse | None = None

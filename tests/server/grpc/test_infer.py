@@ -12,7 +12,7 @@ import numpy as np
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from tests.server.grpc.asking import FOUR, add_sub, packed, refused, repeat, text
-from tests.server.grpc.serving import TIMEOUT_S, Served, messages
+from tests.server.grpc.serving import MODELS, TIMEOUT_S, Served, messages
 
 Serve = Callable[..., Served]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -295,3 +295,27 @@ def test_a_thousand_requests_at_once_get_their_own_answers(serve: Serve) -> None
         assert floats(answer.raw_output_contents[0]) == [number, number + 1, number + 2, number + 3]
     wanted = 'moonpool_frontend_requests_total{protocol="grpc",status="OK"}'
     assert wanted in served.service.metrics.text()
+
+
+def test_a_request_like_one_before_is_checked_where_it_differs(serve: Serve) -> None:
+    served = serve("add_sub", "told")
+    stub = served.stub()
+    for number in range(3):
+        answer = stub.ModelInfer(
+            add_sub(np.full(4, number, np.float32).tobytes(), request_id=str(number)),
+            timeout=TIMEOUT_S,
+        )
+        assert (answer.id, floats(answer.raw_output_contents[1])[0]) == (str(number), number)
+        code, words = refused(stub.ModelInfer, add_sub(bytes(12)))
+        assert (code, "Expected 16, got 12" in words) == (INVALID, True)
+    # The inputs may come in any order, and the model be another one by the same name.
+    turned = add_sub(request_id="turned")
+    turned.inputs.reverse()
+    for left in (1.0, 2.0):
+        turned.raw_input_contents[1] = np.full(4, left, np.float32).tobytes()
+        turned.raw_input_contents[0] = bytes(16)
+        answer = stub.ModelInfer(turned, timeout=TIMEOUT_S)
+        assert floats(answer.raw_output_contents[1])[0] == left
+    served.runtime.unload("add_sub")
+    served.runtime.load("add_sub", MODELS / "told")
+    assert refused(stub.ModelInfer, add_sub())[0] is INVALID
