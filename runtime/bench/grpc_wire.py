@@ -231,7 +231,8 @@ class GrpcWire:
             self._good_trailers = self._block
             return self._ended(ANSWERED)
         if status is None:
-            return self._ended(f"HTTP {headers.get(b':status', b'?').decode()}: no grpc-status")
+            code = headers.get(b":status", b"?").decode(errors="replace")
+            return self._ended(f"HTTP {code}: no grpc-status")
         text = unquote(headers.get(b"grpc-message", b"").decode(errors="replace"))
         return self._ended(f"gRPC {status.decode(errors='replace')}: {text}")
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _HEAD_LIMIT_BYTES = 1 << 16
 _ERROR_LIMIT_BYTES = 1 << 20
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?:\r\n|$)")
+_CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;.*)?")
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 
 
@@ -75,7 +76,9 @@ class HttpWire:
         else:
             self._status = 200
         self._has_head = True
-        self.closes = b"connection: close" in head
+        self.closes = b"connection: close" in head or (
+            head.startswith(b"http/1.0") and b"connection: keep-alive" not in head
+        )
         length = _LENGTH.search(head)
         if length is None:
             if b"\r\ntransfer-encoding: chunked" not in head:
@@ -121,10 +124,10 @@ def _dechunked(data: bytes) -> bytes | None:
         end = data.find(b"\r\n", at)
         if end < 0:
             return None
-        try:
-            size = int(data[at:end].partition(b";")[0], 16)
-        except ValueError as error:
-            raise WireError(f"{data[at:end][:40]!r} is no size of a chunk") from error
+        word = _CHUNK.fullmatch(data[at:end])
+        if word is None:
+            raise WireError(f"{data[at:end][:40]!r} is no size of a chunk")
+        size = int(word[1], 16)
         if size == 0:
             # Trailers, which nobody sends, would stand before the empty line.
             return b"".join(parts) if data.find(b"\r\n\r\n", end) >= 0 else None

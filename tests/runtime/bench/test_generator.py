@@ -17,6 +17,7 @@ from moonpool.runtime.bench.grpc_wire import GrpcWire
 from moonpool.runtime.bench.http_wire import HttpWire
 from moonpool.runtime.bench.load import Rate
 from moonpool.runtime.bench.question import METHOD, STREAM_METHOD, Question, Tensor
+from moonpool.runtime.bench.tally import Tally
 from moonpool.runtime.bench.wire import Wire
 
 PATIENCE_S = 20.0
@@ -166,9 +167,25 @@ def test_where_nobody_listens_the_window_ends() -> None:
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
             "b'zz' is no size of a chunk",
         ),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-99\r\n",
+            "b'-99' is no size of a chunk",
+        ),
     ],
 )
 def test_what_is_no_answer_is_an_error_of_its_request(said: bytes, error: str) -> None:
+    assert set(pressed_where(said).errors) == {error}
+
+
+def test_a_server_may_close_after_each_answer() -> None:
+    tally = pressed_where(b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nab")
+
+    assert tally.errors == {}
+    assert len(tally.latencies_ns) > 0
+
+
+def pressed_where(said: bytes) -> Tally:
+    """A window against a server that says this on each connection, and closes it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         over = threading.Event()
@@ -188,13 +205,11 @@ def test_what_is_no_answer_is_an_error_of_its_request(said: bytes, error: str) -
         wire = HttpWire(b"GET / HTTP/1.1\r\n\r\n")
         pressed = Generator(server.getsockname(), [lambda: wire], timeout_s=PATIENCE_S)
         try:
-            tally = pressed.closed_loop(1, 0.02, time.perf_counter_ns())
+            return pressed.closed_loop(1, 0.02, time.perf_counter_ns())
         finally:
             pressed.close()
             over.set()
             thread.join()
-
-    assert set(tally.errors) == {error}
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
