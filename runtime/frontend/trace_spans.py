@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.trace import Trace
     from moonpool.runtime.frontend.trace_settings import TraceOptions
 
-_log = logging.getLogger("moonpool")
-_FLUSH_MS = 5000
+# Of an attempt to send, and of all attempts at the end together.
+_PATIENCE_S = 5.0
 _OF_MODEL = ("REQUEST_START", "QUEUE_START", "REQUEST_END")
 
 
@@ -45,8 +45,9 @@ class Spans:
         self._scope = InstrumentationScope("moonpool")
         self._numbers = RandomIdGenerator()
         self._propagator = TraceContextTextMapPropagator()
+        self._exporter = OTLPSpanExporter(endpoint=exporter["url"], timeout=_PATIENCE_S)
         self._processor = BatchSpanProcessor(
-            OTLPSpanExporter(endpoint=exporter["url"]),
+            self._exporter,
             max_queue_size=int(exporter["bsp_max_queue_size"]),
             schedule_delay_millis=int(exporter["bsp_schedule_delay"]),
             max_export_batch_size=int(exporter["bsp_max_export_batch_size"]),
@@ -121,9 +122,12 @@ class Spans:
 
     def close(self) -> None:
         """Send what is left, for some seconds at most, and end the exporter's thread."""
-        if not self._processor.force_flush(_FLUSH_MS):
-            _log.warning("not all traces could be sent")
+        # It tries again and again where the collector is away, unless it is told not to.
+        enough = threading.Timer(_PATIENCE_S, self._exporter.shutdown)
+        enough.start()
         self._processor.shutdown()
+        enough.cancel()
+        enough.join()
 
 
 def _context(trace: int, span: int) -> SpanContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -163,3 +164,15 @@ def test_settings_say_where_the_spans_go(collector: Collector) -> None:
         "bsp_max_export_batch_size": "512",
     }
     traces.close()
+
+
+def test_a_server_ends_though_its_collector_never_answers(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        given = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=1", f"opentelemetry,url={url}"]
+        traces = Traces(trace_options(given))
+        with moonpool.Runtime(write(tmp_path, "doubles")) as runtime:
+            ask(runtime, traces, "doubles", {"IN": np.ones((1, 4), np.float32)}, None)
+        # The test's own time limit would end it.
+        traces.close()
+        assert not traces.is_on
