@@ -306,7 +306,7 @@ class ModelRegistry:
             )
         if name in self._moves.names:
             raise ModelUnavailable(f"Request for model '{name}' which is loading or unloading")
-        why = "has no available versions" if name in self._statuses.all() else "is not found"
+        why = "has no available versions" if self._statuses.has_versions(name) else "is not found"
         raise ModelNotFound(f"Request for unknown model: '{name}' {why}")
 
     def served(self) -> list[HostedModel]:

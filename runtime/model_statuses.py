@@ -114,6 +114,11 @@ class ModelStatuses:
         status = self._by_name.get(name)
         return status is not None and status.failure is not None and status.stamp == stamp
 
+    def has_versions(self, name: str) -> bool:
+        """Whether a version of this name was ever to be loaded."""
+        status = self._by_name.get(name)
+        return status is not None and bool(status.versions)
+
     def all(self) -> dict[str, ModelStatus]:
         """By name."""
         with self._lock:

@@ -62,9 +62,9 @@ def test_a_model_can_be_unloaded_and_loaded_again(repository: Path) -> None:
         runtime.unload("add")
         assert runtime.models() == {}
         assert not os.path.exists(f"/proc/{first}")
-        with pytest.raises(moonpool.ModelNotFound, match="'add' is not found"):
+        with pytest.raises(moonpool.ModelNotFound, match="'add' has no available versions"):
             runtime.infer("add", rows(1))
-        with pytest.raises(moonpool.ModelNotFound, match="'add' is not found"):
+        with pytest.raises(moonpool.ModelNotFound, match="'add' has no available versions"):
             runtime.empty("add", "A", 1)
         with pytest.raises(moonpool.ModelNotFound, match="'add' is not loaded"):
             runtime.unload("add")
