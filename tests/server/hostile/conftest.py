@@ -19,7 +19,7 @@ ONE = {"inputs": [tensor("IN_FP32", [1])]}
 BODY_BYTES = 4 << 20
 INFLATED_BYTES = 8 << 20
 # What pools and caches may keep of what they were used for.
-SPARE_DESCRIPTORS, SPARE_THREADS, SPARE_BYTES = 8, 40, 96 << 20
+SPARE_DESCRIPTORS, SPARE_THREADS, SPARE_BYTES = 32, 40, 96 << 20
 
 
 class Target:
@@ -59,7 +59,7 @@ class Target:
         assert "Traceback" not in self.server.text(), self.server.text()[-4000:]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     repository = Path(shutil.copytree(MODELS, tmp_path_factory.mktemp("hostile") / "repository"))
     flags = [f"--load-model={name}" for name in ("add_sub", "every", "repeat", "says", "told")]

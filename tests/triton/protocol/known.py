@@ -13,7 +13,6 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         r"gRPC control: load (what is not there|nothing|with a file alone)",
     ),
     "An empty configuration for a load": (r"(repository|gRPC control): load with an empty config.*",),
-    "A body of an unload that is no JSON": (r"repository: /v2/repository/models/nope/unload b'x'",),
     "Whole numbers beyond their datatype": (
         r"datatypes: (UINT8 \[(256|-1)\]|UINT16 \[65536\]|UINT32 \[4294967296\]|UINT64 \[-1\])",
         r"datatypes: (INT8 \[128\]|INT16 \[40000\]|INT32 \[2147483648\]|INT64 \[9223372036854775808\])",
@@ -35,7 +34,6 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
     "An input too many": (r"(tensors|gRPC inference): an input too many",),
     "An empty batch, over the network": (r"tensors: an empty batch",),
     "A shape with more elements than memory can hold": (r"tensors: shape that overflows",),
-    "Bytes alone of a wrong size": (r"binary: bytes alone, not whole",),
     "Bytes behind JSON without a header length": (r"binary: no header length",),
     "Whole numbers of 64 bits as parameters": (
         r"(parameters: a: 9223372036854775808|gRPC inference: parameters \{'a': 9223372036854775808\})",
@@ -50,14 +48,6 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
     "A region without a name": (r"gRPC control: register \{'name': ''\}",),
     "A region that begins inside a page": (r"memory: register \{'offset': 16, 'byte_size': 16\}",),
     "A key that can be no name of an object": (r"memory: register \{'key': '(|/../etc/passwd|/a/b)'\}",),
-    "The case of names of encodings": (r"compression: accepting 'GZIP'",),
-    "A packed body for `generate`": (r"generate: generate, packed",),
-    "Which parameter of `generate` is wrong": (
-        r"generate: /v2/models/says/generate \{'text_input': 'hi', 'parameters': (\[\]|\{'a': \[1\]\})\}",
-    ),
-    "The status of errors in `generate`": (
-        r"generate: /v2/models/(says|fails)/generate(_stream)? \{('text_input': 'hi', 'count': -1|'HOW': .*)\}",
-    ),
     "The status of what was cancelled": (r"models: fails CANCELLED",),
     "A setting of traces that is out of range": (r"settings: /v2/trace/setting \{'trace_count': '-2'\}",),
 }  # fmt: skip

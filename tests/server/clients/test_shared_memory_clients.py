@@ -1,0 +1,45 @@
+"""tritonclient's own shared memory, over both protocols."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from tests.server.running import RunningServer
+
+# In a process of its own: with Python's own shared memory comes a process that outlives what it was for.
+CLIENT = """
+import sys
+import numpy as np
+import tritonclient.utils.shared_memory as memory
+kind = __import__(f"tritonclient.{sys.argv[1]}", fromlist=["InferInput"])
+left, right = np.arange(4, dtype=np.float32), np.full(4, 0.5, np.float32)
+handle = memory.create_shared_memory_region("r", f"/moonpool-clients-{sys.argv[1]}", 64)
+try:
+    memory.set_shared_memory_region(handle, [left, right])
+    client = kind.InferenceServerClient(sys.argv[2])
+    client.register_system_shared_memory("r", f"/moonpool-clients-{sys.argv[1]}", 64)
+    inputs = [kind.InferInput(name, [4], "FP32") for name in ("INPUT0", "INPUT1")]
+    outputs = [kind.InferRequestedOutput(name) for name in ("OUTPUT0", "OUTPUT1")]
+    for index, tensor in enumerate([*inputs, *outputs]):
+        tensor.set_shared_memory("r", 16, offset=16 * index)
+    client.infer("add_sub", inputs, outputs=outputs)
+    client.unregister_system_shared_memory("r")
+    client.close()
+    print(memory.get_contents_as_numpy(handle, np.float32, [4, 4])[2:].tolist())
+finally:
+    memory.destroy_shared_memory_region(handle)
+"""
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_tensors_stay_in_shared_memory(server: RunningServer, protocol: str) -> None:
+    pytest.importorskip(f"tritonclient.{protocol}")
+    address = server.http if protocol == "http" else server.grpc
+    command = [sys.executable, "-c", CLIENT, protocol, address]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "[[0.5, 1.5, 2.5, 3.5], [-0.5, 0.5, 1.5, 2.5]]\n"
