@@ -162,7 +162,10 @@ class Call:
         error = self._call.start_server_batch(operations, done)
         with self._lock:
             self._starting -= 1
-            ended = None if self._starting else self._ended
+            ended = None
+            if not self._starting:
+                # It refers to this call, which would stay until a cycle is looked for.
+                ended, self._ended = self._ended, None
         if ended is not None:
             ended()
         if error:
