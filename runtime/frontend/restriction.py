@@ -99,7 +99,7 @@ class Origins:
         `is_loopback` says that the server listens on this machine only.
         """
         self._allowed = frozenset(allowed)
-        self._hosts = {urlsplit(origin).netloc.lower() for origin in allowed}
+        self._hosts = {_place_of(origin) for origin in allowed}
         self._is_loopback = is_loopback
 
     def is_foreign(self, header: Callable[[str], str | None]) -> bool:
@@ -120,11 +120,22 @@ class Origins:
             return True
         if site is not None and site not in ("same-origin", "none"):
             return header("sec-fetch-mode") != "navigate" or header("sec-fetch-dest") != "document"
-        return origin is not None and urlsplit(origin).netloc.lower() != host
+        return origin is not None and (not host or _place_of(origin) != host)
+
+
+def _place_of(origin: str) -> str:
+    """Host and port; nothing for what is no origin, as `null`."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def _is_local(host: str) -> bool:
-    name = urlsplit("//" + host).hostname or ""
+    try:
+        name = urlsplit("//" + host).hostname or ""
+    except ValueError:
+        return False
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

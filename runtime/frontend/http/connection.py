@@ -181,6 +181,9 @@ class Connection(asyncio.BufferedProtocol):
                 self._hold(data)
         except BadMessage as error:
             self._refuse(error)
+        except Exception:
+            _log.exception("reading a request failed")
+            self._refuse(BadMessage(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error"))
         finally:
             self._is_reading = False
             if self._exchange is None:

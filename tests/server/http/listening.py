@@ -124,6 +124,8 @@ class Scripted:
         return BadMessage(403, "not this one") if head.target == b"/refused" else None
 
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
+        if head.target == b"/broken":
+            raise ZeroDivisionError
         if head.target != b"/lent":
             return None
         self.lent.append(memoryview(bytearray(size_bytes)))

@@ -170,3 +170,13 @@ def test_a_handler_that_breaks_is_an_answer_too(listening: Listening) -> None:
 
         assert (broken.status, broken.body) == (500, b'{"error":"internal error"}')
         assert client.answer().body == b"next"
+
+
+def test_a_handler_that_breaks_before_the_body_ends_the_connection_with_an_answer(
+    listening: Listening,
+) -> None:
+    with listening.client() as client:
+        client.send(b"POST /broken HTTP/1.1\r\nContent-Length: 9\r\n\r\n1")
+
+        assert client.answer().status == 500
+        assert client.rest() == b""

@@ -72,6 +72,8 @@ def test_reading_asks_for_no_token(guarded: Serving) -> None:
         {"Sec-Fetch-Site": "same-site", "Origin": "http://localhost:3000"},
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
+        {"Origin": "http://[::1]:1", "Host": "[::1"},
         # A name of a stranger's that stands for the loopback.
         {"Origin": "http://evil.example:8000", "Host": "evil.example:8000"},
         {"User-Agent": "Mozilla/5.0", "Host": "evil.example:8000"},
