@@ -111,14 +111,16 @@ class Stub:
             while all(self._serve_one(model, each) for each in peers.ready()):
                 pass
             return
-        receive = peer.conversation.receive
+        receive, arena = peer.conversation.receive, peer.regions.arena
+        batch, responses = peer.batch, peer.responses
         while True:
-            if peer.needs_care:
+            # As `Peer.needs_care` has it, without a call for each batch.
+            if arena.has_grown or batch.kept or responses.are_open:
                 peers.ready()
             message = receive()
             if message[0] != _EXECUTE:
                 return
-            self._answer(model, peer, message)
+            self._execute(model, peer, message)
 
     def _serve_one(self, model: Model, peer: Peer) -> bool:
         """Execute the batch that a peer has sent; False after FINALIZE."""
@@ -128,7 +130,7 @@ class Stub:
                 pb_utils.use_memory(peer.regions.empty)
                 if self._handshake.start["tells_begin"]:
                     peer.control.send(Kind.BEGUN, message[1])
-                self._answer(model, peer, message)
+                self._execute(model, peer, message)
             elif not peer.is_main:
                 raise RemoteProtocolError("FINALIZE is not for a front end to say")
         except MoonpoolError as error:
@@ -138,16 +140,8 @@ class Stub:
             return True
         return bool(message[0] == _EXECUTE)
 
-    def _answer(self, model: Model, peer: Peer, message: list[Any]) -> None:
-        answer = self._execute(model, peer, message)
-        if peer.responses.is_forked:
-            sys.stderr.write("A process that the model forked came back from execute and ends.\n")
-            os._exit(1)
-        peer.conversation.send(_ANSWER, *answer)
-        if self._calls.let_go:
-            self._calls.tidy()
-
-    def _execute(self, model: Model, peer: Peer, message: list[Any]) -> tuple[object, ...]:
+    def _execute(self, model: Model, peer: Peer, message: list[Any]) -> None:
+        """Execute a batch, and answer."""
         answer = peer.answer
         requests = peer.open(message)
         try:
@@ -162,7 +156,13 @@ class Stub:
             answer.fail(requests, self._report(model, error))
         del requests
         self._main.control.metric_changes.flush()
-        return peer.give()
+        fields = peer.give()
+        if peer.responses.is_forked:
+            sys.stderr.write("A process that the model forked came back from execute and ends.\n")
+            os._exit(1)
+        peer.conversation.send(_ANSWER, *fields)
+        if self._calls.let_go:
+            self._calls.tidy()
 
     def _report(self, model: Model, error: BaseException) -> str:
         """What the clients of a batch are told; the log gets the traceback as well."""

@@ -92,7 +92,8 @@ class Peer:
 
     def give(self) -> tuple[object, ...]:
         """The fields of ANSWER. To be called when nothing else refers to the batch's objects."""
-        batch_id, _ = self._executing
+        # In no variable: a name for the requests would keep them beyond this.
+        batch_id = self._executing[0]
         self._executing = (batch_id, [])
         held, released = self.batch.let_go()
         return (batch_id, held, released, *self.answer.give())

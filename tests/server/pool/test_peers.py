@@ -157,6 +157,17 @@ def test_large_answers_make_the_memory_of_one_grow(hall: Hall) -> None:
             assert (kept == i).all()
 
 
+def test_a_model_that_keeps_nothing_holds_nothing(hall: Hall, runtime: moonpool.Runtime) -> None:
+    with visiting(hall, "shared") as guest:
+        for _ in range(3):
+            infer(runtime, "twice", 1)
+            guest.infer("twice", 1)
+            assert not hall.stubs[STUB].link.loans.is_kept
+            assert not any(
+                seat.connection.link.loans.is_kept for seat in guest.model._seats.values()
+            )
+
+
 @pytest.mark.parametrize(
     "packet",
     [
