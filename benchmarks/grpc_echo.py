@@ -63,6 +63,7 @@ def echo(data: bytes) -> bytes:
 
 def serve_core() -> None:
     from moonpool.runtime.frontend.frontend_metrics import Meter
+    from moonpool.runtime.frontend.grpc.answers import Answers
     from moonpool.runtime.frontend.grpc.call import Call
     from moonpool.runtime.frontend.grpc.core import GrpcCore
     from moonpool.runtime.frontend.grpc.methods import Method
@@ -72,11 +73,14 @@ def serve_core() -> None:
         call.receive(lambda data: call.reply(echo(data or b"")))
 
     methods = {METHOD.encode(): Method(handle, "inference")}
-    core = GrpcCore(methods, GrpcOptions(port=0), threading.Lock(), Meter())
+    turn = threading.Lock()
+    answers = Answers(turn)
+    core = GrpcCore(methods, GrpcOptions(port=0), turn, answers, Meter())
     core.start()
     _say(core.port)
     sys.stdin.read()
     core.stop(1.0)
+    answers.close()
 
 
 def serve_threads() -> None:

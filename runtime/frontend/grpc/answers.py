@@ -1,7 +1,7 @@
-"""The thread that waits for the answers of stubs to requests that came over gRPC.
+"""Who waits for the answers of stubs to requests that came over gRPC.
 
-The polling thread sends a request and goes back to its queue, so another one waits on the stubs' sockets, for all
-of them. Neither wakes the other: what wakes each is what it waits for.
+The polling thread itself, where the model is quick: it has nothing else to do when its queue is empty, and an answer
+that it reads needs no other thread. Where a model takes longer, a thread of its own waits on the sockets of the stubs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,22 @@ import logging
 import os
 import select
 import threading
+import time
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moonpool.runtime.backend import ModelInstance
     from moonpool.runtime.execution import Execution
 
 
 _log = logging.getLogger("moonpool")
+# How long the polling thread waits for an answer before it looks after its clients again: the least that
+# `poll` can wait.
+_PATIENCE_MS = 1
+# A model that takes longer is not waited for there, but tried again after so many executions.
+_QUICK_NS = 300_000
+_SKIPS = 64
 
 
 class _Watched:
@@ -46,6 +55,10 @@ class Answers:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._is_closed = False
         self._round = 0
+        # Of the polling thread: what it sent and nobody waits for yet, and how often slow models are passed over.
+        self.poller: int | None = None
+        self._fresh: list[Execution] = []
+        self._skips: weakref.WeakKeyDictionary[ModelInstance, int] = weakref.WeakKeyDictionary()
         self._thread = threading.Thread(target=self._run, name="moonpool-grpc-answers", daemon=True)
         self._thread.start()
 
@@ -54,6 +67,52 @@ class Answers:
 
         False where nobody waits here any more.
         """
+        if threading.get_ident() == self.poller:
+            skips = self._skips.get(execution.instance, 0)
+            if not skips:
+                self._fresh.append(execution)
+                return True
+            self._skips[execution.instance] = skips - 1
+        return self._watch(execution)
+
+    # On the polling thread
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether something was sent that is to be waited for here."""
+        return bool(self._fresh)
+
+    def attend(self, patience_ms: int = _PATIENCE_MS) -> None:
+        """Wait a moment for the answers to what was sent; what takes longer is left to the other thread."""
+        fresh, self._fresh = self._fresh, []
+        waiting: dict[int, Execution] = {}
+        poll = select.poll()
+        for execution in fresh:
+            if execution.claim(self):
+                fd = execution.pending.fileno()
+                waiting[fd] = execution
+                poll.register(fd, select.POLLIN)
+        ready = poll.poll(patience_ms) if waiting else ()
+        now_ns = time.monotonic_ns()
+        for fd, _ in ready:
+            execution = waiting.pop(fd)
+            self._is_quick(execution, now_ns)
+            self._finish(execution)
+        for execution in waiting.values():
+            execution.offer()
+            if patience_ms and self._is_quick(execution, now_ns):
+                self._fresh.append(execution)
+            elif not self._watch(execution) and execution.claim(self):
+                execution.drive_in_reactor()
+
+    def _is_quick(self, execution: Execution, now_ns: int) -> bool:
+        """Whether it has not taken long until now; else the next ones of its instance are not waited for here."""
+        if now_ns - execution.sent_ns <= _QUICK_NS:
+            return True
+        self._skips[execution.instance] = _SKIPS
+        return False
+
+    def _watch(self, execution: Execution) -> bool:
         link = execution.pending
         with self._lock:
             if self._is_closed:

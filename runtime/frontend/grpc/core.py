@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moonpool.runtime.frontend.frontend_metrics import Meter
+    from moonpool.runtime.frontend.grpc.answers import Answers
     from moonpool.runtime.frontend.grpc.methods import Method
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
 
@@ -46,11 +47,13 @@ class GrpcCore:
         methods: Mapping[bytes, Method],
         options: GrpcOptions,
         turn: threading.Lock,
+        answers: Answers,
         meter: Meter,
     ) -> None:
         """Take the port. `methods` are found by their paths. Raises `MoonpoolError`."""
         self._methods = methods
         self._turn = turn
+        self._answers = answers
         self._meter = meter
         self._max_calls = options.max_calls
         self._restriction = None
@@ -118,12 +121,18 @@ class GrpcCore:
     # On the polling thread
 
     def _run(self) -> None:
-        # Not for ever: the core looks by itself whether it should end.
+        answers = self._answers
+        answers.poller = threading.get_ident()
         while True:
-            event = self._queue.poll(time.time() + 3600)
+            # Not for ever: the core looks by itself whether it should end.
+            event = self._queue.poll(0 if answers.has_fresh else time.time() + 3600)
             if event.completion_type == _SHUTDOWN:
+                answers.attend(0)
                 break
-            if event.tag is not None:
+            if event.tag is None:
+                # All that clients sent has been read.
+                answers.attend()
+            else:
                 try:
                     with self._turn:
                         event.tag(event)

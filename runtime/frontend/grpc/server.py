@@ -32,7 +32,9 @@ class GrpcServer:
         turn = threading.Lock()
         self._inference = self.make_inference(service, turn, options)
         try:
-            self._core = GrpcCore(self.methods(), options, turn, service.metrics.frontends.grpc)
+            meter = service.metrics.frontends.grpc
+            answers = self._inference.answers
+            self._core = GrpcCore(self.methods(), options, turn, answers, meter)
         except BaseException:
             self._end_threads()
             raise
