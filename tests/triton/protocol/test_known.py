@@ -18,9 +18,12 @@ def test_every_difference_is_told() -> None:
     section = (
         PAGE.read_text().split("## Different on purpose, over the network")[1].split("\n##")[0]
     )
-    rows = re.findall(r"^\| ([^|]+?) \|(?:[^|]+\|){4}$", section, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|]+?) \|(?:[^|]+\|){3} `tests/triton/protocol/", section, flags=re.MULTILINE
+    )
 
-    assert set(rows) - {"---"} == set(DIFFERENCES)
+    # Rows with tests elsewhere are of what cannot be compared.
+    assert set(rows) == set(DIFFERENCES)
 
 
 def test_every_difference_has_a_case() -> None:
