@@ -88,29 +88,28 @@ class Answers:
         waiting: dict[int, Execution] = {}
         poll = select.poll()
         for execution in fresh:
-            if execution.claim(self):
+            if execution.claim(poll):
                 fd = execution.pending.fileno()
+                if fd < 0:  # the stub has ended, and was cleared away
+                    self._finish(execution)
+                    continue
                 waiting[fd] = execution
                 poll.register(fd, select.POLLIN)
+        begun_ns = time.monotonic_ns()
         ready = poll.poll(patience_ms) if waiting else ()
-        now_ns = time.monotonic_ns()
+        # An answer that is there by the time that all clients have been read was quick enough.
+        is_slow = time.monotonic_ns() - begun_ns > _QUICK_NS
+        if is_slow:
+            for execution in waiting.values():
+                self._skips[execution.instance] = _SKIPS
         for fd, _ in ready:
-            execution = waiting.pop(fd)
-            self._is_quick(execution, now_ns)
-            self._finish(execution)
+            self._finish(waiting.pop(fd))
         for execution in waiting.values():
             execution.offer()
-            if patience_ms and self._is_quick(execution, now_ns):
+            if patience_ms and not is_slow:
                 self._fresh.append(execution)
             elif not self._watch(execution) and execution.claim(self):
                 execution.drive_in_reactor()
-
-    def _is_quick(self, execution: Execution, now_ns: int) -> bool:
-        """Whether it has not taken long until now; else the next ones of its instance are not waited for here."""
-        if now_ns - execution.sent_ns <= _QUICK_NS:
-            return True
-        self._skips[execution.instance] = _SKIPS
-        return False
 
     def _watch(self, execution: Execution) -> bool:
         link = execution.pending

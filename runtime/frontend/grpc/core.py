@@ -4,8 +4,9 @@ grpcio's own server hands each call to a thread of a pool, which waits there for
 message: two hand-overs, which cost more than the rest. Here the polling thread reads the message itself
 and calls the handler, which must not block. What this uses of `cygrpc` is what grpcio's server uses.
 
-Two threads run Python for inference: this one and that of `grpc.answers`. Each lets go of the interpreter at every system
-call, and would have to win it back from the other many times for one event; so they take turns, an event each.
+When it has read all that clients sent, it waits a moment for the answers of models itself; `grpc.answers` has another thread
+for those that take longer. Each of the two lets go of the interpreter at every system call, and would have to win it back
+from the other many times for one event; so they take turns, an event each.
 """
 
 from __future__ import annotations
@@ -123,21 +124,22 @@ class GrpcCore:
     def _run(self) -> None:
         answers = self._answers
         answers.poller = threading.get_ident()
-        while True:
+        is_over = False
+        while not is_over:
             # Not for ever: the core looks by itself whether it should end.
             event = self._queue.poll(0 if answers.has_fresh else time.time() + 3600)
-            if event.completion_type == _SHUTDOWN:
-                answers.attend(0)
-                break
-            if event.tag is None:
-                # All that clients sent has been read.
-                answers.attend()
-            else:
-                try:
+            is_over = event.completion_type == _SHUTDOWN
+            try:
+                if event.tag is not None:
                     with self._turn:
                         event.tag(event)
-                except BaseException:  # all clients depend on this thread
-                    _log.exception("a callback of gRPC failed")
+                elif is_over:
+                    answers.attend(0)
+                else:
+                    # All that clients have sent was read.
+                    answers.attend()
+            except BaseException:  # all clients depend on this thread
+                _log.exception("a callback of gRPC failed")
             # An event keeps its call alive.
             event = None
 
