@@ -96,7 +96,7 @@ def test_a_model_whose_check_hangs_can_be_unloaded(
         runtime.infer("moody", {"HOW": np.array([b"hang"], np.object_)})
         assert not runtime.is_ready("moody")
 
-    assert "not found" in (runtime.why_not_ready("moody") or "")
+    assert "has no available versions" in (runtime.why_not_ready("moody") or "")
 
 
 def test_a_process_that_ends_in_its_check_is_not_ready(
