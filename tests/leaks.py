@@ -27,6 +27,7 @@ SHM = "/dev/shm"
 LASTING_PATHS = {
     "/dev/nvidia": "the CUDA driver holds its devices open until the process ends",
     "/dev/shm/cuda.shm": "the CUDA driver keeps it until the process ends",
+    "/dev/shm/moonpool_tests_": "a tritonserver has its regions until it is stopped, and they are removed then",
 }
 
 
@@ -88,13 +89,16 @@ def _command(pid: int) -> str:
 
 
 def _is_used_elsewhere(name: str) -> bool:
-    """Whether another program on this machine has the entry mapped: then it is that program's."""
+    """Whether another program on this machine has the entry open or mapped: then it is that program's."""
     for process in os.listdir("/proc"):
         if process.isdigit() and int(process) != os.getpid():
             # Processes end while they are being listed, and other users' are closed to us.
             with suppress(OSError):
                 if name in Path(f"/proc/{process}/maps").read_text(errors="replace"):
                     return True
+                for fd in os.scandir(f"/proc/{process}/fd"):
+                    if os.readlink(fd.path) == name:
+                        return True
     return False
 
 
@@ -108,6 +112,8 @@ def left_since(before: Holdings) -> list[str]:
         wait_until(lambda: not Holdings().beyond(before), deadline)
     now = Holdings()
     now.names = {name for name in now.names - before.names if not _is_used_elsewhere(name)}
+    # Programs that run beside this one remove theirs meanwhile.
+    now.names = {name for name in now.names if os.path.exists(name)}
     return now.beyond(before)
 
 

@@ -136,7 +136,7 @@ def test_a_request_goes_to_the_latest_version_or_the_one_it_names(runtime: Runti
 
     assert [answered(version) for version in (None, 1, 2, 10)] == [10, 1, 2, 10]
     for method in (runtime.infer, runtime.submit):
-        with pytest.raises(moonpool.ModelNotFound, match="'versions' version 3 is not at ready"):
+        with pytest.raises(moonpool.ModelNotFound, match="'versions' version 3 is not found"):
             method("versions", rows(1), version=3)
 
 

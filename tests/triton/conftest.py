@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.leaks import LASTING_PATHS
 
 pytest.register_assert_rewrite("tests.triton.both")
 
@@ -17,13 +16,12 @@ from tests.triton.answers import Failure  # noqa: E402 - below, assertions are t
 from tests.triton.both import Both  # noqa: E402
 from tests.triton.broken import BROKEN, CONFIG  # noqa: E402
 from tests.triton.moonpool_side import MoonpoolSide  # noqa: E402
-from tests.triton.server import ANY_REGIONS, interpreter, running  # noqa: E402
+from tests.triton.server import interpreter, running  # noqa: E402
 from tests.triton.triton_side import TritonSide  # noqa: E402
 
 MODELS = Path(__file__).parent / "models"
 # Loaded and unloaded by the tests that use them.
 APART = {"finalizes", "finalize_raises"}
-LASTING_PATHS[f"/dev/shm/{ANY_REGIONS}"] = "a server has them open until it is stopped"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
