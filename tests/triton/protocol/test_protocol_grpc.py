@@ -13,6 +13,7 @@ from tests.triton.protocol.comparing import message, words
 from tests.triton.protocol.conftest import Server, Servers
 from tests.triton.protocol.grpc_cases import Call
 from tests.triton.protocol.known import difference
+from tests.triton.server import REGIONS
 from tritonclient.grpc import service_pb2_grpc
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("region")]
@@ -73,7 +74,9 @@ def _check(case: str, ours: Any, theirs: Any) -> None:
         assert ours != theirs, f"no longer different: {known}"
 
 
-@pytest.mark.parametrize(("case", "calls"), CASES)
+@pytest.mark.parametrize(
+    ("case", "calls"), CASES, ids=[case.replace(REGIONS, "") for case, _ in CASES]
+)
 def test_both_answer_alike(servers: Servers, case: str, calls: list[Call]) -> None:
     theirs = [_answer(servers.triton, call) for call in calls]
     ours = [_answer(servers.moonpool, call) for call in calls]

@@ -10,6 +10,7 @@ from tests.triton.protocol import control_cases, inference_cases
 from tests.triton.protocol.comparing import comparable
 from tests.triton.protocol.conftest import Server, Servers
 from tests.triton.protocol.known import difference
+from tests.triton.server import REGIONS
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("region")]
@@ -57,7 +58,12 @@ def _answers(server: Server, requests: list[Http]) -> list[Any]:
     return [comparable(reply) for request, reply in replies if not request.until]
 
 
-@pytest.mark.parametrize(("case", "requests"), CASES)
+@pytest.mark.parametrize(
+    # Each process of a run has names of its own in /dev/shm.
+    ("case", "requests"),
+    CASES,
+    ids=[case.replace(REGIONS, "") for case, _ in CASES],
+)
 def test_both_answer_alike(servers: Servers, case: str, requests: list[Http]) -> None:
     theirs, ours = (_answers(server, requests) for server in servers)
 
