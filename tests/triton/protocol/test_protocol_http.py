@@ -33,7 +33,7 @@ TABLES = {
     "settings": control_cases.SETTINGS,
 }
 CASES = [
-    pytest.param(f"{table}: {name}", requests, id=f"{table}: {name}"[:100])
+    pytest.param(f"{table}: {name}", requests, id=f"{table}: {name}".replace(REGIONS, "")[:100])
     for table, cases in TABLES.items()
     for name, requests in cases
 ]
@@ -58,12 +58,7 @@ def _answers(server: Server, requests: list[Http]) -> list[Any]:
     return [comparable(reply) for request, reply in replies if not request.until]
 
 
-@pytest.mark.parametrize(
-    # Each process of a run has names of its own in /dev/shm.
-    ("case", "requests"),
-    CASES,
-    ids=[case.replace(REGIONS, "") for case, _ in CASES],
-)
+@pytest.mark.parametrize(("case", "requests"), CASES)
 def test_both_answer_alike(servers: Servers, case: str, requests: list[Http]) -> None:
     theirs, ours = (_answers(server, requests) for server in servers)
 
