@@ -18,9 +18,8 @@ ROOT = Path(__file__).parents[2]
 VARIABLE = "MOONPOOL_TRITON_PYTHON"
 # Python-based backends that both sides have.
 BACKENDS = Path(__file__).parent / "backends"
-# What servers of these tests call their regions in /dev/shm, and what the one of this run does.
-ANY_REGIONS = "moonpool_tests_"
-REGIONS = f"{ANY_REGIONS}{os.getpid()}_"
+# How the names begin that this process of a run uses in /dev/shm.
+REGIONS = f"moonpool_tests_{os.getpid()}_"
 START_TIMEOUT_S = 50.0
 STOP_TIMEOUT_S = 50.0
 _READY = "Started Metrics Service"
@@ -73,6 +72,8 @@ class TritonServer:
         self._models = models
         self._backends = folder / "backends"
         self.http_port, self.grpc_port, self.metrics_port = _free_ports(3)
+        # A run may have several servers, and one that ends takes along what has its prefix.
+        self._regions = f"{REGIONS}{self.grpc_port}_"
         self.log_file = folder / "tritonserver.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -111,7 +112,7 @@ class TritonServer:
             str(self._package / "tritonserver" / "bin" / "tritonserver"),
             f"--model-repository={self._repository}",
             f"--backend-directory={self._backends}",
-            f"--backend-config=python,shm-region-prefix-name={REGIONS}",
+            f"--backend-config=python,shm-region-prefix-name={self._regions}",
             "--model-control-mode=explicit",
             "--strict-readiness=false",
             "--model-load-thread-count=8",
@@ -150,24 +151,24 @@ class TritonServer:
             process.kill()
             process.wait()
         with suppress(AssertionError):
-            wait_until(lambda: not stubs(), 3.0)
-        for pid in stubs():
+            wait_until(lambda: not _stubs(self._regions), 3.0)
+        for pid in _stubs(self._regions):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not stubs(), 10.0, "the server's stubs to end")
+        wait_until(lambda: not _stubs(self._regions), 10.0, "the server's stubs to end")
         for name in os.listdir("/dev/shm"):
-            if name.startswith(REGIONS):
+            if name.startswith(self._regions):
                 os.unlink(f"/dev/shm/{name}")
 
 
-def stubs() -> list[int]:
+def _stubs(regions: str) -> list[int]:
     """The processes of this server's stubs that are running: each names its region."""
     found = []
     for process in filter(str.isdigit, os.listdir("/proc")):
         # Processes end while they are being listed.
         with suppress(OSError):
             words = Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
-            if any(word.startswith(REGIONS) for word in words):
+            if any(word.startswith(regions) for word in words):
                 found.append(int(process))
     return found
 

@@ -69,5 +69,4 @@ def region() -> Iterator[None]:
     try:
         yield
     finally:
-        # A server that ends takes along what has its prefix.
-        path.unlink(missing_ok=True)
+        path.unlink()
