@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,17 +24,15 @@ _BOOT = str(Path(__file__).resolve().parents[1] / "stub" / "boot.py")
 _MSGPACK = str(Path(msgpack.__file__).parent)
 
 
-class ChildProcess:
-    """A child process in a session of its own. Any thread may call any method."""
+class ChildProcess(ABC):
+    """A process in a session of its own that this one may end. Any thread may call any method."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        """Reap it from now on."""
-        self.pid = process.pid
-        self.pidfd = os.pidfd_open(process.pid)
-        self._reaping = threading.Lock()
+    def __init__(self, pid: int, pidfd: int) -> None:
+        """Own the pidfd from now on."""
+        self.pid = pid
+        self.pidfd = pidfd
+        self._signalling = threading.Lock()
         self._exit_code: int | None = None
-        # Reaped by its pidfd below; Popen must not try to, nor warn that nobody did.
-        process.returncode = 0
 
     @property
     def is_running(self) -> bool:
@@ -42,18 +41,16 @@ class ChildProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal; nothing happens where the process is gone."""
-        with self._reaping:
+        with self._signalling:
             if self._exit_code is None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
         """End it at once, with what it started in its session."""
-        with self._reaping:
+        with self._signalling:
             if self._exit_code is None:
-                # Not reaped, so the pid, which is its group's number too, is still its own.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.pid, signal.SIGKILL)
+                self._kill_group()
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -67,13 +64,46 @@ class ChildProcess:
             self._reap()
         return self._exit_code
 
+    @abstractmethod
+    def _kill_group(self) -> None:
+        """Kill what it started in its session."""
+
+    @abstractmethod
     def _reap(self) -> None:
-        with self._reaping:
+        """It has ended: find its exit code, unless another thread has."""
+
+    def close(self) -> None:
+        """Close the pidfd. The process has been waited for."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def __repr__(self) -> str:
+        if self._exit_code is None:
+            return f"<process {self.pid}, running>"
+        return f"<process {self.pid}, {exit_in_words(self._exit_code)}>"
+
+
+class SpawnedProcess(ChildProcess):
+    """A child of this process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        """Reap it from now on."""
+        super().__init__(process.pid, os.pidfd_open(process.pid))
+        # Reaped by its pidfd below; Popen must not try to, nor warn that nobody did.
+        process.returncode = 0
+
+    def _kill_group(self) -> None:
+        # Not reaped, so the pid, which is its group's number too, is still its own.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        with self._signalling:
             if self._exit_code is not None:
                 return
             # What it started in its own session goes with it.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self._kill_group()
             try:
                 result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
             except ChildProcessError:  # somebody reaps all children of this process
@@ -88,20 +118,9 @@ class ChildProcess:
                 by_signal = result is not None and result.si_code != os.CLD_EXITED
                 self._exit_code = -code if by_signal else code
 
-    def close(self) -> None:
-        """Close the pidfd. The process has been waited for."""
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
 
-    def __repr__(self) -> str:
-        if self._exit_code is None:
-            return f"<process {self.pid}, running>"
-        return f"<process {self.pid}, {exit_in_words(self._exit_code)}>"
-
-
-class StubProcess(ChildProcess):
-    """The process of a stub."""
+class StubProcess(SpawnedProcess):
+    """The process of a stub that this process started."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import Closed, PeerGone, ProtocolError
 from moonpool.runtime.frontend.pool.messages import End, codec
-from moonpool.runtime.process import ChildProcess
+from moonpool.runtime.process import SpawnedProcess
 from moonpool.runtime.spawner import spawn
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Member:
         self._channel, end = Channel.pair()
         self._is_gone = False
         try:
-            self.process = ChildProcess(
+            self.process = SpawnedProcess(
                 spawn(
                     [
                         sys.executable,

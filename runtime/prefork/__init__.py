@@ -1,0 +1,1 @@
+"""Templates: processes of a model from which its instances are forked."""
