@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
 
 _INDIRECT = int(Kind.INDIRECT)
+_FIRST = frozenset([Kind.CONFINED, Kind.FAILED])
 
 
 class Overflow:
@@ -54,9 +55,7 @@ class Conversation:
         self._overflow = overflow
         self._codec = work_codec(us)
         # What may come next, from us and from the peer; and the same after each kind, worked out before.
-        self._ours, self._theirs = _split(
-            {Kind.START} if after is None else WORK[after].followers, us
-        )
+        self._ours, self._theirs = _split(_FIRST if after is None else WORK[after].followers, us)
         self._after = {int(kind): _split(message.followers, us) for kind, message in WORK.items()}
 
     def use_overflow(self, overflow: Overflow) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.fields import Spec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_DIMS = 32
 
@@ -66,6 +66,7 @@ class Kind(IntEnum):
     ANSWER = 6
     FINALIZE = 7
     FINALIZED = 8
+    CONFINED = 10
     # Any channel: stands for a message that is too large for a packet and lies in memory.
     INDIRECT = 9
     # Control channel.
@@ -176,10 +177,17 @@ _RESPONSE = Row(
 _RUNTIME, _STUB = Side.RUNTIME, Side.STUB
 
 WORK: dict[Kind, Message] = {
+    # What the stub has put on itself, before it knows who it is to be: names of layers, and a sentence for each
+    # one that was left out.
+    Kind.CONFINED: Message(
+        _STUB,
+        {"version": Int(), "layers": ListOf(Text(256), 64), "left_out": ListOf(Text(_SHORT), 64)},
+        (Kind.START,),
+    ),
     # Who the stub is to be: see `moonpool.stub.handshake` for what the JSON text holds.
     Kind.START: Message(
         _RUNTIME,
-        {"version": Int(), "start": Text(1 << 28)},
+        {"start": Text(1 << 28)},
         (Kind.COMPLETED, Kind.LOADED, Kind.FAILED),
     ),
     # The configuration after auto_complete_config, as JSON. This stub has done its work.
@@ -229,7 +237,8 @@ WORK: dict[Kind, Message] = {
 
 CONTROL: dict[Kind, Message] = {
     # The first message: what to give up before anything foreign is imported.
-    Kind.SANDBOX: Message(_RUNTIME, {"level": Text(16), "limits": Table(64)}),
+    # See `moonpool.ipc.policy` for what the JSON text holds.
+    Kind.SANDBOX: Message(_RUNTIME, {"policy": Text(1 << 16)}),
     # Comes with the region's descriptor. `writer` says who allocates in it.
     Kind.REGION: Message(_RUNTIME, {"region": _ID, "size": _ID, "writer": Int(1, 2)}),
     # The stub needs a region of at least that size for its answers.

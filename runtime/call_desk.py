@@ -22,6 +22,7 @@ from moonpool.runtime.errors import (
     BackendError,
     ModelError,
     ModelUnavailable,
+    NotGranted,
     RequestTimedOut,
 )
 from moonpool.runtime.metrics import BadMetric
@@ -199,6 +200,8 @@ class CallDesk:
     def _find(self, model: str, version: int) -> HostedModel:
         try:
             return self._models.find(model, None if version == -1 else version)
+        except NotGranted:
+            raise
         except MoonpoolError as error:
             refused = type(error)(
                 f"Failed for execute the inference request. Model '{model}' is not ready."

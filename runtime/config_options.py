@@ -12,16 +12,22 @@ from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.config_shape import suggestion
 from moonpool.runtime.config_values import (
     COUNT,
+    CPUS,
     LIMIT,
     NAMES,
     PATH,
+    PATHS,
     PAUSE,
+    PORTS,
     POSITIVE,
+    PREFORK,
     SANDBOX,
     SECONDS,
     SIZE,
+    SYSCALLS,
     THREADS,
     TIMEOUT,
+    WEIGHT,
     YES_NO,
     Kind,
 )
@@ -39,24 +45,31 @@ class ModelOptions:
     execute_timeout_s: float | None = None
     finalize_timeout_s: float | None = 30.0
     sandbox: str = "standard"
+    # Each path, and whether it may be written to.
+    sandbox_paths: tuple[tuple[str, bool], ...] = ()
+    sandbox_ports: tuple[int, ...] = ()
+    sandbox_syscalls: tuple[str, ...] = ()
+    sandbox_models: tuple[str, ...] = ()
     max_restarts: int = 5
     restart_window_s: float = 60.0
     restart_backoff_s: float = 0.1
     restart_backoff_max_s: float = 60.0
     retry: bool = False
     memory_limit_bytes: int | None = None
+    task_limit: int | None = None
+    open_files: int | None = None
+    cpus: tuple[int, ...] = ()
+    cpu_weight: int = 100
+    scratch_bytes: int = 64 << 20
+    recycle_requests: int | None = None
+    recycle_rss_bytes: int | None = None
+    prefork: str = "no"
     region_bytes: int = 1 << 20
     region_limit_bytes: int | None = None
     log_lines_per_s: int = 1000
     threads: int | None = None
     concurrent_batches: int = 64
     environment: tuple[str, ...] = ()
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """What the stub is to limit itself to, as in SANDBOX."""
-        memory = self.memory_limit_bytes
-        return {} if memory is None else {"memory_bytes": memory}
 
     @classmethod
     def from_parameters(cls, config: ModelConfig) -> ModelOptions:
@@ -151,7 +164,34 @@ OPTIONS = (
         "MOONPOOL_SANDBOX",
         "sandbox",
         SANDBOX,
-        "What the processes of the model are kept from; strict is for untrusted models.",
+        "What the processes of the model are kept from; strict is for untrusted models. best-effort is"
+        " strict without what this kernel refuses. See SANDBOX.md.",
+    ),
+    Option(
+        "MOONPOOL_SANDBOX_PATHS",
+        "sandbox_paths",
+        PATHS,
+        "Files and folders that a model at strict may read, beside its own; `rw:/data/out` may be"
+        " written to, too.",
+    ),
+    Option(
+        "MOONPOOL_SANDBOX_PORTS",
+        "sandbox_ports",
+        PORTS,
+        "TCP ports, of any machine, that a model at strict may connect to; 53 finds names.",
+    ),
+    Option(
+        "MOONPOOL_SANDBOX_SYSCALLS",
+        "sandbox_syscalls",
+        SYSCALLS,
+        "System calls that a model at strict may make beside the usual ones; `fork` is all that it"
+        " takes to have child processes.",
+    ),
+    Option(
+        "MOONPOOL_SANDBOX_MODELS",
+        "sandbox_models",
+        NAMES,
+        "Other models that a model at strict may ask, load and unload; `*` stands for any characters.",
     ),
     Option(
         "MOONPOOL_MAX_RESTARTS",
@@ -188,7 +228,57 @@ OPTIONS = (
         "MOONPOOL_MEMORY_LIMIT_BYTES",
         "memory_limit_bytes",
         LIMIT,
-        "The largest address space of an instance's process.",
+        "The most memory of an instance's process: of its cgroup where there is one, of its address space"
+        " otherwise. At strict half of the machine's, where nothing is said.",
+    ),
+    Option(
+        "MOONPOOL_TASK_LIMIT",
+        "task_limit",
+        THREADS,
+        "The most processes and threads of an instance, all together. At strict 512, where nothing is said.",
+    ),
+    Option(
+        "MOONPOOL_OPEN_FILES",
+        "open_files",
+        THREADS,
+        "The most descriptors that an instance's process may have open. At strict 1024, where nothing is said.",
+    ),
+    Option(
+        "MOONPOOL_CPUS",
+        "cpus",
+        CPUS,
+        "The processors that an instance may run on, such as 0-3,5.",
+    ),
+    Option(
+        "MOONPOOL_CPU_WEIGHT",
+        "cpu_weight",
+        WEIGHT,
+        "How much of a processor an instance gets where others want it, too; 100 is the usual.",
+    ),
+    Option(
+        "MOONPOOL_SCRATCH_BYTES",
+        "scratch_bytes",
+        SIZE,
+        "How much an instance at strict may have in its scratch folder, which is its HOME and TMPDIR.",
+    ),
+    Option(
+        "MOONPOOL_RECYCLE_REQUESTS",
+        "recycle_requests",
+        THREADS,
+        "After so many requests an instance is finalized and started anew.",
+    ),
+    Option(
+        "MOONPOOL_RECYCLE_RSS_BYTES",
+        "recycle_rss_bytes",
+        LIMIT,
+        "An instance with more resident memory than this is finalized and started anew.",
+    ),
+    Option(
+        "MOONPOOL_PREFORK",
+        "prefork",
+        PREFORK,
+        "Fork instances from a template process of the model, made after its imports or after its"
+        " `initialize`, instead of starting each anew. See PREFORK.md.",
     ),
     Option(
         "MOONPOOL_REGION_BYTES",

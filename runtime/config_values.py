@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from moonpool.ipc.policy import LEVELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def _or_none(read: Callable[[str], object]) -> Callable[[str], object]:
     return read_or_none
 
 
-def _choice(**meanings: object) -> Callable[[str], object]:
+def _choice(meanings: Mapping[str, object]) -> Callable[[str], object]:
     def read(text: str) -> object:
         if text not in meanings:
             raise ValueError("must be " + " or ".join(f'"{word}"' for word in meanings))
@@ -80,10 +83,56 @@ def _path(text: str) -> str:
     return text
 
 
-YES_NO = Kind("yes, no", _choice(yes=True, no=False))
-# From the loosest to the tightest.
-SANDBOX_LEVELS = ("off", "standard", "strict")
-SANDBOX = Kind(", ".join(SANDBOX_LEVELS), _choice(**{level: level for level in SANDBOX_LEVELS}))
+def _paths(text: str) -> tuple[tuple[str, bool], ...]:
+    """Paths, and whether they may be written to."""
+    paths = []
+    for part in _names(text):
+        path = part.removeprefix("rw:").strip()
+        if not path.startswith("/") or "\0" in path or os.path.normpath(path) != path:
+            raise ValueError(
+                "must be absolute paths without '..', with rw: before those to write to"
+            )
+        paths.append((path, part.startswith("rw:")))
+    return tuple(paths)
+
+
+def _ports(text: str) -> tuple[int, ...]:
+    ports = _names(text)
+    if not all(re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536 for port in ports):
+        raise ValueError("must be numbers of TCP ports, from 1 to 65535")
+    return tuple(map(int, ports))
+
+
+def _calls(text: str) -> tuple[str, ...]:
+    if not all(re.fullmatch(r"[a-z0-9_]+", name) for name in _names(text)):
+        raise ValueError("must be names of system calls, such as fork or memfd_create")
+    return _names(text)
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    cpus: set[int] = set()
+    for part in _names(text):
+        match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
+        if match is None:
+            raise ValueError("must be numbers of processors, such as 0-3,5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        cpus.update(range(first, last + 1))
+    return tuple(sorted(cpus))
+
+
+def _weight(text: str) -> int:
+    weight = _number(1)(text)
+    if weight > 10_000:
+        raise ValueError("must be a weight from 1 to 10000")
+    return weight
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+YES_NO = Kind("yes, no", _choice({"yes": True, "no": False}))
+SANDBOX = Kind(", ".join(LEVELS), _choice({level: level for level in LEVELS}))
 TIMEOUT = Kind("seconds, none", _or_none(_seconds))
 SECONDS = Kind("seconds", _seconds)
 PAUSE = Kind("seconds", _pause)
@@ -93,7 +142,10 @@ COUNT = Kind("number", _number(0))
 THREADS = Kind("number, none", _or_none(_number(1)))
 POSITIVE = Kind("number", _number(1))
 PATH = Kind("path", _path)
-NAMES = Kind(
-    "names, separated by commas",
-    lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
-)
+NAMES = Kind("names, separated by commas", _names)
+PATHS = Kind("paths, separated by commas", _paths)
+PORTS = Kind("ports, separated by commas", _ports)
+SYSCALLS = Kind("names, separated by commas", _calls)
+CPUS = Kind("numbers and ranges", _cpus)
+WEIGHT = Kind("1 to 10000", _weight)
+PREFORK = Kind("no, imports, initialize", _choice({w: w for w in ("no", "imports", "initialize")}))

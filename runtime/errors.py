@@ -26,6 +26,12 @@ class ModelNotFound(MoonpoolError):
     code = "NOT_FOUND"
 
 
+class NotGranted(MoonpoolError):
+    """A model asked for what its sandbox does not let it; its configuration may grant it."""
+
+    code = "UNAVAILABLE"
+
+
 class ModelUnavailable(MoonpoolError):
     """The model is loading, unloading or has failed for good; the text says why. Try later."""
 

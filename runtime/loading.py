@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moonpool.ipc.policy import BEST_EFFORT, LEVELS, STRICT
 from moonpool.runtime import model_files
 from moonpool.runtime.backend import Model
 from moonpool.runtime.config import ModelConfig, Source, minimal
 from moonpool.runtime.config_checks import name_problem
 from moonpool.runtime.config_defaults import PYTHON_BACKEND
 from moonpool.runtime.config_options import ModelOptions
-from moonpool.runtime.config_values import SANDBOX_LEVELS
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.repository import ModelDirectory, RepositoryError
+from moonpool.runtime.sandbox.grants import check_not_looser, check_ungranted
 from moonpool.runtime.source import ModelSource, of_class, of_file
 
 if TYPE_CHECKING:
@@ -52,19 +53,23 @@ class HostingRules:
     """What holds for all models of a runtime.
 
     `sandbox` is the least level of their processes, and what those have that say nothing; None leaves it to the models.
+    From `best-effort` on, models cannot give themselves more than it does, but for those in `grants`.
     Without `completes`, models are not asked to complete their configuration.
     """
 
     sandbox: str | None = None
     completes: bool = True
+    grants: frozenset[str] = frozenset()
 
     def apply_to(self, model: Model) -> None:
         """Have a model that is not loaded yet keep them."""
         if self.sandbox is not None:
             says_nothing = "MOONPOOL_SANDBOX" not in model.config.parameters
             levels = [self.sandbox, self.sandbox if says_nothing else model.options.sandbox]
-            level = max(levels, key=SANDBOX_LEVELS.index)
+            level = max(levels, key=LEVELS.index)
             model.options = replace(model.options, sandbox=level)
+            if self.sandbox in (BEST_EFFORT, STRICT) and model.name not in self.grants:
+                check_ungranted(model)
         model.completes = self.completes
 
 
@@ -172,7 +177,7 @@ def _versions(
         where = ModelSource(kind, file, None, directory.path, folder, is_directory=True)
         models.append(model_of(wanted.name, where, raw, source, version, changes))
         if wanted.asker is not None:
-            _check_not_looser(models[-1], wanted.asker)
+            check_not_looser(models[-1], wanted.asker)
     return models
 
 
@@ -199,22 +204,6 @@ def model_of(
     config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
     config = config.placed(())
     return Model(config, ModelOptions.from_parameters(config), version, where)
-
-
-def _check_not_looser(model: Model, asker: ModelOptions) -> None:
-    """A configuration that a model brings gives nothing that this model has not itself."""
-    options, source = model.options, model.config.source
-    if SANDBOX_LEVELS.index(options.sandbox) < SANDBOX_LEVELS.index(asker.sandbox):
-        what = f"a model in the sandbox '{asker.sandbox}' cannot load one in '{options.sandbox}'"
-        raise source.error("parameters[MOONPOOL_SANDBOX]", what)
-    if asker.sandbox == "strict" and options.execution_env_path is not None:
-        # It is a program that runs before the sandbox is put on.
-        what = "a model in the sandbox 'strict' cannot choose the interpreter of another"
-        raise source.error("parameters[EXECUTION_ENV_PATH]", what)
-    more = set(options.environment) - set(asker.environment)
-    if more and asker.sandbox != "off":
-        what = f"a model cannot give another what it has not itself: {', '.join(sorted(more))}"
-        raise source.error("parameters[MOONPOOL_ENVIRONMENT]", what)
 
 
 def _merged(name: str, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from moonpool.runtime.errors import (
 from moonpool.runtime.loading import Wanted
 from moonpool.runtime.model_statuses import with_code
 from moonpool.runtime.repository import NoVersion, RepositoryError
+from moonpool.runtime.sandbox.grants import check_may_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +40,8 @@ class ModelControl:
         self.asker = asker
 
     def find(self, name: str, version: int | None = None) -> HostedModel:
-        """A model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`."""
+        """A model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`, `NotGranted`."""
+        check_may_ask(self.asker, name)
         return self._registry.find(name, version)
 
     def load(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
@@ -49,6 +51,7 @@ class ModelControl:
         `file:<path>`, and they are the model's directory then. Raises `MoonpoolError` in Triton's words.
         """
         self._registry.check_controllable()
+        check_may_ask(self.asker, name)
         with loading(name):
             wanted = wanted_of(name, config, files, self.asker.options)
             self._registry.load(wanted, self.asker.name)
@@ -56,6 +59,8 @@ class ModelControl:
     def begin_unload(self, name: str) -> None:
         """Unload a model in the background, also the one that asks. A model that is not loaded is no error."""
         self._registry.check_controllable()
+        if name != self.asker.name:
+            check_may_ask(self.asker, name)
         self._registry.begin_unload(name)
 
     def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
@@ -65,6 +70,7 @@ class ModelControl:
         are not loaded. An empty version is the latest. Raises `InvalidRequest` for one that is none.
         """
         number = version_of(version)
+        check_may_ask(self.asker, name)
         try:
             hosted = self._registry.find(name, number)
         except MoonpoolError:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import PeerGone
-from moonpool.runtime import environment_variables
 from moonpool.runtime.backend import Backend, Model, ModelInstance
 from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.environment import Environment, resolve
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.regions import CallerMemory
+from moonpool.runtime.sandbox.plan import hardened, plan_for
 from moonpool.runtime.start import completed, start_of
 from moonpool.runtime.stub_handle import StubHandle
 
@@ -56,13 +56,11 @@ class PythonBackend(Backend):
 
     def model_initialize(self, model: Model) -> None:
         """Find the interpreter, and let the model complete its configuration in a process of its own."""
+        model.options = hardened(model.options)
         environment = resolve(model.options.execution_env_path, model.source.model_directory)
         limit = model.options.region_limit_bytes
         model.state = _ModelState(environment, CallerMemory(limit))
         try:
-            _, variables = self._process(model)
-            unseen = " ".join(sorted(os.environ.keys() - variables.keys())) or "nothing"
-            _log.debug("model '%s' does not see of the environment: %s", model.name, unseen)
             if model.completes:
                 self._complete(model)
             else:
@@ -171,7 +169,16 @@ class PythonBackend(Backend):
         return state.caller_memory
 
     def _new_stub(self, model: Model, name: str) -> StubHandle:
-        return StubHandle(self._stubs, model, name, *self._process(model))
+        environment: Environment = model.state.environment
+        try:
+            plan = plan_for(model, environment, self._folder)
+        except OSError as error:
+            raise LoadFailed(
+                f"there is no scratch folder for '{name}': {error}", stage="start"
+            ) from error
+        unseen = " ".join(sorted(os.environ.keys() - plan.environment.keys())) or "nothing"
+        _log.debug("[%s] does not see of the environment: %s", name, unseen)
+        return StubHandle(self._stubs, model, name, plan)
 
     def _start(
         self, model: Model, instance: str, kind: str, device_id: int, mode: str
@@ -187,19 +194,6 @@ class PythonBackend(Backend):
             log=log,
             is_shared=self._stubs.audience.is_there,
         )
-
-    def _process(self, model: Model) -> tuple[str, dict[str, str]]:
-        """Interpreter and environment variables of a stub."""
-        environment: Environment = model.state.environment
-        options = model.options
-        variables = environment_variables.inherited(
-            os.environ,
-            sandbox=options.sandbox,
-            allowed=options.environment,
-            own=environment.variables,
-            threads=options.threads,
-        )
-        return str(environment.python), variables
 
 
 def _object(text: str, model: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError, ProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import Kind
+from moonpool.ipc.policy import BEST_EFFORT, STRICT
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.growth import Growth
 from moonpool.runtime.link import Link
@@ -52,7 +53,7 @@ class StubConnection:
                 control.send_region,
                 region_bytes=options.region_bytes,
                 region_limit_bytes=options.region_limit_bytes,
-                is_private=options.sandbox == "strict",
+                is_private=options.sandbox in (BEST_EFFORT, STRICT),
                 is_loaded=is_loaded,
                 is_shared=is_shared,
             )

@@ -27,6 +27,7 @@ from moonpool.runtime.model_control import ModelControl
 from moonpool.runtime.output import Output
 from moonpool.runtime.process import StubProcess
 from moonpool.runtime.readiness import StubReadiness
+from moonpool.runtime.sandbox.confinement import Confinement, confirmed
 from moonpool.runtime.stub_connection import StubConnection
 from moonpool.runtime.stub_metrics import StubMetrics
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.backend import Model
     from moonpool.runtime.link import Link
     from moonpool.runtime.request import InferenceRequest
+    from moonpool.runtime.sandbox.plan import Plan
     from moonpool.runtime.stubs import Stubs
 
 _log = logging.getLogger("moonpool")
@@ -54,14 +56,14 @@ class StubHandle(StubConnection):
         stubs: Stubs,
         model: Model,
         name: str,
-        python: str,
-        environment: Mapping[str, str],
+        plan: Plan,
     ) -> None:
-        """Start the process. Raises `LoadFailed` where it cannot be started, `OutOfMemory`."""
+        """Start the process; own the plan. Raises `LoadFailed` where it cannot be started, `OutOfMemory`."""
         options = model.options
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
-        self._model, self._python, self._environment = model, python, environment
+        self._model, self._plan = model, plan
+        self.confinement: Confinement | None = None
         self._stubs = stubs
         self.metrics = StubMetrics(stubs.metrics, self.catch_up)
         self.readiness = StubReadiness(name, stubs.reactor, self.tell)
@@ -78,25 +80,26 @@ class StubHandle(StubConnection):
         self._output = Output(name, read_fd, options.log_lines_per_s)
         opened: list[Channel | Output | Link] = [work, channel, calls, self._output]
         try:
-            self._send(Kind.SANDBOX, options.sandbox, options.limits)
+            self._send(Kind.SANDBOX, plan.policy.to_json())
             is_shared = stubs.audience.is_there
             super().__init__(work, control, options, stubs.reactor, is_shared=is_shared)
             opened.append(self.link)
             self.process = StubProcess(
                 name,
-                python,
+                plan.python,
                 work_fd=work_end.fileno(),
                 control_fd=control_end.fileno(),
                 calls_fd=calls_end.fileno(),
                 output_fd=write_fd,
-                environment=environment,
-                folder=os.getcwd(),
+                environment=plan.environment,
+                folder=plan.folder,
             )
         except BaseException as error:
             for thing in opened:
                 thing.close()
+            plan.release()
             if isinstance(error, OSError):
-                raise LoadFailed(start_failure(python, error), stage="start") from error
+                raise LoadFailed(start_failure(plan.python, error), stage="start") from error
             raise
         finally:
             for end in (work_end, control_end, calls_end):
@@ -120,9 +123,10 @@ class StubHandle(StubConnection):
         Raises `LoadFailed` with the model's own words, or with why there are none.
         """
         try:
-            text = json.dumps(start)
-            self.link.conversation.send(Kind.START, PROTOCOL_VERSION, text)
-            message = self._receive(deadline)
+            self._confirm(self._hear(Kind.CONFINED, deadline))
+            self.link.conversation.send(Kind.START, json.dumps(start))
+            expected = Kind.COMPLETED if start["mode"] == "complete" else Kind.LOADED
+            return self._hear(expected, deadline)
         except TimeoutError:
             self._stop(grace_s=GRACE_S)
             raise LoadFailed(
@@ -132,10 +136,13 @@ class StubHandle(StubConnection):
             ) from None
         except (PeerGone, ProtocolError) as error:
             raise LoadFailed(str(self.explain(error, "during start")), stage="start") from error
+
+    def _hear(self, expected: Kind, deadline: float | None) -> list[Any]:
+        """The next message of the start."""
+        message = self._receive(deadline)
         if message[0] == Kind.FAILED:
-            hint = missing_variable(message[2], os.environ, self._environment)
+            hint = missing_variable(message[2], os.environ, self._plan.environment)
             raise LoadFailed(message[2] + hint, stage=message[1], traceback=message[3])
-        expected = Kind.COMPLETED if start["mode"] == "complete" else Kind.LOADED
         if message[0] != expected:
             raise LoadFailed(
                 f"Stub process '{self.name}' broke the protocol and was ended: "
@@ -143,6 +150,21 @@ class StubHandle(StubConnection):
                 stage="start",
             )
         return message
+
+    def _confirm(self, said: list[Any]) -> None:
+        """Nothing foreign has run in the process yet: it does so only if it is confined."""
+        _, version, layers, left_out = said
+        if version != PROTOCOL_VERSION:
+            raise LoadFailed(
+                f"the runtime speaks protocol {PROTOCOL_VERSION} and this stub {version}; "
+                "both must come from one moonpool",
+                stage="handshake",
+            )
+        plan = self._plan
+        self.confinement = confirmed(
+            self.name, self.process.pid, plan.policy, plan.granted, layers, left_out
+        )
+        _log.debug("[%s] sandbox: %s", self.name, self.confinement)
 
     def _receive(self, deadline: float | None) -> list[Any]:
         poll = select.poll()
@@ -228,7 +250,7 @@ class StubHandle(StubConnection):
     def _death(self, code: int) -> str:
         self._on_reactor(self._output.drain)
         killed = oom_kills() > self._oom_kills
-        return death_in_words(code, self._python, self._output.tail(), oom_killed=killed)
+        return death_in_words(code, self._plan.python, self._output.tail(), oom_killed=killed)
 
     def _stop(self, grace_s: float) -> None:
         self.process.signal(signal.SIGTERM)
@@ -242,6 +264,7 @@ class StubHandle(StubConnection):
         if self.process.wait(10 * _EXIT_S) is None:
             _log.error("[%s] cannot be killed: %r", self.name, self.process)
         self._on_reactor(self.close)
+        self._plan.release()
 
     def _on_reactor(self, action: Callable[[], None]) -> None:
         done = threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -34,3 +35,14 @@ def usage_of(pid: int) -> Usage | None:
     cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
     started_s = _BOOT_S + int(fields[_START]) / _TICKS_PER_S
     return Usage(int(fields[_RSS]) * _PAGE_BYTES, cpu_s, started_s)
+
+
+def machine_memory_bytes() -> int:
+    """The memory of the machine, or of the container that this process is in."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    return min(limits)

@@ -1,7 +1,9 @@
 """From a bare process to a loaded model: the order in which a stub becomes one.
 
     runtime                         stub
-    SANDBOX, REGION, REGION  ──▶    read, give up privileges
+    SANDBOX, REGION, REGION  ──▶    read, put the sandbox on
+                             ◀──    CONFINED, or FAILED
+    look whether it is true
     START                    ──▶    read; only then import numpy and the model
                              ◀──    LOADED, COMPLETED or FAILED
 
@@ -26,7 +28,8 @@ from moonpool.ipc.codec import control_codec
 from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
-from moonpool.stub import sandbox
+from moonpool.ipc.policy import Policy
+from moonpool.stub.sandbox import layers
 
 if TYPE_CHECKING:
     from typing import Any
@@ -49,29 +52,24 @@ def shake_hands(name: str, work_fd: int, control_fd: int, calls_fd: int) -> Hand
     announced = Announced()
     conversation = Conversation(Channel(socket.socket(fileno=work_fd)), Side.STUB, announced)
     codec = control_codec(Side.STUB)
-    level, limits = "", {}
+    policy = Policy()
     while len(announced.fds) < 2:
         packet, fds = control.receive_with_fds()
         fields = codec.decode(packet)
         if fields[0] == Kind.SANDBOX:
-            level, limits = fields[1], fields[2]
+            policy = Policy.from_json(fields[1])
         elif fields[0] == Kind.REGION:
             announced.fds[fields[1]] = (fds[0], fields[2], fields[3])
         else:
             raise RemoteProtocolError(f"{Kind(fields[0]).name} came before the regions")
-    _, version, start = conversation.receive()
     calls = Channel(socket.socket(fileno=calls_fd))
     handshake = Handshake(name, conversation, control, calls, announced)
-    if version != PROTOCOL_VERSION:
-        handshake.fail(
-            "handshake",
-            f"the runtime speaks protocol {version} and this stub {PROTOCOL_VERSION}; "
-            "both must come from one moonpool",
-        )
     try:
-        handshake.layers = sandbox.apply(level, limits)
-    except sandbox.SandboxRefused as refused:
+        applied = layers.apply(policy)
+    except layers.SandboxRefused as refused:
         handshake.fail("sandbox", str(refused))
+    conversation.send(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out)
+    _, start = conversation.receive()
     handshake.start = json.loads(start)
     return handshake
 
@@ -98,7 +96,6 @@ class Handshake:
         self.control = control
         self.calls = calls
         self.announced = announced
-        self.layers: list[str] = []
         self.start: dict[str, Any] = {}
 
     def serve(self) -> None:

@@ -100,7 +100,6 @@ class Stub:
             "pid": os.getpid(),
             "python": sys.version.split()[0],
             "numpy": np.__version__,
-            "layers": ",".join(self._handshake.layers),
             "has_is_ready": self._readiness.check is not None,
         }
 

@@ -60,7 +60,11 @@ def make_service(
         audience=audience,
     )
     registry = runtime.registry
-    registry.rules = HostingRules(options.sandbox or None, not options.disable_auto_complete_config)
+    registry.rules = HostingRules(
+        options.sandbox or None,
+        completes=not options.disable_auto_complete_config,
+        grants=frozenset(options.sandbox_grants),
+    )
     try:
         return Service(
             runtime,

@@ -6,7 +6,8 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from moonpool.runtime.config_values import SANDBOX_LEVELS, Kind
+from moonpool.ipc.policy import LEVELS
+from moonpool.runtime.config_values import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,5 +85,5 @@ KINDS = {
     "mode": _choice("none", "poll", "explicit"),
     "log_format": _choice("default", "ISO8601", "json"),
     "level": _choice("none", "low", "medium", "high"),
-    "sandbox": _choice(*SANDBOX_LEVELS),
+    "sandbox": _choice(*LEVELS),
 }

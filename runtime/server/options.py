@@ -29,6 +29,7 @@ class ServerOptions:
     disable_auto_complete_config: bool = False
     backend_directory: str = ""
     sandbox: str = ""
+    sandbox_grants: tuple[str, ...] = ()
     allow_http: bool = True
     http_address: str = "127.0.0.1"
     http_port: int = 8000

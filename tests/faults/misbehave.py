@@ -25,7 +25,9 @@ BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES  # noqa: E402
 from moonpool.ipc.codec import calls_codec, control_codec, encode, unpack_layout, work_codec  # noqa: E402
-from moonpool.ipc.messages import FINAL, Kind, Side  # noqa: E402
+from moonpool.ipc.messages import FINAL, PROTOCOL_VERSION, Kind, Side  # noqa: E402
+from moonpool.ipc.policy import Policy  # noqa: E402
+from moonpool.stub.sandbox import layers  # noqa: E402
 
 HUGE = 2**62
 FP32, BYTES = 11, 13
@@ -74,10 +76,17 @@ class Peer:
         for _ in range(3):
             packet, fds, _, _ = socket.recv_fds(self.control, MAX_PACKET_BYTES, 4)
             fields = self.control_codec.decode(packet)
-            if fields[0] == Kind.REGION and fields[3] == Side.STUB:
+            if fields[0] == Kind.SANDBOX:
+                self.confine(Policy.from_json(fields[1]))
+            elif fields[0] == Kind.REGION and fields[3] == Side.STUB:
                 self.answers_region, self.answers_fd = fields[1], fds[0]
             elif fields[0] == Kind.REGION:
                 self.requests_region = fields[1]
+
+    def confine(self, policy: Policy) -> None:
+        """As an honest stub does."""
+        applied = layers.apply(policy)
+        self.say(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out)
 
     def answer(
         self,
@@ -433,7 +442,7 @@ def main() -> None:
         STARTS[name](Peer(int(work_fd), int(control_fd), int(calls_fd)))
     peer = Peer(int(work_fd), int(control_fd), int(calls_fd))
     peer.hear_regions()
-    _, _, text = peer.hear()
+    _, text = peer.hear()
     start = json.loads(text)
     if place == start["mode"]:
         STARTS[name](peer)

@@ -89,10 +89,18 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
+@pytest.fixture
+def confined(pair: Pair) -> Pair:
+    """After what the stub says first."""
+    pair.say(*least(Kind.CONFINED))
+    return pair
+
+
 def least(kind: Kind) -> list[Any]:
     """The shortest message of a kind."""
     fields: dict[Kind, list[Any]] = {
-        Kind.START: [1, "{}"],
+        Kind.CONFINED: [2, [], []],
+        Kind.START: ["{}"],
         Kind.COMPLETED: ["{}"],
         Kind.LOADED: [{}],
         Kind.FAILED: ["load", "no", ""],
@@ -105,27 +113,39 @@ def least(kind: Kind) -> list[Any]:
     return [kind, *fields[kind]]
 
 
+START = (Kind.CONFINED, Kind.START)
 PATHS: dict[Kind | None, list[Kind]] = {
     None: [],
-    Kind.START: [Kind.START],
-    Kind.COMPLETED: [Kind.START, Kind.COMPLETED],
-    Kind.LOADED: [Kind.START, Kind.LOADED],
-    Kind.FAILED: [Kind.START, Kind.FAILED],
-    Kind.EXECUTE: [Kind.START, Kind.LOADED, Kind.EXECUTE],
-    Kind.ANSWER: [Kind.START, Kind.LOADED, Kind.EXECUTE, Kind.ANSWER],
-    Kind.FINALIZE: [Kind.START, Kind.LOADED, Kind.FINALIZE],
-    Kind.FINALIZED: [Kind.START, Kind.LOADED, Kind.FINALIZE, Kind.FINALIZED],
+    Kind.CONFINED: [Kind.CONFINED],
+    Kind.START: [*START],
+    Kind.COMPLETED: [*START, Kind.COMPLETED],
+    Kind.LOADED: [*START, Kind.LOADED],
+    Kind.FAILED: [*START, Kind.FAILED],
+    Kind.EXECUTE: [*START, Kind.LOADED, Kind.EXECUTE],
+    Kind.ANSWER: [*START, Kind.LOADED, Kind.EXECUTE, Kind.ANSWER],
+    Kind.FINALIZE: [*START, Kind.LOADED, Kind.FINALIZE],
+    Kind.FINALIZED: [*START, Kind.LOADED, Kind.FINALIZE, Kind.FINALIZED],
 }
 AFTER = pytest.mark.parametrize("said", PATHS, ids=lambda kind: f"after {getattr(kind, 'name', 0)}")
 NEXT = pytest.mark.parametrize("kind", WORK, ids=lambda kind: f"comes {kind.name}")
 
 
 def allowed_after(said: Kind | None) -> frozenset[Kind]:
-    return frozenset({Kind.START}) if said is None else WORK[said].followers
+    return frozenset({Kind.CONFINED, Kind.FAILED}) if said is None else WORK[said].followers
 
 
 def test_a_whole_life_in_order(pair: Pair) -> None:
-    life = ["START", "LOADED", "EXECUTE", "ANSWER", "EXECUTE", "ANSWER", "FINALIZE", "FINALIZED"]
+    life = [
+        "CONFINED",
+        "START",
+        "LOADED",
+        "EXECUTE",
+        "ANSWER",
+        "EXECUTE",
+        "ANSWER",
+        "FINALIZE",
+        "FINALIZED",
+    ]
 
     for name in life:
         message = least(Kind[name])
@@ -165,16 +185,16 @@ def test_only_what_the_table_allows_is_accepted(pair: Pair, said: Kind | None, k
         break
 
 
-def test_a_refusal_tells_whose_turn_it_is(pair: Pair) -> None:
-    pair.say(*least(Kind.START))
+def test_a_refusal_tells_whose_turn_it_is(confined: Pair) -> None:
+    confined.say(*least(Kind.START))
 
     with pytest.raises(RemoteProtocolError) as refused:
-        pair.runtime.accept(encode(*least(Kind.ANSWER)))
+        confined.runtime.accept(encode(*least(Kind.ANSWER)))
     assert str(refused.value) == (
         "ANSWER came out of turn; COMPLETED or FAILED or LOADED may come next"
     )
     with pytest.raises(LocalProtocolError, match="COMPLETED or FAILED or LOADED may come next"):
-        pair.stub.send(*least(Kind.ANSWER))
+        confined.stub.send(*least(Kind.ANSWER))
 
 
 def test_nothing_follows_the_last_message(pair: Pair) -> None:
@@ -196,52 +216,52 @@ def test_a_second_answer_is_refused(pair: Pair) -> None:
         pair.runtime.receive()
 
 
-def test_what_cannot_be_encoded_takes_no_turn(pair: Pair) -> None:
+def test_what_cannot_be_encoded_takes_no_turn(confined: Pair) -> None:
     with pytest.raises(LocalProtocolError, match="cannot be sent"):
-        pair.runtime.send(Kind.START, 1, object())
+        confined.runtime.send(Kind.START, object())
 
-    assert pair.say(*least(Kind.START)) == least(Kind.START)
+    assert confined.say(*least(Kind.START)) == least(Kind.START)
 
 
-def test_a_large_message_goes_through_memory(pair: Pair) -> None:
-    received = pair.say(Kind.START, 1, LARGE)
+def test_a_large_message_goes_through_memory(confined: Pair) -> None:
+    received = confined.say(Kind.START, LARGE)
 
-    assert received == [Kind.START, 1, LARGE]
-    assert pair.shelf.stored == 1
-    assert pair.shelf.packets == {}
+    assert received == [Kind.START, LARGE]
+    assert confined.shelf.stored == 1
+    assert confined.shelf.packets == {}
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_only_what_no_packet_holds_goes_through_memory(pair: Pair, beyond: int) -> None:
-    frame = len(encode(Kind.START, 1, "x" * 65536)) - 65536
+def test_only_what_no_packet_holds_goes_through_memory(confined: Pair, beyond: int) -> None:
+    frame = len(encode(Kind.START, "x" * 65536)) - 65536
     text = "x" * (MAX_PACKET_BYTES - frame + 2 + beyond)
-    packet_bytes = len(encode(Kind.START, 1, text))
-    received = pair.say(Kind.START, 1, text)
+    packet_bytes = len(encode(Kind.START, text))
+    received = confined.say(Kind.START, text)
 
     assert packet_bytes == MAX_PACKET_BYTES + beyond
-    assert received[2] == text
-    assert pair.shelf.stored == beyond
+    assert received[1] == text
+    assert confined.shelf.stored == beyond
 
 
-def test_both_sides_may_be_long_winded(pair: Pair) -> None:
-    pair.say(Kind.START, 1, json.dumps({"much": LARGE}))
+def test_both_sides_may_be_long_winded(confined: Pair) -> None:
+    confined.say(Kind.START, json.dumps({"much": LARGE}))
 
-    assert pair.say(Kind.FAILED, "load", "no", LARGE) == [Kind.FAILED, "load", "no", LARGE]
-    assert pair.shelf.stored == 2
+    assert confined.say(Kind.FAILED, "load", "no", LARGE) == [Kind.FAILED, "load", "no", LARGE]
+    assert confined.shelf.stored == 2
 
 
-def test_where_no_memory_is_left_nothing_is_sent_and_the_turn_remains(pair: Pair) -> None:
+def test_where_no_memory_is_left_nothing_is_sent_and_the_turn_remains(confined: Pair) -> None:
     class Full(Overflow):
         def store(self, packet: bytes) -> tuple[int, int, int]:
             raise OutOfMemory(f"no {len(packet)} bytes")
 
-    pair.runtime.use_overflow(Full())
+    confined.runtime.use_overflow(Full())
     with pytest.raises(OutOfMemory):
-        pair.runtime.send(Kind.START, 1, LARGE)
-    assert pair.stub.channel.receive_ready() is None
-    pair.runtime.use_overflow(pair.shelf)
+        confined.runtime.send(Kind.START, LARGE)
+    assert confined.stub.channel.receive_ready() is None
+    confined.runtime.use_overflow(confined.shelf)
 
-    assert pair.say(Kind.START, 1, LARGE)[2] == LARGE
+    assert confined.say(Kind.START, LARGE)[1] == LARGE
 
 
 def test_a_place_where_nothing_lies_is_refused(pair: Pair) -> None:
@@ -252,13 +272,13 @@ def test_a_place_where_nothing_lies_is_refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("inner", [Kind.INDIRECT, Kind.EXECUTE, Kind.LOADED])
-def test_what_lies_in_memory_is_held_to_the_same_rules(pair: Pair, inner: Kind) -> None:
-    place = pair.shelf.store(encode(*least(inner)))
-    pair.shelf.packets[7, 64, 100] = encode(*least(Kind.START))
-    pair.runtime.channel.send(encode(Kind.INDIRECT, *place))
+def test_what_lies_in_memory_is_held_to_the_same_rules(confined: Pair, inner: Kind) -> None:
+    place = confined.shelf.store(encode(*least(inner)))
+    confined.shelf.packets[7, 64, 100] = encode(*least(Kind.START))
+    confined.runtime.channel.send(encode(Kind.INDIRECT, *place))
 
     with pytest.raises(RemoteProtocolError, match=r"out of turn|not the peer's to send"):
-        pair.stub.receive()
+        confined.stub.receive()
 
 
 @pytest.mark.parametrize("packet", [b"", b"\xc1", b"\x91\x01", bytes(100)])

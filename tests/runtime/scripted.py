@@ -103,7 +103,9 @@ class Pair:
         self.link = Link(
             ours, self.peer.announce, region_bytes=region_bytes, region_limit_bytes=limit
         )
-        self.link.conversation.send(Kind.START, PROTOCOL_VERSION, "{}")
+        self.peer.conversation.send(Kind.CONFINED, PROTOCOL_VERSION, [], [])
+        self.link.conversation.receive()
+        self.link.conversation.send(Kind.START, "{}")
         self.peer.conversation.receive()
         self.peer.conversation.send(Kind.LOADED, {})
         self.link.conversation.receive()

@@ -191,7 +191,7 @@ def test_booleans_are_read_as_triton_reads_them(text: str) -> None:
         ("model-namespacing", "true", "--model-namespacing cannot be true: models of the same"),
         ("allow-sagemaker", "true", "there is no SageMaker endpoint"),
         ("http-header-forward-pattern", "(", "must be a regular expression"),
-        ("sandbox", "x", "must be off, standard or strict"),
+        ("sandbox", "x", "must be off, standard, best-effort or strict"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_place(flag: str, text: str, what: str) -> None:

@@ -172,7 +172,7 @@ def test_a_model_that_keeps_nothing_holds_nothing(hall: Hall, runtime: moonpool.
     "packet",
     [
         encode(Kind.FINALIZE),
-        encode(Kind.START, 1, "{}"),
+        encode(Kind.START, "{}"),
         encode(Kind.EXECUTE, 1, [], [[77, 0, 8]], encode([]), None),
         b"nonsense",
     ],

@@ -1,0 +1,117 @@
+"""What the process of an instance is started with: interpreter, variables, folder, and what it may do."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.policy import BEST_EFFORT, STRICT, Policy
+from moonpool.runtime import environment_variables
+from moonpool.runtime.sandbox import users
+from moonpool.runtime.sandbox.grants import granted
+from moonpool.runtime.sandbox.paths import needed_paths
+from moonpool.runtime.usage import machine_memory_bytes
+
+if TYPE_CHECKING:
+    from moonpool.runtime.backend import Model
+    from moonpool.runtime.config_options import ModelOptions
+    from moonpool.runtime.environment import Environment
+
+_TASKS = 512
+_OPEN_FILES = 1024
+# As the kernel weighs a step of `nice`.
+_NICE_RATIO = 1.25
+_USUAL_WEIGHT = 100
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Holds a user and a folder until `release`."""
+
+    policy: Policy
+    python: str
+    environment: dict[str, str]
+    # Where the process begins.
+    folder: str
+    granted: tuple[str, ...]
+
+    def release(self) -> None:
+        """Its process has ended. May be called many times."""
+        if self.policy.scratch:
+            shutil.rmtree(self.policy.scratch, ignore_errors=True)
+        if self.policy.user is not None:
+            users.give_back(self.policy.user)
+
+
+def hardened(options: ModelOptions) -> ModelOptions:
+    """The options with the limits of `strict` where the model is contained and sets none itself."""
+    if options.sandbox not in (BEST_EFFORT, STRICT):
+        return options
+    half_bytes = machine_memory_bytes() // 2
+    return replace(
+        options,
+        memory_limit_bytes=options.memory_limit_bytes or half_bytes,
+        region_limit_bytes=options.region_limit_bytes or max(half_bytes, options.region_bytes),
+        task_limit=options.task_limit or _TASKS,
+        open_files=options.open_files or _OPEN_FILES,
+    )
+
+
+def plan_for(model: Model, environment: Environment, folder: str) -> Plan:
+    """The plan for another process of a model; `folder` is its backend's, "" for none. Raises OSError."""
+    options = model.options
+    variables = environment_variables.inherited(
+        os.environ,
+        sandbox=options.sandbox,
+        allowed=options.environment,
+        own=environment.variables,
+        threads=options.threads,
+    )
+    common = Policy(
+        level=options.sandbox,
+        limits=_limits(options),
+        cpus=options.cpus,
+        nice=_nice(options.cpu_weight),
+    )
+    python = str(environment.python)
+    if not common.is_contained:
+        return Plan(common, python, variables, os.getcwd(), ())
+    scratch = os.path.realpath(tempfile.mkdtemp(prefix="moonpool-scratch-"))
+    user = users.take()
+    if user is not None:
+        os.chown(scratch, user, user)
+    policy = Policy(
+        level=common.level,
+        user=user,
+        read=needed_paths(model.source, environment, variables, folder, options.sandbox_paths),
+        write=[path for path, writes in options.sandbox_paths if writes],
+        scratch=scratch,
+        scratch_bytes=options.scratch_bytes,
+        ports=options.sandbox_ports,
+        syscalls=options.sandbox_syscalls,
+        limits=common.limits,
+        cpus=common.cpus,
+        nice=common.nice,
+    )
+    variables |= {"HOME": scratch, "TMPDIR": scratch}
+    return Plan(policy, python, variables, scratch, granted(options))
+
+
+def _limits(options: ModelOptions) -> dict[str, int]:
+    contained = options.sandbox in (BEST_EFFORT, STRICT)
+    limits = {
+        "memory_bytes": options.memory_limit_bytes,
+        "tasks": options.task_limit,
+        "open_files": options.open_files,
+        "file_bytes": options.scratch_bytes if contained else None,
+    }
+    return {name: value for name, value in limits.items() if value is not None}
+
+
+def _nice(weight: int) -> int:
+    """How nice a process is that has so much of a processor beside one of the usual weight."""
+    return max(-20, min(19, -round(math.log(weight / _USUAL_WEIGHT, _NICE_RATIO))))

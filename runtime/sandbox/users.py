@@ -1,0 +1,58 @@
+"""The users that instances are, where the runtime is root: each a user that nobody else is.
+
+Several runtimes of a machine share the numbers. Which are taken is told by locks on the bytes of one file, which the
+kernel takes off when the runtime ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+
+# Numbers that Debian and systemd leave to nobody.
+FIRST, LAST = 60600, 61183
+_FILE = "/run/moonpool-users"
+
+_lock = threading.Lock()
+_taken: set[int] = set()
+# Of the file, once there is one; it stays open, as closing it would take the locks off.
+_fd = -1
+
+
+def take() -> int | None:
+    """The number of a user and a group that are nobody's; None where this process cannot give its children users.
+
+    Any thread may call it.
+    """
+    global _fd
+    if os.geteuid() != 0:
+        return None
+    with _lock:
+        if _fd < 0:
+            try:
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                _fd = os.open(_FILE, flags, 0o600)
+            except OSError:  # a file system that is read-only
+                return None
+        for user in range(FIRST, LAST + 1):
+            if user not in _taken and _locked(user):
+                _taken.add(user)
+                return user
+    return None
+
+
+def _locked(user: int) -> bool:
+    try:
+        fcntl.lockf(_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, user)
+    except OSError:  # another process has it
+        return False
+    return True
+
+
+def give_back(user: int) -> None:
+    """No process is this user any more. Any thread may call it, and twice."""
+    with _lock:
+        if user in _taken:
+            _taken.discard(user)
+            fcntl.lockf(_fd, fcntl.LOCK_UN, 1, user)

@@ -1,0 +1,1 @@
+"""What a stub gives up before anything foreign is imported: layers that it puts on itself, in order."""
