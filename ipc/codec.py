@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
+from moonpool.ipc.bounds import MAX_ITEMS, check_items
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
 from moonpool.ipc.messages import CALLS, CONTROL, LAYOUT, WORK, Side
@@ -60,6 +61,11 @@ class Codec:
             fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
         check(fields)
         return fields  # type: ignore[no-any-return]
+
+    def decode_stored(self, packet: bytes) -> Fields:
+        """As `decode`, for a packet that lay in memory: that may be large, and must not become much larger."""
+        check_items(packet)
+        return self.decode(packet)
 
     def _unmet(self, packet: bytes, error: Exception) -> Check:
         """The check for a kind that was not met before, or the reason why the packet is refused."""
@@ -113,8 +119,9 @@ def compile_check(kind: IntEnum, message: Message) -> Check:
     return _compile(lines)
 
 
-def unpack_layout(packed: bytes) -> list[list[list[Any]]]:
-    """The tensors that a layout describes. Raises `RemoteProtocolError`."""
+def unpack_layout(packed: bytes, most: int = MAX_ITEMS) -> list[list[list[Any]]]:
+    """The tensors that a layout of at most so many values describes. Raises `RemoteProtocolError`."""
+    check_items(packed, most)
     try:
         layout = _unpack(packed, strict_map_key=True, max_ext_len=0)
     except Exception as unreadable:  # as above

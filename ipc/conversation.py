@@ -89,7 +89,7 @@ class Conversation:
         """Check a packet that was received. Raises `RemoteProtocolError`."""
         fields = self._codec.decode(packet)
         if fields[0] == _INDIRECT:
-            fields = self._codec.decode(self._overflow.load(*fields[1:]))
+            fields = self._codec.decode_stored(self._overflow.load(*fields[1:]))
         kind = fields[0]
         if kind not in self._theirs:
             raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._turn()}")

@@ -124,6 +124,8 @@ MAX_METRIC_PARTS = 65_536
 _LONG = 1 << 20
 _SHORT = 4096
 MAX_PARAMETERS = 4096
+# Of a configuration that comes from a model: JSON takes twenty times its size once it is read.
+_LARGEST_CONFIG = 1 << 22
 
 _ID = Int()
 _PLACE = Row(region=_ID, offset=_ID)
@@ -191,7 +193,7 @@ WORK: dict[Kind, Message] = {
         (Kind.COMPLETED, Kind.LOADED, Kind.FAILED),
     ),
     # The configuration after auto_complete_config, as JSON. This stub has done its work.
-    Kind.COMPLETED: Message(_STUB, {"config": Text(1 << 28)}, (Kind.FINALIZE,)),
+    Kind.COMPLETED: Message(_STUB, {"config": Text(_LARGEST_CONFIG)}, (Kind.FINALIZE,)),
     Kind.LOADED: Message(_STUB, {"facts": Table(64)}, (Kind.EXECUTE, Kind.FINALIZE)),
     # Stage, the error as the client gets it, and the traceback for the log.
     Kind.FAILED: Message(
@@ -337,7 +339,7 @@ CALLS: dict[Kind, Message] = {
         {
             "call": _ID,
             "model": Text(_LONG),
-            "config": Text(1 << 28),
+            "config": Text(_LARGEST_CONFIG),
             "files": Maybe(ListOf(Row(path=Text(_LONG), contents=Raw(1 << 31)), 65536)),
         },
     ),

@@ -32,14 +32,25 @@ class AnswerReader:
         self.output_names: list[str] = []
         self._layouts: Memo[bytes, AnswerLayout] = Memo()
 
-    def layout(self, packed: bytes) -> AnswerLayout:
-        """What a layout says. Raises `RemoteProtocolError` for what no blocks could hold."""
+    def layout(self, packed: bytes, count: int) -> AnswerLayout:
+        """What a layout of so many responses says. Raises `RemoteProtocolError` for what no blocks could hold.
+
+        The caller checks that there are no more and no fewer.
+        """
         layout = self._layouts.get(packed)
         if layout is None:
-            layout = read_answer(packed, self.output_names)
+            layout = read_answer(packed, self.output_names, count)
             if len(packed) <= _MEMORABLE_BYTES:
                 self._layouts.keep(packed, layout)
         return layout
+
+    @staticmethod
+    def check_blocks(layout: AnswerLayout, blocks: Sequence[object]) -> None:
+        """Before they are opened: raises `RemoteProtocolError` for blocks that no output lies in."""
+        if len(blocks) > len(layout.least_bytes):
+            raise RemoteProtocolError(
+                f"{len(blocks)} blocks for outputs that lie in {len(layout.least_bytes)}"
+            )
 
     @staticmethod
     def check(layout: AnswerLayout, leases: Sequence[Lease]) -> None:

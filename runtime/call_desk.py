@@ -75,7 +75,9 @@ class CallDesk:
         self._calls: dict[int, Call] = {}
         self._deadlines = Deadlines()
         self._wakes_at_s: float | None = None
+        # Other things that are asked for, by their numbers: what runs on a thread, and what others are asked.
         self._tasks: set[int] = set()
+        self._questions: set[int] = set()
         self._handlers: dict[int, Callable[[list[Any]], None]] = {
             Kind.INFER: self._infer,
             Kind.WITHDRAW: self._withdraw,
@@ -145,8 +147,7 @@ class CallDesk:
 
     def _infer(self, fields: list[Any]) -> None:
         _, number, model, _, decoupled, timeout_us, released, blocks, rows, _, _ = fields
-        if number in self._calls or number in self._tasks:
-            raise RemoteProtocolError(f"call {number} is open already")
+        self._check_new(number)
         loans = self._link.loans
         if released:
             loans.take_back(released)
@@ -306,7 +307,7 @@ class CallDesk:
 
     def _indirect(self, fields: list[Any]) -> None:
         packet = self._link.open(*fields[1:]).tobytes()
-        inner = self._codec.decode(packet)
+        inner = self._codec.decode_stored(packet)
         if inner[0] == Kind.INDIRECT:
             raise RemoteProtocolError("an indirect message in an indirect one")
         self._handle(inner)
@@ -325,14 +326,25 @@ class CallDesk:
 
     def _is_model_ready(self, fields: list[Any]) -> None:
         _, number, model, version = fields
+        self._check_new(number)
+        if len(self._questions) >= MAX_CALLS:
+            self._done(number, ModelUnavailable(f"{MAX_CALLS} of these are open already"))
+            return
 
         def answer(is_ready: bool) -> None:
+            self._questions.discard(number)
             self._done(number, None, {"ready": is_ready})
 
+        self._questions.add(number)
         try:
             self._models.ask_ready(model, version, answer)
         except MoonpoolError as error:
+            self._questions.discard(number)
             self._done(number, error)
+
+    def _check_new(self, number: int) -> None:
+        if number in self._calls or number in self._tasks or number in self._questions:
+            raise RemoteProtocolError(f"call {number} is open already")
 
     # Metrics
 
@@ -350,8 +362,7 @@ class CallDesk:
 
     def _perform(self, number: int, task: Callable[[], None]) -> None:
         """Do what takes long on a thread of its own, and tell the stub when it is done."""
-        if number in self._calls or number in self._tasks:
-            raise RemoteProtocolError(f"call {number} is open already")
+        self._check_new(number)
         if len(self._tasks) >= _MAX_TASKS:
             self._done(number, ModelUnavailable(f"{_MAX_TASKS} of these are on their way already"))
             return

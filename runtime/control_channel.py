@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import ProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
+from moonpool.runtime.output import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.conversation import Overflow
     from moonpool.ipc.region import SharedRegion
+
+
+_RESPONSES = int(Kind.RESPONSES)
+# What a stub may tell beside responses, which are work that was asked for: an honest one tells of a batch now and
+# then. A long one counts as several.
+_NOTICES_PER_S = 20_000
+_NOTICE_BYTES = 512
 
 
 class ControlChannel:
@@ -26,6 +34,8 @@ class ControlChannel:
         self.channel = channel
         self._codec = control_codec(Side.RUNTIME)
         self._sending = threading.Lock()
+        self._notices = Budget(_NOTICES_PER_S)
+        self._unpaid = 0
 
     def send(self, *message: object) -> None:
         """Send a message; never blocks. Raises `PeerGone`, `Closed`, `RemoteProtocolError`."""
@@ -52,11 +62,18 @@ class ControlChannel:
             if packet is None:
                 return
             fields = self._codec.decode(packet)
+            if fields[0] != _RESPONSES:
+                self._unpaid += 1 + len(packet) // _NOTICE_BYTES
             if fields[0] == Kind.INDIRECT:
-                fields = self._codec.decode(overflow.load(*fields[1:]))
+                fields = self._codec.decode_stored(overflow.load(*fields[1:]))
                 if fields[0] == Kind.INDIRECT:
                     raise ProtocolError("INDIRECT that stands for another one")
             yield fields
+
+    def is_flooded(self) -> bool:
+        """Whether what was received lately is more than the stub may tell, and it should wait."""
+        unpaid, self._unpaid = self._unpaid, 0
+        return unpaid > 0 and not self._notices.spend(unpaid)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,16 @@ import numpy as np
 from moonpool.ipc.codec import encode, unpack_layout
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT
-from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE
+from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE, MAX_DIMS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from moonpool.runtime.request import Shapes
+
+
+# A row and its six fields, with as many dimensions as there may be.
+_VALUES_IN_ROW = 7 + MAX_DIMS
 
 
 class RequestLayout(NamedTuple):
@@ -89,14 +93,20 @@ class AnswerLayout(NamedTuple):
         return "nothing"
 
 
-def read_answer(packed: bytes, names: Sequence[str]) -> AnswerLayout:
-    """What the layout of an answer says, for a model with outputs of these names.
+# Of a response without outputs.
+NOTHING = AnswerLayout([[]], {})
+
+
+def read_answer(packed: bytes, names: Sequence[str], count: int) -> AnswerLayout:
+    """What the layout of at most so many responses says, for a model with outputs of these names.
 
     Raises `RemoteProtocolError` for what no blocks could hold.
     """
     least_bytes: dict[int, int] = {}
     responses = []
-    for rows in unpack_layout(packed):
+    # One output too many has words of its own.
+    most = 1 + (count + 1) * (1 + (len(names) + 1) * _VALUES_IN_ROW)
+    for rows in unpack_layout(packed, most):
         outputs = [_output(row, names) for row in rows]
         if len({output.name for output in outputs}) != len(outputs):
             raise RemoteProtocolError("an output that is given twice")

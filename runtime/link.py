@@ -15,7 +15,7 @@ from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.messages import MAX_PLACES, OPEN, RESCHEDULED, Kind, Side
 from moonpool.runtime.answer_reader import AnswerReader
-from moonpool.runtime.layout import RequestLayout, lay_out
+from moonpool.runtime.layout import NOTHING, RequestLayout, lay_out
 from moonpool.runtime.loans import Loans
 from moonpool.runtime.regions import new_region
 from moonpool.runtime.replies import Replies
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.memory import Lease
     from moonpool.ipc.region import SharedRegion
-    from moonpool.runtime.layout import Output
     from moonpool.runtime.regions import CallerMemory
     from moonpool.runtime.request import Answer, InferenceRequest, Outcome, Shapes
 
@@ -208,13 +207,14 @@ class Link(Overflow):
         """
         _, batch, held, released, blocks, packed, remarks, states = self.conversation.receive()
         reader = self._reader
-        layout = reader.layout(packed)
+        layout = reader.layout(packed, len(requests))
         count = len(layout.responses)
         if batch != self._batch or count != len(requests):
             raise RemoteProtocolError(
                 f"an answer to batch {batch} with {count} responses; "
                 f"batch {self._batch} has {len(requests)} requests"
             )
+        reader.check_blocks(layout, blocks)
         leases = [self.open(*block) for block in blocks]
         reader.check(layout, leases)
         if remarks is None:
@@ -244,14 +244,13 @@ class Link(Overflow):
             if blocks or not flags:
                 raise RemoteProtocolError("a response that says nothing")
             return request, None, flags
+        layout = NOTHING if packed is None else self._reader.layout(packed, 1)
+        if len(layout.responses) != 1:
+            raise RemoteProtocolError(f"{len(layout.responses)} responses in the place of one")
+        self._reader.check_blocks(layout, blocks)
         leases = [self._answer_lease(*block) for block in blocks]
-        outputs: Sequence[Output] = ()
-        if packed is not None:
-            layout = self._reader.layout(packed)
-            if len(layout.responses) != 1:
-                raise RemoteProtocolError(f"{len(layout.responses)} responses in the place of one")
-            self._reader.check(layout, leases)
-            outputs = layout.responses[0]
+        self._reader.check(layout, leases)
+        outputs = layout.responses[0]
         return request, self._reader.outcome(request, outputs, remark, leases), flags
 
     def _answer_lease(self, region_id: int, offset: int, size_bytes: int) -> Lease:

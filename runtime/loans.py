@@ -8,7 +8,7 @@ whichever thread has the answer. So there is a lock, which is never held for lon
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.arena import Arena, Block
@@ -177,16 +177,17 @@ class Loans:
         self, lent: list[tuple[Place, Loan]], held: Sequence[list[int]]
     ) -> list[tuple[Place, Loan]]:
         """Note what the model keeps of what was lent to it; returns the rest."""
-        kept = [tuple(place) for place in held]
+        # The same memory may have been lent more than once.
+        kept = Counter((region, offset) for region, offset in held)
         rest = []
         for place, loan in lent:
-            if place in kept:
-                kept.remove(place)
+            if kept[place]:
+                kept[place] -= 1
                 self._note(place, loan, keep=True)
             else:
                 rest.append((place, loan))
-        if kept:
-            raise RemoteProtocolError(f"the stub keeps block {kept[0]}, which it was not given")
+        for place in kept.elements():
+            raise RemoteProtocolError(f"the stub keeps block {place}, which it was not given")
         return rest
 
     def take_back(self, places: Iterable[Sequence[int]]) -> None:

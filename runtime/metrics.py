@@ -27,6 +27,8 @@ MAX_LABELS = 64
 MAX_BUCKETS = 1024
 # Of a name, a description, or the value of a label.
 MAX_CHARACTERS = 4096
+# What a line takes beside its name and the text of its labels, and a label beside its text.
+_LINE_CHARACTERS = 64
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -50,6 +52,11 @@ class Family:
         self.kind = kind
         self.holders = 0
         self.metrics: dict[Labels, Metric] = {}
+
+    @property
+    def size(self) -> int:
+        """What it takes where all are shown, and here, in characters; roughly."""
+        return _LINE_CHARACTERS + len(self.name) + len(self.description)
 
 
 class Metric:
@@ -76,6 +83,12 @@ class Metric:
     def samples(self) -> list[Sample]:
         """The lines of it as they are now."""
         return [Sample("", self.labels, self.value)]
+
+    @property
+    def size(self) -> int:
+        """As `Family.size`."""
+        labels = sum(_LINE_CHARACTERS + len(name) + len(value) for name, value in self.labels)
+        return _LINE_CHARACTERS + len(self.family.name) + labels
 
 
 class Histogram(Metric):
@@ -104,6 +117,10 @@ class Histogram(Metric):
             buckets.append(Sample("_bucket", (*self.labels, ("le", shown(bound))), below))
         total = Sample("_count", self.labels, below)
         return [total, Sample("_sum", self.labels, self.value), *buckets]
+
+    @property
+    def size(self) -> int:
+        return (len(self._bounds) + 2) * super().size
 
 
 class MetricRegistry:

@@ -15,6 +15,9 @@ _log = logging.getLogger("moonpool.stub")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 _READ_BYTES = 1 << 16
 _LINE_BYTES = 8192
+# Of a line that the model logs on purpose, which counts as several if it is long.
+_LOGGED_CHARACTERS = 8 * _LINE_BYTES
+_CUT = " … (cut)"
 _TAIL_LINES = 20
 # A pipe holds no more than one or two reads.
 _DRAIN_READS = 64
@@ -41,15 +44,16 @@ class Budget:
         self._at = clock()
         self.dropped = 0
 
-    def spend(self) -> bool:
-        """Whether one more line may be logged; counts those that may not."""
+    def spend(self, lines: int = 1) -> bool:
+        """Whether one more may be logged, which counts as so many; counts those that may not."""
         now = self._clock()
         self._left = min(self._lines_per_s, self._left + (now - self._at) * self._lines_per_s)
         self._at = now
         if self._left < 1:
             self.dropped += 1
             return False
-        self._left -= 1
+        # A long one is paid for by those that come after it.
+        self._left -= lines
         return True
 
 
@@ -80,10 +84,9 @@ class Output:
             return False
         self._seen += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._line(line)
+        self._print(lines)
         if len(self._rest) > _LINE_BYTES:
-            self._line(self._rest)
+            self._print([self._rest])
             self._rest = b""
         return True
 
@@ -100,20 +103,27 @@ class Output:
     def log(self, level: int, message: str, file: str, line: int) -> None:
         """What the model logged on purpose; `level` is as in LOG."""
         where = f" ({os.path.basename(harmless(file))}:{line})" if line else ""
-        for part in message.rstrip("\n").split("\n"):
-            if self._allowed():
-                _log.log(_LEVELS[level], "[%s] %s%s", self._instance, harmless(part), where)
+        lines = message.rstrip("\n").split("\n")
+        for number, part in enumerate(lines):
+            text = part if len(part) <= _LOGGED_CHARACTERS else part[:_LOGGED_CHARACTERS] + _CUT
+            if not self._allowed(1 + len(text) // _LINE_BYTES):
+                self._budget.dropped += len(lines) - number - 1
+                return
+            _log.log(_LEVELS[level], "[%s] %s%s", self._instance, harmless(text), where)
 
-    def _line(self, line: bytes) -> None:
-        cut = len(line) > _LINE_BYTES
-        line = line[:_LINE_BYTES]
-        self._tail.append(line)
-        if self._allowed():
-            _log.info("[%s] %s%s", self._instance, _shown(line), " … (cut)" if cut else "")
+    def _print(self, lines: list[bytes]) -> None:
+        self._tail.extend(line[:_LINE_BYTES] for line in lines[-_TAIL_LINES:])
+        for number, line in enumerate(lines):
+            # What is left out must cost nothing: a pipe holds a line in every byte.
+            if not self._allowed():
+                self._budget.dropped += len(lines) - number - 1
+                return
+            cut = _CUT if len(line) > _LINE_BYTES else ""
+            _log.info("[%s] %s%s", self._instance, _shown(line[:_LINE_BYTES]), cut)
 
-    def _allowed(self) -> bool:
+    def _allowed(self, lines: int = 1) -> bool:
         dropped = self._budget.dropped
-        if not self._budget.spend():
+        if not self._budget.spend(lines):
             return False
         if dropped:
             self._budget.dropped = 0
@@ -123,7 +133,7 @@ class Output:
     def flush(self) -> None:
         """Log what has no end of line yet, and how much was left out."""
         if self._rest:
-            self._line(self._rest)
+            self._print([self._rest])
             self._rest = b""
         if self._budget.dropped:
             _log.warning(

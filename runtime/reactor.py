@@ -93,6 +93,20 @@ class Reactor:
         if fd in self._readers:
             self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
+    def pause(self, fd: int, delay_s: float) -> None:
+        """Leave what can be read from a watched `fd` there for so long. On the reactor's thread only."""
+        callback = self._readers.get(fd)
+        if callback is None:
+            return
+        # Its end is seen all the same.
+        self._epoll.modify(fd, 0)
+
+        def resume() -> None:
+            if self._readers.get(fd) is callback:
+                self._epoll.modify(fd, select.EPOLLIN)
+
+        self.call_later(delay_s, resume)
+
     def forget(self, fd: int) -> None:
         """Watch `fd` no more. On the reactor's thread only, and before `fd` is closed."""
         if self._readers.pop(fd, None) is not None or fd in self._armed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,9 @@ class StubReadiness:
         self._question = 0
         self._is_asked = False
         self._is_closed = False
-        # With what each is told when the answer does not come in time.
-        self._waiting: dict[Answer, str] = {}
+        # When each is told that the answer did not come in time, and how; the earliest first.
+        self._waiting: dict[Answer, tuple[float, str]] = {}
+        self._is_timed = False
 
     def ask(self, answer: Answer) -> None:
         """`answer` is called once and must not block: at once, or on the reactor's thread within five seconds."""
@@ -53,17 +55,28 @@ class StubReadiness:
         if self._is_closed:
             answer(self._gone())
             return
-        self._waiting[answer] = _STILL_TOO_LATE if self._is_asked else _TOO_LATE
-        self._reactor.call_later(TIMEOUT_S, lambda: self._give_up(answer))
+        end_s = time.monotonic() + TIMEOUT_S
+        self._waiting[answer] = end_s, _STILL_TOO_LATE if self._is_asked else _TOO_LATE
+        if not self._is_timed:
+            self._is_timed = True
+            self._reactor.call_at(end_s, self._give_up)
         if not self._is_asked:
             self._is_asked = True
             self._question += 1
             self._tell(Kind.READY, self._question)
 
-    def _give_up(self, answer: Answer) -> None:
-        too_late = self._waiting.pop(answer, None)
-        if too_late is not None:
-            answer(too_late)
+    def _give_up(self) -> None:
+        """Tell those whose time is over. One timer for all: however often is asked, it is set once."""
+        now_s = time.monotonic()
+        late = [(each, words) for each, (end_s, words) in self._waiting.items() if end_s <= now_s]
+        for answer, _ in late:
+            del self._waiting[answer]
+        self._is_timed = bool(self._waiting)
+        if self._waiting:
+            next_s, _ = next(iter(self._waiting.values()))
+            self._reactor.call_at(next_s, self._give_up)
+        for answer, words in late:
+            answer(words)
 
     def answered(self, question: int, reason: str | None) -> None:
         """READINESS came. Raises `RemoteProtocolError` where nobody asked."""

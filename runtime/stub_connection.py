@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # When to tell once more what a stub had no room to read.
 _LATER_S = 0.05
 _RESPONSES = int(Kind.RESPONSES)
+_PAUSE_S = 0.02
 
 
 class StubConnection:
@@ -94,6 +95,9 @@ class StubConnection:
         for fields in self.control.receive(most, self.link):
             self._handle(fields)
         self._growth.release_many()
+        if self.control.is_flooded():
+            # What is not read blocks the stub that wrote it, and nobody else.
+            self._reactor.pause(self.control.channel.fileno(), _PAUSE_S)
 
     def _handle(self, fields: list[Any]) -> None:
         kind = fields[0]

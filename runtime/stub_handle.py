@@ -199,7 +199,8 @@ class StubHandle(StubConnection):
             self.link.conversation.send(Kind.FINALIZE)
             message = self._receive(deadline)
             if message[1]:
-                _log.info("[%s] finalize failed: %s\n%s", self.name, message[1], message[2])
+                text = f"finalize failed: {message[1]}\n{message[2]}"
+                self._on_reactor(lambda: self._output.log(0, text, "", 0))
             left_s = _EXIT_S if deadline is None else max(_EXIT_S, deadline - time.monotonic())
             if self.process.wait(left_s) is not None:
                 return

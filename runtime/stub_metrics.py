@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Families and metrics together.
 MAX_HELD = 10_000
+# Of all of them together, in characters as they are shown.
+MAX_SIZE = 16 << 20
 
 
 class StubMetrics:
@@ -25,6 +27,7 @@ class StubMetrics:
         self._registry = registry
         self._catch_up = catch_up
         self._held: dict[int, Family | Metric] = {}
+        self._size = 0
         self._next = 1
 
     def hold(
@@ -43,11 +46,20 @@ class StubMetrics:
             raise BadMetric(
                 f"a model instance has at most {MAX_HELD} metrics; use labels with fewer values"
             )
-        number = self._next
+        held: Family | Metric
         if labels is None:
-            self._held[number] = self._registry.hold_family(name, description, kind)
+            held = self._registry.hold_family(name, description, kind)
         else:
-            self._held[number] = self._registry.hold(name, description, kind, dict(labels), buckets)
+            held = self._registry.hold(name, description, kind, dict(labels), buckets)
+        if self._size + held.size > MAX_SIZE:
+            self._drop(held)
+            raise BadMetric(
+                f"the metrics of a model instance may take {MAX_SIZE} characters where they are "
+                "shown; use fewer, or shorter labels, or fewer buckets"
+            )
+        number = self._next
+        self._held[number] = held
+        self._size += held.size
         self._next += 1
         return number
 
@@ -100,6 +112,10 @@ class StubMetrics:
             self._release(each)
 
     def _release(self, held: Family | Metric) -> None:
+        self._size -= held.size
+        self._drop(held)
+
+    def _drop(self, held: Family | Metric) -> None:
         if isinstance(held, Family):
             self._registry.release_family(held)
         else:

@@ -40,7 +40,8 @@ def classify(
             f"'{NAMES[output.datatype]}'",
             "INVALID_ARG",
         )
-    values = np.frombuffer(to_bytes(output), DTYPES[output.datatype])
+    # A copy: what is sorted must not change meanwhile, and the model may still write to its memory.
+    values = np.frombuffer(bytes(to_bytes(output)), DTYPES[output.datatype])
     rows = output.shape[0] if batches and output.shape else 1
     table = values.reshape(rows, prod(output.shape) // rows if rows else 0)
     count = min(count, table.shape[1])

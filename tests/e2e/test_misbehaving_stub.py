@@ -58,6 +58,13 @@ WORDS = {
     "an output that is none": "there is none such",
     "an output twice": "an output that is given twice",
     "a shape that does not fit": "output 'Y' of shape [5] has 16 bytes",
+    "an answer that bursts": "a packet of more values than any message has",
+    "a notice that bursts": "a packet of more values than any message has",
+    "a call that bursts": "a packet of more values than any message has",
+    "a layout that bursts": "a packet of more values than any message has",
+    "blocks that hold nothing": "1 blocks for outputs that lie in 0",
+    "responds with an error in a block": "1 blocks for outputs that lie in 0",
+    "keeps its input a thousand times": "which it was not given",
     "keeps what it was not given": "which it was not given",
     "releases what it does not hold": "which it does not hold",
     "strings that are none": "output 'STRINGS'",
@@ -242,6 +249,41 @@ def test_metrics_can_be_read_while_a_stub_floods_with_them(runtime: moonpool.Run
         with pytest.raises(ExecuteTimedOut):
             asked.result()
         runtime.infer("flood", {"X": X}, timeout_s=30.0)
+
+
+@pytest.mark.usefixtures("instead_of_the_stub")
+def test_a_stub_that_prints_nothing_but_ends_of_lines_delays_nobody_for_long(
+    runtime: moonpool.Runtime,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = options(**SEEN, EXECUTE_TIMEOUT_S=1, LOG_LINES_PER_S=5)
+    with (
+        hosted(runtime, "flood", MODELS / "echo.py", SIGNATURE | limits),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(
+            runtime.infer, "flood", {"X": X}, request_id="floods its output", timeout_s=30.0
+        )
+        while not asked.done():
+            assert 'nv_inference_count{model="sibling",version="1"}' in runtime.metrics()
+        with pytest.raises(ExecuteTimedOut):
+            asked.result()
+
+    assert "lines were left out: too many a second" in caplog.text
+    assert len(caplog.records) < 100
+
+
+@pytest.mark.usefixtures("instead_of_the_stub")
+def test_a_stub_may_not_ask_more_than_it_may_have_open(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_HAS_CHECK", "1")
+
+    with (
+        hosted(runtime, "asker", MODELS / "echo.py", SIGNATURE | options(**SEEN)),
+        pytest.raises(moonpool.ModelError, match="4096 to 4105 were refused"),
+    ):
+        runtime.infer("asker", {"X": X}, request_id="asks too often", timeout_s=30.0)
 
 
 @pytest.mark.usefixtures("rogue")

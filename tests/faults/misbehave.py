@@ -165,13 +165,37 @@ def responses(*rows: tuple[object, ...]) -> Fault:
 
 def from_the_request(peer: Peer) -> None:
     block = [peer.requests_region, 0, 16]
-    peer.tell(Kind.RESPONSES, [[peer.batch, 0, FINAL, [block], EMPTY, None]])
+    peer.tell(
+        Kind.RESPONSES, [[peer.batch, 0, FINAL, [block], encode([[0, FP32, [4], 0, 0, 16]]), None]]
+    )
 
 
 def control_indirect_twice(peer: Peer) -> None:
     packet = encode(Kind.INDIRECT, peer.answers_region, 0, 16)
     os.pwrite(peer.answers_fd, packet, 0)
     peer.tell(Kind.INDIRECT, peer.answers_region, 0, len(packet))
+
+
+def stored(say: Callable[[Peer], socket.socket]) -> Fault:
+    """Point to a message in memory that unpacks to seventy times its size."""
+
+    def send(peer: Peer) -> None:
+        bomb = b"\xdd\x00\x30\x00\x00" + b"\x90" * (0x300000)
+        peer.tell(Kind.GROW, len(bomb))
+        packet, fds, _, _ = socket.recv_fds(peer.control, MAX_PACKET_BYTES, 1)
+        _, region, _, _ = peer.control_codec.decode(packet)
+        os.pwrite(fds[0], bomb, 0)
+        say(peer).send(encode(Kind.INDIRECT, region, 0, len(bomb)))
+
+    return send
+
+
+def an_error_in_a_block(peer: Peer) -> None:
+    remark = [None, [1, "no"]]
+    peer.tell(
+        Kind.RESPONSES,
+        [[peer.batch, 0, FINAL, [[peer.answers_region, 0, 16]], None, remark]],
+    )
 
 
 def states(*values: object) -> Fault:
@@ -275,6 +299,23 @@ def flood_calls(peer: Peer) -> None:
     hang()
 
 
+def asks_too_often(peer: Peer) -> None:
+    """Whether this very model is ready, which it does not say, more often than may be open; answers how often it was refused."""
+    most = 4096
+    for number in range(most + 10):
+        peer.calls.send(encode(Kind.IS_MODEL_READY, number, "asker", ""))
+    codec = calls_codec(Side.STUB)
+    refused = [codec.decode(peer.calls.recv(MAX_PACKET_BYTES)) for _ in range(10)]
+    numbers = sorted(number for _, number, error, _ in refused if error)
+    peer.answer(responses=[[[], None, [1, f"{numbers[0]} to {numbers[-1]} were refused"]]])
+
+
+def prints_newlines(_: Peer) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            os.write(1, b"\n" * 65536)
+
+
 FAULTS: dict[str, Fault] = {
     # Not a message.
     "garbage": lambda peer: peer.work.send(b"\xc1\xff garbage"),
@@ -318,6 +359,12 @@ FAULTS: dict[str, Fault] = {
         Kind.INDIRECT, peer.answers_region, 0, 1 << 40
     ),
     "an indirect message in an indirect one": indirect_twice,
+    "an answer that bursts": stored(lambda peer: peer.work),
+    "a notice that bursts": stored(lambda peer: peer.control),
+    "a call that bursts": stored(lambda peer: peer.calls),
+    "a layout that bursts": lambda peer: raw_answer(peer, b"\x91\xdc\x40\x00" + b"\x90" * 0x4000),
+    "blocks that hold nothing": lambda peer: peer.answer([[peer.answers_region, 0, 16]]),
+    "keeps its input a thousand times": lambda peer: peer.answer(held=[peer.blocks[0][:2]] * 1000),
     "keeps what it was not given": lambda peer: peer.answer(held=[[peer.answers_region, 0]]),
     "releases what it does not hold": lambda peer: peer.answer(released=[peer.blocks[0][:2]]),
     # Tensors that are none.
@@ -356,6 +403,7 @@ FAULTS: dict[str, Fault] = {
         (None, 0, FINAL, [], encode([[0, FP32, [4], 0, 0, 16]]), None)
     ),
     "responds from the request": from_the_request,
+    "responds with an error in a block": an_error_in_a_block,
     "a state too many": states(0, 0),
     "a state that is none": states(3),
     "floods growth": flood(encode(Kind.GROW, 1)),
@@ -392,6 +440,8 @@ LATER: dict[str, Fault] = {
     "closes the control channel": closing("control"),
     "floods the log": flood(encode(Kind.LOG, 3, "x" * 8000, "f" * 1000, 1)),
     "floods with metrics": flood(encode(Kind.METRICS, [], [])),
+    "floods its output": prints_newlines,
+    "asks too often": asks_too_often,
     "grows beyond all": grow_beyond_all,
     "keeps its input": lambda peer: peer.answer(held=[block[:2] for block in peer.blocks]),
 }
@@ -418,7 +468,7 @@ def serve(peer: Peer, start: dict[str, Any]) -> None:
         config["instance_group"] = [{"kind": "KIND_CPU", "count": 64}]
         peer.say(Kind.COMPLETED, json.dumps(config))
     else:
-        peer.say(Kind.LOADED, {})
+        peer.say(Kind.LOADED, {"has_is_ready": "FAULT_HAS_CHECK" in os.environ})
     while True:
         message = peer.hear()
         if message[0] == Kind.FINALIZE:

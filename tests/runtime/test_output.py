@@ -118,6 +118,21 @@ def test_lines_over_the_budget_are_counted_and_left_out(caplog: pytest.LogCaptur
     assert len(printed.lines) < 10
 
 
+def test_what_the_model_logs_is_cut_and_pays_for_its_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "moonpool.stub")
+    printed = Printed(20, caplog)
+    for _ in range(5):
+        printed.output.log(0, "x" * 1_000_000, "", 0)
+    printed.output.log(0, "\n".join("abcdef"), "", 0)
+    assert len(printed.lines) == 3
+    assert all(line.endswith("x … (cut)") and len(line) < 66_000 for line in printed.lines)
+    assert printed.output._budget.dropped == 8
+    printed.end()
+    printed.output.close()
+
+
 def test_the_budget_saves_up_for_a_second_and_no_more() -> None:
     now = 100.0
     budget = Budget(4, lambda: now)

@@ -148,6 +148,23 @@ def test_a_descriptor_that_is_watched_once_is_reported_once(
         os.read(read_fd, 1)
 
 
+def test_what_is_paused_is_read_later(reactor: Reactor, pipe: tuple[int, int]) -> None:
+    read_fd, write_fd = pipe
+    seen: list[float] = []
+
+    def read() -> None:
+        os.read(read_fd, 1)
+        seen.append(time.monotonic())
+        reactor.pause(read_fd, 0.05)
+
+    reactor.watch(read_fd, read)
+    os.write(write_fd, b"ab")
+    wait_until(lambda: len(seen) == 2)
+    assert seen[1] - seen[0] >= 0.05 - 1e-5
+    reactor.call_soon(lambda: reactor.forget(read_fd))
+    finish(reactor)
+
+
 def test_the_end_of_a_peer_is_reported(reactor: Reactor) -> None:
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     done = threading.Event()

@@ -88,3 +88,19 @@ def test_one_stub_cannot_have_all_metrics(metrics: StubMetrics, registry: Metric
     assert StubMetrics(registry, nothing_told).hold("n", "d", GAUGE, [("number", "one more")], None)
     metrics.change([], [1])
     assert metrics.hold("n", "d", GAUGE, [("number", "one more")], None) == MAX_HELD + 1
+
+
+def test_metrics_of_one_stub_take_no_more_room_than_they_may(
+    metrics: StubMetrics, registry: MetricRegistry
+) -> None:
+    long = [(f"l{number}", "x" * 4096) for number in range(64)]
+    with pytest.raises(BadMetric, match="16777216 characters where they are shown; use fewer"):
+        # Each of the lines of a histogram has all its labels.
+        metrics.hold("h", "d", HISTOGRAM, long, [float(bound) for bound in range(1024)])
+
+    assert registry.families() == []
+    held = [metrics.hold(f"n{number}", "d", GAUGE, long, None) for number in range(62)]
+    with pytest.raises(BadMetric, match="16777216 characters"):
+        metrics.hold("one_more", "d", GAUGE, long, None)
+    metrics.change([], held[:1])
+    assert metrics.hold("one_more", "d", GAUGE, long, None)

@@ -45,6 +45,8 @@ def _lenient(raw: bytes) -> Any:
         raise _broken("Invalid encoding in string", error.start) from None
     except RecursionError:
         raise _broken("The document is nested too deeply", 0) from None
+    except ValueError:  # so many digits that Python does not read them
+        raise _broken("Number too big to be stored in double", 0) from None
 
 
 def dumps(value: Any) -> bytes:
