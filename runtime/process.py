@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Mapping
 
-_BOOT = str(Path(__file__).resolve().parents[1] / "stub" / "boot.py")
+_STUB = Path(__file__).resolve().parents[1] / "stub"
+_BOOT, _CONFINE = str(_STUB / "boot.py"), str(_STUB / "confine.py")
 _MSGPACK = str(Path(msgpack.__file__).parent)
 
 
@@ -133,9 +135,14 @@ class StubProcess(SpawnedProcess):
         output_fd: int,
         environment: Mapping[str, str],
         folder: str,
+        is_foreign: bool = False,
     ) -> None:
-        """Start it. Raises OSError where the interpreter cannot be started."""
+        """Start it. Raises OSError where the interpreter cannot be started.
+
+        `is_foreign`: the interpreter is not to run before it is confined.
+        """
         arguments = [
+            *((sys.executable, "-I", "-S", _CONFINE) if is_foreign else ()),
             python,
             _BOOT,
             "triton_python_backend_stub",

@@ -13,6 +13,7 @@ from moonpool.ipc.policy import BEST_EFFORT, STRICT
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.growth import Growth
 from moonpool.runtime.link import Link
+from moonpool.runtime.sandbox.privacy import forbid_looking_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,12 +50,15 @@ class StubConnection:
         self._on_response: Respond = _nothing
         self._is_closed = False
         try:
+            is_contained = options.sandbox in (BEST_EFFORT, STRICT)
+            if is_contained:
+                forbid_looking_inside()
             self.link = Link(
                 work,
                 control.send_region,
                 region_bytes=options.region_bytes,
                 region_limit_bytes=options.region_limit_bytes,
-                is_private=options.sandbox in (BEST_EFFORT, STRICT),
+                is_private=is_contained,
                 is_loaded=is_loaded,
                 is_shared=is_shared,
             )

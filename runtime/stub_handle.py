@@ -93,6 +93,7 @@ class StubHandle(StubConnection):
                 output_fd=write_fd,
                 environment=plan.environment,
                 folder=plan.folder,
+                is_foreign=plan.is_foreign,
             )
         except BaseException as error:
             for thing in opened:

@@ -50,7 +50,7 @@ def load_triton(model_file: str, version_dir: str, model_dir: str, backend_dir: 
     if in_package:
         module = _import(lambda: _import_in_package(stem, version_dir), path)
     else:
-        module = _import(lambda: _import_module(stem), path)
+        module = _import(lambda: _import_alone(stem, path), path)
     model = getattr(module, CLASS_NAME, None)
     if not isinstance(model, type):
         raise LoadError(
@@ -133,6 +133,15 @@ def _import_module(name: str) -> ModuleType:
     # importlib.import_module would stand in every traceback.
     __import__(name)
     return sys.modules[name]
+
+
+def _import_alone(stem: str, path: str) -> ModuleType:
+    """Imports `<stem>`, also where the sandbox hides what else is in its folder."""
+    try:
+        os.scandir(os.path.dirname(path)).close()
+    except PermissionError:
+        return _import_file(stem, path)
+    return _import_module(stem)
 
 
 def _import_file(stem: str, path: str) -> ModuleType:

@@ -38,6 +38,8 @@ class Plan:
     # Where the process begins.
     folder: str
     granted: tuple[str, ...]
+    # Whether the interpreter is somebody else's, who may be hostile.
+    is_foreign: bool = False
 
     def release(self) -> None:
         """Its process has ended. May be called many times."""
@@ -98,7 +100,8 @@ def plan_for(model: Model, environment: Environment, folder: str) -> Plan:
         nice=common.nice,
     )
     variables |= {"HOME": scratch, "TMPDIR": scratch}
-    return Plan(policy, python, variables, scratch, granted(options))
+    is_foreign = environment.root is not None
+    return Plan(policy, python, variables, scratch, granted(options), is_foreign)
 
 
 def _limits(options: ModelOptions) -> dict[str, int]:

@@ -16,7 +16,7 @@ _FILE = "/run/moonpool-users"
 
 _lock = threading.Lock()
 _taken: set[int] = set()
-# Of the file, once there is one; it stays open, as closing it would take the locks off.
+# Of the file, while one is taken: closing it takes the locks off.
 _fd = -1
 
 
@@ -52,7 +52,12 @@ def _locked(user: int) -> bool:
 
 def give_back(user: int) -> None:
     """No process is this user any more. Any thread may call it, and twice."""
+    global _fd
     with _lock:
-        if user in _taken:
-            _taken.discard(user)
-            fcntl.lockf(_fd, fcntl.LOCK_UN, 1, user)
+        if user not in _taken:
+            return
+        _taken.discard(user)
+        fcntl.lockf(_fd, fcntl.LOCK_UN, 1, user)
+        if not _taken:
+            os.close(_fd)
+            _fd = -1

@@ -1,0 +1,86 @@
+"""Which files a contained model is given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgpack
+
+from moonpool.runtime.environment import Environment
+from moonpool.runtime.sandbox.paths import needed_paths, outermost
+from moonpool.runtime.source import ModelSource
+
+
+def needs(source: ModelSource, environment: Environment, **variables: str) -> list[str]:
+    return needed_paths(source, environment, variables, "", ())
+
+
+def covers(paths: list[str], path: str | Path) -> bool:
+    place = Path(path).resolve()
+    return any(place.is_relative_to(each) for each in paths)
+
+
+def test_what_lies_in_another_one_is_left_out(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "link").symlink_to(inner)
+
+    paths = [inner, tmp_path / "a", tmp_path / "ab", tmp_path / "link", tmp_path / "none"]
+    assert outermost(map(str, paths)) == [str(tmp_path / "a"), str(tmp_path / "ab")]
+
+
+def test_a_model_has_its_directory_and_nothing_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "mine" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").touch()
+    (tmp_path / "models" / "other").mkdir()
+    model = ModelSource(
+        "triton", folder / "model.py", None, folder.parent, folder, is_directory=True
+    )
+
+    paths = needs(model, Environment(Path(sys.executable), {}))
+
+    assert covers(paths, folder / "model.py")
+    assert not covers(paths, tmp_path / "models" / "other")
+    assert not covers(paths, tmp_path)
+    assert not covers(paths, Path.home() / ".ssh")
+    assert not covers(paths, "/etc/passwd")
+
+
+def test_a_lone_file_has_itself_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.py").touch()
+    model = ModelSource("triton", tmp_path / "model.py", None, tmp_path, tmp_path)
+
+    paths = needs(model, Environment(Path(sys.executable), {}))
+
+    assert covers(paths, tmp_path / "model.py")
+    assert not covers(paths, tmp_path / "neighbour.py")
+
+
+def test_the_interpreter_finds_its_own(tmp_path: Path) -> None:
+    model = ModelSource("triton", tmp_path / "model.py", None, tmp_path, tmp_path)
+
+    paths = needs(model, Environment(Path(sys.executable), {}), PYTHONPATH=str(tmp_path / "more"))
+    assert covers(paths, msgpack.__file__)
+    assert covers(paths, sys.executable)
+    assert not covers(paths, tmp_path / "more")
+
+    (tmp_path / "more").mkdir()
+    paths = needs(model, Environment(Path(sys.executable), {}), PYTHONPATH=str(tmp_path / "more"))
+    assert covers(paths, tmp_path / "more")
+
+
+def test_an_environment_cannot_name_the_place_of_its_base(tmp_path: Path) -> None:
+    secret, root = tmp_path / "secret", tmp_path / "environment"
+    (secret / "bin").mkdir(parents=True)
+    (root / "bin").mkdir(parents=True)
+    (root / "pyvenv.cfg").write_text(f"home = {secret}/bin\n")
+    (root / "bin" / "python").symlink_to(secret / "bin" / "python")
+    model = ModelSource("triton", tmp_path / "model.py", None, tmp_path, tmp_path)
+
+    paths = needs(model, Environment(root / "bin" / "python", {}, root))
+
+    assert covers(paths, root / "pyvenv.cfg")
+    assert not covers(paths, secret)
