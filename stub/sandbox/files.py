@@ -1,0 +1,57 @@
+"""Files that every Python process needs beside its interpreter and its model: one table, each line with its reason."""
+
+from __future__ import annotations
+
+from moonpool.stub.sandbox.landlock import READ, READ_FILE, WRITE_FILE
+
+_USUAL = (
+    # Where output goes that nobody wants, and where zeros and random bytes come from.
+    ("/dev/null", READ_FILE | WRITE_FILE),
+    ("/dev/zero", READ_FILE | WRITE_FILE),
+    ("/dev/full", READ_FILE | WRITE_FILE),
+    ("/dev/random", READ),
+    ("/dev/urandom", READ),
+    # Libraries for numbers choose their code, and how many threads they begin, by the processor.
+    ("/proc/cpuinfo", READ),
+    ("/sys/devices/system/cpu", READ),
+    ("/sys/devices/system/node", READ),
+    # Allocators ask how much there is, and how the kernel gives it out.
+    ("/proc/meminfo", READ),
+    ("/proc/sys/vm/overcommit_memory", READ),
+    ("/sys/kernel/mm/transparent_hugepage", READ),
+    # What a process measures of itself, and where libc finds the bounds of the first thread's stack.
+    ("/proc/self/status", READ),
+    ("/proc/self/stat", READ),
+    ("/proc/self/statm", READ),
+    ("/proc/self/maps", READ),
+    # The dynamic loader.
+    ("/etc/ld.so.cache", READ),
+    # Local time, and the names of time zones.
+    ("/etc/localtime", READ),
+    ("/etc/timezone", READ),
+    ("/usr/share/zoneinfo", READ),
+    # How numbers and texts are written.
+    ("/usr/lib/locale", READ),
+    ("/usr/share/locale", READ),
+)
+_NETWORK = (
+    # How libc resolves names.
+    ("/etc/resolv.conf", READ),
+    ("/etc/hosts", READ),
+    ("/etc/host.conf", READ),
+    ("/etc/nsswitch.conf", READ),
+    ("/etc/gai.conf", READ),
+    ("/etc/services", READ),
+    # Whom TLS trusts.
+    ("/etc/ssl/openssl.cnf", READ),
+    ("/etc/ssl/certs", READ),
+    ("/etc/ssl/cert.pem", READ),
+    ("/etc/pki/tls/certs", READ),
+    ("/usr/share/ca-certificates", READ),
+    ("/usr/local/share/ca-certificates", READ),
+)
+
+
+def usual_files(*, network: bool) -> list[tuple[str, int]]:
+    """Paths with the rights over them; not all are there on every machine. Nothing in them is a secret."""
+    return [*_USUAL, *(_NETWORK if network else ())]

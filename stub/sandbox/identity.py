@@ -1,0 +1,71 @@
+"""Who a process is and what it may do beside that: user, capabilities, and whether it outlives the runtime.
+
+Source: `capabilities(7)`, `prctl(2)`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+
+from moonpool.stub.sandbox import kernel
+
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 1, 4, 38
+_CAPBSET_DROP, _CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP = 6, 7, 8
+
+
+def drop_bounding_set() -> None:
+    """Have no program that is started later get a capability. Before the user is changed. Raises OSError."""
+    with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
+        last = int(file.read())
+    for capability in range(last + 1):
+        kernel.prctl(_CAPBSET_DROP, capability)
+
+
+def become(user: int) -> None:
+    """Be that user, in the group of the same number and in no other. Raises OSError."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def drop_capabilities() -> None:
+    """Have none, and none to pass on. Raises OSError."""
+    kernel.prctl(_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL)
+    nothing = struct.pack("=6I", 0, 0, 0, 0, 0, 0)
+    kernel.call("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), nothing)
+
+
+def die_with(parent_pid: int) -> None:
+    """End when the parent does, and at once if it has already. A change of user takes that off."""
+    kernel.prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def forbid_new_privileges() -> None:
+    kernel.prctl(_SET_NO_NEW_PRIVS, 1)
+
+
+def forbid_looking_inside() -> None:
+    """Let no process of the same user trace this one or read its memory, and write no core. An exec takes it off."""
+    kernel.prctl(_SET_DUMPABLE, 0)
+
+
+def may_change_user() -> bool:
+    return _has(_CAP_SETGID) and _has(_CAP_SETUID)
+
+
+def may_drop_bounding_set() -> bool:
+    return _has(_CAP_SETPCAP)
+
+
+def _has(capability: int) -> bool:
+    data = ctypes.create_string_buffer(24)
+    kernel.call("capget", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), data)
+    effective: int = struct.unpack_from("=I", data)[0]
+    return bool(effective >> capability & 1)

@@ -1,0 +1,80 @@
+"""What a process may take of the machine, as far as the kernel counts it for one process: `setrlimit(2)`."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import TYPE_CHECKING
+
+from moonpool.stub.sandbox.refused import SandboxRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LIMITS = {
+    "memory_bytes": resource.RLIMIT_AS,
+    "data_bytes": resource.RLIMIT_DATA,
+    "open_files": resource.RLIMIT_NOFILE,
+    "file_bytes": resource.RLIMIT_FSIZE,
+}
+# For messages that outlive a process, and for a place before all other processes.
+_NEVER = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
+
+
+def set_limits(limits: dict[str, int]) -> None:
+    """Set those that are given, where the process does not have tighter ones. Raises `SandboxRefused`.
+
+    `tasks` is not among them: see `limit_tasks`.
+    """
+    for name, which in _LIMITS.items():
+        if name in limits:
+            _limit(which, limits[name], name)
+
+
+def forbid_core_dumps() -> None:
+    """Have no tensors written to a disk when the process crashes."""
+    _limit(resource.RLIMIT_CORE, 0, "core dumps")
+
+
+def forbid_what_outlives() -> None:
+    for which in _NEVER:
+        _limit(which, 0, "message queues and priorities")
+
+
+def limit_tasks(tasks: int) -> None:
+    """At most so many processes and threads of this user in this user namespace; root is not counted."""
+    _limit(resource.RLIMIT_NPROC, tasks, "tasks")
+
+
+def _limit(which: int, value: int, name: str) -> None:
+    try:
+        _, hard = resource.getrlimit(which)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(which, (value, value))
+    except (OSError, ValueError, OverflowError) as error:
+        raise SandboxRefused(
+            "limits", f"{name}={value} was refused ({error})", "set another value"
+        ) from error
+
+
+def share_processors(cpus: Sequence[int], nice: int) -> None:
+    """Run on these processors alone, where any are named, and be so nice to others. Raises `SandboxRefused`."""
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except (OSError, ValueError, OverflowError) as error:
+            raise SandboxRefused(
+                "limits",
+                f"processors {','.join(map(str, cpus))} were refused ({error})",
+                "name processors that this machine has and the runtime may use",
+            ) from error
+    if nice:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+        except OSError as error:
+            raise SandboxRefused(
+                "limits",
+                f"to be as nice as {nice} was refused ({error})",
+                "ask for no more than the usual weight of 100, or run the runtime as root",
+            ) from error

@@ -1,0 +1,195 @@
+"""Which system calls a contained model may make, and with which arguments.
+
+What is not named here fails with EPERM, which libraries take as they take it in any container. A call that only
+an attack makes ends the process, so that the runtime hears of it. Numbers that are newer than the tables fail
+with ENOSYS, upon which libc turns to older calls.
+
+Arguments are compared as 32 bits: each of those that are compared is an int for the kernel, which does not look at
+the rest of the word.
+
+F_SETFL and FIONBIO are allowed, for O_NONBLOCK alone. The channels are socket pairs, of which each end has its own
+flags, and so has the end of the output pipe that is the stub's; the runtime does not block on its own ends
+whatever the stub does. Shared with the runtime are only the descriptions of regions, where O_NONBLOCK means
+nothing. O_APPEND, which would, is not allowed, nor is anything by which a file sends signals to others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    # An argument, a mask and what must be left of the argument under it.
+    Condition = tuple[int, int, int]
+    # Allowed where all conditions of one of them hold; an empty tuple is without condition.
+    Alternatives = tuple[tuple[Condition, ...], ...]
+
+_ALL_BITS = 0xFFFFFFFF
+
+_FILES = """
+read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile copy_file_range
+open openat creat close close_range dup dup2 dup3 fsync fdatasync sync_file_range fadvise64 readahead flock
+stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat
+getdents getdents64 getcwd chdir fchdir mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2
+link linkat symlink symlinkat truncate ftruncate umask
+getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+"""
+# Landlock does not look at these, so they are for those to whom the files of others are closed anyhow.
+_METADATA = """
+chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
+setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
+"""
+_WAITING = """
+poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
+eventfd eventfd2 pipe pipe2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
+"""
+# On the channels, and on what `socketpair` made: nothing else is a socket here.
+_SOCKETS = """
+sendto sendmsg sendmmsg recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt setsockopt
+"""
+_MEMORY = """
+mmap munmap mprotect mremap brk msync mlock mlock2 munlock munlockall membarrier mseal map_shadow_stack
+pkey_mprotect pkey_alloc pkey_free get_mempolicy
+"""
+_THREADS = """
+futex futex_wait futex_wake futex_requeue futex_waitv set_robust_list set_tid_address rseq arch_prctl exit
+exit_group wait4 waitid sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_getattr
+sched_get_priority_max sched_get_priority_min getcpu
+"""
+_SIGNALS = """
+rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack pause
+restart_syscall
+"""
+_TIME = """
+clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times getitimer setitimer alarm
+timer_create timer_settime timer_gettime timer_getoverrun timer_delete
+"""
+_ABOUT_ITSELF = """
+getpid getppid gettid getpgid getpgrp getsid getuid geteuid getresuid getgid getegid getresgid getgroups
+capget getpriority getrlimit setrlimit getrusage sysinfo uname getrandom
+"""
+_USUAL = " ".join(
+    (_FILES, _WAITING, _SOCKETS, _MEMORY, _THREADS, _SIGNALS, _TIME, _ABOUT_ITSELF)
+).split()
+
+_ATTACKS = """
+ptrace process_vm_readv process_vm_writev kcmp pidfd_getfd bpf perf_event_open userfaultfd
+add_key request_key keyctl unshare setns mount umount2 pivot_root chroot move_mount open_tree open_tree_attr
+fsopen fsconfig fsmount fspick mount_setattr open_by_handle_at init_module finit_module delete_module
+kexec_load kexec_file_load reboot swapon swapoff acct quotactl quotactl_fd iopl ioperm modify_ldt
+"""
+KILLED = frozenset(_ATTACKS.split())
+# Its flags lie in memory, which no filter sees: libc turns to `clone` then.
+ABSENT = frozenset(["clone3"])
+
+_CLONE_THREAD = 0x00010000
+# CLONE_PTRACE, CLONE_UNTRACED, and CLONE_NEW* of mnt, cgroup, uts, ipc, user, pid and net.
+_CLONE_FORBIDDEN = (
+    0x2000 | 0x800000 | 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000
+) | 0x40000000
+_O_NONBLOCK, _O_LARGEFILE, _ACCESS = 0x800, 0x8000 | 0x20000, 0o3
+_SOCK_TYPE = _ALL_BITS & ~(0x800 | 0x80000)  # without SOCK_NONBLOCK and SOCK_CLOEXEC
+_MSG_FASTOPEN = 0x20000000
+
+
+def allowed(
+    *,
+    pid: int,
+    ports: bool = False,
+    granted: Iterable[str] = (),
+    metadata: bool = False,
+    forks: bool = False,
+    signals_are_scoped: bool = False,
+    launches: bool = False,
+) -> dict[str, Alternatives]:
+    """What the process `pid` may call.
+
+    `ports`: whether it may open TCP connections. `granted`: names without any condition, and `fork` for
+    processes of its own. `metadata`: whether it may change modes and times of the files it can reach.
+    `forks`: whether it is a template. `signals_are_scoped`: whether Landlock keeps signals inside.
+    `launches`: whether it is to become another program, which puts on a filter of its own.
+    """
+    granted = set(granted)
+    table: dict[str, Alternatives] = dict.fromkeys(_USUAL, ())
+    table.update(_conditional(pid))
+    if metadata:
+        table.update(dict.fromkeys(_METADATA.split(), ()))
+    if ports:
+        table.update(_TCP)
+    if forks or "fork" in granted:
+        table.update(dict.fromkeys(("fork", "vfork"), ()))
+        table["clone"] = (((0, _CLONE_FORBIDDEN, 0),),)
+        if signals_are_scoped:
+            # Those of a child have another pid than the one that is known here.
+            table.update(dict.fromkeys(("kill", "tgkill"), ()))
+    if forks or launches:
+        table.update(dict.fromkeys(_FURTHER_LAYERS, ()))
+    if launches:
+        table["execve"] = ()
+    table.update(dict.fromkeys(granted - {"fork"}, ()))
+    return table
+
+
+def _conditional(pid: int) -> dict[str, Alternatives]:
+    return {
+        "clone": (((0, _CLONE_THREAD | _CLONE_FORBIDDEN, _CLONE_THREAD),),),
+        "kill": (((0, _ALL_BITS, pid),),),
+        "tgkill": (((0, _ALL_BITS, pid),),),
+        "prlimit64": _one_of(0, (0, pid)),
+        "personality": _one_of(0, (0xFFFFFFFF,)),
+        # Mode 0 only sets memory aside; others could take it away from under the runtime.
+        "fallocate": _one_of(1, (0,)),
+        "madvise": _one_of(2, _ADVICE),
+        "ioctl": _one_of(1, _IOCTLS),
+        "fcntl": (
+            *_one_of(1, _FCNTLS),
+            ((1, _ALL_BITS, 4), (2, _ALL_BITS & ~(_O_NONBLOCK | _O_LARGEFILE | _ACCESS), 0)),
+        ),
+        "prctl": (
+            *_one_of(0, _PRCTLS),
+            # As they are already: an exec takes the second one off.
+            ((0, _ALL_BITS, 1), (1, _ALL_BITS, 9)),  # PR_SET_PDEATHSIG, SIGKILL
+            ((0, _ALL_BITS, 4), (1, _ALL_BITS, 0)),  # PR_SET_DUMPABLE, no
+        ),
+        # AF_UNIX; SOCK_STREAM and SOCK_SEQPACKET, which cannot send to anybody but each other.
+        "socketpair": (
+            ((0, _ALL_BITS, 1), (1, _SOCK_TYPE, 1)),
+            ((0, _ALL_BITS, 1), (1, _SOCK_TYPE, 5)),
+        ),
+    }
+
+
+def _one_of(argument: int, values: Iterable[int]) -> Alternatives:
+    return tuple(((argument, _ALL_BITS, value),) for value in values)
+
+
+# MADV_* but REMOVE, which punches holes, MERGEABLE, by which memory of others can be guessed, and what poisons pages.
+_ADVICE = (0, 1, 2, 3, 4, 8, 10, 11, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 25)
+# FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, TCGETS, TCGETS2, TIOCGWINSZ
+_IOCTLS = (0x541B, 0x5421, 0x5451, 0x5450, 0x5401, 0x802C542A, 0x5413)
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions,
+# F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS
+_FCNTLS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
+# PR_GET_PDEATHSIG, GET_DUMPABLE, SET_NAME, GET_NAME, GET_SECCOMP, CAPBSET_READ, SET and GET_TIMERSLACK,
+# SET and GET_NO_NEW_PRIVS, SET and GET_THP_DISABLE, SVE_GET_VL, GET_TAGGED_ADDR_CTRL, SME_GET_VL, SET_VMA
+_PRCTLS = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 51, 56, 64, 0x53564D41)
+# IPPROTO_TCP or the family's own: other protocols of streams are none of Landlock's.
+_TCP: dict[str, Alternatives] = {
+    "socket": tuple(
+        ((0, _ALL_BITS, family), (1, _SOCK_TYPE, 1), (2, _ALL_BITS, protocol))
+        for family in (2, 10)
+        for protocol in (0, 6)
+    ),
+    "connect": (),
+    # With that flag it connects, past Landlock.
+    "sendto": (((3, _MSG_FASTOPEN, 0),),),
+    "sendmsg": (((2, _MSG_FASTOPEN, 0),),),
+    "sendmmsg": (((3, _MSG_FASTOPEN, 0),),),
+}
+_FURTHER_LAYERS = (
+    "landlock_create_ruleset",
+    "landlock_add_rule",
+    "landlock_restrict_self",
+    "seccomp",
+)
