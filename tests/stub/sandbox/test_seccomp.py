@@ -1,0 +1,219 @@
+"""The filter's program, run in an interpreter: for each rule what it lets through and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.stub.sandbox import rules, seccomp, syscalls
+from tests.stub.sandbox.bpf import ALLOW, ENOSYS, EPERM, KILL, verdict
+
+PID = 4321
+MACHINES = list(syscalls.ARCHITECTURES)
+THREAD = 0x3D0F00  # how libc begins one
+NEW_USER = 0x10000000
+FILTERS = {
+    (machine, kind): seccomp.program(
+        machine, rules.allowed(pid=PID, **options), rules.KILLED, rules.ABSENT
+    )
+    for machine in MACHINES
+    for kind, options in {
+        "usual": {},
+        "ports": {"ports": True},
+        "own files": {"metadata": True},
+        "template": {"forks": True, "signals_are_scoped": True},
+        "launcher": {"launches": True},
+    }.items()
+}
+
+
+def judged(machine: str, name: str, *arguments: int, kind: str = "usual") -> int:
+    number = syscalls.numbers(machine)[name]
+    return verdict(
+        FILTERS[machine, kind], syscalls.ARCHITECTURES[machine], number, arguments
+    )
+
+
+# Each with arguments that are let through, and such that are not.
+BY_ARGUMENT = {
+    "clone": ([THREAD], [0x11], [0x4111], [THREAD | NEW_USER], [THREAD | 0x2000]),
+    "kill": ([PID, 15], [1, 9], [PID + 1, 9], [0, 9], [-1, 9], [-PID, 9]),
+    "tgkill": ([PID, PID, 6], [1, 1, 9], [-1, 1, 9]),
+    "prlimit64": ([0, 7, 0, 1], [1, 7, 0, 1], [PID + 1, 7, 1, 0]),
+    "fallocate": ([3, 0, 0, 4096], [3, 3, 0, 4096]),
+    "madvise": ([0, 4096, 4], [0, 4096, 9], [0, 4096, 12], [0, 4096, 100]),
+    "ioctl": ([1, 0x5401], [1, 0x5412], [1, 0x5452], [1, 0x541C]),
+    "fcntl": ([3, 1], [3, 8, 1], [3, 10, 9], [3, 15, 0], [3, 1024, 1], [3, 1031, 1 << 20]),
+    "prctl": ([15, 0], [1, 0], [4, 1], [22, 2], [24, 0], [35, 9], [0x59616D61, 1], [8, 1], [28, 0]),
+    "socketpair": ([1, 1, 0], [1, 2, 0], [1, 3, 0], [2, 1, 0], [16, 1, 0]),
+    "personality": ([0xFFFFFFFF], [0x0040000], [0]),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", BY_ARGUMENT)
+def test_a_call_is_judged_by_its_arguments(machine: str, name: str) -> None:
+    good, *bad = BY_ARGUMENT[name]
+
+    assert judged(machine, name, *good) == ALLOW
+    assert {tuple(each): judged(machine, name, *each) for each in bad} == {
+        tuple(each): EPERM for each in bad
+    }
+
+
+def test_every_rule_about_arguments_is_tried_here() -> None:
+    conditional = {name for name, alternatives in rules.allowed(pid=PID).items() if alternatives}
+
+    assert conditional == set(BY_ARGUMENT)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", sorted(rules.KILLED))
+def test_a_call_that_only_an_attack_makes_ends_the_process(machine: str, name: str) -> None:
+    if name not in syscalls.numbers(machine):
+        pytest.skip(f"{machine} does not have it")
+
+    assert judged(machine, name) == KILL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_not_named_is_not_permitted(machine: str) -> None:
+    allowed = rules.allowed(pid=PID)
+    named = {*allowed, *rules.KILLED, *rules.ABSENT}
+
+    others = {name: judged(machine, name) for name in syscalls.numbers(machine) if name not in named}
+
+    assert set(others.values()) == {EPERM}
+    assert {"socket", "execve", "memfd_create", "sched_setaffinity", "io_uring_setup"} <= set(others)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_call_without_conditions_is_let_through(machine: str) -> None:
+    numbers = syscalls.numbers(machine)
+    free = [name for name, rule in rules.allowed(pid=PID).items() if not rule and name in numbers]
+
+    assert {name for name in free if judged(machine, name, -1, -1, -1) != ALLOW} == set()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_call_whose_flags_no_filter_sees_is_not_there(machine: str) -> None:
+    assert judged(machine, "clone3") == ENOSYS
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("number", [470, 1023, 0x3FFFFFFF])
+def test_a_call_that_is_newer_than_the_tables_is_not_there(machine: str, number: int) -> None:
+    filter_program = FILTERS[machine, "usual"]
+
+    assert verdict(filter_program, syscalls.ARCHITECTURES[machine], number) == ENOSYS
+
+
+@pytest.mark.parametrize("number", [0, 1, 0x40000000, 0x40000000 | 59, 0xFFFFFFFF])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_calls_by_another_machine_s_numbers_end_the_process(machine: str, number: int) -> None:
+    filter_program = FILTERS[machine, "usual"]
+
+    # 32-bit x86 and ARM, and the other machine of the two.
+    for architecture in (0x40000003, 0x40000028, *syscalls.ARCHITECTURES.values()):
+        if architecture != syscalls.ARCHITECTURES[machine]:
+            assert verdict(filter_program, architecture, number) == KILL
+
+
+@pytest.mark.parametrize("number", [0x40000000, 0x40000000 | 59, 0xFFFFFFFF])
+def test_the_32_bit_form_of_x86_64_ends_the_process(number: int) -> None:
+    filter_program = FILTERS["x86_64", "usual"]
+
+    assert verdict(filter_program, syscalls.ARCHITECTURES["x86_64"], number) == KILL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((2, 1, 0), ALLOW),
+        ((10, 1 | 0x80000 | 0x800, 6), ALLOW),
+        ((2, 2, 17), EPERM),
+        ((2, 1, 262), EPERM),
+        ((2, 1, 256), EPERM),
+        ((2, 3, 6), EPERM),
+        ((1, 1, 0), EPERM),
+        ((16, 3, 0), EPERM),
+        ((40, 1, 0), EPERM),
+    ],
+)
+def test_only_streams_of_tcp_are_opened_where_ports_are_granted(
+    machine: str, arguments: tuple[int, ...], expected: int
+) -> None:
+    assert judged(machine, "socket", *arguments, kind="ports") == expected
+    assert judged(machine, "socket", *arguments) == EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("name", "place"), [("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)])
+def test_nothing_connects_while_it_sends(machine: str, name: str, place: int) -> None:
+    flags = [0] * 6
+    flags[place] = 0x4000
+    assert judged(machine, name, *flags, kind="ports") == ALLOW
+
+    flags[place] |= 0x20000000
+
+    assert judged(machine, name, *flags, kind="ports") == EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", ["bind", "listen", "accept4"])
+def test_nobody_listens_even_where_ports_are_granted(machine: str, name: str) -> None:
+    assert judged(machine, name, 3, kind="ports") == EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", ["fchmod", "fchmodat", "fchownat", "utimensat", "fsetxattr"])
+def test_modes_are_changed_only_where_the_files_of_others_are_safe(machine: str, name: str) -> None:
+    assert judged(machine, name) == EPERM
+    assert judged(machine, name, kind="own files") == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_template_forks_and_may_put_further_layers_on(machine: str) -> None:
+    assert judged(machine, "clone", 0x11, kind="template") == ALLOW
+    assert judged(machine, "clone", 0x11 | NEW_USER, kind="template") == EPERM
+    assert judged(machine, "seccomp", kind="template") == ALLOW
+    assert judged(machine, "execve", kind="template") == EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_launcher_becomes_another_program_and_forks_nothing(machine: str) -> None:
+    assert judged(machine, "execve", kind="launcher") == ALLOW
+    assert judged(machine, "seccomp", kind="launcher") == ALLOW
+    assert judged(machine, "clone", 0x11, kind="launcher") == EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", ["socket", "ptrace", "ioctl", "execve"])
+def test_a_call_that_was_granted_by_name_is_free(machine: str, name: str) -> None:
+    table = rules.allowed(pid=PID, granted=[name])
+    filter_program = seccomp.program(machine, table, rules.KILLED, rules.ABSENT)
+    number = syscalls.numbers(machine)[name]
+
+    assert verdict(filter_program, syscalls.ARCHITECTURES[machine], number, (9, 9, 9)) == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_fork_is_granted_as_libc_does_it(machine: str) -> None:
+    table = rules.allowed(pid=PID, granted=["fork"])
+    filter_program = seccomp.program(machine, table, rules.KILLED, rules.ABSENT)
+    number = syscalls.numbers(machine)["clone"]
+    architecture = syscalls.ARCHITECTURES[machine]
+
+    assert verdict(filter_program, architecture, number, (0x1200011,)) == ALLOW
+    assert verdict(filter_program, architecture, number, (0x11 | NEW_USER,)) == EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_filter_is_looked_up_in_few_steps(machine: str) -> None:
+    # Each step costs every call of the model's that the kernel does not know to be free.
+    steps = 40
+    for name, number in syscalls.numbers(machine).items():
+        if name not in BY_ARGUMENT:
+            verdict(
+                FILTERS[machine, "usual"], syscalls.ARCHITECTURES[machine], number, steps=steps
+            )
