@@ -70,6 +70,19 @@ def apply(policy: Policy, *, launches: bool = False) -> Applied:
     return applied
 
 
+def tighten(policy: Policy) -> None:
+    """After this process has become the program that `apply` let it become: take the right to do so again.
+
+    Raises `SandboxRefused`. Does nothing below `best-effort`.
+    """
+    if not policy.is_contained:
+        return
+    _try("not_dumpable", identity.forbid_looking_inside)
+    if syscalls.this_machine() in syscalls.ARCHITECTURES:
+        # The first filter holds on, so what that one decides is decided.
+        _try("seccomp", lambda: _install_filter(policy, others_are_safe=True, scoped=True))
+
+
 def _limit(policy: Policy) -> None:
     limits.set_limits(policy.limits)
     limits.share_processors(policy.cpus, policy.nice)
@@ -243,15 +256,6 @@ class _Contained:
                 f"there is no filter for {machine}",
                 f"use {' or '.join(syscalls.ARCHITECTURES)}, or the level best-effort to go without",
             )
-        table = rules.allowed(
-            pid=os.getpid(),
-            ports=bool(policy.ports),
-            granted=policy.syscalls,
-            metadata=self._others_are_safe,
-            forks=policy.forks,
-            signals_are_scoped=version >= landlock.KNOWS_SCOPES,
-            launches=self._launches,
-        )
         unknown = set(policy.syscalls) - kernel.NUMBERS.keys() - {"fork"}
         if unknown:
             raise SandboxRefused(
@@ -259,7 +263,28 @@ class _Contained:
                 f"there is no system call {min(unknown)} on {machine}",
                 "take it out of MOONPOOL_SANDBOX_SYSCALLS",
             )
-        seccomp.install(seccomp.program(machine, table, rules.KILLED, rules.ABSENT))
+        _install_filter(
+            policy,
+            others_are_safe=self._others_are_safe,
+            scoped=version >= landlock.KNOWS_SCOPES,
+            launches=self._launches,
+        )
+
+
+def _install_filter(
+    policy: Policy, *, others_are_safe: bool, scoped: bool, launches: bool = False
+) -> None:
+    table = rules.allowed(
+        pid=os.getpid(),
+        ports=bool(policy.ports),
+        granted=policy.syscalls,
+        metadata=others_are_safe,
+        forks=policy.forks,
+        signals_are_scoped=scoped,
+        launches=launches,
+    )
+    machine = syscalls.this_machine()
+    seccomp.install(seccomp.program(machine, table, rules.KILLED, rules.ABSENT))
 
 
 def _is_absent(path: str) -> bool:

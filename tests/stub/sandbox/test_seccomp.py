@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import pytest
+from tests.stub.sandbox.bpf import ALLOW, ENOSYS, EPERM, KILL, verdict
 
 from moonpool.stub.sandbox import rules, seccomp, syscalls
-from tests.stub.sandbox.bpf import ALLOW, ENOSYS, EPERM, KILL, verdict
 
 PID = 4321
 MACHINES = list(syscalls.ARCHITECTURES)
 THREAD = 0x3D0F00  # how libc begins one
 NEW_USER = 0x10000000
+TABLES = {
+    "usual": rules.allowed(pid=PID),
+    "ports": rules.allowed(pid=PID, ports=True),
+    "own files": rules.allowed(pid=PID, metadata=True),
+    "template": rules.allowed(pid=PID, forks=True, signals_are_scoped=True),
+    "launcher": rules.allowed(pid=PID, launches=True),
+}
 FILTERS = {
-    (machine, kind): seccomp.program(
-        machine, rules.allowed(pid=PID, **options), rules.KILLED, rules.ABSENT
-    )
+    (machine, kind): seccomp.program(machine, table, rules.KILLED, rules.ABSENT)
     for machine in MACHINES
-    for kind, options in {
-        "usual": {},
-        "ports": {"ports": True},
-        "own files": {"metadata": True},
-        "template": {"forks": True, "signals_are_scoped": True},
-        "launcher": {"launches": True},
-    }.items()
+    for kind, table in TABLES.items()
 }
 
 
 def judged(machine: str, name: str, *arguments: int, kind: str = "usual") -> int:
     number = syscalls.numbers(machine)[name]
-    return verdict(
-        FILTERS[machine, kind], syscalls.ARCHITECTURES[machine], number, arguments
-    )
+    return verdict(FILTERS[machine, kind], syscalls.ARCHITECTURES[machine], number, arguments)
 
 
 # Each with arguments that are let through, and such that are not.
@@ -80,10 +77,14 @@ def test_what_is_not_named_is_not_permitted(machine: str) -> None:
     allowed = rules.allowed(pid=PID)
     named = {*allowed, *rules.KILLED, *rules.ABSENT}
 
-    others = {name: judged(machine, name) for name in syscalls.numbers(machine) if name not in named}
+    others = {
+        name: judged(machine, name) for name in syscalls.numbers(machine) if name not in named
+    }
 
     assert set(others.values()) == {EPERM}
-    assert {"socket", "execve", "memfd_create", "sched_setaffinity", "io_uring_setup"} <= set(others)
+    assert {"socket", "execve", "memfd_create", "sched_setaffinity", "io_uring_setup"} <= set(
+        others
+    )
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -214,6 +215,4 @@ def test_a_filter_is_looked_up_in_few_steps(machine: str) -> None:
     steps = 40
     for name, number in syscalls.numbers(machine).items():
         if name not in BY_ARGUMENT:
-            verdict(
-                FILTERS[machine, "usual"], syscalls.ARCHITECTURES[machine], number, steps=steps
-            )
+            verdict(FILTERS[machine, "usual"], syscalls.ARCHITECTURES[machine], number, steps=steps)

@@ -1,0 +1,151 @@
+"""The layers on a real process: what a contained one can still do, and what not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from tests.stub.sandbox.children import INSTANCE, NOBODY, Identity
+
+from moonpool.ipc.policy import BEST_EFFORT, OFF, STANDARD
+from moonpool.stub.sandbox import landlock, rules
+from moonpool.stub.sandbox.mounts import closed_above
+
+if landlock.abi() < landlock.KNOWS_TRUNCATE:
+    pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)
+
+LIMITS = {"open_files": 256, "tasks": 64, "file_bytes": 1 << 20, "memory_bytes": 4 << 30}
+
+
+def denied(results: dict[str, object], *attempts: str) -> dict[str, object]:
+    """Those of the attempts that were not denied."""
+    return {each: results[each] for each in attempts if "Error" not in str(results[each])[:32]}
+
+
+def test_a_strict_process_says_which_layers_it_has(identity: Identity) -> None:
+    with identity.scratch() as scratch:
+        policy = identity.policy(scratch=scratch, scratch_bytes=1 << 20, limits=LIMITS)
+        results = identity.attempt(policy, "open('/proc/self/status').read()")
+
+    names = [layer.partition(":")[0] for layer in results["on"]]
+    expected = ["dies_with_runtime", "limits", "namespaces", "own_user", "no_capabilities"]
+    expected += ["no_new_privs", "not_dumpable", "landlock", "seccomp"]
+    if not identity.is_root:
+        expected.remove("own_user")
+    left_out = {sentence.partition(":")[0] for sentence in results["left_out"]}
+    assert names == [name for name in expected if name not in left_out]
+    assert left_out <= {"namespaces"}
+    status = results["open('/proc/self/status').read()"]
+    assert r"\nSeccomp:\t2" in status
+    assert r"\nNoNewPrivs:\t1" in status
+    assert r"\nCapEff:\t0000000000000000" in status
+    if identity.is_root:
+        assert r"\nUid:\t{0}\t{0}\t{0}\t{0}\n".format(INSTANCE) in status
+        assert r"\nGroups:\t \n" in status
+        assert r"\nCapBnd:\t0000000000000000" in status
+
+
+def test_a_strict_process_does_what_models_do(identity: Identity) -> None:
+    attempts = [
+        "import threading; t = threading.Thread(target=print); t.start(); t.join()",
+        "import asyncio; asyncio.run(asyncio.to_thread(str))",
+        "import tempfile; tempfile.TemporaryFile().write(b'x')",
+        "import shutil, os; open('a', 'w').close(); shutil.copy2('a', 'b'); os.rename('b', 'c')",
+        "os.listdir('.') == ['a', 'c'] or os.listdir('.') == ['c', 'a'] or 1 / 0",
+        "import mmap; mmap.mmap(-1, 1 << 20)[0]",
+        "import time, random; time.sleep(0.001); time.localtime(); random.random()",
+        "import signal; signal.signal(signal.SIGUSR1, print); os.kill(os.getpid(), signal.SIGUSR1)",
+        "import socket; a, b = socket.socketpair(); a.setblocking(False); a.send(b'x'); b.recv(1)",
+        "import select, os; select.epoll().register(os.pipe()[0])",
+        "import resource; resource.getrusage(resource.RUSAGE_SELF); resource.getrlimit(resource.RLIMIT_AS)",
+        "import faulthandler, ctypes, zoneinfo, sqlite3; sqlite3.connect('d').execute('create table t (x)')",
+        "open('/dev/null', 'w').write('x'); open('/dev/urandom', 'rb').read(1)",
+        "open('/proc/self/maps').read(); open('/proc/meminfo').read(); open('/proc/cpuinfo').read()",
+        "os.cpu_count(); os.sched_getaffinity(0); os.uname(); os.getloadavg",
+        "os.fstat(0); os.isatty(0); os.set_blocking(os.pipe()[0], False)",
+    ]
+    with identity.scratch() as scratch:
+        policy = identity.policy(scratch=scratch, scratch_bytes=1 << 20, limits=LIMITS)
+        results = identity.attempt(
+            policy, *attempts, before=f"import os; os.environ['TMPDIR'] = {scratch!r}"
+        )
+
+    assert {each: results[each] for each in attempts if not results[each].startswith("ok")} == {}
+
+
+def test_a_strict_process_does_not_do_what_attacks_do(identity: Identity) -> None:
+    attempts = [
+        "open('/etc/passwd').read()",
+        "open('/etc/hostname').read()",
+        "os.listdir('/')",
+        "os.listdir('/home')",
+        "os.listdir('/tmp')",
+        "os.listdir('/dev/shm')",
+        "open('/dev/shm/x', 'w')",
+        "open('/tmp/moonpool-out', 'w')",
+        "os.listdir('/proc')",
+        f"open('/proc/{os.getpid()}/environ').read()",
+        f"open('/proc/{os.getpid()}/cmdline').read()",
+        f"os.listdir('/proc/{os.getpid()}/fd')",
+        "open('/proc/self/environ').read()",
+        "open('/proc/self/mem', 'r+b')",
+        "open('/proc/self/oom_score_adj', 'w').write('0')",
+        "os.chmod('/usr', 0o777)",
+        "os.utime('/usr')",
+        "os.truncate('/usr/bin/env', 0)",
+        "os.symlink('/etc/passwd', 'link'); open('link').read()",
+        "os.fork()",
+        "os.execv('/bin/true', ['true'])",
+        "import subprocess; subprocess.run(['true'])",
+        "import socket; socket.socket()",
+        "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+        "import socket; socket.socket(socket.AF_UNIX)",
+        "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+        "os.kill(os.getppid(), 0)",
+        "os.kill(-1, 0)",
+        "os.kill(1, 0)",
+        "os.setuid(0)",
+        "os.setsid()",
+        "os.memfd_create('x')",
+        "os.sched_setaffinity(0, [0])",
+        "os.setpriority(os.PRIO_PROCESS, 0, 1)",
+        "import resource; resource.prlimit(os.getppid(), resource.RLIMIT_CORE)",
+        "import fcntl; fcntl.fcntl(0, fcntl.F_SETFL, os.O_APPEND)",
+        "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+        "import fcntl; fcntl.ioctl(0, 0x5412, b'x')",
+        "os.mkfifo('fifo')",
+        "kernel.prctl(1, 0)",
+        "kernel.prctl(4, 1)",
+        "kernel.call('io_uring_setup', 1, bytes(120))",
+        "kernel.call('clone', 0x10000000 | 17, 0, 0, 0, 0)",
+        "kernel.call('landlock_create_ruleset', None, 0, 1)",
+        "kernel.call('no such call')",
+    ]
+    with identity.scratch() as scratch:
+        policy = identity.policy(scratch=scratch, scratch_bytes=1 << 20, limits=LIMITS)
+        results = identity.attempt(policy, *attempts, before="import os")
+
+    assert denied(results, *attempts) == {}
+
+
+@pytest.mark.parametrize("name", sorted(rules.KILLED))
+def test_a_call_that_only_an_attack_makes_ends_a_real_process(code: Path, name: str) -> None:
+    program = f"""
+import sys, types, os
+package = sys.modules["moonpool"] = types.ModuleType("moonpool")
+package.__path__ = [sys.argv[1]]
+from moonpool.stub.sandbox import identity, kernel, rules, seccomp, syscalls
+identity.forbid_new_privileges()
+identity.forbid_looking_inside()
+allowed = rules.allowed(pid=os.getpid())
+seccomp.install(seccomp.program(os.uname().machine, allowed, rules.KILLED, rules.ABSENT))
+print("on", flush=True)
+if {name!r} not in kernel.NUMBERS:
+    os.kill(os.getpid(), 31)
+kernel.call({name!r}, -1, -1, -1, -1, -1)
+"""
+    ended = Identity(os.geteuid(), sys.executable, code).run(program, str(code))
+
+    assert (ended.stdout, ended.returncode) == ("on\n", -31)
