@@ -38,6 +38,7 @@ def main() -> None:
     from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
     from moonpool.ipc.policy import Policy
     from moonpool.stub.sandbox import layers
+    from moonpool.stub.sandbox.refused import SandboxRefused
 
     work = Channel(socket.socket(fileno=int(work_fd)))
     control = socket.socket(fileno=int(control_fd))
@@ -48,7 +49,7 @@ def main() -> None:
     policy = Policy.from_json(control_codec(Side.STUB).decode(packet)[1])
     try:
         applied = layers.apply(policy, launches=True)
-    except layers.SandboxRefused as refused:
+    except SandboxRefused as refused:
         work.send_waiting(encode(Kind.FAILED, "sandbox", str(refused), ""))
         os._exit(1)
     work.send_waiting(encode(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out))

@@ -30,6 +30,7 @@ from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.policy import Policy
 from moonpool.stub.sandbox import layers
+from moonpool.stub.sandbox.refused import SandboxRefused
 
 if TYPE_CHECKING:
     from typing import Any
@@ -66,7 +67,7 @@ def shake_hands(name: str, work_fd: int, control_fd: int, calls_fd: int) -> Hand
     handshake = Handshake(name, conversation, control, calls, announced)
     try:
         applied = layers.apply(policy)
-    except layers.SandboxRefused as refused:
+    except SandboxRefused as refused:
         handshake.fail("sandbox", str(refused))
     conversation.send(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out)
     _, start = conversation.receive()

@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.stub.sandbox.children import INSTANCE, NOBODY, Identity
+from tests.stub.sandbox.children import INSTANCE, Identity
 
-from moonpool.ipc.policy import BEST_EFFORT, OFF, STANDARD
 from moonpool.stub.sandbox import landlock, rules
-from moonpool.stub.sandbox.mounts import closed_above
 
 if landlock.abi() < landlock.KNOWS_TRUNCATE:
     pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)
@@ -42,7 +40,7 @@ def test_a_strict_process_says_which_layers_it_has(identity: Identity) -> None:
     assert r"\nNoNewPrivs:\t1" in status
     assert r"\nCapEff:\t0000000000000000" in status
     if identity.is_root:
-        assert r"\nUid:\t{0}\t{0}\t{0}\t{0}\n".format(INSTANCE) in status
+        assert rf"\nUid:\t{INSTANCE}\t{INSTANCE}\t{INSTANCE}\t{INSTANCE}\n" in status
         assert r"\nGroups:\t \n" in status
         assert r"\nCapBnd:\t0000000000000000" in status
 
