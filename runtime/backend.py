@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.config import ModelConfig
     from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.request import Answer, InferenceRequest, Outcome
+    from moonpool.runtime.sandbox.confinement import Confinement
     from moonpool.runtime.source import ModelSource
 
 
@@ -83,8 +84,15 @@ class ModelInstance:
         """Hand a batch to the backend."""
         return self.backend.model_instance_execute(self, requests)
 
+    @property
+    def confinement(self) -> Confinement | None:
+        """How its process is confined; None where it has none, or says nothing of it yet."""
+        found: Confinement | None = getattr(self.state, "confinement", None)
+        return found
+
     def __repr__(self) -> str:
-        return f"<ModelInstance {self.name} {self.kind} {self.device_id}>"
+        sandbox = f", sandbox {self.confinement}" if self.confinement is not None else ""
+        return f"<ModelInstance {self.name} {self.kind} {self.device_id}{sandbox}>"
 
 
 def _ignored(_: BaseException) -> None:

@@ -41,6 +41,10 @@ _FAMILIES = {
         "histogram",
         "Time from the end of a stub process to the next one that is ready",
     ),
+    "moonpool_instance_sandbox_info": (
+        "gauge",
+        "1; the labels say how the instance's stub process is confined",
+    ),
     "moonpool_instance_restarts_total": ("counter", "Restarts of the instance's stub process"),
     "moonpool_stub_start_time_seconds": (
         "gauge",
@@ -130,6 +134,12 @@ def _add_instance(samples: _Samples, hosted: HostedModel, seat: Seat) -> None:
     process = getattr(stub, "process", None)
     if process is None or not process.is_running:
         return
+    confinement = seat.instance.confinement
+    if confinement is not None:
+        layers = ",".join(layer.partition(":")[0] for layer in confinement.layers)
+        sandbox = ("level", confinement.level), ("layers", layers)
+        by_layers = labels_of(statistics, instance, *sandbox)
+        samples.add("moonpool_instance_sandbox_info", by_layers, 1)
     usage = usage_of(process.pid)
     if usage is not None:
         samples.add("moonpool_stub_start_time_seconds", labels, usage.started_s)

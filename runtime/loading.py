@@ -63,14 +63,19 @@ class HostingRules:
 
     def apply_to(self, model: Model) -> None:
         """Have a model that is not loaded yet keep them."""
-        if self.sandbox is not None:
-            says_nothing = "MOONPOOL_SANDBOX" not in model.config.parameters
-            levels = [self.sandbox, self.sandbox if says_nothing else model.options.sandbox]
-            level = max(levels, key=LEVELS.index)
-            model.options = replace(model.options, sandbox=level)
-            if self.sandbox in (BEST_EFFORT, STRICT) and model.name not in self.grants:
-                check_ungranted(model)
+        level = self.level_of(model.config, model.options)
+        model.options = replace(model.options, sandbox=level)
+        if self.sandbox in (BEST_EFFORT, STRICT) and model.name not in self.grants:
+            check_ungranted(model)
         model.completes = self.completes
+
+    def level_of(self, config: ModelConfig, options: ModelOptions) -> str:
+        """The level of a model's sandbox."""
+        if self.sandbox is None:
+            return options.sandbox
+        says_nothing = "MOONPOOL_SANDBOX" not in config.parameters
+        own = self.sandbox if says_nothing else options.sandbox
+        return max(self.sandbox, own, key=LEVELS.index)
 
 
 class Prepared:

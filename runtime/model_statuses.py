@@ -36,6 +36,7 @@ class VersionStatus:
 
     def __init__(self, hosted: HostedModel) -> None:
         self.version = hosted.model.version
+        self.sandbox = hosted.model.options.sandbox
         self.failure: MoonpoolError | None = None
         self._machine = hosted.machine
         self._is_given_up = False

@@ -174,10 +174,11 @@ class Runtime:
         return expose(self._models.metric_families())
 
     def instances(self, name: str, version: int | None = None) -> list[dict[str, Any]]:
-        """Name, state, reason, restarts and process of each instance."""
+        """Name, state, reason, restarts, process and sandbox of each instance."""
         shown = []
         for seat in self._models.find(name, version).supervisor.seats:
             process = getattr(seat.instance.state, "process", None)
+            confinement = seat.instance.confinement
             shown.append(
                 {
                     "name": seat.instance.name,
@@ -185,6 +186,7 @@ class Runtime:
                     "because": seat.machine.because,
                     "restarts": seat.restarts,
                     "pid": process.pid if process is not None and process.is_running else None,
+                    "sandbox": confinement.as_dict() if confinement is not None else None,
                 }
             )
         return shown

@@ -28,6 +28,7 @@ from moonpool.runtime.output import Output
 from moonpool.runtime.process import StubProcess
 from moonpool.runtime.readiness import StubReadiness
 from moonpool.runtime.sandbox.confinement import Confinement, confirmed
+from moonpool.runtime.sandbox.hints import withheld
 from moonpool.runtime.stub_connection import StubConnection
 from moonpool.runtime.stub_metrics import StubMetrics
 
@@ -143,6 +144,7 @@ class StubHandle(StubConnection):
         message = self._receive(deadline)
         if message[0] == Kind.FAILED:
             hint = missing_variable(message[2], os.environ, self._plan.environment)
+            hint = hint or withheld(message[2], self._plan.policy)
             raise LoadFailed(message[2] + hint, stage=message[1], traceback=message[3])
         if message[0] != expected:
             raise LoadFailed(
@@ -165,7 +167,7 @@ class StubHandle(StubConnection):
         self.confinement = confirmed(
             self.name, self.process.pid, plan.policy, plan.granted, layers, left_out
         )
-        _log.debug("[%s] sandbox: %s", self.name, self.confinement)
+        _log.log(self.confinement.log_level, "[%s] sandbox: %s", self.name, self.confinement)
 
     def _receive(self, deadline: float | None) -> list[Any]:
         poll = select.poll()

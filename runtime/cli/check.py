@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.policy import BEST_EFFORT, LEVELS, STRICT
 from moonpool.runtime.cli.session import add_repository, session
 from moonpool.runtime.config import ConfigError, ModelConfig, unused_fields
+from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.environment_error import BadEnvironment
 from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.loading import HostingRules
 from moonpool.runtime.output import harmless
 from moonpool.runtime.repository import ModelDirectory, ModelRepository
+from moonpool.runtime.sandbox.hints import closed_files
 from moonpool.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -39,8 +43,11 @@ examples:
   moonpool check models
   moonpool check models add_sub normalise
   moonpool check models --allow-missing      # on a machine that lacks some environments
+  moonpool check models --sandbox strict     # as `moonpool serve --sandbox strict` would load them
 """
 
+# So many closed files of a model are named.
+_MOST_CLOSED = 5
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 # A place in a model's own file, as the texts of failed loads name it.
 _PLACE = re.compile(r"^  (/[^\n]+\.py)(?:\((\d+)\))?(?::|$)", re.MULTILINE)
@@ -69,6 +76,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="an environment or a package that is not on this machine is a warning, not an error",
     )
+    parser.add_argument(
+        "--sandbox",
+        choices=LEVELS,
+        help="the least level of the models' sandboxes, as of a server with that option",
+    )
+    parser.add_argument(
+        "--sandbox-grants",
+        metavar="MODEL",
+        action="append",
+        default=[],
+        help="let this model have what its configuration gives it beside its sandbox; may be given many times",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,6 +98,9 @@ def run(options: argparse.Namespace) -> int:
     with session(
         options.repository, options.backend_directory, verbose=options.verbose, quiet=True
     ) as runtime:
+        runtime.registry.rules = HostingRules(
+            options.sandbox, grants=frozenset(options.sandbox_grants)
+        )
         for name in names:
             for finding in findings(runtime, repository, name, options.allow_missing):
                 counts[finding.level] += 1
@@ -97,6 +119,7 @@ def findings(
     try:
         directory = repository.find(name)
         yield from _configuration(directory)
+        yield from _closed(directory, runtime.registry.rules)
         begin_s = time.monotonic()
         runtime.load(name)
         took_s = time.monotonic() - begin_s
@@ -121,6 +144,22 @@ def _configuration(directory: ModelDirectory) -> Iterator[Finding]:
     for ignored in directory.ignored():
         what = "is no version: versions are numbers above 0 without leading zeros"
         yield Finding("warning", directory.name, _shown(directory.path / ignored), what)
+
+
+def _closed(directory: ModelDirectory, rules: HostingRules) -> Iterator[Finding]:
+    """What instances could not read because they are users of their own, where root starts them."""
+    raw, source = directory.read_config()
+    config = ModelConfig.from_dict(raw, source=source, partial=True)
+    level = rules.level_of(config, ModelOptions.from_parameters(config))
+    if os.geteuid() != 0 or level not in (BEST_EFFORT, STRICT):
+        return
+    closed = list(closed_files(directory.path))
+    for path in closed[:_MOST_CLOSED]:
+        what = f"is closed to the users that instances are in the sandbox '{level}': chmod -R o+rX"
+        yield Finding("warning", directory.name, _shown(path), what)
+    if len(closed) > _MOST_CLOSED:
+        what = f"{len(closed) - _MOST_CLOSED} more files are closed"
+        yield Finding("warning", directory.name, _shown(directory.path), what)
 
 
 def _is_missing(error: Exception) -> bool:

@@ -18,6 +18,7 @@ _ALIGN = "<>>>>>>>"
 _WIDTHS = (11, 5, 7, 7, 5, 6, 3, 8)
 _LEAST_NAME = 12
 _MOST_ERRORS = 8
+_USUAL_LEVEL = "standard"
 _STYLES = {"READY": "", "FAILED": "red", "UNAVAILABLE": "dim", "STOPPED": "dim"}
 
 
@@ -78,7 +79,7 @@ def _table(models: Sequence[Shown], width: int, *, instances: bool) -> list[Line
         if model["reason"] and model["reason"] != "unloaded":
             lines.append(Line(f"  {_first_line(model['reason'])}", style))
         if instances:
-            lines += [_instance(each) for each in model["instances"]]
+            lines += [line for each in model["instances"] for line in _instance(each)]
     if not models:
         lines.append(Line("no model is loaded, and the repository has none"))
     return lines
@@ -113,7 +114,7 @@ def _row(name: str, cells: Sequence[str], room: int) -> str:
     return f"{cut(name, room):<{room}} {' '.join(columns)}".rstrip()
 
 
-def _instance(instance: Shown) -> Line:
+def _instance(instance: Shown) -> list[Line]:
     facts = [instance["name"], instance["state"]]
     if instance["kind"] == "GPU":
         facts.append(f"GPU {instance['device_id']}")
@@ -125,7 +126,23 @@ def _instance(instance: Shown) -> Line:
         facts.append(_plural(instance["restarts"], "restart"))
     if instance["state"] != "READY":
         facts.append(_first_line(instance["because"]))
-    return Line("  " + "  ".join(facts), _STYLES.get(instance["state"], "yellow") or "dim")
+    lines = [Line("  " + "  ".join(facts), _STYLES.get(instance["state"], "yellow") or "dim")]
+    if instance["pid"] is not None and instance["sandbox"] is not None:
+        lines += _sandbox(instance["sandbox"])
+    return lines
+
+
+def _sandbox(sandbox: Shown) -> list[Line]:
+    """Nothing where it is the usual one: what holds for most need not be read for each."""
+    if sandbox["level"] == _USUAL_LEVEL:
+        return []
+    facts = [f"sandbox {sandbox['level']}: {', '.join(sandbox['layers'])}"]
+    if sandbox["user"] is not None:
+        facts.append(f"user {sandbox['user']}")
+    if sandbox["granted"]:
+        facts.append(f"granted: {', '.join(sandbox['granted'])}")
+    missing = [Line(f"    left out: {sentence}", "yellow") for sentence in sandbox["left_out"]]
+    return [Line("    " + "; ".join(facts), "dim"), *missing]
 
 
 def _errors(errors: Sequence[Shown]) -> list[Line]:

@@ -136,6 +136,7 @@ def _instance(seat: Seat) -> dict[str, Any]:
         "device_id": instance.device_id,
         "restarts": seat.restarts,
         "pid": pid,
+        "sandbox": instance.confinement.as_dict() if instance.confinement is not None else None,
         "rss_bytes": usage.rss_bytes if usage is not None else None,
         "cpu_s": usage.cpu_s if usage is not None else None,
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.policy import BEST_EFFORT, STRICT
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.sandbox.inspection import differences
 
@@ -24,6 +26,13 @@ class Confinement:
     # What the model may do beyond what its level lets it: `read /data`, `connect to port 443`.
     granted: tuple[str, ...]
     user: int | None
+
+    @property
+    def log_level(self) -> int:
+        """How loudly it is said: what somebody went without on purpose is not to be overlooked."""
+        if self.level == BEST_EFFORT and self.left_out:
+            return logging.WARNING
+        return logging.INFO if self.level in (BEST_EFFORT, STRICT) else logging.DEBUG
 
     def as_dict(self) -> dict[str, object]:
         return {

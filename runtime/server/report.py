@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.policy import STANDARD
 from moonpool.runtime.frontend.metadata import EXTENSIONS
 from moonpool.runtime.output import harmless
 from moonpool.runtime.version import VERSION
@@ -19,15 +20,18 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def model_table(statuses: Mapping[str, ModelStatus]) -> str:
-    """A line for each version: model, version, status with the reason."""
+    """A line for each version: model, version, status with the reason; and its sandbox, if not all have the usual one."""
     rows = []
     for name, status in sorted(statuses.items()):
         for version in status.versions:
             reason = f": {version.reason}" if version.reason else ""
-            rows.append([name, str(version.version), f"{version.state}{reason}"])
+            rows.append([name, str(version.version), f"{version.state}{reason}", version.sandbox])
         if not status.versions and status.failure is not None:
-            rows.append([name, "-", f"Not loaded: {status.failure}"])
-    return ascii_table(["Model", "Version", "Status"], rows)
+            rows.append([name, "-", f"Not loaded: {status.failure}", ""])
+    # Triton's table, which whoever does not ask for another sandbox shall find as it is there.
+    columns = 3 if {row[3] for row in rows} <= {"", STANDARD} else 4
+    head = ["Model", "Version", "Status", "Sandbox"]
+    return ascii_table(head[:columns], [row[:columns] for row in rows])
 
 
 def option_table(options: ServerOptions) -> str:

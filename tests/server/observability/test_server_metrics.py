@@ -160,6 +160,8 @@ def test_a_process_is_told_of_and_so_is_its_end(
     assert first("moonpool_region_allocated_bytes", direction="request", **instance) >= 1 << 16
     assert first("moonpool_instances", model="doubles", state="READY") == 1
     assert first("moonpool_model_ready", model="doubles") == 1
+    sandbox = {"level": "standard", "layers": ",".join(shown["sandbox"]["layers"])}
+    assert first("moonpool_instance_sandbox_info", **instance, **sandbox) == 1
     restarts = first("moonpool_instance_restarts_total", **instance)
     recoveries = first("moonpool_recovery_seconds_count", model="doubles")
 

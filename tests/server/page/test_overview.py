@@ -68,6 +68,19 @@ def test_models_are_told_with_their_instances_and_the_repository_s_others(
     assert shown["server"]["pid"] == os.getpid()
 
 
+def test_how_each_instance_is_confined_is_told(
+    runtime: moonpool.Runtime, overview: Overview
+) -> None:
+    (instance,) = overview.snapshot()["models"][0]["instances"]
+
+    assert instance["sandbox"]["level"] == "standard"
+    assert "no_new_privs" in instance["sandbox"]["layers"]
+    (shown,) = runtime.instances("add_sub")
+    assert shown["sandbox"] == instance["sandbox"]
+    (seat,) = runtime.registry.find("add_sub").supervisor.seats
+    assert "sandbox standard (dies_with_runtime, " in repr(seat.instance)
+
+
 def test_requests_and_errors_are_counted(runtime: moonpool.Runtime, overview: Overview) -> None:
     runtime.infer("add_sub", ROW)
     with pytest.raises(moonpool.ModelError):

@@ -49,6 +49,23 @@ def test_models_instances_and_errors_are_there(shown: dict[str, Any]) -> None:
     assert "fails (1 request): Failed to process" in lines[-1]
 
 
+def test_a_sandbox_that_is_not_the_usual_one_has_lines_of_its_own(shown: dict[str, Any]) -> None:
+    instance = shown["models"][0]["instances"][0]
+    sandbox = {
+        "level": "strict",
+        "layers": ["limits", "landlock:7"],
+        "left_out": ["namespaces: the kernel refused it"],
+        "granted": ["read /data"],
+        "user": 60600,
+    }
+    model = {**shown["models"][0], "instances": [{**instance, "sandbox": sandbox}]}
+    lines = texts({**shown, "models": [model]}, 160)
+
+    assert "    sandbox strict: limits, landlock:7; user 60600; granted: read /data" in lines
+    assert "    left out: namespaces: the kernel refused it" in lines
+    assert not any("sandbox" in line for line in texts(shown))
+
+
 def test_instances_can_be_left_out(shown: dict[str, Any]) -> None:
     assert not any("add_sub_0" in line for line in texts(shown, instances=False))
 

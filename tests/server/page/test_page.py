@@ -104,6 +104,7 @@ def test_no_sample_is_shown_twice(tab: Tab, site: Site) -> None:
 def test_a_restart_of_a_killed_stub_is_seen(tab: Tab, site: Site) -> None:
     page = tab(f"{site.url}/#/shouts/1")
     page.wait_for_text("#instances", "READY")
+    assert "standard: dies_with_runtime, " in page.text("#instances")
     before = page.text("#instances tr td:nth-child(4)")
     os.kill(site.model("shouts")["instances"][0]["pid"], signal.SIGKILL)
     page.wait_for(
