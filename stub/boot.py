@@ -4,7 +4,8 @@
 
 That interpreter may have neither moonpool nor msgpack and may be older than the runtime's. Nothing foreign is
 imported here: the standard library, moonpool's own files beside this one, and the runtime's msgpack
-(in pure Python where its compiled form does not fit). `triton_python_backend_stub` stands in the
+(in pure Python where its compiled form does not fit). One more argument says that `confine.py` was
+here before. `triton_python_backend_stub` stands in the
 arguments because people and scripts look for stubs by that name.
 
 The interpreter is not isolated: PYTHONPATH and the user's own packages are a model's as they are in Triton.
@@ -38,12 +39,18 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def make_importable(name: str, folder: str) -> None:
-    """Make the one package importable without adding what lies beside it to the path."""
+    """Make the one package importable without adding what lies beside it to the path.
+
+    Its two parts are found where they are: a sandbox may not let anybody list the folder that they are in.
+    """
     import types
 
-    package = types.ModuleType(name)
+    package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [folder]
-    sys.modules[name] = package
+    for part in ("ipc", "stub"):
+        module = sys.modules[f"{name}.{part}"] = types.ModuleType(f"{name}.{part}")
+        module.__path__ = [os.path.join(folder, part)]
+        setattr(package, part, module)
 
 
 def load_msgpack(folder: str) -> None:
@@ -74,7 +81,7 @@ def forget_msgpack(folder: str) -> None:
 
 def main() -> None:
     """Read the arguments, become a stub, serve, and end the process."""
-    _, _, name, work_fd, control_fd, calls_fd, parent_pid, msgpack_folder = sys.argv
+    _, _, name, work_fd, control_fd, calls_fd, parent_pid, msgpack_folder, *confined = sys.argv
     # A model's libraries may look for arguments; these are not for them.
     del sys.argv[1:]
     here = os.path.dirname(os.path.realpath(__file__))
@@ -85,7 +92,8 @@ def main() -> None:
     from moonpool.stub.handshake import shake_hands
 
     forget_msgpack(msgpack_folder)
-    handshake = shake_hands(name, int(work_fd), int(control_fd), int(calls_fd))
+    fds = int(work_fd), int(control_fd), int(calls_fd)
+    handshake = shake_hands(name, *fds, is_confined=bool(confined))
     handshake.serve()
 
 

@@ -47,11 +47,18 @@ class Announced(Overflow):
         return os.pread(fd, size_bytes, offset)
 
 
-def shake_hands(name: str, work_fd: int, control_fd: int, calls_fd: int) -> Handshake:
-    """Read the first control messages, put the sandbox on, and read what this stub is to be."""
+def shake_hands(
+    name: str, work_fd: int, control_fd: int, calls_fd: int, *, is_confined: bool = False
+) -> Handshake:
+    """Read the first control messages, put the sandbox on, and read what this stub is to be.
+
+    `is_confined`: this process became the one it is inside the sandbox, and the runtime knows.
+    """
     control = Channel(socket.socket(fileno=control_fd))
     announced = Announced()
-    conversation = Conversation(Channel(socket.socket(fileno=work_fd)), Side.STUB, announced)
+    after = Kind.CONFINED if is_confined else None
+    work = Channel(socket.socket(fileno=work_fd))
+    conversation = Conversation(work, Side.STUB, announced, after)
     codec = control_codec(Side.STUB)
     policy = Policy()
     while len(announced.fds) < 2:
@@ -66,11 +73,14 @@ def shake_hands(name: str, work_fd: int, control_fd: int, calls_fd: int) -> Hand
     calls = Channel(socket.socket(fileno=calls_fd))
     handshake = Handshake(name, conversation, control, calls, announced)
     try:
-        applied = layers.apply(policy)
+        if not is_confined:
+            applied = layers.apply(policy)
+            conversation.send(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out)
+        _, start = conversation.receive()
+        if is_confined:
+            layers.tighten(policy)
     except SandboxRefused as refused:
         handshake.fail("sandbox", str(refused))
-    conversation.send(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out)
-    _, start = conversation.receive()
     handshake.start = json.loads(start)
     return handshake
 
