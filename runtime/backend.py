@@ -17,6 +17,7 @@ model, no two calls run at the same time; for different ones they do.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,6 +80,16 @@ class ModelInstance:
         self.respond: Callable[[InferenceRequest, Outcome | None, int], None] = _unanswerable
         # What was reported: nobody gives it batches any more. None again before it is restarted.
         self.broken: BaseException | None = None
+        # Requests that its present process has executed, and how many make it due for another one.
+        self.served = 0
+        self.serves_until = math.inf
+        self.recycle: Callable[[Callable[[ModelInstance], bool]], bool] = _stays
+        # Called by the backend, on the reactor's thread, with the memory of a process that holds too much.
+        self.report_grown: Callable[[int], None] = _ignored
+
+    def leaves(self, leave_room: Callable[[ModelInstance], bool]) -> bool:
+        """Whether it has served long enough and is out of service now. `leave_room` is `WaitingRoom.retire`."""
+        return self.served >= self.serves_until and self.recycle(leave_room)
 
     def execute(self, requests: Sequence[InferenceRequest]) -> Pending | list[Answer]:
         """Hand a batch to the backend."""
@@ -95,8 +106,12 @@ class ModelInstance:
         return f"<ModelInstance {self.name} {self.kind} {self.device_id}{sandbox}>"
 
 
-def _ignored(_: BaseException) -> None:
+def _ignored(_: object) -> None:
     """Until somebody listens."""
+
+
+def _stays(_: object) -> bool:
+    return False
 
 
 def _unanswerable(*_: object) -> None:

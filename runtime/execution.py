@@ -115,6 +115,15 @@ class Execution:
         """Whoever has it gives it up: the execution can be claimed by another."""
         self._drivers = []
 
+    def appoint(self) -> None:
+        """Whoever has it offers it to the callers of its requests; where none takes it, the reactor drives."""
+        self.offer()
+        for request in self.requests:
+            if request.waiter.appoint(self):
+                return
+        if self.claim(self.scheduler):
+            self.drive_in_reactor()
+
     def reserve(self, by: object) -> None:
         """Whoever has it, as it was never offered, gives it to `by`."""
         self._drivers = [by]
@@ -185,13 +194,14 @@ class Execution:
         requests, statistics = self.requests, self.scheduler.statistics
         by_duration, summaries = statistics.by_duration, statistics.summaries
         now_ms = time.time_ns() // 1_000_000
-        good = rows = total_rows = success_ns = queue_ns = 0
+        good = rows = total_rows = success_ns = queue_ns = filled = 0
         bad = False
         for request, answer in zip(requests, answers, strict=True):
             total_rows += request.batch_size
             if request.trace is not None:
                 self._tell(request.trace, request, answer, answered_ns, now_ns)
             if request.fills_place:
+                filled += 1
                 self.has_deferred = self.has_deferred or isinstance(answer, Deferral)
             elif isinstance(answer, (Response, Deferral)):
                 good += 1
@@ -207,6 +217,7 @@ class Execution:
                     self.has_deferred = True
             else:
                 bad = True
+        self.instance.served += len(requests) - filled
         sent_ns = self.sent_ns
         statistics.record_batch(
             now_ms,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moonpool.runtime.backend import Model, ModelInstance
 from moonpool.runtime.config import unused_fields
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
+from moonpool.runtime.failures import as_load_failure, no_instance_left
 from moonpool.runtime.latency_summary import LatencySummaries
 from moonpool.runtime.metric_settings import first_response_bounds_ns, tags_of
 from moonpool.runtime.readiness import ask_all
@@ -18,7 +19,7 @@ from moonpool.runtime.response_statistics import ResponseStatistics
 from moonpool.runtime.scheduler import Scheduler
 from moonpool.runtime.signature import Signature
 from moonpool.runtime.states import MODEL, InstanceState, Machine, ModelState
-from moonpool.runtime.supervisor import Supervisor, as_load_failure, no_instance_left
+from moonpool.runtime.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.readiness import Answer
+    from moonpool.runtime.seat import Seat
     from moonpool.runtime.statistics import Statistics
     from moonpool.runtime.stubs import Stubs
-    from moonpool.runtime.supervisor import Seat
 
 _log = logging.getLogger("moonpool")
 # What an instance comes into when something went wrong.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.exposition import Labels
     from moonpool.runtime.hosted_model import HostedModel
     from moonpool.runtime.scheduler import Scheduler
-    from moonpool.runtime.supervisor import Seat
+    from moonpool.runtime.seat import Seat
 
 _NS_PER_S = 1_000_000_000
 _BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -45,6 +45,10 @@ class OpenRequests:
         """The instance that is going to answer it; None for one that is not open."""
         return self._instance_of.get(request)
 
+    def has(self, instance: ModelInstance) -> bool:
+        """Whether an instance has any."""
+        return instance in self._instance_of.values()
+
     def take(self, instance: ModelInstance | None = None) -> list[InferenceRequest]:
         """Forget those of an instance, or all, and return them."""
         taken = [

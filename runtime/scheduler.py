@@ -169,16 +169,8 @@ class Scheduler:
                     execution.reserve(mine.waiter)
                     own = execution
                 else:
-                    self._appoint(execution)
+                    execution.appoint()
         return own
-
-    def _appoint(self, execution: Execution) -> None:
-        execution.offer()
-        for request in execution.requests:
-            if request.waiter.appoint(execution):
-                return
-        if execution.claim(self):
-            execution.drive_in_reactor()
 
     def _send(self, execution: Execution, *, is_own: bool = False) -> bool:
         """Give a batch to its instance; False where that was the end of it already."""
@@ -333,7 +325,7 @@ class Scheduler:
         if instance.broken is not None:
             self._room.leave(instance, time.monotonic_ns())
             self._on_lost(instance, [], instance.broken)
-        elif instance.accepts:
+        elif instance.accepts and not instance.leaves(self._room.retire):
             self._room.join(instance, time.monotonic_ns())
             self._idle.append(instance)
 
@@ -341,6 +333,7 @@ class Scheduler:
         """An instance broke; it is lost where it is idle, else when it is handed back."""
         with self._lock:
             instance.broken = error
+            self._changes.tell()
             if instance in self._idle:
                 self._idle.remove(instance)
                 self._room.leave(instance, time.monotonic_ns())
@@ -379,19 +372,26 @@ class Scheduler:
         """Wait until an instance executes nothing; False at the deadline."""
         return self._changes.wait_for(lambda: instance not in self._busy, deadline)
 
+    def wait_closed(self, instance: ModelInstance, deadline: float) -> bool:
+        """Wait until no request of an instance is open, or it broke; False at the deadline."""
+        has_open = self.outcomes.open.has
+        return self._changes.wait_for(
+            lambda: instance.broken is not None or not has_open(instance), deadline
+        )
+
     def executing_since(self, started_ns: int) -> list[Execution]:
         """What was started before that time and is not finished."""
         with self._lock:
             return [each for each in self._busy.values() if each.started_ns < started_ns]
 
-    # How many requests wait for an instance, and how many instances execute.
-
     @property
     def queued(self) -> int:
+        """How many requests wait for an instance."""
         return len(self._room)
 
     @property
     def executing(self) -> int:
+        """How many instances execute."""
         return len(self._busy)
 
 

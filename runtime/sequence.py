@@ -67,13 +67,15 @@ class Sequence(Generic[R]):
 class Table(Generic[R]):
     """The slots of one instance."""
 
-    __slots__ = ("limit", "order", "queue", "slots")
+    __slots__ = ("is_retiring", "limit", "order", "queue", "slots")
 
     def __init__(self, order: int, limit: int, queue: Queue[R] | None) -> None:
         self.order = order
         # How many slots there can be, of which those have a place in the list that were ever used.
         self.limit = limit
         self.slots: list[Sequence[R] | None] = []
+        # No further sequence comes into it.
+        self.is_retiring = False
         # Of first requests, where batches are made of the oldest.
         self.queue = queue
 

@@ -81,6 +81,9 @@ class SequenceRoom(WaitingRoom):
     def join(self, instance: ModelInstance, now_ns: int) -> None:
         self._sequencer.join(instance, now_ns)
 
+    def retire(self, instance: ModelInstance) -> bool:
+        return self._sequencer.retire(instance)
+
     def leave(self, instance: ModelInstance, now_ns: int) -> None:
         self._sequencer.leave(instance, now_ns)
 

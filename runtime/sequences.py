@@ -230,6 +230,18 @@ class Sequencer(Generic[R, S]):
         heappush(self._free, (0, table.order, table))
         self._fill(now_ns)
 
+    def retire(self, instance: S) -> bool:
+        """No sequence begins in an instance any more. True, and it has left, when it has none."""
+        table = self._tables.get(instance)
+        if table is None:
+            return True
+        table.is_retiring = True
+        self._free = sorted(each for each in self._free if each[2] is not table)
+        if any(table.slots):
+            return False
+        del self._tables[instance]
+        return True
+
     def leave(self, instance: S, now_ns: int) -> None:
         """An instance broke: sequences that had begun in it are lost, others go to the front of the backlog."""
         table = self._tables.pop(instance, None)
@@ -356,7 +368,8 @@ class Sequencer(Generic[R, S]):
         if table is not None:
             number = table.slots.index(sequence)
             table.slots[number] = None
-            heappush(self._free, (number, table.order, table))
+            if not table.is_retiring:
+                heappush(self._free, (number, table.order, table))
         self._forget(sequence)
         if sequence.waiting:
             self._begin_again(sequence)

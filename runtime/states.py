@@ -14,7 +14,8 @@ diagrams in the documentation are drawn from them by `draw`.
 # one that takes batches.  DRAINING takes no new batch and finishes the one it has; FINALIZING runs
 # the model's finalize under its deadline; STOPPED has no process and never will again.  BACKING_OFF
 # has no process and waits for the time of its restart.  FAILED has no process and is not restarted:
-# its first start failed, or the restart policy gave up.
+# its first start failed, or the restart policy gave up. RECYCLING ends a process that has served long
+# enough, in the way of FINALIZING, to start another one.
 # A death while DRAINING or FINALIZING leads to STOPPED as well: there is nothing left to save.
 #
 # There is no EXECUTING.  The scheduler knows which instances are idle from its own list; a move for
@@ -67,6 +68,7 @@ class InstanceState(StrEnum):
     STARTING = "STARTING"
     READY = "READY"
     BACKING_OFF = "BACKING_OFF"
+    RECYCLING = "RECYCLING"
     DRAINING = "DRAINING"
     FINALIZING = "FINALIZING"
     STOPPED = "STOPPED"
@@ -101,7 +103,12 @@ INSTANCE: Table[InstanceState] = {
         _I.BACKING_OFF: "died or failed in a restart",
         _I.FAILED: "first start failed",
     },
-    _I.READY: {_I.DRAINING: "unload", _I.BACKING_OFF: "died or was killed"},
+    _I.READY: {
+        _I.DRAINING: "unload",
+        _I.BACKING_OFF: "died or was killed",
+        _I.RECYCLING: "has served long enough",
+    },
+    _I.RECYCLING: {_I.STARTING: "recycled", _I.STOPPED: "unload"},
     _I.BACKING_OFF: {_I.STARTING: "restart", _I.STOPPED: "unload", _I.FAILED: "gave up"},
     _I.DRAINING: {_I.FINALIZING: "drained", _I.STOPPED: "died"},
     _I.FINALIZING: {_I.STOPPED: "finalized or killed"},

@@ -10,22 +10,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bucket_counts import BucketCounts
-from moonpool.runtime.errors import BackendError, ExecuteTimedOut, LoadFailed, ModelUnavailable
+from moonpool.runtime.errors import LoadFailed, ModelUnavailable
+from moonpool.runtime.failures import (
+    as_load_failure,
+    as_moonpool_error,
+    no_instance_left,
+    tell_callers,
+    took_too_long,
+)
+from moonpool.runtime.limits.recycling import Recycling
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.restart import GiveUp, RestartPolicy
-from moonpool.runtime.states import INSTANCE, InstanceState, Machine
+from moonpool.runtime.seat import Seat
+from moonpool.runtime.states import InstanceState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from moonpool.runtime.backend import Backend, Model, ModelInstance
-    from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.scheduler import Scheduler
@@ -37,25 +44,12 @@ _CHECKS_PER_LIMIT = 20
 _TIDY_S = 5.0
 _STRANDED_NS = 1_000_000_000
 _JOIN_S = 0.1
+# How long an instance that is to be recycled waits for requests that it has yet to answer.
+_OPEN_S = 30.0
+_STAYS_OPEN = "[%s] is not recycled yet: requests are open that have not ended in %g s"
 _RECOVERY_BOUNDS_NS = tuple(
     ms * 1_000_000 for ms in (50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 300_000)
 )
-
-
-class Seat:
-    """An instance, where it is in its life, and when it died."""
-
-    def __init__(self, instance: ModelInstance, deaths: int) -> None:
-        self.instance = instance
-        self.machine = Machine(instance.name, INSTANCE, time.monotonic())
-        self.deaths_s: deque[float] = deque(maxlen=deaths)
-        self.restarts = 0
-        # When the process that is to be replaced broke.
-        self.broken_ns = 0
-        self.recovery: threading.Thread | None = None
-
-    def __repr__(self) -> str:
-        return f"<{self.machine!r} restarts={self.restarts}>"
 
 
 class Supervisor:
@@ -91,6 +85,7 @@ class Supervisor:
         self.seats = [Seat(i, options.max_restarts + 1) for i in instances]
         self._seat_of = {seat.instance: seat for seat in self.seats}
         self._scheduler: Scheduler | None = None
+        self.recycling = Recycling(options)
         # How long instances were away.
         self.recoveries = BucketCounts(_RECOVERY_BOUNDS_NS)
 
@@ -98,7 +93,9 @@ class Supervisor:
         """From now on, ready instances go to this scheduler."""
         self._scheduler = scheduler
         for seat in self.seats:
+            seat.instance.recycle = partial(self._take_to_recycle, seat.instance)
             seat.instance.report_broken = self._reporter(seat.instance)
+            seat.instance.report_grown = partial(self._outgrown, seat.instance)
             seat.instance.respond = partial(scheduler.outcomes.respond, seat.instance)
 
     def _reporter(self, instance: ModelInstance) -> Callable[[BaseException], None]:
@@ -169,6 +166,7 @@ class Supervisor:
 
     def _ready(self, seat: Seat, because: str) -> None:
         instance = seat.instance
+        self.recycling.begin(instance)
         instance.is_healthy = instance.accepts = True
         self._move(seat, _S.READY, because)
         if self._scheduler is not None:
@@ -182,21 +180,22 @@ class Supervisor:
         """An instance broke, and with it these requests. Does not block."""
         seat = self._seat_of[instance]
         instance.accepts = instance.is_healthy = False
-        recovery = threading.Thread(
-            target=self._recover,
-            args=(seat, requests, error),
-            name=f"moonpool-recover-{instance.name}",
-            daemon=True,
-        )
+        self.recycling.end_turn(instance)
+        if not self._begin(seat, partial(self._recover, seat, requests, error), "recover"):
+            # The machine has no thread to spare: better slowly than never.
+            self._recover(seat, requests, error)
+
+    def _begin(self, seat: Seat, act: Callable[[], None], name: str) -> bool:
+        """On a thread that has the instance in its hand, and is waited for when it is to end."""
+        name = f"moonpool-{name}-{seat.instance.name}"
+        recovery = threading.Thread(target=act, name=name, daemon=True)
         with self._lock:  # whoever finds it must find it started
             seat.recovery = recovery
             try:
                 recovery.start()
-                return
             except RuntimeError:
                 seat.recovery = None
-        # The machine has no thread to spare: better slowly than never.
-        self._recover(seat, requests, error)
+        return seat.recovery is not None
 
     def _recover(
         self, seat: Seat, requests: Sequence[InferenceRequest], error: BaseException
@@ -234,7 +233,11 @@ class Supervisor:
         if self._stopping.wait(max(0.0, decision.at_s - time.monotonic())):
             self._move(seat, _S.STOPPED, "unload")
             return True
-        self._move(seat, _S.STARTING, f"restart after: {seat.machine.because}")
+        because = f"restart after: {seat.machine.because}"
+        return self._start_again(seat, because, "restarted", restarts=1)
+
+    def _start_again(self, seat: Seat, because: str, done: str, *, restarts: int) -> bool:
+        self._move(seat, _S.STARTING, because)
         seat.instance.broken = None
         try:
             self._backend.model_instance_initialize(seat.instance)
@@ -242,10 +245,10 @@ class Supervisor:
             _log.error("[%s] restart failed: %s", seat.instance.name, error)
             self._move(seat, _S.BACKING_OFF, f"restart failed: {error}")
             return False
-        seat.restarts += 1
+        seat.restarts += restarts
         with self._lock:
             self.recoveries.add(time.monotonic_ns() - seat.broken_ns)
-        self._ready(seat, "restarted")
+        self._ready(seat, done)
         return True
 
     def _give_up(self, seat: Seat, reason: str) -> None:
@@ -263,6 +266,54 @@ class Supervisor:
         self._scheduler.refuse(error)
         self._scheduler.drop(error)
         self._give_up_model(why)
+
+    # Recycling
+
+    def _outgrown(self, instance: ModelInstance, rss_bytes: int) -> None:
+        self.recycling.outgrown(instance, rss_bytes)
+        # If it executes, it is asked for when it comes back.
+        if self._scheduler is not None and self._scheduler.take(instance):
+            self._scheduler.add(instance)
+
+    def _take_to_recycle(
+        self, instance: ModelInstance, leave_room: Callable[[ModelInstance], bool]
+    ) -> bool:
+        """Whether an instance that has served long enough is in hand now. The scheduler's lock is held."""
+        if self._stopping.is_set() or not self.recycling.take_turn(instance):
+            return False
+        if not leave_room(instance):  # sequences in it end first; no other one begins
+            return False
+        seat = self._seat_of[instance]
+        return self._begin(seat, partial(self._recycle, seat), "recycle")
+
+    def _recycle(self, seat: Seat) -> None:
+        instance, scheduler = seat.instance, self._scheduler
+        if scheduler is None:
+            return
+        if not scheduler.wait_closed(instance, time.monotonic() + _OPEN_S):
+            _log.warning(_STAYS_OPEN, instance.name, _OPEN_S)
+            self.recycling.postpone(instance)
+        elif instance.broken is None and not self._stopping.is_set():
+            self._renew(seat)
+            self.recycling.end_turn(instance)
+            return
+        self.recycling.end_turn(instance)
+        scheduler.add(instance)
+
+    def _renew(self, seat: Seat) -> None:
+        """End a process that is well, and start another one."""
+        because = self.recycling.recycled(seat.instance)
+        _log.info("[%s] is started anew: %s", seat.instance.name, because)
+        seat.instance.accepts = False
+        self._move(seat, _S.RECYCLING, because)
+        self._finalize(seat)
+        seat.broken_ns = time.monotonic_ns()
+        if self._stopping.is_set():
+            self._move(seat, _S.STOPPED, "unload")
+        elif not self._start_again(seat, because, f"recycled: {because}", restarts=0):
+            seat.deaths_s.append(time.monotonic())
+            while not self._restart(seat):
+                seat.deaths_s.append(time.monotonic())
 
     # Watching
 
@@ -345,50 +396,3 @@ class Supervisor:
             self._backend.model_instance_finalize(seat.instance)
         except Exception as error:
             _log.exception("[%s] finalizing the instance failed: %s", seat.instance.name, error)
-
-
-def tell_callers(
-    scheduler: Scheduler,
-    options: ModelOptions,
-    instance: ModelInstance,
-    requests: Sequence[InferenceRequest],
-    reason: MoonpoolError,
-) -> None:
-    """An instance is gone: what it had fails with this reason, or is queued again where it may be."""
-    scheduler.outcomes.fail_open(instance, reason)
-    again = []
-    if options.retry and not isinstance(reason, ExecuteTimedOut):
-        again = [each for each in requests if not each.attempts and not each.responses]
-    scheduler.outcomes.fail([request for request in requests if request not in again], reason)
-    if again:
-        scheduler.retry(again)
-
-
-def took_too_long(instance: str, limit_s: float) -> ExecuteTimedOut:
-    """Why an instance was ended, and what the requests of its batch get."""
-    return ExecuteTimedOut(
-        f"Stub process '{instance}' took longer than {limit_s:g} s to execute a batch and was ended"
-    )
-
-
-def no_instance_left(model: str, why: str) -> ModelUnavailable:
-    """What requests get where nothing is left that could execute them."""
-    return ModelUnavailable(f"Request for model '{model}' which has no instance left: {why}")
-
-
-def as_load_failure(error: BaseException, subject: str) -> MoonpoolError:
-    """What a load raises: moonpool's own errors as they are, others as `LoadFailed`."""
-    if isinstance(error, MoonpoolError):
-        return error
-    failure = LoadFailed(f"{subject} cannot be initialized: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
-def as_moonpool_error(error: BaseException) -> MoonpoolError:
-    """What callers get: moonpool's own errors as they are, others wrapped."""
-    if isinstance(error, MoonpoolError):
-        return error
-    wrapped = BackendError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

@@ -81,6 +81,10 @@ class WaitingRoom:
     def join(self, instance: ModelInstance, now_ns: int) -> None:
         """An instance is ready, perhaps not for the first time."""
 
+    def retire(self, instance: ModelInstance) -> bool:  # noqa: ARG002 - for sequences
+        """An instance is to end: nothing new is bound to it. True, and it has left, once nothing is."""
+        return True
+
     def leave(self, instance: ModelInstance, now_ns: int) -> None:
         """An instance broke."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.hosted_model import HostedModel
     from moonpool.runtime.model_registry import ModelRegistry
-    from moonpool.runtime.supervisor import Seat
+    from moonpool.runtime.seat import Seat
 
     Index = Callable[[], Sequence[Mapping[str, str]]]
 

@@ -39,6 +39,8 @@ class Promises(RuleBasedStateMachine):
         self.arrived = 0
         self.is_closed = False
         self.joined: set[str] = set()
+        # Of instances that are to end: the sequences that they still have.
+        self.retiring: dict[str, set[int | str]] = {}
         # Every request is in exactly one of these: waiting, executing, over.
         self.waiting: dict[str, Asked] = {}
         self.executing: dict[str, list[Asked]] = {}
@@ -70,9 +72,23 @@ class Promises(RuleBasedStateMachine):
     def leave(self, instance: str) -> None:
         self.sequencer.leave(instance, self.now_ns)
         self.joined.discard(instance)
+        self.retiring.pop(instance, None)
         for request in self.executing.pop(instance, []):
             self.over.add(request.name)
         self.place = {i: where for i, where in self.place.items() if where[0] != instance}
+
+    @rule(instance=st.sampled_from(INSTANCES))
+    def retire(self, instance: str) -> None:
+        table = self.sequencer._tables.get(instance)
+        inside = {each.id for each in table.slots if each} if table else set()
+        has_left = self.sequencer.retire(instance)
+        assert has_left == (not inside)
+        if has_left:
+            assert instance not in self.executing
+            self.joined.discard(instance)
+            self.retiring.pop(instance, None)
+        else:
+            self.retiring.setdefault(instance, inside)
 
     @rule(pick=st.integers(0, 20))
     def remove(self, pick: int) -> None:
@@ -116,6 +132,7 @@ class Promises(RuleBasedStateMachine):
                 continue
             del self.waiting[request.name]
             which = request.correlation_id
+            assert which in self.retiring.get(instance, {which}), "none begins where it should end"
             assert int(request.name) >= self.last[which], "in the order of arrival"
             self.last[which] = int(request.name)
             where = (instance, place if self.config.is_direct else 0)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.audience import Audience
+from moonpool.runtime.failures import took_too_long
 from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics, Traffic
 from moonpool.runtime.frontend.pool.messages import MAX_TEXT, Word
-from moonpool.runtime.supervisor import took_too_long
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

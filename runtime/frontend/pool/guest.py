@@ -13,12 +13,12 @@ from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
 from moonpool.runtime.backend import Backend, ModelInstance
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.errors import ModelUnavailable, StubDied
+from moonpool.runtime.failures import tell_callers
 from moonpool.runtime.recent_errors import RecentErrors
 from moonpool.runtime.regions import CallerMemory
 from moonpool.runtime.scheduler import Scheduler
 from moonpool.runtime.signature import Signature
 from moonpool.runtime.stub_connection import StubConnection
-from moonpool.runtime.supervisor import tell_callers
 
 if TYPE_CHECKING:
     import socket
