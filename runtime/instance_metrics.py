@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.runtime.bucket_counts import bucket_samples
 from moonpool.runtime.exposition import Family, Sample
+from moonpool.runtime.limits.recycling import REASONS
 from moonpool.runtime.model_metrics import labels_of
 from moonpool.runtime.states import InstanceState
 from moonpool.runtime.statistics import DURATION_BOUNDS_NS
@@ -45,7 +46,14 @@ _FAMILIES = {
         "gauge",
         "1; the labels say how the instance's stub process is confined",
     ),
-    "moonpool_instance_restarts_total": ("counter", "Restarts of the instance's stub process"),
+    "moonpool_instance_restarts_total": (
+        "counter",
+        "Restarts of the instance's stub process after it broke",
+    ),
+    "moonpool_instance_recycles_total": (
+        "counter",
+        "New starts of the instance's stub process because it has served long enough, by the limit",
+    ),
     "moonpool_stub_start_time_seconds": (
         "gauge",
         "Start of the stub process, in seconds since the epoch",
@@ -130,6 +138,10 @@ def _add_instance(samples: _Samples, hosted: HostedModel, seat: Seat) -> None:
     instance = ("model_instance", seat.instance.name)
     labels = labels_of(statistics, instance)
     samples.add("moonpool_instance_restarts_total", labels, seat.restarts)
+    counts = hosted.supervisor.recycling.counts
+    for reason in REASONS:
+        by_reason = labels_of(statistics, instance, ("reason", reason))
+        samples.add("moonpool_instance_recycles_total", by_reason, counts[instance[1], reason])
     stub = seat.instance.state
     process = getattr(stub, "process", None)
     if process is None or not process.is_running:

@@ -195,6 +195,7 @@ class Promises(RuleBasedStateMachine):
         free = [
             (number, table)
             for table in tables.values()
+            if not table.is_retiring
             for number in range(min(len(table.slots) + 1, table.limit))
             if number == len(table.slots) or table.slots[number] is None
         ]
@@ -217,6 +218,9 @@ class Promises(RuleBasedStateMachine):
                 self.answer(0, is_done=True)
             self.now_ns += 100 * US
             self.form(["A", "B"], 2)
+            for instance in list(self.retiring):
+                self.retire(instance)
+                self.join(instance)
         assert not self.waiting
         assert not self.sequencer._open
         assert not self.sequencer._idle
