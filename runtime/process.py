@@ -41,6 +41,14 @@ class ChildProcess(ABC):
         """Whether it has not been waited for yet."""
         return self._exit_code is None
 
+    def is_there(self) -> bool:
+        """Whether `pid` is still its number: it runs, or was not reaped yet."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, 0)
+        except OSError:
+            return False
+        return True
+
     def signal(self, number: int) -> None:
         """Send a signal; nothing happens where the process is gone."""
         with self._signalling:

@@ -6,9 +6,13 @@ import os
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.limits import limit_behind
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+# What this process is limited to, as in its policy: an error that comes of it says so.
+limits: dict[str, int] = {}
 
 # A model chooses these texts, and a client has to carry them.
 MAX_TEXT = 32_768
@@ -30,7 +34,7 @@ def describe(error: BaseException) -> str:
     """
     if isinstance(error, MoonpoolError):
         return _cut(str(error))
-    text = f"{_name(error)}: {_message(error)}"
+    text = f"{_name(error)}: {_message(error)}{limit_hint(error)}"
     frames = _model_frames(error.__traceback__)
     if frames:
         text += "\n\nAt:\n" + "".join(
@@ -39,6 +43,12 @@ def describe(error: BaseException) -> str:
             for frame in reversed(frames)
         )
     return _cut(text)
+
+
+def limit_hint(error: BaseException) -> str:
+    """`; the instance reached its …` where an error comes of one of its limits, else nothing."""
+    limit = limit_behind(error, _message(error), limits) if limits else ""
+    return f"; the instance {limit}" if limit else ""
 
 
 def traceback_of(error: BaseException) -> str:

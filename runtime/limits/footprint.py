@@ -1,0 +1,83 @@
+"""What a process has of memory, tasks and disk at the moment, as the kernel tells.
+
+What is read here is in the hand of whoever runs in the process as little as can be: numbers of the kernel, and sizes of
+files, of which there may be any number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moonpool.runtime.process import ChildProcess
+
+_BLOCK_BYTES = 512
+# A file takes some memory of the kernel's, also an empty one.
+_FILE_BYTES = 1024
+
+
+def memory_and_threads(process: ChildProcess) -> tuple[int, int] | None:
+    """Its resident memory, without what it shares by memory of the runtime, and its threads; None once it has ended."""
+    fields: dict[bytes, int] = {}
+    try:
+        with open(f"/proc/{process.pid}/status", "rb") as file:
+            for line in file:
+                name, _, value = line.partition(b":")
+                if name in (b"RssAnon", b"RssFile", b"Threads"):
+                    fields[name] = int(value.split()[0])
+    except OSError:
+        return None
+    # Looked at afterwards: so the number was its own when the file was read.
+    if not process.is_there() or len(fields) < 3:
+        return None
+    return (fields[b"RssAnon"] + fields[b"RssFile"]) << 10, fields[b"Threads"]
+
+
+def tasks_of(process: ChildProcess, threads: int) -> int:
+    """Its threads, and those of the processes that it and its children have started and not left."""
+    tasks, parents = threads, [str(process.pid)]
+    while parents:
+        children = _children(parents.pop())
+        parents += children
+        for child in children:
+            # It may have ended by now.
+            with contextlib.suppress(OSError):
+                tasks += len(os.listdir(f"/proc/{child}/task"))
+    return tasks
+
+
+def _children(pid: str) -> list[str]:
+    children: list[str] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file,
+            ):
+                children += file.read().split()
+    return children
+
+
+def size_of_folder(path: str, enough_bytes: int) -> int:
+    """What the files in a folder take, or a little more than enough. Follows no link.
+
+    A folder that hides what is in it, by its rights or the length of its path, counts as more than enough.
+    """
+    size_bytes, folders = 0, [path]
+    while folders and size_bytes <= enough_bytes:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    size_bytes += status.st_blocks * _BLOCK_BYTES + _FILE_BYTES
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    if size_bytes > enough_bytes:
+                        break
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # it was removed meanwhile
+        except OSError:
+            return enough_bytes + 1
+    return size_bytes
