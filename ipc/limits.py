@@ -72,10 +72,10 @@ def _first(names: tuple[str, ...], limits: Mapping[str, int]) -> str:
 
 
 def _forked(error: BaseException) -> bool:
-    """Whether it was raised where a process is made; sockets raise the same."""
+    """Whether it was raised in or right below a function that makes processes; sockets raise the same."""
+    codes = []
     frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
+    while frame is not None:
+        codes.append(frame.tb_frame.f_code)
         frame = frame.tb_next
-    return frame is not None and "fork" in " ".join(
-        (frame.tb_frame.f_code.co_name, *frame.tb_frame.f_code.co_names)
-    )
+    return any("fork" in name for code in codes[-2:] for name in code.co_names)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from moonpool.ipc.limits import limit_in, reached
 from moonpool.runtime.process import exit_in_words
 
-_SIGKILL, _SIGSEGV, _SIGSYS = -9, -11, -31
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SIGKILL, _SIGXFSZ, _SIGSYS = -9, -25, -31
+# As many as a C++ exception that nobody catches, or an allocator that gives up, needs to say so.
+_LAST_LINES = 5
 
 
 def start_failure(python: str, error: OSError) -> str:
@@ -28,10 +35,20 @@ def start_failure(python: str, error: OSError) -> str:
     return f"the interpreter {python} cannot be started: {error.strerror}"
 
 
-def death_in_words(code: int, python: str, tail: list[str], *, oom_killed: bool) -> str:
-    """`was killed by SIGSEGV`, with the likely cause and the last words where they help."""
+def death_in_words(
+    code: int, python: str, tail: list[str], limits: Mapping[str, int], *, oom_killed: bool
+) -> str:
+    """`was killed by SIGSEGV`, with the likely cause and the last words where they help.
+
+    `limits` are those that the process had set itself.
+    """
     words = exit_in_words(code)
     words = f"was {words}" if code < 0 else words
+    limit = limit_in("\n".join(tail[-_LAST_LINES:]), limits)
+    if limit:
+        return f"{words}: it {limit}; its last words were: {_last_words(tail)}"
+    if code == _SIGXFSZ and "file_bytes" in limits:
+        return f"{words}: it {reached('file_bytes', limits['file_bytes'])}"
     if code == _SIGKILL:
         if oom_killed:
             return f"{words}: the kernel's out-of-memory killer was at work"

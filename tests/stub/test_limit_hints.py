@@ -1,0 +1,75 @@
+"""An error that comes of a limit says which, and what sets it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import subprocess
+
+import pytest
+
+from moonpool.stub import report
+from moonpool.stub.report import describe
+
+LIMITS = {
+    "memory_bytes": 1 << 28,
+    "tasks": 64,
+    "open_files": 32,
+    "file_bytes": 1 << 20,
+}
+MEMORY = "reached its memory limit of 268435456 bytes (MOONPOOL_MEMORY_LIMIT_BYTES)"
+TASKS = "reached its task limit of 64 processes and threads (MOONPOOL_TASK_LIMIT)"
+FILES = "reached its descriptor limit of 32 open descriptors (MOONPOOL_OPEN_FILES)"
+SCRATCH = "reached its scratch limit of 1048576 bytes (MOONPOOL_SCRATCH_BYTES)"
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "limits", dict(LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [
+        (MemoryError(), MEMORY),
+        (MemoryError("Unable to allocate 8.00 GiB for an array"), MEMORY),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), MEMORY),
+        (ImportError("libx.so: failed to map segment from shared object"), MEMORY),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."), MEMORY),
+        (RuntimeError("can't start new thread"), TASKS),
+        (OSError(errno.EMFILE, "Too many open files"), FILES),
+        (OSError(errno.ENOSPC, "No space left on device"), SCRATCH),
+        (OSError(errno.EFBIG, "File too large"), SCRATCH),
+    ],
+)
+def test_an_error_names_the_limit_that_it_comes_of(error: BaseException, limit: str) -> None:
+    assert describe(error).endswith(f"; the instance {limit}")
+
+
+def test_a_process_that_cannot_be_made_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "_fork_exec", refuse)
+    with pytest.raises(BlockingIOError) as raised:
+        subprocess.run(["true"], check=False, start_new_session=True)
+    assert TASKS in describe(raised.value)
+
+
+def test_an_error_that_has_nothing_to_do_with_a_limit_names_none() -> None:
+    reading, writing = socket.socketpair()
+    reading.setblocking(False)
+    with pytest.raises(BlockingIOError) as raised:
+        reading.recv(1)
+    reading.close()
+    writing.close()
+    for error in (raised.value, ValueError("no memory of that"), FileNotFoundError(2, "gone")):
+        assert "reached its" not in describe(error)
+
+
+def test_where_there_is_no_limit_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "limits", {})
+    assert describe(MemoryError("all gone")) == "MemoryError: all gone"
+    monkeypatch.setattr(report, "limits", {"memory_bytes": 1 << 28})
+    error = RuntimeError("can't start new thread")
+    assert describe(error).endswith(MEMORY), "the stacks of threads are memory"
