@@ -105,6 +105,7 @@ class PythonBackend(Backend):
         self._tell_confinement(stub)
         stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
         stub.serve(instance.respond)
+        stub.bounds.serves(instance.report_grown)
         stub.notify_exit(lambda: instance.report_broken(_EndedIdle("the stub has ended")))
         self._stubs.audience.stub_ready(model, stub)
 

@@ -23,6 +23,7 @@ from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
 from moonpool.runtime.environment_variables import missing_variable
 from moonpool.runtime.errors import LoadFailed, StubDied
+from moonpool.runtime.limits.bounds import Bounds
 from moonpool.runtime.model_control import ModelControl
 from moonpool.runtime.output import Output
 from moonpool.runtime.process import StubProcess
@@ -77,11 +78,12 @@ class StubHandle(StubConnection):
         channel, control_end = Channel.pair()
         control = ControlChannel(channel)
         self._send = control.send
+        self.bounds = Bounds(name, plan.policy, options, stubs.watcher)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         self._output = Output(name, read_fd, options.log_lines_per_s)
         opened: list[Channel | Output | Link] = [work, channel, calls, self._output]
         try:
-            self._send(Kind.SANDBOX, plan.policy.to_json())
+            self._send(Kind.SANDBOX, self.bounds.policy.to_json())
             is_shared = stubs.audience.is_there
             super().__init__(work, control, options, stubs.reactor, is_shared=is_shared)
             opened.append(self.link)
@@ -96,9 +98,11 @@ class StubHandle(StubConnection):
                 folder=plan.folder,
                 is_foreign=plan.is_foreign,
             )
+            self.bounds.begin(self.process)
         except BaseException as error:
             for thing in opened:
                 thing.close()
+            self.bounds.release()
             plan.release()
             if isinstance(error, OSError):
                 raise LoadFailed(start_failure(plan.python, error), stage="start") from error
@@ -125,6 +129,7 @@ class StubHandle(StubConnection):
         Raises `LoadFailed` with the model's own words, or with why there are none.
         """
         try:
+            self.bounds.hold(self.process, self.abort)
             self._confirm(self._hear(Kind.CONFINED, deadline))
             self.link.conversation.send(Kind.START, json.dumps(start))
             expected = Kind.COMPLETED if start["mode"] == "complete" else Kind.LOADED
@@ -165,7 +170,7 @@ class StubHandle(StubConnection):
             )
         plan = self._plan
         self.confinement = confirmed(
-            self.name, self.process.pid, plan.policy, plan.granted, layers, left_out
+            self.name, self.process.pid, self.bounds.policy, plan.granted, layers, left_out
         )
         _log.log(self.confinement.log_level, "[%s] sandbox: %s", self.name, self.confinement)
 
@@ -254,7 +259,10 @@ class StubHandle(StubConnection):
     def _death(self, code: int) -> str:
         self._on_reactor(self._output.drain)
         killed = oom_kills() > self._oom_kills
-        return death_in_words(code, self._plan.python, self._output.tail(), oom_killed=killed)
+        if limit := self.bounds.reached():
+            return f"was ended by the kernel, as it {limit},"
+        limits, tail = self.bounds.policy.limits, self._output.tail()
+        return death_in_words(code, self._plan.python, tail, limits, oom_killed=killed)
 
     def _stop(self, grace_s: float) -> None:
         self.process.signal(signal.SIGTERM)
@@ -268,6 +276,7 @@ class StubHandle(StubConnection):
         if self.process.wait(10 * _EXIT_S) is None:
             _log.error("[%s] cannot be killed: %r", self.name, self.process)
         self._on_reactor(self.close)
+        self.bounds.release()
         self._plan.release()
 
     def _on_reactor(self, action: Callable[[], None]) -> None:

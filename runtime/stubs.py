@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.messages import Kind
 from moonpool.runtime.audience import Audience
 from moonpool.runtime.instance_metrics import NAMES
+from moonpool.runtime.limits.watcher import Watcher
 from moonpool.runtime.metrics import MetricRegistry
 from moonpool.runtime.model_metrics import KINDS
 
@@ -43,6 +44,7 @@ class Stubs:
         self.metrics = MetricRegistry({**KINDS, **dict.fromkeys(NAMES, _NO_KIND)})
         # A stub that is started takes those of this moment.
         self.log = log
+        self.watcher = Watcher()
         self._log_changing = threading.Lock()
         self._alive: set[StubHandle] = set()
 

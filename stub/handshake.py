@@ -29,6 +29,7 @@ from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.policy import Policy
+from moonpool.stub import report
 from moonpool.stub.sandbox import layers
 from moonpool.stub.sandbox.refused import SandboxRefused
 
@@ -72,6 +73,7 @@ def shake_hands(
             raise RemoteProtocolError(f"{Kind(fields[0]).name} came before the regions")
     calls = Channel(socket.socket(fileno=calls_fd))
     handshake = Handshake(name, conversation, control, calls, announced)
+    report.limits.update(policy.limits)
     try:
         if not is_confined:
             applied = layers.apply(policy)
@@ -116,7 +118,8 @@ class Handshake:
         except ImportError as error:
             self.fail(
                 "environment",
-                f"numpy cannot be imported by {sys.executable}: {error}; {_advice()}",
+                f"numpy cannot be imported by {sys.executable}: {error}"
+                f"{report.limit_hint(error)}; {_advice()}",
             )
         from moonpool.stub.loop import Stub
 

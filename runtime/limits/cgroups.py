@@ -171,6 +171,7 @@ class Group:
         self.path = place.path / name
         # What it limits, of what was asked for.
         self.limits: dict[str, int] = {}
+        self.has_weight = "cpu" in place.controllers
         self.path.mkdir()
         try:
             memory, tasks = limits.get("memory_bytes"), limits.get("tasks")
@@ -197,11 +198,10 @@ class Group:
         self._write("cgroup.procs", pid)
 
     def reached(self) -> str:
-        """What `ipc.limits.reached` says of the limit that this group ended a process for, or refused one, else ""."""
-        if "memory_bytes" in self.limits and self._event("memory.events", "oom_kill"):
+        """What `ipc.limits.reached` says of the limit that the kernel ended a process of this group for, else ""."""
+        is_full = self._event("memory.events", "oom") and self._event("memory.events", "oom_kill")
+        if "memory_bytes" in self.limits and is_full:
             return reached("memory_bytes", self.limits["memory_bytes"])
-        if "tasks" in self.limits and self._event("pids.events", "max"):
-            return reached("tasks", self.limits["tasks"])
         return ""
 
     def _event(self, name: str, key: str) -> int:

@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 from moonpool.runtime.limits import watcher
 from moonpool.runtime.limits.footprint import memory_and_threads, size_of_folder, tasks_of
 from moonpool.runtime.limits.watcher import Watched, Watcher
-from moonpool.runtime.process import ChildProcess
+from moonpool.runtime.process import ChildProcess, SpawnedProcess
 
 BUSY = """
 import subprocess, sys, threading, time
@@ -33,7 +33,7 @@ def busy() -> Iterator[ChildProcess]:
     popen = subprocess.Popen(
         [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, start_new_session=True
     )
-    process = ChildProcess(popen)
+    process = SpawnedProcess(popen)
     assert popen.stdout is not None
     with popen.stdout:
         assert popen.stdout.readline() == b"ready\n"
@@ -54,7 +54,7 @@ def test_memory_and_tasks_of_a_process_are_seen(busy: ChildProcess) -> None:
 
 
 def test_a_process_that_has_ended_has_nothing() -> None:
-    process = ChildProcess(subprocess.Popen(["true"], start_new_session=True))
+    process = SpawnedProcess(subprocess.Popen(["true"], start_new_session=True))
     process.wait(20.0)
     assert memory_and_threads(process) is None
     process.close()
@@ -72,7 +72,7 @@ def test_shared_memory_of_the_runtime_is_nobodys_growth() -> None:
         stdout=subprocess.PIPE,
         start_new_session=True,
     ) as popen:
-        process = ChildProcess(popen)
+        process = SpawnedProcess(popen)
         popen.stdout.readline()  # type: ignore[union-attr]
         found = memory_and_threads(process)
         assert found is not None

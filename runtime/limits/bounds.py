@@ -1,0 +1,100 @@
+"""What keeps the process of one stub within its limits from outside: a group of the kernel's, and the watcher."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.policy import OFF, Policy
+from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.limits.cgroups import GROUPS
+from moonpool.runtime.limits.watcher import Watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moonpool.runtime.config_options import ModelOptions
+    from moonpool.runtime.limits.cgroups import Group
+    from moonpool.runtime.limits.watcher import Watcher
+    from moonpool.runtime.process import ChildProcess
+
+_log = logging.getLogger("moonpool")
+# Where memory runs out, a stub is to be ended before its runtime is.
+_OOM_SCORE = 500
+
+
+class Bounds:
+    """Made before the process. Any thread may call any method; `hold` and `release` may wait some milliseconds."""
+
+    def __init__(self, name: str, policy: Policy, options: ModelOptions, watcher: Watcher) -> None:
+        self._name = name
+        self._watcher = watcher
+        self._rss_bytes = options.recycle_rss_bytes
+        self._watched: Watched | None = None
+        self._group: Group | None = GROUPS.make(policy.limits, options.cpu_weight)
+        # What is left for the process to put on itself.
+        self.policy = policy if self._group is None else _without(policy, self._group)
+
+    def begin(self, process: ChildProcess) -> None:
+        """The process has just started."""
+        if self.policy.level == OFF:
+            return
+        try:
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
+        except OSError as error:
+            _log.debug("[%s] its score for the out-of-memory killer stays: %s", self._name, error)
+
+    def hold(self, process: ChildProcess, end: Callable[[BaseException], object]) -> None:
+        """To be called before anything foreign runs in the process. Raises `LoadFailed`.
+
+        `end` gets the reason where the process is to end for a limit.
+        """
+        if self._group is not None:
+            try:
+                self._group.add(process.pid)
+            except OSError as error:
+                raise LoadFailed(
+                    f"Stub process '{self._name}' cannot be put into its group {self._group.path}, "
+                    f"which limits it: {error.strerror}; see the rules of delegation in LIMITS.md",
+                    stage="sandbox",
+                ) from error
+        policy = self.policy
+        watched = Watched(
+            self._name,
+            process,
+            end,
+            tasks=policy.limits.get("tasks"),
+            scratch=policy.scratch,
+            scratch_bytes=policy.scratch_bytes if policy.scratch else None,
+            rss_bytes=self._rss_bytes,
+        )
+        if watched.is_needed:
+            self._watched = watched
+            self._watcher.add(watched)
+
+    def serves(self, grown: Callable[[int], object]) -> None:
+        """The model is loaded; `grown` gets the memory of the process when it is to be recycled for it."""
+        if self._watched is not None:
+            self._watched.serves(grown)
+
+    def reached(self) -> str:
+        """Which limit the kernel has ended the process for, as a clause; "" for none that is known."""
+        return "" if self._group is None else self._group.reached()
+
+    def release(self) -> None:
+        """The process has ended; what it may have left in its group ends as well. May be called many times."""
+        if self._watched is not None:
+            self._watcher.remove(self._watched)
+            self._watched = None
+        if self._group is not None:
+            self._group.remove()
+
+
+def _without(policy: Policy, group: Group) -> Policy:
+    """What a group limits better. Of tasks the process is to know, for its errors."""
+    limits = {name: value for name, value in policy.limits.items() if name != "memory_bytes"}
+    if "memory_bytes" not in group.limits:
+        limits = policy.limits
+    nice = 0 if group.has_weight else policy.nice
+    return Policy(**{**vars(policy), "limits": limits, "nice": nice})
