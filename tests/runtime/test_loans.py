@@ -28,7 +28,7 @@ class Borrower:
 
     def new_loans(self, *, is_private: bool = False) -> Loans:
         first = new_region(0, 1 << 16, None)
-        return Loans(self._announce, first, None, is_private=is_private)
+        return Loans(self._announce, first, None, self.told.append, is_private=is_private)
 
     def _announce(self, region: SharedRegion, writer: Side) -> None:
         assert writer is Side.RUNTIME
@@ -41,7 +41,7 @@ class Borrower:
 
     def tidy(self) -> list[int]:
         self.told.clear()
-        self.loans.tidy(self.told.append)
+        self.loans.tidy()
         return self.told
 
     def close(self) -> None:
