@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
@@ -14,7 +15,6 @@ from moonpool.stub.report import describe, traceback_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import ModuleType
 
 CLASS_NAME = "TritonPythonModel"
 UTILITIES = ("triton_python_backend_utils", "c_python_backend_utils")
@@ -118,7 +118,14 @@ def _import_in_package(stem: str, version_dir: str) -> ModuleType:
 
     A folder called "1" elsewhere on the path would otherwise be part of the same package.
     """
-    parent, version = os.path.split(os.path.realpath(version_dir))
+    folder = os.path.realpath(version_dir)
+    parent, version = os.path.split(folder)
+    name = f"{version}.{stem}"
+    if _is_hidden(folder):
+        # The file is all that the model has.
+        sys.modules[version] = package = ModuleType(version)
+        package.__path__ = [folder]
+        return _import_file(name, os.path.join(folder, f"{stem}.py"))
     spec = PathFinder.find_spec(version, [parent])
     if spec is None:
         raise ModuleNotFoundError(f"No module named {version!r} in {parent}")
@@ -126,7 +133,7 @@ def _import_in_package(stem: str, version_dir: str) -> ModuleType:
     sys.modules[version] = package
     if spec.loader is not None:
         spec.loader.exec_module(package)
-    return _import_module(f"{version}.{stem}")
+    return _import_module(name)
 
 
 def _import_module(name: str) -> ModuleType:
@@ -137,19 +144,26 @@ def _import_module(name: str) -> ModuleType:
 
 def _import_alone(stem: str, path: str) -> ModuleType:
     """Imports `<stem>`, also where the sandbox hides what else is in its folder."""
-    try:
-        os.scandir(os.path.dirname(path)).close()
-    except PermissionError:
+    if _is_hidden(os.path.dirname(path)):
         return _import_file(stem, path)
     return _import_module(stem)
 
 
-def _import_file(stem: str, path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(stem, path)
+def _is_hidden(folder: str) -> bool:
+    """Whether the sandbox shows files in a folder but not which there are: modules are not found there."""
+    try:
+        os.scandir(folder).close()
+    except PermissionError:
+        return True
+    return False
+
+
+def _import_file(name: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

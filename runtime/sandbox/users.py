@@ -26,7 +26,7 @@ def take() -> int | None:
     Any thread may call it.
     """
     global _fd
-    if os.geteuid() != 0:
+    if os.geteuid() != 0 or not _are_mapped():
         return None
     with _lock:
         if _fd < 0:
@@ -40,6 +40,17 @@ def take() -> int | None:
                 _taken.add(user)
                 return user
     return None
+
+
+def _are_mapped() -> bool:
+    """Whether these users and groups are anybody in this process's user namespace."""
+    return all(_maps(name) for name in ("uid_map", "gid_map"))
+
+
+def _maps(name: str) -> bool:
+    with open(f"/proc/self/{name}", encoding="ascii") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    return any(first <= FIRST and first + count > LAST for first, _, count in ranges)
 
 
 def _locked(user: int) -> bool:

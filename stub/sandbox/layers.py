@@ -183,10 +183,7 @@ class _Contained:
         if "tasks" in policy.limits and (self._counts_tasks or self._user is not None):
             limits.limit_tasks(policy.limits["tasks"])
         if self._user is not None:
-            user = self._user
-            _try("own_user", lambda: identity.become(user))
-            self._applied.on.append("own_user")
-            self._others_are_safe = True
+            self._become(self._user)
         _try("no_capabilities", identity.drop_capabilities)
         self._applied.on.append("no_capabilities")
         identity.die_with(self._parent_pid)
@@ -194,6 +191,14 @@ class _Contained:
             self._check_paths()
         if policy.scratch:
             os.chdir(policy.scratch)
+
+    def _become(self, user: int) -> None:
+        # Not among what is left out at strict: the mounts are this user's already.
+        self._required("own_user", lambda: identity.become(user))
+        if os.geteuid() == user:
+            self._others_are_safe = True
+        else:
+            self._user = None
 
     def _check_paths(self) -> None:
         """Say which of the granted paths its user cannot reach."""

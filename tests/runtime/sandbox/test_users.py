@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.runtime.cli.shell import environment
 
 from moonpool.runtime.sandbox import users
 
@@ -44,7 +45,11 @@ def test_one_that_was_given_back_is_given_again() -> None:
 def test_two_runtimes_never_share_one() -> None:
     own = users.take()
     with subprocess.Popen(
-        [sys.executable, "-c", _OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _OTHER],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         try:
             others = set(map(int, ((other.stdout and other.stdout.readline()) or "").split()))
