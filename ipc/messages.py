@@ -85,6 +85,7 @@ class Kind(IntEnum):
     READINESS = 27
     PEER = 28
     BEGUN = 29
+    LENT_REGION = 40
     # Calls channel.
     INFER = 30
     REPLY = 31
@@ -142,6 +143,7 @@ _TENSOR = Row(index=Int(0, 65535), **_LYING)
 _NAMED_TENSOR = Row(name=Text(_LONG), **_LYING)
 _TENSORS = ListOf(_TENSOR, 65536)
 LAYOUT = Packed(ListOf(_TENSORS, MAX_BATCH), 1 << 28)
+_TARGET = Row(request=Int(0, MAX_BATCH - 1), output=Int(0, 65535), region=_ID, offset=_ID, size=_ID)
 _BLOCKS = ListOf(_BLOCK, 2 * MAX_BATCH)
 _PLACES = ListOf(_PLACE, MAX_PLACES)
 _PARAMETERS = Maybe(Table(MAX_PARAMETERS))
@@ -202,7 +204,7 @@ WORK: dict[Kind, Message] = {
         (Kind.FINALIZE,),
     ),
     # `released`: blocks of earlier answers that nobody needs any more. `details`: of each request, where
-    # there are some.
+    # there are some. `targets`: where outputs go that are to be written to the memory of clients.
     Kind.EXECUTE: Message(
         _RUNTIME,
         {
@@ -211,6 +213,7 @@ WORK: dict[Kind, Message] = {
             "blocks": _BLOCKS,
             "layout": LAYOUT,
             "details": Maybe(ListOf(Maybe(_DETAILS), MAX_BATCH)),
+            "targets": Maybe(ListOf(_TARGET, MAX_BATCH)),
         },
         (Kind.ANSWER,),
     ),
@@ -243,6 +246,8 @@ CONTROL: dict[Kind, Message] = {
     Kind.SANDBOX: Message(_RUNTIME, {"policy": Text(1 << 16)}),
     # Comes with the region's descriptor. `writer` says who allocates in it.
     Kind.REGION: Message(_RUNTIME, {"region": _ID, "size": _ID, "writer": Int(1, 2)}),
+    # Memory of a client, with its descriptor: inputs lie in it, or outputs go there.
+    Kind.LENT_REGION: Message(_RUNTIME, {"region": _ID, "size": _ID}),
     # The stub needs a region of at least that size for its answers.
     Kind.GROW: Message(_STUB, {"size": _ID}),
     Kind.REFUSED: Message(_RUNTIME, {"reason": Text(_SHORT)}),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import ProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
+from moonpool.runtime.client_region import ClientRegion
 from moonpool.runtime.output import Budget
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ class ControlChannel:
 
     def send_region(self, region: SharedRegion, writer: Side) -> None:
         """Announce a region with its descriptor. Raises what `send` does."""
-        packet = encode(Kind.REGION, region.id, region.size_bytes, writer)
+        if isinstance(region, ClientRegion):
+            packet = encode(Kind.LENT_REGION, region.id, region.size_bytes)
+        else:
+            packet = encode(Kind.REGION, region.id, region.size_bytes, writer)
         with self._sending, _reading_peer():
             self.channel.send_fds(packet, region.fd)
 

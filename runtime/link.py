@@ -47,6 +47,7 @@ class Link(Overflow):
         self,
         channel: Channel,
         send_region: Callable[[SharedRegion, Side], None],
+        retire: Callable[[int], None],
         *,
         region_bytes: int,
         region_limit_bytes: int | None,
@@ -54,7 +55,7 @@ class Link(Overflow):
         is_loaded: bool = False,
         is_shared: bool = False,
     ) -> None:
-        """`is_private` says that no other stub may see this one's memory, nor this one theirs.
+        """`retire` tells the stub to forget a region. `is_private` says that no other stub may see this one's memory, nor this one theirs.
 
         `is_loaded`: the stub takes batches from the beginning. `is_shared`: others send it batches, too.
         """
@@ -72,10 +73,12 @@ class Link(Overflow):
         # that says that it keeps them may not have been read yet.
         self._let_go: deque[Place] = deque()
         self._batch = 0
+        # Rows of EXECUTE: where outputs of the batch go.
+        self._targets: list[list[int]] = []
         # The batch that was sent last, and when the stub came to it, as far as it has said so.
         self._begun: tuple[int, int | None] = (0, None)
         first = new_region(0, region_bytes, region_limit_bytes)
-        self.loans = Loans(send_region, first, region_limit_bytes, is_private=is_private)
+        self.loans = Loans(send_region, first, region_limit_bytes, retire, is_private=is_private)
         try:
             answers = new_region(0, region_bytes, region_limit_bytes)
             answers.is_private = is_private
@@ -126,7 +129,10 @@ class Link(Overflow):
             self._batch += 1
             self._begun = (self._batch, None)
             self.replies.begin(self._batch, requests)
-            self.conversation.send(_EXECUTE, self._batch, released, blocks, layout.packed, details)
+            packed, targets = layout.packed, self._targets or None
+            self.conversation.send(
+                _EXECUTE, self._batch, released, blocks, packed, details, targets
+            )
         except BaseException:
             self.released.extend(released)
             self.loans.end_batch(())
@@ -177,10 +183,16 @@ class Link(Overflow):
     def _find_shared(
         self, requests: Sequence[InferenceRequest], blocks: list[list[int]]
     ) -> dict[tuple[int, int], Place]:
-        """The inputs that callers wrote into shared memory themselves; adds the blocks they lie in."""
+        """The inputs that callers wrote into shared memory themselves; adds the blocks they lie in.
+
+        Notes which outputs are to be written into such memory, too.
+        """
         found: dict[tuple[int, int], Place] = {}
+        self._targets = []
         for i, request in enumerate(requests):
             if request.has_views:
+                for output, lease in request.targets.items():
+                    self._targets.append([i, output, *self.loans.lend_target(lease)])
                 for number, array in enumerate(request.arrays):
                     lent = self.loans.lend(array)
                     if lent is not None:
@@ -286,13 +298,10 @@ class Link(Overflow):
 
     # Memory that nobody needs for now
 
-    def tidy(self, tell: Callable[[int], None]) -> None:
-        """Give up request regions that were not used since the last time; `tell` tells the stub.
-
-        Raises `RemoteProtocolError`.
-        """
+    def tidy(self) -> None:
+        """Give up request regions that were not used since the last time. Raises `RemoteProtocolError`."""
         self._take_back()
-        self.loans.tidy(tell)
+        self.loans.tidy()
 
     def size_bytes(self) -> int:
         """All shared memory of this stub."""

@@ -16,6 +16,7 @@ from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.memory import lease_of, offset_in
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.client_region import ClientRegion
 from moonpool.runtime.regions import new_region
 
 if TYPE_CHECKING:
@@ -47,11 +48,13 @@ class Loans:
         send_region: Callable[[SharedRegion, Side], None],
         first: SharedRegion,
         limit_bytes: int | None,
+        retire: Callable[[int], None],
         *,
         is_private: bool = False,
     ) -> None:
-        """`first` is announced to the stub by the caller."""
+        """`first` is announced to the stub by the caller; `retire` tells the stub to forget a region."""
         self._send_region = send_region
+        self._retire = retire
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._arena = Arena(self._grow)
@@ -65,6 +68,8 @@ class Loans:
         # Of this batch; and what the model keeps, of earlier batches and of answers to its calls.
         self._lent: list[tuple[Place, Loan]] = []
         self._kept: dict[Place, list[Loan]] = {}
+        # Where outputs of this batch may go, in memory of clients.
+        self._targets: list[tuple[Place, Lease]] = []
         # Blocks of ours that were handed on, and that those who had them let go of.
         self._returned: deque[object] = deque()
         self._give_back: Callable[[object], object] = self._returned.append
@@ -104,13 +109,7 @@ class Loans:
         if lease is None or not array.flags.c_contiguous:
             return None
         region, place_offset, size_bytes = lease.region, lease.offset, lease.size
-        found = None if self._caller_memory is None else self._caller_memory.find(lease)
-        if found is None and (
-            array.nbytes < SHARED_BYTES
-            or type(region) is not SharedRegion
-            or self.is_private
-            or region.is_private
-        ):
+        if type(region) is not ClientRegion and not self._may_see(lease, array):
             return None
         with self._lock:
             if not self._announce(region):  # type: ignore[arg-type]
@@ -118,9 +117,30 @@ class Loans:
             self._note((region.id, place_offset), lease, keep)  # type: ignore[union-attr]
         return [region.id, place_offset, size_bytes], offset_in(lease, array)  # type: ignore[union-attr]
 
+    def _may_see(self, lease: Lease, array: np.ndarray) -> bool:
+        if self._caller_memory is not None and self._caller_memory.find(lease) is not None:
+            return True
+        region = lease.region
+        return not (
+            array.nbytes < SHARED_BYTES
+            or type(region) is not SharedRegion
+            or self.is_private
+            or region.is_private
+        )
+
+    def lend_target(self, lease: Lease) -> list[int]:
+        """Let the stub write an output of this batch to memory of a client; the block that it is."""
+        region: SharedRegion = lease.region  # type: ignore[assignment]
+        with self._lock:
+            self._announce(region)
+            self._targets.append(((region.id, lease.offset), lease))
+        return [region.id, lease.offset, lease.size]
+
     def _announce(self, region: SharedRegion) -> bool:
         if region.id in self._announced or region.id in self._regions:
             return True
+        # Clients may come and go faster than anybody tidies up.
+        self._forget_closed()
         if not region.share(lambda each: self._send_region(each, Side.RUNTIME)):
             return False
         self._announced[region.id] = region
@@ -138,7 +158,9 @@ class Loans:
         """A lease on what is lent to the stub at a place that it names. Raises `RemoteProtocolError`."""
         place = (region_id, offset)
         with self._lock:
-            loan = self._find(place)
+            loan: Loan | None = self._find_target(place)
+            if loan is None:
+                loan = self._find(place)
             if loan is not None and size_bytes <= (
                 loan.size_bytes if type(loan) is Block else loan.size  # type: ignore[union-attr]
             ):
@@ -151,12 +173,15 @@ class Loans:
             "which is not the stub's to answer from"
         )
 
+    def _find_target(self, place: Place) -> Lease | None:
+        return next((lease for lent, lease in self._targets if lent == place), None)
+
     def _find(self, place: Place) -> Loan | None:
-        for lent, loan in self._lent:
-            if lent == place:
-                return loan
-        kept = self._kept.get(place)
-        return kept[-1] if kept else None
+        loan = next((loan for lent, loan in self._lent if lent == place), None)
+        if loan is None and place in self._kept:
+            loan = self._kept[place][-1]
+        # What the stub sees of a client's memory is its own copy: there are no answers in it.
+        return None if type(getattr(loan, "region", None)) is ClientRegion else loan
 
     # The ends of loans
 
@@ -167,6 +192,7 @@ class Loans:
         """
         with self._lock:
             lent, self._lent = self._lent, []
+            self._targets.clear()
             if held:
                 lent = self._keep_some(lent, held)
             for _, loan in lent:
@@ -216,23 +242,28 @@ class Loans:
 
     # Memory that nobody needs for now
 
-    def tidy(self, tell: Callable[[int], None]) -> None:
-        """Give up regions that were not used since the last time; `tell` tells the stub."""
+    def tidy(self) -> None:
+        """Give up regions that were not used since the last time."""
         with self._lock:
             self._collect()
             idle = self._arena.idle()
             for region_id, uses in idle.items():
                 if self._idle.get(region_id) == uses:
                     self._arena.retire(region_id)
-                    tell(region_id)
+                    self._retire(region_id)
                     self._regions.pop(region_id).close()
             self._idle = idle
+            self._forget_closed()
+
+    def _forget_closed(self) -> None:
+        """Let the stub forget regions that whoever made them has given up, and in which nothing is lent."""
+        closed = [region.id for region in self._announced.values() if region.buffer is None]
+        if closed:
             in_use = {place[0] for place in self._kept} | {place[0] for place, _ in self._lent}
-            for region in list(self._announced.values()):
-                # Whoever made it has given it up, and nothing in it is lent.
-                if region.buffer is None and region.id not in in_use:
-                    del self._announced[region.id]
-                    tell(region.id)
+            for region_id in closed:
+                if region_id not in in_use:
+                    del self._announced[region_id]
+                    self._retire(region_id)
 
     @property
     def size_bytes(self) -> int:
@@ -262,5 +293,6 @@ class Loans:
         with self._lock:
             self._lent.clear()
             self._kept.clear()
+            self._targets.clear()
             for region in self._regions.values():
                 region.close()

@@ -25,10 +25,15 @@ _KEEP_S = 5.0
 _numbers = itertools.count(1)
 
 
+def next_number() -> int:
+    """A number that no other region of this process has."""
+    return next(_numbers)
+
+
 def new_region(present_bytes: int, needed_bytes: int, limit_bytes: int | None) -> SharedRegion:
     """A region with a number that no other region of this process has. Raises `OutOfMemory`."""
     size_bytes = growth_bytes(present_bytes, needed_bytes, limit_bytes)
-    return SharedRegion.create(next(_numbers), size_bytes)
+    return SharedRegion.create(next_number(), size_bytes)
 
 
 class CallerMemory:

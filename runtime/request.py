@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from moonpool.ipc.memory import Lease
     from moonpool.runtime.allocator import ResponseAllocator
     from moonpool.runtime.backend import Model
     from moonpool.runtime.waiter import Waiter
@@ -181,6 +182,9 @@ class RequestTrace(Protocol):
         """Its caller has all that he will get."""
 
 
+_NOWHERE: Mapping[int, Lease] = {}
+
+
 class InferenceRequest:
     """One request. The scheduler's queue, the backend and the caller's waiter share it."""
 
@@ -200,6 +204,7 @@ class InferenceRequest:
         "responses",
         "shapes",
         "signature",
+        "targets",
         "timeout_us",
         "trace",
         "userp",
@@ -227,6 +232,8 @@ class InferenceRequest:
             self.timeout_us = details.timeout_us
         # Whether any array is a view of something, which may be shared memory.
         self.has_views = has_views
+        # Where the stub is to write outputs to, by their numbers; only looked at where `has_views`.
+        self.targets: Mapping[int, Lease] = _NOWHERE
         self.allocator: ResponseAllocator | None = None
         self.userp: object = None
         # Whether outputs are wanted as `Wire`, by those who only pass them on.

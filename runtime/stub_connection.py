@@ -56,6 +56,7 @@ class StubConnection:
             self.link = Link(
                 work,
                 control.send_region,
+                lambda region_id: control.send(Kind.RETIRE, region_id),
                 region_bytes=options.region_bytes,
                 region_limit_bytes=options.region_limit_bytes,
                 is_private=is_contained,
@@ -87,7 +88,7 @@ class StubConnection:
 
     def tidy(self) -> None:
         """Give back memory that was not needed lately. For whoever holds the idle instance."""
-        self.link.tidy(lambda region_id: self.control.send(Kind.RETIRE, region_id))
+        self.link.tidy()
         self._growth.tidy()
 
     # On the reactor's thread

@@ -51,6 +51,7 @@ class Answer:
         A request without a response stays open, or is rescheduled where the model asked for that.
         """
         placer, batch = self._placer, self._batch
+        targets = batch.targets
         for request, response in zip(requests, responses):
             if response is None:
                 self._leave(request)
@@ -61,7 +62,11 @@ class Answer:
                 self._add(NO_OUTPUTS, None, OPEN)
                 continue
             plan, remark = placer.answer(
-                response, request._requested_output_names, self._blocks, batch
+                response,
+                request._requested_output_names,
+                self._blocks,
+                batch,
+                targets.get(len(self._plans)) if targets else None,
             )
             self._add(plan or NO_OUTPUTS, remark)
 

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from moonpool.ipc.codec import unpack_layout
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import BYTES, DTYPES
+from moonpool.stub.lent_region import LentRegion
 from moonpool.stub.request import InferenceRequest, InferenceTrace
 from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from moonpool.ipc.memory import Lease
+    from moonpool.ipc.memory import Lease, Region
     from moonpool.stub.regions import Regions
     from moonpool.stub.reply import Port
 
 _NO_DETAILS: list[Any] = ["", 0, 0, 0, 0, None, None, None]
 _MEMORABLE_BYTES = 4096
 _RAW = np.dtype("u1")
+
+
+class Target(NamedTuple):
+    """Where the client wants an output that has room there."""
+
+    region: Region
+    offset: int
+    size_bytes: int
 
 
 class Batch:
@@ -32,6 +41,7 @@ class Batch:
         "_has_copies",
         "_inputs",
         "_layouts",
+        "_lent",
         "_let_go",
         "_outputs",
         "_port",
@@ -39,6 +49,7 @@ class Batch:
         "_returned",
         "kept",
         "places",
+        "targets",
     )
 
     def __init__(self, regions: Regions, port: Port, start: dict[str, Any]) -> None:
@@ -52,10 +63,18 @@ class Batch:
         self._let_go = self._returned.append
         self.places: list[object] = []
         self._has_copies = False
+        # The places that are in memory of clients: those of inputs, and where outputs go to, by request and output.
+        self._lent: list[tuple[LentRegion, tuple[int, int], int]] = []
+        self.targets: dict[int, dict[int, Target]] = {}
         self.kept = 0
 
     def open(
-        self, batch: int, blocks: list[list[int]], packed: bytes, details: list[Any] | None
+        self,
+        batch: int,
+        blocks: list[list[int]],
+        packed: bytes,
+        details: list[Any] | None,
+        targets: list[list[int]] | None = None,
     ) -> list[InferenceRequest]:
         """The batch as the model sees it: views on the region, writable, no copy."""
         layout = self._layouts.get(packed)
@@ -70,12 +89,19 @@ class Batch:
             place = (region_id, offset)
             places.append(place)
             region = self._regions.request_region(region_id)
+            if type(region) is LentRegion:
+                self._lent.append((region, place, size_bytes))
             leases.append(region.lease(offset, size_bytes, self._let_go, place))
         port = self._port
         requests = []
         for index, inputs in enumerate(layout):
             each = None if details is None else details[index]
             requests.append(self._request(inputs, each, leases, (port, batch, index)))
+        if self.targets:
+            self.targets = {}
+        for index, output, region_id, offset, size_bytes in targets or ():
+            target = Target(self._regions.request_region(region_id), offset, size_bytes)
+            self.targets.setdefault(index, {})[output] = target
         return requests
 
     def _read(self, packed: bytes) -> list[list[Any]]:
@@ -125,7 +151,8 @@ class Batch:
         """Whether this is a block of the batch that is open now."""
         # The first block has no bytes where nothing was copied, and then its place may be another's.
         places = self.places if self._has_copies else self.places[1:]
-        return lease.give_back is self._let_go and lease.token in places
+        is_ours = lease.give_back is self._let_go and lease.region is not None
+        return is_ours and lease.token in places
 
     def let_go(self) -> tuple[list[object], list[object]]:
         """The blocks of this batch that the model keeps, and those of earlier ones it let go of now.
@@ -133,6 +160,8 @@ class Batch:
         To be called when everything else that refers to the batch's objects is gone.
         """
         returned = self._returned
+        if self._lent:
+            self._end_loans()
         if not self.kept and len(returned) == len(self.places):
             returned.clear()
             return [], []
@@ -147,6 +176,21 @@ class Batch:
                 held.append(place)
         self.kept += len(held) - len(released)
         return held, released
+
+    def _end_loans(self) -> None:
+        """Clients may write to their memory again soon."""
+        # Which objects these are: one that was kept earlier may have had the same place.
+        back = set(map(id, self._returned.copy()))
+        kept = {region for region, place, _ in self._lent if id(place) not in back}
+        lent: dict[LentRegion, list[tuple[int, int]]] = {}
+        for region, (_, offset), size_bytes in self._lent:
+            lent.setdefault(region, []).append((offset, size_bytes))
+        self._lent.clear()
+        for region, blocks in lent.items():
+            if region in kept:
+                region.give_up(blocks)
+            else:
+                region.renew(blocks)
 
     def let_go_late(self, most: int) -> list[object]:
         """Blocks of earlier batches that the model let go of since; while no batch is open."""

@@ -116,6 +116,8 @@ class Control:
         regions = self._regions
         if kind == Kind.REGION and len(fds) == 1:
             regions.arrive(fields[1], fields[2], fds[0], fields[3])
+        elif kind == Kind.LENT_REGION and len(fds) == 1:
+            regions.arrive_lent(fields[1], fields[2], fds[0])
         elif kind == Kind.REFUSED:
             regions.refuse(fields[1])
         elif kind == Kind.RELEASE:

@@ -78,10 +78,10 @@ class Peer:
 
     def open(self, message: list[Any]) -> list[InferenceRequest]:
         """The requests of an EXECUTE, as the model sees them. Raises `PeerGone`, `RemoteProtocolError`."""
-        _, batch_id, released, blocks, layout, details = message
+        _, batch_id, released, blocks, layout, details, targets = message
         if released:
             self.regions.returned.extend(map(tuple, released))
-        requests = self.batch.open(batch_id, blocks, layout, details)
+        requests = self.batch.open(batch_id, blocks, layout, details, targets)
         self._executing = (batch_id, requests)
         # In this order: whoever finds that it is gone either cancels these, or is seen here.
         if self._is_gone:

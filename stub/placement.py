@@ -13,14 +13,14 @@ from moonpool.ipc.tensors import BYTES, size_bytes
 from moonpool.stub.report import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
     from typing import Any
 
     import numpy as np
 
     from moonpool.ipc.arena import Block
     from moonpool.ipc.memory import Lease
-    from moonpool.stub.batch import Batch
+    from moonpool.stub.batch import Batch, Target
     from moonpool.stub.regions import Regions
     from moonpool.stub.response import InferenceResponse
     from moonpool.stub.tensor import Tensor
@@ -49,6 +49,7 @@ class Plan:
         self.offsets: list[int] = []
 
 
+_NO_TARGETS: Mapping[int, Target] = {}
 NO_OUTPUTS = Plan([], 0, is_shared=True)
 
 
@@ -69,6 +70,7 @@ class Placer:
         names: Collection[str],
         blocks: list[list[int]],
         passable: Batch | None = None,
+        targets: Mapping[int, Target] | None = None,
     ) -> tuple[Plan | None, list[Any] | None]:
         """A response as it is sent: the outputs that were asked for, placed, and the remark on it.
 
@@ -80,7 +82,11 @@ class Placer:
             if error is not None:
                 return None, error_remark(int(error.code()), error.message())
             parameters = checked_parameters(response._parameters)
-            plan = self.place(self.wanted(response._outputs, names), blocks, passable)
+            outputs = self.wanted(response._outputs, names)
+            if targets is None:
+                plan = self.place(outputs, blocks, passable)
+            else:
+                plan = self._place_apart(outputs, blocks, passable, targets)
         except MoonpoolError as refused:
             return None, error_remark(CODES.index(refused.code), str(refused))
         except Exception as error:
@@ -126,18 +132,29 @@ class Placer:
         return plan
 
     def _place_apart(
-        self, outputs: list[Tensor], blocks: list[list[int]], passable: Batch | None
+        self,
+        outputs: list[Tensor],
+        blocks: list[list[int]],
+        passable: Batch | None,
+        targets: Mapping[int, Target] = _NO_TARGETS,
     ) -> Plan:
-        """As `place`, for outputs of which some may lie in a region already."""
+        """As `place`, for outputs of which some may lie in a region already, or are to go to one of a client's."""
         rows: list[list[Any]] = []
         copied: list[list[Any]] = []
         arrays: list[np.ndarray] = []
         there: list[list[int]] = []
         ours: list[Block] = []
+        delivered: list[tuple[Target, np.ndarray]] = []
         for tensor in outputs:
             data: np.ndarray = tensor._array if tensor._wire is None else tensor._wire  # type: ignore[assignment]
             row = self._row(tensor, data)
             rows.append(row)
+            target = targets.get(row[0])
+            if target is not None and 0 < data.nbytes <= target.size_bytes:
+                row[3] = len(there)
+                there.append([target.region.id, target.offset, data.nbytes])
+                delivered.append((target, data))
+                continue
             lease = self._shared(data, passable, ours)
             if lease is None:
                 copied.append(row)
@@ -154,6 +171,8 @@ class Placer:
         blocks += there
         if block is not None:
             _fill(block, arrays, plan, blocks)
+        for target, data in delivered:
+            target.region.write(target.offset, data)
         return plan
 
     def _row(self, tensor: Tensor, data: np.ndarray) -> list[Any]:

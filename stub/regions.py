@@ -15,6 +15,7 @@ from moonpool.ipc.conversation import Overflow
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.region import SharedRegion
+from moonpool.stub.lent_region import LentRegion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,7 +56,7 @@ class Regions(Overflow):
         self._send_control = send_control
         self._arrived = threading.Condition()
         self._granted: queue.SimpleQueue[SharedRegion | str] = queue.SimpleQueue()
-        self._requests: dict[int, SharedRegion] = {}
+        self._requests: dict[int, SharedRegion | LentRegion] = {}
         # Blocks of answers that came back: (region, offset), appended by any thread.
         self.returned: deque[object] = deque()
         # Kept, because each look at a bound method makes another object of it.
@@ -81,8 +82,15 @@ class Regions(Overflow):
         if writer == Side.STUB:
             self._granted.put(region)
             return
+        self._take_in(region)
+
+    def arrive_lent(self, region_id: int, size_bytes: int, fd: int) -> None:
+        """Memory of a client that the runtime lends. Called by the control thread."""
+        self._take_in(LentRegion(region_id, size_bytes, fd))
+
+    def _take_in(self, region: SharedRegion | LentRegion) -> None:
         with self._arrived:
-            self._requests[region_id] = region
+            self._requests[region.id] = region
             self._arrived.notify_all()
 
     def refuse(self, reason: str) -> None:

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from moonpool.ipc.memory import lease_of
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
+from moonpool.runtime.client_region import LENDING_LEVELS, is_clients, overlap
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.frontend.log_control import LogControl
 from moonpool.runtime.frontend.metadata import Metadata
 from moonpool.runtime.frontend.overview import Overview
 from moonpool.runtime.frontend.repository_control import RepositoryControl
 from moonpool.runtime.frontend.server_metrics import ServerMetrics
-from moonpool.runtime.frontend.shared_memory import SystemSharedMemory
+from moonpool.runtime.frontend.shared_memory import LEAST_LENT_BYTES, SystemSharedMemory
 from moonpool.runtime.frontend.tensors import WrongSize, shape_size, to_bytes
 from moonpool.runtime.frontend.traces import Traces
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.request import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from moonpool.runtime.backend import Model
     from moonpool.runtime.frontend.tensors import Input
+    from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.runtime import Runtime
 
+Place = tuple[str, int, int]
 _UINT8 = np.dtype(np.uint8)
-# What is smaller is copied in less time than it takes to tell a stub where it lies.
-_WORTH_PLACING_BYTES = 64 << 10
+
+
+class SharedInput(Protocol):
+    """An input of a request as its protocol describes it."""
+
+    @property
+    def code(self) -> int:
+        """Of its datatype."""
+
+    @property
+    def place(self) -> Place | None:
+        """Region, offset and size in bytes, where it lies in memory of a client."""
 
 
 class Service:
@@ -61,10 +75,31 @@ class Service:
         """All metrics, as Prometheus reads them. Raises `RuntimeClosed`."""
         return self.metrics.text()
 
+    def may_lend(self, model: Model) -> bool:
+        """Whether the model's stubs are given clients' memory as it is."""
+        return (
+            isinstance(self.models.backends.of(model.config), PythonBackend)
+            and model.options.sandbox in LENDING_LEVELS
+            # These keep their requests, and would have to copy what they keep.
+            and not model.config.decoupled
+            # A trace may be of tensors.
+            and not self.traces.is_on
+        )
+
+    def read_bytes(self, model: Model, inputs: Iterable[SharedInput]) -> int:
+        """How many bytes of inputs in clients' memory `read_shared` would copy."""
+        places = [(each.code, each.place) for each in inputs if each.place is not None]
+        may_lend = self.may_lend(model)
+        return sum(
+            place[2]
+            for code, place in places
+            if code == BYTES or not (may_lend and self.shared_memory.can_lend(*place))
+        )
+
     def read_shared(
-        self, model: Model, name: str, code: int, shape: Sequence[int], place: tuple[str, int, int]
+        self, model: Model, name: str, code: int, shape: Sequence[int], place: Place
     ) -> Input:
-        """An input from a client's region: read once, into memory that the model's stubs see.
+        """An input from a client's region: lent as it is, or read once, into memory that the model's stubs see.
 
         `place` is region, offset, size in bytes. Raises `InvalidRequest`, `SharedMemoryError`, `OutOfMemory`.
         """
@@ -73,24 +108,50 @@ class Service:
         expected = shape_size(name, shape) * ITEMSIZE[code]
         if code != BYTES and expected != size_bytes:
             raise WrongSize(name, expected, size_bytes)
-        backend = self.models.backends.of(model.config)
-        raw: NDArray[Any]
-        if size_bytes >= _WORTH_PLACING_BYTES and isinstance(backend, PythonBackend):
-            raw = backend.memory_of(model).empty((size_bytes,), _UINT8, size_bytes)
+        # Strings are counted here.
+        lease = self.shared_memory.lease(*place) if code != BYTES and self.may_lend(model) else None
+        if lease is None:
+            raw = self._room_for(model, size_bytes)
+            self.shared_memory.read(region, offset, raw)
         else:
-            raw = np.empty(size_bytes, _UINT8)
-        self.shared_memory.read(region, offset, raw)
+            raw = np.ndarray((size_bytes,), np.uint8, lease)
         if code in (BYTES, BF16):
             return Wire(code, tuple(shape), raw)
         return raw.view(DTYPES[code]).reshape(shape)
 
-    def write_shared(self, name: str, output: Wire, place: tuple[str, int, int]) -> int:
-        """Write an output into a client's region; returns how many bytes it took.
+    def _room_for(self, model: Model, size_bytes: int) -> NDArray[Any]:
+        backend = self.models.backends.of(model.config)
+        if size_bytes >= LEAST_LENT_BYTES and isinstance(backend, PythonBackend):
+            return backend.memory_of(model).empty((size_bytes,), _UINT8, size_bytes)
+        return np.empty(size_bytes, _UINT8)
+
+    def lend_targets(
+        self, model: Model, request: InferenceRequest, places: Mapping[str, Place]
+    ) -> None:
+        """Let the stub write outputs where the client wants them, if it may. Raises as `read_shared`."""
+        if not self.may_lend(model):
+            return
+        targets = {}
+        inputs = [lease for array in request.arrays if (lease := lease_of(array)) is not None]
+        for number, tensor in enumerate(model.config.outputs):
+            if tensor.name in places:
+                target = self.shared_memory.lease(*places[tensor.name])
+                # An output is not to be written over what it is made of.
+                if target is not None and not any(overlap(each, target) for each in inputs):
+                    targets[number] = target
+        if targets:
+            request.targets = targets
+            request.has_views = True
+
+    def write_shared(self, name: str, output: Wire, place: Place) -> int:
+        """Write an output into a client's region, if it is not there; returns how many bytes it took.
 
         Raises as `read_shared`, and `ModelError` where it does not fit.
         """
         region, offset, size_bytes = place
         data = to_bytes(output)
+        if is_clients(output.raw):
+            return len(data)
         self.shared_memory.check(region, offset, size_bytes)
         if len(data) > size_bytes:
             raise ModelError(

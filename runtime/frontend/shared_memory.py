@@ -1,7 +1,8 @@
 """The shared memory that clients register by name: POSIX objects of their own, read and written by descriptor.
 
 Nothing of a client's is mapped here. It may cut its object short at any time, and then an access to mapped memory would be
-the end of the server; reading and writing by descriptor just gives fewer bytes.
+the end of the server; reading and writing by descriptor just gives fewer bytes. Objects of the server's own user may be
+lent to stubs, which map them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import posix_ipc
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.errors import MoonpoolError, OutOfMemory
+from moonpool.ipc.memory import ALIGNMENT
+from moonpool.runtime.client_region import ClientRegion
 from moonpool.runtime.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -23,9 +26,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from moonpool.ipc.memory import Lease
+
 # One name of a file in /dev/shm; semaphores lie there, too.
 _KEY = re.compile(r"/?(?!sem\.)(?!\.{1,2}$)[^/\0]{1,250}")
 _MAX_REGIONS = 10_000
+# A stub has a descriptor or two of each region that is lent to it.
+_MAX_LENT = 256
+# What is smaller is copied in less time than it takes to tell a stub where it lies.
+LEAST_LENT_BYTES = 64 << 10
+_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class SharedMemoryError(MoonpoolError):
@@ -39,7 +49,7 @@ class SharedMemoryError(MoonpoolError):
 class _Region:
     """A registered part of an object. Closed when the last request that uses it is done."""
 
-    __slots__ = ("fd", "key", "name", "offset", "size_bytes")
+    __slots__ = ("fd", "key", "lent", "name", "offset", "size_bytes")
 
     def __init__(self, name: str, key: str, offset: int, size_bytes: int, fd: int) -> None:
         self.name = name
@@ -47,9 +57,29 @@ class _Region:
         self.offset = offset
         self.size_bytes = size_bytes
         self.fd = fd
+        # The object from its beginning to the region's end, if stubs may have it.
+        self.lent: ClientRegion | None = None
+
+    def lease(self, offset: int, size_bytes: int) -> Lease | None:
+        """For a stub: a part of it, which must be there; None for what is better copied, or has to be."""
+        if self.lent is None or not self.can_lend(offset, size_bytes):
+            return None
+        # What is leased keeps the region.
+        return self.lent.lease(offset, size_bytes, _keep, self)
+
+    def can_lend(self, offset: int, size_bytes: int) -> bool:
+        """Whether there is something to `lease`."""
+        is_worth_it = size_bytes >= LEAST_LENT_BYTES and not offset % ALIGNMENT
+        return is_worth_it and self.lent is not None
 
     def __del__(self) -> None:
         os.close(self.fd)
+        if self.lent is not None:
+            self.lent.close()
+
+
+def _keep(_: object) -> None:
+    """For leases that only have to keep their token alive."""
 
 
 class SystemSharedMemory:
@@ -84,7 +114,18 @@ class SystemSharedMemory:
                 )
             region = _Region(name, key, offset, size_bytes, self._open(name, key))
             self._check_size(region)
+            self._let_lend(region)
             self._regions[name] = region
+
+    def _let_lend(self, region: _Region) -> None:
+        """Stubs may have what nobody but the server's own user could cut short."""
+        status = os.fstat(region.fd)
+        if status.st_uid != os.geteuid() or status.st_mode & _WRITTEN_BY_OTHERS:
+            return
+        end = region.offset + region.size_bytes
+        if end and sum(each.lent is not None for each in self._regions.values()) < _MAX_LENT:
+            with contextlib.suppress(OSError, OutOfMemory):
+                region.lent = ClientRegion(end, os.dup(region.fd))
 
     def _open(self, name: str, key: str) -> int:
         """A descriptor of the object; symbolic links are not followed."""
@@ -161,6 +202,22 @@ class SystemSharedMemory:
     def check(self, name: str, offset: int, size_bytes: int) -> None:
         """Raises `SharedMemoryError` or `InvalidRequest` unless these bytes are in the region."""
         self._place(name, offset, size_bytes)
+
+    def can_lend(self, name: str, offset: int, size_bytes: int) -> bool:
+        """Whether `lease` gives these bytes, if they are there."""
+        region = self._regions.get(name)
+        return region is not None and region.can_lend(region.offset + offset, size_bytes)
+
+    def lease(self, name: str, offset: int, size_bytes: int) -> Lease | None:
+        """These bytes for stubs to read or write themselves; None where they have to be copied.
+
+        The array is not to be looked at: nothing of the client's lies in it. Raises as `read`.
+        """
+        region, at = self._place(name, offset, size_bytes)
+        lease = region.lease(at, size_bytes)
+        if lease is not None and os.fstat(region.fd).st_size < at + size_bytes:
+            raise _cut_short(region)
+        return lease
 
     def read(self, name: str, offset: int, into: NDArray[Any]) -> None:
         """Fill an array, which has no gaps, from the region. Raises as `check`, and where the object was cut short."""

@@ -13,11 +13,12 @@ import numpy as np
 from moonpool.ipc.bytes_tensor import decode_bytes, encode_bytes
 from moonpool.ipc.errors import BadTensor, MoonpoolError
 from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, ITEMSIZE, MAX_DIMS, NAMES, check_shape
+from moonpool.runtime.client_region import is_clients
 from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.request import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -177,6 +178,11 @@ def to_bytes(output: Wire) -> memoryview:
     if raw.dtype != np.uint8 or raw.ndim != 1:
         raw = np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
     return raw.data
+
+
+def copied_bytes(outputs: Iterable[Wire]) -> int:
+    """How many bytes of outputs are still to be copied to whoever wants them."""
+    return sum(output.raw.nbytes for output in outputs if not is_clients(output.raw))
 
 
 def to_values(name: str, output: Wire) -> list[Any]:

@@ -474,7 +474,7 @@ def serve(peer: Peer, start: dict[str, Any]) -> None:
         if message[0] == Kind.FINALIZE:
             peer.say(Kind.FINALIZED, "", "")
             os._exit(0)
-        _, peer.batch, _, peer.blocks, layout, requests = message
+        _, peer.batch, _, peer.blocks, layout, requests, _ = message
         peer.count = len(unpack_layout(layout))
         details = requests and requests[0]
         fault = (FAULTS | LATER).get(details[0]) if details else None

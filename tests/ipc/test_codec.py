@@ -166,7 +166,7 @@ def test_a_refusal_names_the_field_and_what_was_there(
 
 def test_a_refusal_names_the_field_inside_a_row() -> None:
     details = ["", 0, -1, 0, 0, None, None, None]
-    packet = encode(Kind.EXECUTE, 1, [], [], b"\x90", [None, details])
+    packet = encode(Kind.EXECUTE, 1, [], [], b"\x90", [None, details], None)
 
     reason = refused(work_codec(Side.STUB), packet)
     assert reason == "EXECUTE.details.flags may not be -1"

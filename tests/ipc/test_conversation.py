@@ -104,7 +104,7 @@ def least(kind: Kind) -> list[Any]:
         Kind.COMPLETED: ["{}"],
         Kind.LOADED: [{}],
         Kind.FAILED: ["load", "no", ""],
-        Kind.EXECUTE: [1, [], [], b"\x90", None],
+        Kind.EXECUTE: [1, [], [], b"\x90", None, None],
         Kind.ANSWER: [1, [], [], [], b"\x90", None, None],
         Kind.FINALIZE: [],
         Kind.FINALIZED: ["", ""],
@@ -296,7 +296,7 @@ def test_a_stub_that_answers_without_reading_is_told_apart(pair: Pair) -> None:
 
     def converse_without_reading() -> None:
         for _ in range(100_000):
-            pair.runtime.send(Kind.EXECUTE, 1, [[1, 1]] * 5000, [], b"\x90", None)
+            pair.runtime.send(Kind.EXECUTE, 1, [[1, 1]] * 5000, [], b"\x90", None, None)
             pair.runtime.accept(answer)
 
     with pytest.raises(RemoteProtocolError, match="the stub answers without reading"):

@@ -34,17 +34,22 @@ class Peer(Overflow):
         self.channel = Channel(end)
         self.conversation = Conversation(self.channel, Side.STUB, self)
         self.regions: dict[int, SharedRegion] = {}
+        self.forgotten: list[int] = []
         self.arena = Arena(self._grow)
         self.batch = 0
         self.released: list[list[int]] = []
         self.blocks: list[list[int]] = []
         self.rows: list[list[Row]] = []
         self.details: list[Any] | None = None
+        self.targets: list[list[int]] | None = None
 
     def announce(self, region: SharedRegion, writer: Side) -> None:
         self.regions[region.id] = region
         if writer is Side.STUB:
             self.arena.add(region)
+
+    def forget(self, region_id: int) -> None:
+        self.forgotten.append(region_id)
 
     def _grow(self, _: int) -> SharedRegion:
         raise OutOfMemory("the peer has no more")
@@ -53,7 +58,7 @@ class Peer(Overflow):
         """Read an EXECUTE."""
         message = self.conversation.receive()
         assert message[0] == Kind.EXECUTE
-        _, self.batch, self.released, self.blocks, packed, self.details = message
+        _, self.batch, self.released, self.blocks, packed, self.details, self.targets = message
         self.rows = unpack_layout(packed)
 
     def input(self, request: int, number: int) -> np.ndarray[Any, Any]:
@@ -101,7 +106,11 @@ class Pair:
         self.peer = Peer(theirs)
         self.memory = CallerMemory(None)
         self.link = Link(
-            ours, self.peer.announce, region_bytes=region_bytes, region_limit_bytes=limit
+            ours,
+            self.peer.announce,
+            self.peer.forget,
+            region_bytes=region_bytes,
+            region_limit_bytes=limit,
         )
         self.peer.conversation.send(Kind.CONFINED, PROTOCOL_VERSION, [], [])
         self.link.conversation.receive()

@@ -171,7 +171,7 @@ def test_what_the_model_lets_go_of_while_it_is_idle_is_free_without_another_batc
     # The word of it overtakes the answer.
     pair.link.let_go_of([place])
     pair.finish(requests)
-    pair.link.tidy(lambda _: None)
+    pair.link.tidy()
     assert pair.lent_bytes == 0
 
 
@@ -184,7 +184,7 @@ def test_no_more_is_let_go_of_than_was_lent(pair: Pair) -> None:
     pair.peer.answer()
     pair.finish(requests)
     with pytest.raises(RemoteProtocolError, match="which it does not hold"):
-        pair.link.tidy(lambda _: None)
+        pair.link.tidy()
 
 
 def test_an_input_may_be_passed_through_as_an_output(pair: Pair) -> None:
@@ -312,15 +312,15 @@ def test_regions_are_added_for_large_batches_and_given_up_when_they_are_idle(pai
     grown = pair.link.size_bytes()
     assert grown > 4 * KiB * KiB
     assert pair.peer.input(0, 0)[-1] == 1
-    told: list[int] = []
-    pair.link.tidy(told.append)
-    pair.link.tidy(told.append)
+    told = pair.peer.forgotten
+    pair.link.tidy()
+    pair.link.tidy()
     assert told == []
     pair.peer.answer()
     pair.finish(requests)
-    pair.link.tidy(told.append)
+    pair.link.tidy()
     assert told == []
-    pair.link.tidy(told.append)
+    pair.link.tidy()
     assert len(told) == 1
     assert pair.link.size_bytes() == 128 * KiB
     pair.execute([1])

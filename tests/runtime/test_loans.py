@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.memory import lease_of
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.client_region import ClientRegion
 from moonpool.runtime.loans import SHARED_BYTES, Loans
 from moonpool.runtime.regions import new_region
 
@@ -28,7 +30,7 @@ class Borrower:
 
     def new_loans(self, *, is_private: bool = False) -> Loans:
         first = new_region(0, 1 << 16, None)
-        return Loans(self._announce, first, None, is_private=is_private)
+        return Loans(self._announce, first, None, self.told.append, is_private=is_private)
 
     def _announce(self, region: SharedRegion, writer: Side) -> None:
         assert writer is Side.RUNTIME
@@ -41,7 +43,7 @@ class Borrower:
 
     def tidy(self) -> list[int]:
         self.told.clear()
-        self.loans.tidy(self.told.append)
+        self.loans.tidy()
         return self.told
 
     def close(self) -> None:
@@ -157,3 +159,51 @@ def test_what_a_stub_does_not_have_it_can_neither_hand_on_nor_give_back(
     borrower.loans.take_back([place])
     with pytest.raises(RemoteProtocolError):
         borrower.loans.take_back([place])
+
+
+def client_region() -> ClientRegion:
+    fd = os.memfd_create("client", os.MFD_CLOEXEC)
+    os.truncate(fd, SHARED_BYTES)
+    return ClientRegion(SHARED_BYTES, fd)
+
+
+def test_no_answer_lies_in_what_a_client_lent_as_an_input(borrower: Borrower) -> None:
+    region = client_region()
+    lease = region.lease(0, SHARED_BYTES, borrower.returned.append, "input")
+    lent = borrower.loans.lend(np.ndarray((SHARED_BYTES,), np.uint8, lease))
+    assert lent == ([region.id, 0, SHARED_BYTES], 0)
+
+    with pytest.raises(RemoteProtocolError, match="not the stub's to answer from"):
+        borrower.loans.open(region.id, 0, SHARED_BYTES)
+    region.close()
+
+
+def test_an_answer_may_lie_where_a_client_wants_it_while_the_batch_lasts(
+    borrower: Borrower,
+) -> None:
+    region = client_region()
+    lease = region.lease(64, 128, borrower.returned.append, "target")
+    borrower.loans.lend_target(lease)
+
+    assert borrower.loans.open(region.id, 64, 100).size == 100
+    for place in [(65, 8), (64, 129), (0, 8)]:
+        with pytest.raises(RemoteProtocolError, match="not the stub's to answer from"):
+            borrower.loans.open(region.id, *place)
+    with pytest.raises(RemoteProtocolError, match="which it was not given"):
+        borrower.loans.end_batch([[region.id, 64]])
+    with pytest.raises(RemoteProtocolError, match="not the stub's to answer from"):
+        borrower.loans.open(region.id, 64, 100)
+    region.close()
+
+
+def test_memory_of_clients_that_are_gone_is_forgotten_before_there_is_more(
+    borrower: Borrower,
+) -> None:
+    for _ in range(3):
+        region = client_region()
+        lease = region.lease(0, 64, borrower.returned.append, "target")
+        borrower.loans.lend_target(lease)
+        borrower.loans.end_batch(())
+        region.close()
+
+    assert borrower.told == borrower.announced[:2]

@@ -29,7 +29,7 @@ class Ends:
         self.regions: dict[int, SharedRegion] = {}
         first = new_region(0, 1 << 16, None)
         self.regions[first.id] = first
-        self.loans = Loans(lambda each, _: self.regions.update({each.id: each}), first, None)
+        self.loans = Loans(lambda each, _: self.regions.update({each.id: each}), first, None, print)
         self.outbox = Outbox(self.channel, self.reactor)
         self.errors: list[BaseException] = []
         self.reactor.watch(self.channel.fileno(), self._ready)

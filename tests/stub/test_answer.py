@@ -25,7 +25,7 @@ class Desk:
         placer = Placer(cast(Any, None), {"outputs": []})
         control = cast(Any, SimpleNamespace(respond=self.sent.append))
         self.responses = Responses(placer, control, {"decoupled": False})
-        self.answer = Answer(placer, cast(Any, SimpleNamespace(places=[])))
+        self.answer = Answer(placer, cast(Any, SimpleNamespace(targets={}, places=[])))
 
     def request(self) -> InferenceRequest:
         return InferenceRequest.from_wire("", 0, 0, 0, None, None, [], 0, (self.responses, 1, 0))

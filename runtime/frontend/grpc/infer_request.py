@@ -87,8 +87,7 @@ class Plan:
         has_contents = any(tensor.HasField("contents") for tensor in message.inputs)
         self.message = message if has_contents else None
         sizes = [each.place.size_bytes for each in self.inputs if each.place]
-        sizes += [place.size_bytes for place in self.places.values()]
-        # Whether to read or write its tensors takes long.
+        # Whether it may take long to read its tensors.
         self.is_large = sum(sizes) > _MANY_BYTES
         # What one such request was checked to be.
         self.prepared: Prepared | None = None
@@ -177,6 +176,8 @@ class Asked:
             raise self._refused(error, plan, hosted) from None
         details = plan.details_of(self.request_id, forwarded)
         request = make_request(hosted, inputs, plan.outputs, details)
+        if plan.places:
+            service.lend_targets(hosted.model, request, plan.places)
         if not forwarded and Prepared.can_be(plan, request):
             plan.prepared = Prepared(plan, hosted, request)
         return request

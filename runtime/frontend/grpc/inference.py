@@ -7,20 +7,22 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import ModelError, ModelNotFound
 from moonpool.runtime.frontend.grpc.answers import Answers
 from moonpool.runtime.frontend.grpc.handlers import UNREADABLE
-from moonpool.runtime.frontend.grpc.infer_request import Asked
+from moonpool.runtime.frontend.grpc.infer_request import Asked, Plan
 from moonpool.runtime.frontend.grpc.infer_response import answer
 from moonpool.runtime.frontend.grpc.status import status_of
 from moonpool.runtime.frontend.grpc.stream import Stream
 from moonpool.runtime.frontend.grpc.wire import BadMessage
+from moonpool.runtime.frontend.tensors import copied_bytes
 from moonpool.runtime.model_control import version_of
 from moonpool.runtime.request import Response
 from moonpool.runtime.waiter import Waiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from moonpool.runtime.execution import Execution
     from moonpool.runtime.frontend.grpc.call import Call, Metadata
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.service import Service
     from moonpool.runtime.frontend.submission import Hosted
     from moonpool.runtime.frontend.trace import Trace
-    from moonpool.runtime.request import InferenceRequest, Outcome, Parameter
+    from moonpool.runtime.request import InferenceRequest, Outcome, Parameter, Wire
 
 # What is larger is copied on a thread of its own: the polling thread has other clients.
 LARGE_BYTES = 1 << 18
@@ -138,11 +140,17 @@ class Inference:
             return
         size_bytes = len(data)
         if asked.plan is not None and asked.plan.is_large:
-            size_bytes = LARGE_BYTES + 1
+            size_bytes += self._read_bytes(asked, asked.plan)
         if size_bytes <= LARGE_BYTES:
             self._begin(call, asked)
         else:
             self.run(size_bytes, lambda: self._begin(call, asked))
+
+    def _read_bytes(self, asked: Asked, plan: Plan) -> int:
+        try:
+            return self.service.read_bytes(self.find(asked).model, plan.inputs)
+        except MoonpoolError:  # it is told in its turn
+            return 0
 
     def _begin(self, call: Call, asked: Asked) -> None:
         waiter: _OneResponse | None = None
@@ -193,7 +201,8 @@ class _OneResponse(Waiter):
             self.trace.mark("INFER_RESPONSE_COMPLETE")
         if isinstance(outcome, Response):
             response = outcome
-            self._inference.run(size_of(response), lambda: self._reply(response))
+            outputs: Mapping[str, Wire] = response.outputs  # type: ignore[assignment]
+            self._inference.run(copied_bytes(outputs.values()), lambda: self._reply(response))
         elif outcome is not None:
             self.fail(outcome)
 
@@ -222,8 +231,3 @@ class _OneResponse(Waiter):
         if self.trace is not None:
             self.trace.mark("GRPC_SEND_END")
             self.trace.end()
-
-
-def size_of(response: Response) -> int:
-    """The bytes of its outputs."""
-    return sum(output.raw.nbytes for output in response.outputs.values())  # type: ignore[attr-defined]

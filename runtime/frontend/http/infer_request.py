@@ -49,10 +49,10 @@ class Plan:
     __slots__ = (
         "details",
         "has_shared",
-        "has_shared_outputs",
         "inputs",
         "is_plain",
         "outputs",
+        "places",
         "prepared",
         "request_id",
         "rest",
@@ -88,7 +88,9 @@ class Plan:
         self.rest = OutputPlan(is_binary)
         wanted = _array(root, "outputs") if "outputs" in root else []
         self.wanted = dict(map(_output, wanted))
-        self.has_shared_outputs = any(each.place is not None for each in self.wanted.values())
+        self.places = {
+            name: each.place for name, each in self.wanted.items() if each.place is not None
+        }
         self.outputs = list(self.wanted) or None
         # Whether all outputs just follow the JSON of the response.
         self.is_plain = all(

@@ -23,13 +23,13 @@ from moonpool.runtime.frontend.http.tracing import begin_trace
 from moonpool.runtime.frontend.requests import make_request, refused
 from moonpool.runtime.frontend.statuses import http_status
 from moonpool.runtime.frontend.submission import LoopSubmission
-from moonpool.runtime.frontend.tensors import WrongSize
+from moonpool.runtime.frontend.tensors import WrongSize, copied_bytes
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.request import Response
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Executor
 
     from moonpool.runtime.frontend.http.exchange import Body, Exchange, Part
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.submission import Hosted
     from moonpool.runtime.frontend.trace import Trace
     from moonpool.runtime.regions import CallerMemory
-    from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.request import InferenceRequest, Outcome, Wire
 
 _ENCODINGS = ((b"Accept-Encoding", b"gzip, deflate"), *TEXT)
 _log = logging.getLogger("moonpool")
@@ -248,8 +248,11 @@ class InferCall:
         except MoonpoolError as error:
             self._fail(self._told(error), JSON)
             return
-        size_bytes = sum(each.place[2] for each in plan.inputs if each.place is not None)
-        if size_bytes > _LONG_COPY_BYTES:
+        is_long = False
+        if plan.has_shared:
+            size_bytes = self._route.service.read_bytes(hosted.model, plan.inputs)
+            is_long = size_bytes > _LONG_COPY_BYTES
+        if is_long:
             self._elsewhere(self._read_shared, self._send)
         else:
             self._send(None)
@@ -281,6 +284,8 @@ class InferCall:
                 self._read_shared()
             details = with_parameters(plan.details, self._exchange.head.forwarded)
             request = make_request(hosted, self._arrays, plan.outputs, details)
+            if plan.places:
+                self._route.service.lend_targets(hosted.model, request, plan.places)
         except MoonpoolError as error:
             self._fail(error, JSON)
             return
@@ -310,7 +315,8 @@ class InferCall:
             self._fail(outcome, TEXT)
             return
         service, model, plan = self._route.service, self._hosted.model, self._plan
-        if plan.has_shared_outputs and _size_bytes(outcome) > _LONG_COPY_BYTES:
+        outputs: Mapping[str, Wire] = outcome.outputs  # type: ignore[assignment]
+        if plan.places and copied_bytes(outputs.values()) > _LONG_COPY_BYTES:
             self._route.elsewhere(
                 self._exchange, lambda: render(service, model, plan, outcome), self._respond, TEXT
             )
@@ -340,8 +346,3 @@ class InferCall:
             lambda: deflate(encoding, parts),
             lambda compressed: exchange.respond(200, headers, compressed),
         )
-
-
-def _size_bytes(response: Response) -> int:
-    outputs: Iterable[Any] = response.outputs.values()
-    return sum(output.raw.nbytes for output in outputs)

@@ -173,7 +173,7 @@ def test_a_model_that_keeps_nothing_holds_nothing(hall: Hall, runtime: moonpool.
     [
         encode(Kind.FINALIZE),
         encode(Kind.START, "{}"),
-        encode(Kind.EXECUTE, 1, [], [[77, 0, 8]], encode([]), None),
+        encode(Kind.EXECUTE, 1, [], [[77, 0, 8]], encode([]), None, None),
         b"nonsense",
     ],
     ids=["FINALIZE", "START", "a region that is not there", "nonsense"],

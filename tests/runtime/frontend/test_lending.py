@@ -1,0 +1,228 @@
+"""Memory of clients that stubs get as it is: real objects, real stubs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import posix_ipc
+import pytest
+
+import moonpool
+from moonpool.ipc.tensors import CODES
+from moonpool.runtime.client_region import is_clients
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.frontend.requests import make_request
+from moonpool.runtime.frontend.service import Service
+from moonpool.runtime.frontend.submission import ThreadSubmission
+from moonpool.runtime.request import Response, Wire
+
+_MODEL = """
+import os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.last = np.zeros(1, np.float32)
+
+    def execute(self, requests):
+        return [self.one(pb_utils.get_input_tensor_by_name(r, "X").as_numpy()) for r in requests]
+
+    def one(self, x):
+        {body}
+        return pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)])
+"""
+_BODIES = {
+    "gives_back": "y = x",
+    "shifts": "y = np.roll(x, 1)",
+    "writes": "x += 1; y = x",
+    "keeps": "y, self.last = self.last, x",
+    "doubles": "y = np.concatenate([x, x])",
+}
+_COUNT = 1 << 16
+_BYTES = 4 * _COUNT
+FP32 = CODES["FP32"]
+
+
+class Client:
+    """An object with room for two tensors, registered, and a server's view of it."""
+
+    def __init__(self, folder: Path) -> None:
+        for name, body in _BODIES.items():
+            file = folder / name / "1" / "model.py"
+            file.parent.mkdir(parents=True)
+            file.write_text(_MODEL.format(body=body))
+            (file.parents[1] / "config.pbtxt").write_text(
+                'backend: "python"\n'
+                'input [{ name: "X" data_type: TYPE_FP32 dims: [-1] }]\n'
+                'output [{ name: "Y" data_type: TYPE_FP32 dims: [-1] }]\n'
+                "instance_group [{ kind: KIND_CPU }]\n"
+            )
+        self.key = f"/moonpool-lending-{os.getpid()}"
+        self.path = Path("/dev/shm") / self.key[1:]
+        memory = posix_ipc.SharedMemory(self.key, posix_ipc.O_CREX, 0o600, 2 * _BYTES)
+        memory.close_fd()
+        self.seen = np.memmap(self.path, np.float32)
+        self.runtime = moonpool.Runtime(folder)
+        self.service = Service(self.runtime)
+        self.service.shared_memory.register("all", self.key, 0, 2 * _BYTES)
+
+    def load(self, model: str) -> Any:
+        self.runtime.load(model)
+        return self.runtime.registry.find(model)
+
+    def infer(
+        self, hosted: Any, output: int = _BYTES, room: int = _BYTES
+    ) -> tuple[Any, dict[str, Any]]:
+        """The outcome for the tensor at the beginning, and its outputs in the end."""
+        place = ("all", output, room)
+        x = self.service.read_shared(hosted.model, "X", FP32, [_COUNT], ("all", 0, _BYTES))
+        request = make_request(hosted, {"X": x})
+        self.service.lend_targets(hosted.model, request, {"Y": place})
+        outcome = ThreadSubmission(hosted.scheduler, request).wait()
+        outputs: dict[str, Any] = outcome.outputs if isinstance(outcome, Response) else {}
+        if "Y" in outputs:
+            self.service.write_shared("Y", outputs["Y"], place)
+        return outcome, outputs
+
+    def close(self) -> None:
+        del self.seen
+        self.service.shared_memory.unregister()
+        self.runtime.close()
+        posix_ipc.unlink_shared_memory(self.key)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    made = Client(tmp_path)
+    yield made
+    made.close()
+
+
+def ramp(start: float) -> np.ndarray[Any, Any]:
+    return np.arange(start, start + _COUNT, dtype=np.float32)
+
+
+def is_copied(client: Client, hosted: Any) -> bool:
+    """Whether the server copies the client's input."""
+    x = client.service.read_shared(hosted.model, "X", FP32, [_COUNT], ("all", 0, _BYTES))
+    assert not isinstance(x, Wire)
+    return not is_clients(x)
+
+
+def test_a_model_reads_and_writes_the_client_s_memory_and_nothing_is_copied_here(
+    client: Client,
+) -> None:
+    hosted = client.load("gives_back")
+    for start in (1, 5):
+        client.seen[:_COUNT] = ramp(start)
+        _, outputs = client.infer(hosted)
+        assert is_clients(outputs["Y"].raw)
+        assert np.array_equal(client.seen[_COUNT:], ramp(start))
+
+
+def test_what_a_model_writes_into_its_input_is_not_the_client_s(client: Client) -> None:
+    hosted = client.load("writes")
+    for start in (1, 5, 9):
+        client.seen[:_COUNT] = ramp(start)
+        client.infer(hosted)
+        assert np.array_equal(client.seen[_COUNT:], ramp(start + 1))
+        assert np.array_equal(client.seen[:_COUNT], ramp(start))
+
+
+def test_what_a_model_keeps_does_not_change_when_the_client_goes_on(client: Client) -> None:
+    hosted = client.load("keeps")
+    client.seen[:_COUNT] = ramp(0)
+    client.infer(hosted)
+    for start in (1, 2, 3):
+        client.seen[:_COUNT] = ramp(start)
+        client.infer(hosted)
+        assert np.array_equal(client.seen[_COUNT:], ramp(start - 1))
+
+
+@pytest.mark.parametrize("output", [0, _BYTES // 2])
+def test_an_output_may_go_where_the_input_is(client: Client, output: int) -> None:
+    hosted = client.load("shifts")
+    client.seen[:_COUNT] = ramp(0)
+
+    client.infer(hosted, output)
+
+    begin = output // 4
+    assert np.array_equal(client.seen[begin : begin + _COUNT], np.roll(ramp(0), 1))
+
+
+def test_an_output_that_is_larger_than_its_place_is_told(client: Client) -> None:
+    hosted = client.load("doubles")
+    client.seen[_COUNT:] = 7
+
+    with pytest.raises(ModelError, match="should be at least"):
+        client.infer(hosted)
+    assert (client.seen[_COUNT:] == 7).all()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_what_others_may_cut_short_is_copied(client: Client, mode: int) -> None:
+    hosted = client.load("gives_back")
+    assert not is_copied(client, hosted)
+    client.path.chmod(mode)
+    client.service.shared_memory.unregister("all")
+    client.service.shared_memory.register("all", client.key, 0, 2 * _BYTES)
+    assert is_copied(client, hosted)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give an object away")
+def test_what_belongs_to_another_user_is_copied(client: Client) -> None:
+    hosted = client.load("gives_back")
+    os.chown(client.path, 65534, 65534)
+    shared = client.service.shared_memory = type(client.service.shared_memory)([65534])
+    shared.register("all", client.key, 0, 2 * _BYTES)
+    assert is_copied(client, hosted)
+
+
+@pytest.mark.parametrize("level", ["best-effort", "strict"])
+def test_a_model_that_is_kept_apart_gets_a_copy(client: Client, level: str) -> None:
+    hosted = client.load("gives_back")
+    hosted.model.options = dataclasses.replace(hosted.model.options, sandbox=level)
+    assert is_copied(client, hosted)
+
+
+def test_a_client_that_cuts_its_memory_short_costs_the_stub_and_not_the_server(
+    client: Client,
+) -> None:
+    hosted = client.load("gives_back")
+    client.seen[:_COUNT] = ramp(0)
+    client.infer(hosted)
+    x = client.service.read_shared(hosted.model, "X", FP32, [_COUNT], ("all", 0, _BYTES))
+    request = make_request(hosted, {"X": x})
+    os.truncate(client.path, 4096)
+
+    outcome = ThreadSubmission(hosted.scheduler, request).wait()
+
+    assert "SIGBUS" in str(outcome)
+    with pytest.raises(moonpool.InvalidRequest, match="shorter now"):
+        client.infer(hosted)
+    fine = make_request(hosted, {"X": ramp(0)})
+    assert isinstance(ThreadSubmission(hosted.scheduler, fine).wait(), Response)
+
+
+def test_regions_that_come_and_go_leave_nothing_in_the_stub(client: Client) -> None:
+    hosted = client.load("gives_back")
+    client.infer(hosted)
+    (pid,) = [each["pid"] for each in client.runtime.instances("gives_back")]
+    before = sorted(descriptors(pid))
+    for _ in range(5):
+        client.service.shared_memory.unregister("all")
+        client.service.shared_memory.register("all", client.key, 0, 2 * _BYTES)
+        client.infer(hosted)
+    assert sorted(descriptors(pid)) == before
+
+
+def descriptors(pid: int) -> Sequence[str]:
+    """What they lead to."""
+    folder = f"/proc/{pid}/fd"
+    return [os.readlink(f"{folder}/{each}") for each in os.listdir(folder)]
