@@ -14,6 +14,7 @@ from moonpool.runtime.backend import Backend, Model, ModelInstance
 from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.environment import Environment, resolve
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
+from moonpool.runtime.limits.processors import check_processors
 from moonpool.runtime.regions import CallerMemory
 from moonpool.runtime.sandbox.plan import hardened, plan_for
 from moonpool.runtime.start import completed, start_of
@@ -57,6 +58,7 @@ class PythonBackend(Backend):
     def model_initialize(self, model: Model) -> None:
         """Find the interpreter, and let the model complete its configuration in a process of its own."""
         model.options = hardened(model.options)
+        check_processors(model.options.cpus)
         environment = resolve(model.options.execution_env_path, model.source.model_directory)
         limit = model.options.region_limit_bytes
         model.state = _ModelState(environment, CallerMemory(limit))

@@ -53,14 +53,14 @@ def limit_hint(error: BaseException) -> str:
 
 def traceback_of(error: BaseException) -> str:
     """The whole Python traceback, causes included, that starts where the model's code starts."""
-    import traceback  # Imported where something has failed already, to keep the start quick.
-
     frames = _model_frames(error.__traceback__)
     start = frames[0] if frames else None
     try:
+        import traceback  # Where something has failed already, to keep the start quick.
+
         return _cut("".join(traceback.format_exception(type(error), error, start)))
     except BaseException:
-        # The model's exception classes can break any of this.
+        # The model's exception classes can break any of this, and so can a limit that it has reached.
         return describe(error) + "\n"
 
 

@@ -1,0 +1,209 @@
+"""Real models at their limits: what is refused, who is ended, and which limit is named."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import ECHO, MODELS, Config, hosted, options, tensor
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import LoadFailed, ModelError, StubDied
+from moonpool.runtime.limits import watcher
+from moonpool.runtime.limits.cgroups import GROUPS
+
+pytestmark = pytest.mark.usefixtures("undisturbed")
+
+FILE = MODELS / "greedy.py"
+SIGNATURE: Config = {
+    "input": [tensor("COMMAND", "STRING", 1)],
+    "output": [tensor("SAID", "STRING", 1)],
+}
+MIB = 1 << 20
+# Address space that an interpreter with numpy needs in any case.
+MEMORY = 1024 * MIB
+
+
+def ask(runtime: moonpool.Runtime, command: str) -> str:
+    outputs = runtime.infer("greedy", {"COMMAND": [command]}, timeout_s=30.0)
+    return str(outputs["SAID"][0].decode())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The model in a directory of its own, which anybody may read."""
+    version = tmp_path / "greedy" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(FILE.read_text())
+    return version.parent
+
+
+def greedy(**limits: object) -> Config:
+    return {**SIGNATURE, **options(**limits)}
+
+
+def ask_all(runtime: moonpool.Runtime, *commands: str) -> None:
+    for command in commands:
+        ask(runtime, command)
+
+
+def is_limited_by_a_group() -> bool:
+    group = GROUPS.make({"memory_bytes": MEMORY}, 100)
+    if group is None:
+        return False
+    group.remove()
+    return "memory_bytes" in group.limits
+
+
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_a_model_that_wants_too_much_memory_is_told_its_limit_and_serves_on(
+    runtime: moonpool.Runtime, folder: Path, level: str
+) -> None:
+    with hosted(runtime, "greedy", folder, greedy(SANDBOX=level, MEMORY_LIMIT_BYTES=MEMORY)):
+        expected: type[Exception] = ModelError
+        if is_limited_by_a_group():
+            expected = StubDied
+        with pytest.raises(expected) as raised:
+            ask(runtime, f"keep:{2 * MEMORY}")
+        assert f"reached its memory limit of {MEMORY} bytes (MOONPOOL_MEMORY_LIMIT_BYTES)" in str(
+            raised.value
+        )
+        assert ask(runtime, f"keep:{MIB}") == "done"
+
+
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_a_model_that_opens_too_many_descriptors_is_told_its_limit(
+    runtime: moonpool.Runtime, folder: Path, level: str
+) -> None:
+    with hosted(runtime, "greedy", folder, greedy(SANDBOX=level, OPEN_FILES=64)):
+        with pytest.raises(ModelError) as raised:
+            ask(runtime, "descriptors:100")
+        assert "its descriptor limit of 64 open descriptors (MOONPOOL_OPEN_FILES)" in str(
+            raised.value
+        )
+
+
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_a_model_with_too_many_threads_is_refused_them_or_ended(
+    runtime: moonpool.Runtime, folder: Path, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "_PERIOD_S", 0.05)
+    limit = "reached its task limit of 24 processes and threads (MOONPOOL_TASK_LIMIT)"
+    with hosted(runtime, "greedy", folder, greedy(SANDBOX=level, TASK_LIMIT=24)):
+        with pytest.raises((ModelError, StubDied)) as raised:
+            ask_all(runtime, "threads:40", "wait")
+        assert limit in str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["one file", "many files"])
+def test_a_model_that_fills_its_scratch_folder_is_refused_or_ended(
+    runtime: moonpool.Runtime, folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "_PERIOD_S", 0.05)
+    limits = greedy(SANDBOX="strict", SCRATCH_BYTES=4 * MIB)
+    with hosted(runtime, "greedy", folder, limits):
+        assert ask(runtime, f"{how}:{MIB}") == "done"
+        with pytest.raises((ModelError, StubDied)) as raised:
+            ask_all(runtime, f"{how}:{8 * MIB}", "wait")
+        assert f"its scratch limit of {4 * MIB} bytes (MOONPOOL_SCRATCH_BYTES)" in str(raised.value)
+
+
+def test_a_model_runs_on_the_processors_that_it_is_given(
+    runtime: moonpool.Runtime, folder: Path
+) -> None:
+    (cpu, *_) = sorted(os.sched_getaffinity(0))
+    for level in ("standard", "strict"):
+        with hosted(runtime, "greedy", folder, greedy(SANDBOX=level, CPUS=cpu)):
+            assert ask(runtime, "processors") == str(cpu)
+
+
+def test_processors_that_the_runtime_has_not_are_refused(
+    runtime: moonpool.Runtime, folder: Path
+) -> None:
+    with pytest.raises(LoadFailed) as raised:
+        runtime.load("greedy", folder, config=greedy(CPUS="0,4095"))
+    assert "MOONPOOL_CPUS names 4095, on which this runtime may not run" in str(raised.value)
+
+
+def test_a_weight_becomes_nice_where_there_is_no_group(
+    runtime: moonpool.Runtime, folder: Path
+) -> None:
+    with hosted(runtime, "greedy", folder, greedy(CPU_WEIGHT=33)):
+        said = int(ask(runtime, "nice"))
+        group = GROUPS.make({}, 33)
+        if group is not None:
+            group.remove()
+        assert said == (0 if group is not None and group.has_weight else 5)
+
+
+def test_an_instance_is_the_first_to_go_where_memory_runs_out(
+    runtime: moonpool.Runtime, folder: Path
+) -> None:
+    with hosted(runtime, "greedy", folder, greedy()):
+        pid = runtime.instances("greedy")[0]["pid"]
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "500"
+
+
+# Recycling
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_instances_are_recycled_under_load_and_every_answer_is_right(
+    runtime: moonpool.Runtime, instances: int
+) -> None:
+    callers, each_asks, limit = 4, 60, 40
+    wrong: list[object] = []
+
+    def call(first: int) -> None:
+        for number in range(first, first + each_asks):
+            x = np.arange(number, number + 7, dtype=np.float32)
+            try:
+                y = runtime.infer("recycled", {"X": x}, timeout_s=60.0)["OUT_X"]
+                if not np.array_equal(x, y):
+                    wrong.append((x, y))
+            except Exception as error:
+                wrong.append(error)
+
+    config = {**ECHO, **options(RECYCLE_REQUESTS=limit)}
+    with hosted(runtime, "recycled", MODELS / "echo.py", config, instances=instances):
+        pids = {each["pid"] for each in runtime.instances("recycled")}
+        threads = [threading.Thread(target=call, args=(i * 1000,)) for i in range(callers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120.0)
+        assert wrong == []
+        supervisor = runtime._models.find("recycled").supervisor
+        # 240 requests are six times 40; two instances share them as it comes.
+        least = callers * each_asks // limit if instances == 1 else 1
+
+        def all_are_back() -> bool:
+            is_ready = {seat.machine.state for seat in supervisor.seats} == {"READY"}
+            return is_ready and supervisor.recycling.counts.total() >= least
+
+        wait_until(all_are_back, 60.0)
+        if instances == 1:
+            assert supervisor.recycling.counts.total() == least
+            assert supervisor.seats[0].instance.served == 0
+        assert pids != {each["pid"] for each in runtime.instances("recycled")}
+        assert [each["restarts"] for each in runtime.instances("recycled")] == [0] * instances
+
+
+def test_an_instance_whose_memory_grows_is_recycled(
+    runtime: moonpool.Runtime, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "_PERIOD_S", 0.05)
+    with hosted(runtime, "greedy", folder, greedy(RECYCLE_RSS_BYTES=256 * MIB)):
+        first = ask(runtime, "pid")
+        assert ask(runtime, f"keep:{64 * MIB}") == "done"
+        assert ask(runtime, "pid") == first
+        assert ask(runtime, f"keep:{256 * MIB}") == "done"
+        wait_until(lambda: ask(runtime, "pid") != first, 30.0)
+        (instance,) = runtime.instances("greedy")
+        assert instance["restarts"] == 0
+        assert "MOONPOOL_RECYCLE_RSS_BYTES is 268435456" in instance["because"]
