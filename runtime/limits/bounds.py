@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool")
 # Where memory runs out, a stub is to be ended before its runtime is.
 _OOM_SCORE = 500
+_MEMORY = ("memory_bytes", "data_bytes")
 
 
 class Bounds:
@@ -93,8 +94,8 @@ class Bounds:
 
 def _without(policy: Policy, group: Group) -> Policy:
     """What a group limits better. Of tasks the process is to know, for its errors."""
-    limits = {name: value for name, value in policy.limits.items() if name != "memory_bytes"}
-    if "memory_bytes" not in group.limits:
-        limits = policy.limits
+    limits = policy.limits
+    if "memory_bytes" in group.limits:
+        limits = {name: value for name, value in limits.items() if name not in _MEMORY}
     nice = 0 if group.has_weight else policy.nice
     return Policy(**{**vars(policy), "limits": limits, "nice": nice})

@@ -174,7 +174,8 @@ class Group:
         self.has_weight = "cpu" in place.controllers
         self.path.mkdir()
         try:
-            memory, tasks = limits.get("memory_bytes"), limits.get("tasks")
+            memory = limits.get("memory_bytes", limits.get("data_bytes"))
+            tasks = limits.get("tasks")
             if "memory" in place.controllers and memory is not None:
                 self._write("memory.max", memory)
                 with contextlib.suppress(OSError):  # a kernel without swap has no such file

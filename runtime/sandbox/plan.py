@@ -75,7 +75,7 @@ def plan_for(model: Model, environment: Environment, folder: str) -> Plan:
     )
     common = Policy(
         level=options.sandbox,
-        limits=_limits(options),
+        limits=_limits(model),
         cpus=options.cpus,
         nice=_nice(options.cpu_weight),
     )
@@ -104,10 +104,13 @@ def plan_for(model: Model, environment: Environment, folder: str) -> Plan:
     return Plan(policy, python, variables, scratch, granted(options), is_foreign)
 
 
-def _limits(options: ModelOptions) -> dict[str, int]:
+def _limits(model: Model) -> dict[str, int]:
+    options = model.options
     contained = options.sandbox in (BEST_EFFORT, STRICT)
+    # A GPU's driver reserves more addresses than any machine has memory.
+    uses_gpu = any(group.kind == "GPU" for group in model.config.instance_groups)
     limits = {
-        "memory_bytes": options.memory_limit_bytes,
+        "data_bytes" if uses_gpu else "memory_bytes": options.memory_limit_bytes,
         "tasks": options.task_limit,
         "open_files": options.open_files,
         "file_bytes": options.scratch_bytes if contained else None,
