@@ -11,6 +11,7 @@ from moonpool.stub.sandbox import syscalls
 # Not ctypes.util, which starts programs to find a library.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 NUMBERS = syscalls.numbers(syscalls.this_machine())
 
 
@@ -30,6 +31,8 @@ def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None
     return result
 
 
-def prctl(option: int, *arguments: int) -> int:
-    """`prctl(2)`; what is not given is zero. Raises OSError."""
-    return call("prctl", option, *arguments, *(0,) * (4 - len(arguments)))
+def prctl(option: int, argument: int = 0, second: int = 0) -> None:
+    """`prctl(2)`; the other arguments are zero. Raises OSError."""
+    if _libc.prctl(option, argument, second, 0, 0) == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    # An argument, a mask and what must be left of the argument under it.
-    Condition = tuple[int, int, int]
+    # An argument, a mask and what may be left of the argument under it.
+    Condition = tuple[int, int, Iterable[int]]
     # Allowed where all conditions of one of them hold; an empty tuple is without condition.
     Alternatives = tuple[tuple[Condition, ...], ...]
 
-_ALL_BITS = 0xFFFFFFFF
+ALL_BITS = 0xFFFFFFFF
 
 _FILES = """
 read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile copy_file_range
@@ -89,7 +89,7 @@ _CLONE_FORBIDDEN = (
     0x2000 | 0x800000 | 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000
 ) | 0x40000000
 _O_NONBLOCK, _O_LARGEFILE, _ACCESS = 0x800, 0x8000 | 0x20000, 0o3
-_SOCK_TYPE = _ALL_BITS & ~(0x800 | 0x80000)  # without SOCK_NONBLOCK and SOCK_CLOEXEC
+_SOCK_TYPE = ALL_BITS & ~(0x800 | 0x80000)  # without SOCK_NONBLOCK and SOCK_CLOEXEC
 _MSG_FASTOPEN = 0x20000000
 
 
@@ -119,7 +119,7 @@ def allowed(
         table.update(_TCP)
     if forks or "fork" in granted:
         table.update(dict.fromkeys(("fork", "vfork"), ()))
-        table["clone"] = (((0, _CLONE_FORBIDDEN, 0),),)
+        table["clone"] = (((0, _CLONE_FORBIDDEN, (0,)),),)
         if signals_are_scoped:
             # Those of a child have another pid than the one that is known here.
             table.update(dict.fromkeys(("kill", "tgkill"), ()))
@@ -133,9 +133,9 @@ def allowed(
 
 def _conditional(pid: int) -> dict[str, Alternatives]:
     return {
-        "clone": (((0, _CLONE_THREAD | _CLONE_FORBIDDEN, _CLONE_THREAD),),),
-        "kill": (((0, _ALL_BITS, pid),),),
-        "tgkill": (((0, _ALL_BITS, pid),),),
+        "clone": (((0, _CLONE_THREAD | _CLONE_FORBIDDEN, (_CLONE_THREAD,)),),),
+        "kill": _one_of(0, (pid,)),
+        "tgkill": _one_of(0, (pid,)),
         "prlimit64": _one_of(0, (0, pid)),
         "personality": _one_of(0, (0xFFFFFFFF,)),
         # Mode 0 only sets memory aside; others could take it away from under the runtime.
@@ -144,24 +144,21 @@ def _conditional(pid: int) -> dict[str, Alternatives]:
         "ioctl": _one_of(1, _IOCTLS),
         "fcntl": (
             *_one_of(1, _FCNTLS),
-            ((1, _ALL_BITS, 4), (2, _ALL_BITS & ~(_O_NONBLOCK | _O_LARGEFILE | _ACCESS), 0)),
+            ((1, ALL_BITS, (4,)), (2, ALL_BITS & ~(_O_NONBLOCK | _O_LARGEFILE | _ACCESS), (0,))),
         ),
         "prctl": (
             *_one_of(0, _PRCTLS),
             # As they are already: an exec takes the second one off.
-            ((0, _ALL_BITS, 1), (1, _ALL_BITS, 9)),  # PR_SET_PDEATHSIG, SIGKILL
-            ((0, _ALL_BITS, 4), (1, _ALL_BITS, 0)),  # PR_SET_DUMPABLE, no
+            ((0, ALL_BITS, (1,)), (1, ALL_BITS, (9,))),  # PR_SET_PDEATHSIG, SIGKILL
+            ((0, ALL_BITS, (4,)), (1, ALL_BITS, (0,))),  # PR_SET_DUMPABLE, no
         ),
         # AF_UNIX; SOCK_STREAM and SOCK_SEQPACKET, which cannot send to anybody but each other.
-        "socketpair": (
-            ((0, _ALL_BITS, 1), (1, _SOCK_TYPE, 1)),
-            ((0, _ALL_BITS, 1), (1, _SOCK_TYPE, 5)),
-        ),
+        "socketpair": (((0, ALL_BITS, (1,)), (1, _SOCK_TYPE, (1, 5))),),
     }
 
 
 def _one_of(argument: int, values: Iterable[int]) -> Alternatives:
-    return tuple(((argument, _ALL_BITS, value),) for value in values)
+    return (((argument, ALL_BITS, values),),)
 
 
 # MADV_* but REMOVE, which punches holes, MERGEABLE, by which memory of others can be guessed, and what poisons pages.
@@ -176,16 +173,12 @@ _FCNTLS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
 _PRCTLS = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 51, 56, 64, 0x53564D41)
 # IPPROTO_TCP or the family's own: other protocols of streams are none of Landlock's.
 _TCP: dict[str, Alternatives] = {
-    "socket": tuple(
-        ((0, _ALL_BITS, family), (1, _SOCK_TYPE, 1), (2, _ALL_BITS, protocol))
-        for family in (2, 10)
-        for protocol in (0, 6)
-    ),
+    "socket": (((0, ALL_BITS, (2, 10)), (1, _SOCK_TYPE, (1,)), (2, ALL_BITS, (0, 6))),),
     "connect": (),
     # With that flag it connects, past Landlock.
-    "sendto": (((3, _MSG_FASTOPEN, 0),),),
-    "sendmsg": (((2, _MSG_FASTOPEN, 0),),),
-    "sendmmsg": (((3, _MSG_FASTOPEN, 0),),),
+    "sendto": (((3, _MSG_FASTOPEN, (0,)),),),
+    "sendmsg": (((2, _MSG_FASTOPEN, (0,)),),),
+    "sendmmsg": (((3, _MSG_FASTOPEN, (0,)),),),
 }
 _FURTHER_LAYERS = (
     "landlock_create_ruleset",

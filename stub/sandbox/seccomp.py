@@ -8,23 +8,30 @@ from __future__ import annotations
 import ctypes
 import errno
 import struct
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 from moonpool.stub.sandbox import kernel, syscalls
+from moonpool.stub.sandbox.rules import ALL_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from moonpool.stub.sandbox.rules import Alternatives
 
-    # An instruction: code, jump if true, jump if false, operand.
-    Instruction = tuple[int, int, int, int]
+    # Instructions: operation, how far to jump if true, if false, operand.
+    Code = list[tuple[int, int, int, int]]
 
 _LOAD, _AND, _JUMP, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
 # Where the fields of `struct seccomp_data` are; the lower half of an argument comes first on both machines.
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-_KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-_NOT_PERMITTED, _NOT_THERE = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+# `struct sock_filter`
+_INSTRUCTION = struct.Struct("=HBBI")
+_KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+_END: Code = [(_RETURN, 0, 0, _KILL_PROCESS)]
+_LET_THROUGH: Code = [(_RETURN, 0, 0, _ALLOW)]
+_REFUSE: Code = [(_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+_PRETEND_ABSENT: Code = [(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
 # Numbers of x86-64 with this bit are those of its x32 form.
 _X32 = 0x40000000
 _FARTHEST = 255
@@ -44,20 +51,22 @@ def program(
     Names of calls that the machine does not have are passed over. Raises KeyError for an unknown machine.
     """
     numbers = syscalls.numbers(machine)
-    verdicts: dict[int, list[Instruction]] = {}
-    for verdict, names in ((_KILL, killed), (_NOT_THERE, absent)):
-        verdicts.update({numbers[name]: _returning(verdict) for name in names if name in numbers})
+    judged = [_REFUSE] * (max(numbers.values()) + 1)
+    for code, names in ((_END, killed), (_PRETEND_ABSENT, absent)):
+        for name in names:
+            if name in numbers:
+                judged[numbers[name]] = code
     for name, alternatives in allowed.items():
         if name in numbers:
-            verdicts[numbers[name]] = _checking(alternatives)
-    code: list[Instruction] = [
+            judged[numbers[name]] = _checking(alternatives) if alternatives else _LET_THROUGH
+    instructions = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_IF_EQUAL, 1, 0, syscalls.ARCHITECTURES[machine]),
-        (_RETURN, 0, 0, _KILL),
+        *_END,
         (_LOAD, 0, 0, _NUMBER),
-        *_searching(_ranges(verdicts, max(numbers.values()))),
+        *_searching(_ranges(judged)),
     ]
-    return struct.pack("=" + "HBBI" * len(code), *(word for each in code for word in each))
+    return b"".join(starmap(_INSTRUCTION.pack, instructions))
 
 
 def install(filter_program: bytes) -> None:
@@ -69,43 +78,37 @@ def install(filter_program: bytes) -> None:
         raise OSError(errno.EBUSY, f"thread {thread} has another filter")
 
 
-def _returning(verdict: int) -> list[Instruction]:
-    return [(_RETURN, 0, 0, verdict)]
-
-
-def _checking(alternatives: Alternatives) -> list[Instruction]:
+def _checking(alternatives: Alternatives) -> Code:
     """Allow where one of the alternatives holds."""
-    if not alternatives:
-        return _returning(_ALLOW)
-    code: list[Instruction] = []
+    code: Code = []
     for conditions in alternatives:
-        checks: list[Instruction] = []
-        for place, (argument, mask, value) in enumerate(conditions):
-            # Past the checks that are left, and the return.
-            to_next = 3 * (len(conditions) - place - 1) + 1
-            checks += [
-                (_LOAD, 0, 0, _ARGUMENTS + 8 * argument),
-                (_AND, 0, 0, mask),
-                (_IF_EQUAL, 0, to_next, value),
-            ]
-        code += [*checks, *_returning(_ALLOW)]
-    return code + _returning(_NOT_PERMITTED)
+        checks = _LET_THROUGH
+        for argument, mask, values in reversed(conditions):
+            checks = _comparing(argument, mask, list(values), len(checks)) + checks
+        code += checks
+    return code + _REFUSE
 
 
-def _ranges(
-    verdicts: Mapping[int, list[Instruction]], last: int
-) -> list[tuple[int, list[Instruction]]]:
+def _comparing(argument: int, mask: int, values: list[int], rest: int) -> Code:
+    """Go on behind these instructions where the argument is one of the values, else behind the `rest` too."""
+    code: Code = [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument)]
+    if mask != ALL_BITS:
+        code.append((_AND, 0, 0, mask))
+    last = len(values) - 1
+    code += [(_IF_EQUAL, last - place, 0, value) for place, value in enumerate(values[:-1])]
+    return [*code, (_IF_EQUAL, 0, rest, values[-1])]
+
+
+def _ranges(judged: list[Code]) -> list[tuple[int, Code]]:
     """First number and code of each range of numbers that are judged alike, up to all numbers."""
-    refused = _returning(_NOT_PERMITTED)
-    ranges: list[tuple[int, list[Instruction]]] = []
-    for number in range(last + 1):
-        code = verdicts.get(number, refused)
-        if not ranges or ranges[-1][1] != code:
+    ranges = [(0, judged[0])]
+    for number, code in enumerate(judged):
+        if code is not ranges[-1][1]:
             ranges.append((number, code))
-    return [*ranges, (last + 1, _returning(_NOT_THERE)), (_X32, _returning(_KILL))]
+    return [*ranges, (len(judged), _PRETEND_ABSENT), (_X32, _END)]
 
 
-def _searching(ranges: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
+def _searching(ranges: list[tuple[int, Code]]) -> Code:
     """Look up the number by halving."""
     if len(ranges) == 1:
         return ranges[0][1]

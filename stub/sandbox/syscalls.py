@@ -96,15 +96,17 @@ lsm_get_self_attr lsm_set_self_attr lsm_list_modules mseal setxattrat getxattrat
 removexattrat open_tree_attr file_getattr file_setattr
 """
 
+_made: dict[str, dict[str, int]] = {}
 _TABLES = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 
 def numbers(machine: str) -> dict[str, int]:
     """Number by name; for a machine that is not in `ARCHITECTURES`, only those that all have in common."""
-    table = {
-        name: number for number, name in enumerate(_TABLES.get(machine, "").split()) if name != "-"
-    }
-    table.update(zip(_COMMON.split(), range(_FIRST_COMMON, 1024)))
+    table = _made.get(machine)
+    if table is None:
+        table = _made[machine] = dict(zip(_TABLES.get(machine, "").split(), range(_FIRST_COMMON)))
+        table.pop("-", None)
+        table.update(zip(_COMMON.split(), range(_FIRST_COMMON, 2 * _FIRST_COMMON)))
     return table
 
 
