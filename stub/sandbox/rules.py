@@ -80,6 +80,8 @@ fsopen fsconfig fsmount fspick mount_setattr open_by_handle_at init_module finit
 kexec_load kexec_file_load reboot swapon swapoff acct quotactl quotactl_fd iopl ioperm modify_ldt
 """
 KILLED = frozenset(_ATTACKS.split())
+# May be granted like a call: processes of its own, in whatever way libc begins them.
+FORK = "fork"
 # Its flags lie in memory, which no filter sees: libc turns to `clone` then.
 ABSENT = frozenset(["clone3"])
 
@@ -117,7 +119,7 @@ def allowed(
         table.update(dict.fromkeys(_METADATA.split(), ()))
     if ports:
         table.update(_TCP)
-    if forks or "fork" in granted:
+    if forks or FORK in granted:
         table.update(dict.fromkeys(("fork", "vfork"), ()))
         table["clone"] = (((0, _CLONE_FORBIDDEN, (0,)),),)
         if signals_are_scoped:
@@ -127,7 +129,7 @@ def allowed(
         table.update(dict.fromkeys(_FURTHER_LAYERS, ()))
     if launches:
         table["execve"] = ()
-    table.update(dict.fromkeys(granted - {"fork"}, ()))
+    table.update(dict.fromkeys(granted - {FORK}, ()))
     return table
 
 

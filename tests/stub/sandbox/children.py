@@ -31,12 +31,13 @@ package = sys.modules["moonpool"] = types.ModuleType("moonpool")
 package.__path__ = [folder]
 from moonpool.ipc.policy import Policy
 from moonpool.stub.sandbox import kernel, layers
+from moonpool.stub.sandbox.refused import SandboxRefused
 policy = Policy.from_json(policy)
 names = {"kernel": kernel, "layers": layers, "policy": policy}
 exec(before, names)
 try:
     applied = layers.apply(policy)
-except layers.SandboxRefused as refused:
+except SandboxRefused as refused:
     print(json.dumps({"refused": str(refused)}))
     sys.exit()
 results = {"on": applied.on, "left_out": applied.left_out}
