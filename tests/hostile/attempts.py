@@ -1,0 +1,33 @@
+"""Tables of attempts, and where the things are that they are made on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.hostile.attacker import Attacker, Outcome
+
+# Refused by a layer: Landlock says EACCES, or EXDEV for names across its borders; seccomp EPERM.
+REFUSED = ("EACCES", "EPERM", "killed")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One thing to try. A text in `arguments` that begins with $ stands for something of the scene."""
+
+    what: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    # What may come of it at strict.
+    strict: tuple[str, ...] = REFUSED
+    # What comes of it where nothing stops it; empty where that depends on the machine.
+    off: tuple[str, ...] = ("done",)
+
+
+def made(attacker: Attacker, attempt: Attempt, scene: Mapping[str, Any]) -> Outcome:
+    """What comes of an attempt on what the scene has."""
+    arguments = {
+        key: scene[value[1:]] if isinstance(value, str) and value.startswith("$") else value
+        for key, value in attempt.arguments.items()
+    }
+    return attacker.tries(attempt.what, **arguments)

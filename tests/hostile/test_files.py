@@ -1,0 +1,159 @@
+"""Which files a model may see, and change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.hostile.attacker import Attacker
+from tests.hostile.attempts import REFUSED, Attempt, made
+from tests.hostile.conftest import Attackers
+
+import moonpool
+
+FILE = {"path": "$file"}
+OTHER = {"path": "$other"}
+# Names that lead across the border of what Landlock allows are EXDEV.
+CROSSING = (*REFUSED, "EXDEV")
+
+READS = {
+    "a file of the machine": Attempt("files.read", {"path": "/etc/passwd"}),
+    "a file that only the runtime may read": Attempt("files.read", FILE),
+    "another model's weights": Attempt("files.read", OTHER),
+    "another model's folder": Attempt("files.listing", {"path": "$other_folder"}),
+    "the folder of all models": Attempt("files.listing", {"path": "$repository"}),
+    "by a symbolic link of its own": Attempt("files.read_by_symlink", FILE),
+    "by a symbolic link in its model directory": Attempt("files.read", {"path": "$symlink"}),
+    "by its root folder": Attempt("files.read_from_root", FILE),
+    "by ever so many dots": Attempt("files.read_by_dots", FILE),
+    "by a hard link": Attempt("files.link", FILE | {"to": "link"}, CROSSING, ()),
+    "from a working directory": Attempt("files.go_to", FILE),
+    "by being told of its changes": Attempt("files.watch", FILE),
+    "a home": Attempt("files.listing", {"path": "$home"}),
+    "the folder of temporary files": Attempt("files.listing", {"path": "$tmp"}),
+    "the root folder": Attempt("files.listing", {"path": "/"}),
+    "names of shared memory": Attempt("files.listing", {"path": "/dev/shm"}),
+    "names of devices": Attempt("files.listing", {"path": "/dev"}),
+    "the kernel's settings": Attempt("files.read", {"path": "/proc/sys/kernel/hostname"}),
+    "who is mounted where": Attempt("files.read", {"path": "/proc/mounts"}),
+    "the machine's log": Attempt("files.read", {"path": "/dev/kmsg"}, off=()),
+    "the machine's memory": Attempt("files.read", {"path": "/dev/mem"}, (*REFUSED, "ENOENT"), ()),
+}
+
+WRITES = {
+    "a file of the runtime's user": Attempt("files.open_to_write", FILE),
+    "cutting it short": Attempt("files.truncate", FILE),
+    "removing it": Attempt("files.unlink", {"path": "$victim"}),
+    "renaming it": Attempt("files.rename", FILE | {"to": "renamed"}, CROSSING, ()),
+    "its mode": Attempt("files.change_mode", FILE),
+    "its owner": Attempt("files.change_owner", FILE),
+    "its times": Attempt("files.change_times", FILE),
+    "its attributes": Attempt("files.set_attribute", FILE, off=()),
+    "a new file": Attempt("files.create", {"path": "$new"}),
+    "a new file without a name": Attempt("files.create_unnamed", {"folder": "$tmp"}),
+    "a new file in memory": Attempt("files.create", {"path": "/dev/shm/moonpool-hostile"}),
+    "a new folder": Attempt("files.make_folder", {"path": "$new"}),
+    "a pipe": Attempt("files.make_pipe", {"path": "$new"}),
+    "a device": Attempt("files.make_device", {"path": "$new"}, off=()),
+    "a device in its scratch": Attempt("files.make_device", {"path": "device"}, off=()),
+    "its own model": Attempt("files.open_to_write", {"path": "$model"}),
+    "a file beside its own model": Attempt("files.create", {"path": "$beside"}),
+    "its own model's mode": Attempt("files.change_mode", {"path": "$model"}),
+    "the interpreter": Attempt(
+        "files.open_to_write", {"path": os.path.realpath(os.sys.executable)}, off=()
+    ),
+    "its own memory by its file": Attempt("self.rewrite_itself"),
+    "its place among the killed": Attempt("self.protect_from_oom", off=()),
+}
+
+
+@pytest.fixture(scope="module")
+def scene(
+    runtime: moonpool.Runtime,  # noqa: ARG001 - to be there before
+    model_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Any]]:
+    outside = tmp_path_factory.mktemp("outside")
+    other = model_folder.parent / "other" / "1"
+    other.mkdir(parents=True)
+    for path, mode in (
+        (outside / "file", 0o600),
+        (outside / "victim", 0o666),
+        (other / "weights", 0o644),
+    ):
+        path.write_text("not for you")
+        path.chmod(mode)
+    outside.chmod(0o777)
+    (model_folder / "symlink").symlink_to(outside / "file")
+    yield {
+        "file": str(outside / "file"),
+        "victim": str(outside / "victim"),
+        "new": str(outside / "new"),
+        "tmp": str(outside),
+        "other": str(other / "weights"),
+        "other_folder": str(other),
+        "repository": str(model_folder.parent),
+        "symlink": str(model_folder / "symlink"),
+        "model": str(model_folder / "1" / "model.py"),
+        "beside": str(model_folder / "1" / "beside.py"),
+        "home": str(outside),
+    }
+    (model_folder / "symlink").unlink()
+
+
+@pytest.mark.parametrize("attempt", READS)
+def test_a_model_reads_nothing_that_is_not_its_own(
+    attackers: Attackers, scene: dict[str, Any], attempt: str
+) -> None:
+    outcome = made(attackers("strict"), READS[attempt], scene)
+
+    assert outcome.word in READS[attempt].strict, outcome
+
+
+@pytest.mark.parametrize("attempt", WRITES)
+def test_a_model_changes_nothing_outside_its_scratch_folder(
+    attackers: Attackers, scene: dict[str, Any], attempt: str
+) -> None:
+    outcome = made(attackers("strict"), WRITES[attempt], scene)
+
+    assert outcome.word in WRITES[attempt].strict, outcome
+
+
+@pytest.mark.parametrize("attempt", [name for name, each in (READS | WRITES).items() if each.off])
+def test_without_a_sandbox_files_are_within_reach(
+    attackers: Attackers, scene: dict[str, Any], attempt: str
+) -> None:
+    outcome = made(attackers("off"), (READS | WRITES)[attempt], scene)
+
+    assert outcome.word in (READS | WRITES)[attempt].off, outcome
+
+
+def test_the_scratch_folder_is_the_working_directory_the_home_and_the_place_of_temporary_files(
+    attackers: Attackers,
+) -> None:
+    found = attackers("strict").finds("self.places")
+
+    assert found["cwd"] == found["home"] == found["tmp"]
+    assert found["scratch_writable"]
+    assert attackers("strict").finds("self.tempfiles").startswith(found["cwd"])
+
+
+def kept_by(attacker: Attacker) -> Path:
+    return Path(attacker.finds("files.keep", name="kept"))
+
+
+def test_what_is_in_the_scratch_folder_is_seen_by_nobody_else_and_goes_with_the_process(
+    attackers: Attackers,
+) -> None:
+    attacker = attackers("strict")
+    kept = kept_by(attacker)
+    outcome = attacker.tries("self.crash", how="exit")
+
+    assert outcome.word == "died"
+    assert attacker.finds("self.places")["cwd"] != str(kept.parent)
+    assert not kept.exists()
+    assert not kept.parent.exists()

@@ -1,0 +1,143 @@
+"""System calls that no model needs: those that only an attacker makes end the process, and the log says so."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.hostile.conftest import Attackers
+
+# Reached with arguments that the kernel itself refuses, so that nothing happens where nobody stops them.
+KILLED = [
+    "acct",
+    "add_key",
+    "bpf",
+    "chroot",
+    "delete_module",
+    "fanotify_init",
+    "finit_module",
+    "fsopen",
+    "init_module",
+    "io_uring_enter",
+    "io_uring_register",
+    "io_uring_setup",
+    "kcmp",
+    "kexec_file_load",
+    "kexec_load",
+    "keyctl",
+    "mount",
+    "mount_setattr",
+    "move_mount",
+    "name_to_handle_at",
+    "open_by_handle_at",
+    "open_tree",
+    "perf_event_open",
+    "pidfd_getfd",
+    "pivot_root",
+    "process_vm_readv",
+    "process_vm_writev",
+    "ptrace",
+    "quotactl",
+    "reboot",
+    "request_key",
+    "setns",
+    "swapoff",
+    "swapon",
+    "umount2",
+    "unshare",
+    "userfaultfd",
+]
+# Refused in a way that libraries cope with.
+REFUSED = [
+    "adjtimex",
+    "clock_settime",
+    "execve",
+    "execveat",
+    "inotify_init1",
+    "ioprio_set",
+    "memfd_create",
+    "memfd_secret",
+    "migrate_pages",
+    "move_pages",
+    "msgget",
+    "personality",
+    "pidfd_open",
+    "pidfd_send_signal",
+    "process_madvise",
+    "process_mrelease",
+    "rt_sigqueueinfo",
+    "sched_setattr",
+    "semget",
+    "sethostname",
+    "setresuid",
+    "settimeofday",
+    "shmget",
+    "socket",
+    "syslog",
+    "vhangup",
+]
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_call_that_only_an_attacker_makes_ends_the_process(
+    attackers: Attackers, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    outcome = attackers("strict").tries("kernel.with_bad", name=name)
+
+    assert outcome.died is not None, outcome
+    assert "was killed by SIGSYS: it made a system call that its sandbox does not allow" in (
+        outcome.died
+    )
+    assert "SIGSYS" in caplog.text
+    assert attackers("strict").finds("kernel.make", name="getpid") > 0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_that_no_model_needs_is_refused(attackers: Attackers, name: str) -> None:
+    outcome = attackers("strict").tries("kernel.with_bad", name=name)
+
+    assert outcome.word in ("EPERM", "ENOSYS", "killed"), outcome
+
+
+def test_without_a_sandbox_the_kernel_itself_looks_at_the_arguments(attackers: Attackers) -> None:
+    attacker = attackers("off")
+    pid = attacker.pid
+    reached = {
+        name: attacker.tries("kernel.with_bad", name=name).word
+        for name in [*KILLED, *REFUSED]
+        if name != "vhangup"  # takes no arguments, and would do it
+    }
+
+    assert attacker.pid == pid, "one of them was stopped"
+    # Those for which this user has not the right are told so before anything else is looked at.
+    assert list(reached.values()).count("EPERM") < len(reached) / 2, reached
+
+
+# By another gate, where numbers mean something else.
+GATES = ["as_x32", "as_i386"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86_64 has gates of other ABIs")
+@pytest.mark.parametrize("gate", GATES)
+def test_other_gates_into_the_kernel_are_shut(attackers: Attackers, gate: str) -> None:
+    assert attackers("strict").tries(f"kernel.{gate}").word in ("killed", "EPERM", "ENOSYS")
+
+
+PRCTL = ["forget_the_parent", "become_dumpable", "allow_tracers", "move_its_memory"]
+
+
+@pytest.mark.parametrize("what", PRCTL)
+def test_what_was_put_on_cannot_be_taken_off(attackers: Attackers, what: str) -> None:
+    assert attackers("strict").tries(f"kernel.{what}").word in ("EPERM", "killed")
+
+
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_no_new_privileges_cannot_be_taken_back(attackers: Attackers, level: str) -> None:
+    assert attackers(level).tries("kernel.drop_no_new_privs").word in ("EINVAL", "EPERM", "killed")
+
+
+def test_without_a_sandbox_a_model_may_outlive_its_runtime(attackers: Attackers) -> None:
+    attacker = attackers("off")
+    assert attacker.tries("kernel.forget_the_parent").word == "done"
+    assert attacker.tries("kernel.become_dumpable").word == "done"

@@ -1,0 +1,107 @@
+"""What leaves a model beside its answers: its log, its errors, its metrics; and what it sees of the runtime."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.hostile.attacker import Attacker, load_attacker
+from tests.hostile.conftest import Attackers
+from tests.waiting import wait_until
+
+import moonpool
+
+LEVELS = ["standard", "strict"]
+
+pytestmark = pytest.mark.parametrize("level", LEVELS)
+
+SECRET = "MOONPOOL_HOSTILE_SECRET"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _secret() -> Iterator[None]:
+    """A variable that only the runtime is to see."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SECRET, "hunter2")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+        yield
+
+
+def test_secrets_of_the_environment_stay_in_the_runtime(attackers: Attackers, level: str) -> None:
+    seen = attackers(level).finds("self.environment")
+
+    assert "hunter2" not in seen.values()
+    assert seen["PATH"] == os.environ["PATH"]
+
+
+def test_a_model_inherits_its_channels_and_its_output_and_nothing_else(
+    attackers: Attackers, level: str
+) -> None:
+    fresh = attackers(level)
+    kinds = fresh.finds("self.descriptors")
+
+    # No input, output twice, three channels; what else is open it opened itself.
+    assert [kinds[str(fd)] for fd in range(3)] == ["c", "p", "p"]
+    assert sorted(kinds.values()).count("s") == 3
+    assert set(kinds.values()) <= {"c", "p", "s", "?", "-"}
+    assert fresh.finds("self.nodes_of_gpus") == []
+
+
+@pytest.fixture
+def quiet(
+    runtime: moonpool.Runtime, model_folder: Path, level: str
+) -> Iterator[Attacker]:
+    """One whose log is limited to a few lines."""
+    yield load_attacker(runtime, level, model_folder, "quiet", LOG_LINES_PER_S=5)
+    runtime.unload("quiet")
+
+
+@pytest.mark.parametrize("what", ["log", "write_output"])
+def test_a_flood_of_lines_is_heard_in_part(
+    quiet: Attacker, caplog: pytest.LogCaptureFixture, level: str, what: str
+) -> None:
+    del level
+    text = {"text": "y" * 500} if what == "log" else {"line": "y" * 500 + "\n"}
+
+    quiet.finds(f"protocol.{what}", count=5000, **text)
+
+    wait_until(lambda: "lines were left out: too many a second" in caplog.text)
+    assert sum("yyyy" in record.getMessage() for record in caplog.records) < 100
+
+
+LINES = {
+    "colours": ("\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
+    "a line of another": ("[sibling_0] done\r\n[sibling_0] again", "[sibling_0] done"),
+    "no text": ("caf\xe9 \xff\xfe", "caf\\xe9 \\xff\\xfe"),
+    "a format": ("%s %(name)s {0} %n", "%s %(name)s {0} %n"),
+    "without end": ("z" * 1_000_000, " … (cut)"),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_lines_of_a_model_are_known_by_its_name(
+    attackers: Attackers, caplog: pytest.LogCaptureFixture, level: str, line: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "moonpool.stub")
+    text, shown = LINES[line]
+
+    attackers(level).finds("protocol.write_output", count=1, line=text + "\n")
+
+    wait_until(lambda: shown in caplog.text)
+    said = [record.getMessage() for record in caplog.records if record.name == "moonpool.stub"]
+    assert all(each.startswith(f"[attacker_{level}_0] ") for each in said), said
+    assert all(each.isprintable() and len(each) < 10_000 for each in said)
+
+
+def test_metrics_of_a_model_have_an_end(
+    runtime: moonpool.Runtime, attackers: Attackers, level: str
+) -> None:
+    outcome = attackers(level).tries("protocol.make_metrics", count=100_000)
+
+    assert outcome.word != "done", outcome
+    assert len(runtime.metrics()) < 10_000_000
+    assert attackers(level).tries("self.crash", how="exit").word == "died"

@@ -1,0 +1,140 @@
+"""What a model may do to its runtime, to its siblings, and in the way of more processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.hostile.attacker import answers
+from tests.hostile.attempts import Attempt, made
+from tests.hostile.conftest import Attackers
+
+import moonpool
+
+SECRET = "the runtime's own secret"
+PARENT = {"pid": "$parent"}
+SIBLING = {"pid": "$sibling"}
+MEMORY = {"pid": "$parent", "address": "$address", "size": len(SECRET)}
+
+ATTEMPTS = {
+    "a signal to the runtime": Attempt("processes.signal_to", PARENT),
+    "a signal to a sibling": Attempt("processes.signal_to", SIBLING),
+    "a signal to the runtime's group": Attempt("processes.signal_to_group", PARENT),
+    "a signal to the runtime's thread": Attempt("processes.signal_to_thread", PARENT),
+    "a signal to all": Attempt("processes.signal_to", {"pid": -1}),
+    "a signal with a value": Attempt("processes.signal_with_value", PARENT),
+    "a signal by a descriptor": Attempt("processes.signal_by_descriptor", PARENT),
+    "a signal by the owner of a pipe": Attempt("processes.signal_by_ownership", PARENT),
+    "tracing the runtime": Attempt("processes.trace", PARENT),
+    "tracing a sibling": Attempt("processes.trace", SIBLING),
+    "the runtime's memory by a call": Attempt("processes.read_memory", MEMORY),
+    "the runtime's memory by its file": Attempt("processes.read_memory_file", MEMORY),
+    "writing the runtime's memory": Attempt(
+        "processes.write_memory", {"pid": "$parent", "address": "$address", "text": SECRET}
+    ),
+    "a descriptor of the runtime": Attempt(
+        "processes.take_descriptor", {"pid": "$parent", "fd": "$fd"}
+    ),
+    "a descriptor of the runtime by its path": Attempt(
+        "processes.take_descriptor_by_path", {"pid": "$parent", "fd": "$fd"}
+    ),
+    "the runtime's environment": Attempt("processes.read_environment", PARENT),
+    "a sibling's environment": Attempt("processes.read_environment", SIBLING),
+    "the runtime's command line": Attempt(
+        "processes.read_of_process", PARENT | {"name": "cmdline"}
+    ),
+    "the runtime's maps": Attempt("processes.read_of_process", PARENT | {"name": "maps"}),
+    "the runtime's status": Attempt("processes.read_of_process", PARENT | {"name": "status"}),
+    "the runtime's descriptors": Attempt("processes.list_of_process", PARENT | {"name": "fd"}),
+    "the runtime's working directory": Attempt(
+        "processes.list_of_process", PARENT | {"name": "cwd"}
+    ),
+    "all processes": Attempt("processes.list_processes"),
+    "comparing with the runtime": Attempt("processes.compare", PARENT),
+    "a limit of the runtime": Attempt("processes.limit", PARENT),
+    "what limit the runtime has": Attempt("processes.read_limit", PARENT),
+    "the runtime's priority": Attempt("processes.slow_down", PARENT),
+    "a sibling's priority": Attempt("processes.slow_down", SIBLING),
+    "a better priority": Attempt("processes.hurry", off=()),
+    "the runtime's cores": Attempt("processes.pin", PARENT),
+    "its own cores": Attempt("processes.pin", {"pid": 0}),
+    "the runtime's scheduling": Attempt("processes.schedule", SIBLING),
+    "a sibling's place at the disk": Attempt("processes.prioritise_io", SIBLING),
+    "a fork": Attempt("processes.fork"),
+    "a fork of a fork": Attempt("processes.fork_twice"),
+    "a vfork": Attempt("processes.vfork"),
+    "a spawn": Attempt("processes.spawn"),
+    "a clone that is no thread": Attempt("processes.clone_without_thread"),
+    "a clone3 that is no thread": Attempt(
+        "processes.clone3_process", strict=("ENOSYS", "EPERM", "killed")
+    ),
+    "another program": Attempt("processes.execute_program", off=()),
+    "a program of memory": Attempt("processes.execute_memory", off=()),
+    "root": Attempt("processes.become_root", off=()),
+    "another user": Attempt("processes.become_another", off=()),
+    "groups": Attempt("processes.set_groups", off=()),
+    "capabilities": Attempt("processes.take_capabilities", off=()),
+}
+
+
+@pytest.fixture(scope="module")
+def scene(runtime: moonpool.Runtime, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The runtime is this very process."""
+    file = tmp_path_factory.mktemp("secret") / "secret"
+    file.write_text(SECRET)
+    file.chmod(0o600)
+    buffer = ctypes.create_string_buffer(SECRET.encode())
+    with file.open() as opened:
+        yield {
+            "parent": os.getpid(),
+            "sibling": runtime.instances("sibling")[0]["pid"],
+            "address": ctypes.addressof(buffer),
+            "fd": opened.fileno(),
+        }
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_nothing_of_other_processes_is_within_reach(
+    attackers: Attackers, scene: dict[str, Any], attempt: str
+) -> None:
+    outcome = made(attackers("strict"), ATTEMPTS[attempt], scene)
+
+    assert outcome.word in ATTEMPTS[attempt].strict, outcome
+
+
+@pytest.mark.parametrize("attempt", [name for name, each in ATTEMPTS.items() if each.off])
+def test_without_a_sandbox_other_processes_are_within_reach(
+    attackers: Attackers, scene: dict[str, Any], attempt: str
+) -> None:
+    """So that the tests above can fail; not for whom the runtime has made itself untouchable."""
+    outcome = made(attackers("off"), ATTEMPTS[attempt], scene)
+
+    assert outcome.word in ATTEMPTS[attempt].off, outcome
+    if "secret" in str(outcome.done):
+        assert outcome.done == SECRET
+
+
+def test_threads_are_not_processes_and_may_be_started(attackers: Attackers) -> None:
+    assert attackers("strict").finds("processes.start_threads", count=8) == 8
+
+
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_a_model_is_in_a_session_of_its_own(attackers: Attackers, level: str) -> None:
+    pid = attackers(level).pid
+
+    assert os.getsid(pid) == os.getpgid(pid) == pid
+
+
+def test_the_runtime_and_its_models_are_not_to_be_traced(
+    runtime: moonpool.Runtime, attackers: Attackers
+) -> None:
+    """Not by processes of the same user either: what belongs to nobody shows in the owner of its files."""
+    pid = attackers("strict").pid
+
+    for each in (pid, os.getpid()):
+        assert os.stat(f"/proc/{each}/environ").st_uid == 0
+    assert answers(runtime)

@@ -1,0 +1,150 @@
+"""Models that speak past their stub: on its channels, and in the memory that it shares with the runtime.
+
+`tests/e2e/test_misbehaving_stub.py` has every way to break the protocol; here are those that an attacker would choose,
+from inside a real stub and its sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.hostile.attacker import answers
+from tests.hostile.conftest import Attackers
+from tests.waiting import wait_until
+
+import moonpool
+
+LEVELS = ["standard", "strict"]
+
+pytestmark = pytest.mark.parametrize("level", LEVELS)
+
+# What is tried, its arguments, and a piece of what is said of it.
+LIES: dict[str, tuple[str, dict[str, object], str]] = {
+    "bytes that are no message": ("say_garbage", {}, "a packet that is not msgpack"),
+    "a pickle": ("say_pickle", {}, "broke the protocol"),
+    "a type of its own": ("say_extension", {}, "broke the protocol"),
+    "a packet that is too long": ("say_too_much", {}, "a packet of more than"),
+    "arrays in arrays": ("say_nested", {}, "broke the protocol"),
+    "an array without end": ("say_bomb", {}, "broke the protocol"),
+    "an answer to another batch": ("answer_lie", {"number": 999}, "an answer to batch 999"),
+    "memory of nobody": ("answer_lie", {"region": 2**40}, "not the stub's to answer from"),
+    "a place far away": ("answer_lie", {"at": 2**40}, "a block of 16 bytes at"),
+    "a place that overflows": ("answer_lie", {"at": 2**63 - 8}, "broke the protocol"),
+    "a place before the beginning": ("answer_lie", {"at": -64}, "broke the protocol"),
+    "a size that overflows": ("answer_lie", {"size": 2**63 - 1}, "broke the protocol"),
+    "dimensions that overflow": ("answer_lie", {"shape": [2**32, 2**32]}, "broke the protocol"),
+    "a negative dimension": ("answer_lie", {"shape": [-4]}, "broke the protocol"),
+    "65 dimensions": ("answer_lie", {"shape": [1] * 65}, "broke the protocol"),
+    "true for a dimension": ("answer_lie", {"shape": [True]}, "broke the protocol"),
+    "not a number": ("answer_not_a_number", {}, "broke the protocol"),
+    "objects of Python": ("answer_lie", {"datatype": 79}, "broke the protocol"),
+    "a datatype by its name": ("answer_lie", {"datatype": "V2147483647"}, "broke the protocol"),
+    "a class": ("answer_lie", {"datatype": "O"}, "broke the protocol"),
+    "a flood of answers": ("flood_answers", {"count": 100_000}, ""),
+    "a flood of releases": ("flood_releases", {}, "broke the protocol"),
+    "a flood of growth": ("flood_growth", {}, "before the last one was answered"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_first_lie_ends_the_process_and_is_told(
+    attackers: Attackers, caplog: pytest.LogCaptureFixture, level: str, lie: str
+) -> None:
+    what, arguments, words = LIES[lie]
+    attacker = attackers(level)
+    pid = attacker.pid
+
+    outcome = attacker.tries(f"protocol.{what}", **arguments)
+
+    if lie == "a flood of answers":
+        # The first of them may be taken for the answer that was due; the next one is one too many.
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
+    else:
+        assert outcome.died is not None, outcome
+        assert words in outcome.died
+        assert words in caplog.text
+    assert not os.path.exists("/tmp/moonpool-was-unpickled")
+    assert attacker.finds("kernel.make", name="getpid") != pid
+
+
+REGIONS = {
+    "truncate_region": ("EPERM",),
+    "grow_region": ("EPERM",),
+    "seal_region": ("EPERM", "EACCES"),
+}
+
+
+@pytest.mark.parametrize("what", REGIONS)
+def test_shared_memory_stays_as_it_was_made(attackers: Attackers, level: str, what: str) -> None:
+    """Whatever reads it after the end had been cut away would be killed by SIGBUS."""
+    assert attackers(level).tries(f"protocol.{what}").word in REGIONS[what]
+
+
+def test_beyond_a_region_there_is_nothing(attackers: Attackers, level: str) -> None:
+    outcome = attackers(level).tries("protocol.map_beyond_region")
+
+    # mmap.mmap refuses what is longer than the file.
+    assert outcome.raised == "ValueError", outcome
+
+
+def test_lengths_that_change_while_they_are_read_harm_nobody(
+    runtime: moonpool.Runtime, attackers: Attackers, level: str
+) -> None:
+    attacker = attackers(level)
+    attacker.finds("protocol.flip_answers", seconds=0.5)
+    ends = []
+    while len(ends) < 200:
+        try:
+            ends.append(attacker.tries("kernel.make", name="getpid").word)
+        except (json.JSONDecodeError, UnicodeDecodeError, moonpool.MoonpoolError, IndexError) as e:
+            ends.append(type(e).__name__)
+
+    assert answers(runtime)
+    assert attacker.finds("kernel.make", name="getpid") > 0
+
+
+def test_descriptors_that_are_sent_reach_nobody(attackers: Attackers, level: str) -> None:
+    attacker = attackers(level)
+    attacker.finds("kernel.make", name="getpid")
+    before = len(os.listdir("/proc/self/fd"))
+
+    assert attacker.finds("protocol.send_descriptors", count=50) == 450
+
+    assert attacker.finds("kernel.make", name="getpid") == attacker.pid
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_flags_of_descriptors_are_the_stub_s_own(
+    runtime: moonpool.Runtime, attackers: Attackers, level: str
+) -> None:
+    attackers(level).tries("protocol.change_flags")
+
+    assert answers(runtime)
+    assert attackers(level).finds("kernel.make", name="getpid") == attackers(level).pid
+
+
+def words(text: str) -> NDArray[np.float32]:
+    """A megabyte of a text, as numbers."""
+    return np.frombuffer((text.encode() * (1 << 20))[: 1 << 20], np.float32)
+
+
+def test_another_model_s_requests_are_in_no_memory_that_this_one_sees(
+    runtime: moonpool.Runtime, attackers: Attackers, level: str
+) -> None:
+    """Not before this model asked the other one for something, and at strict not afterwards either."""
+    attacker = attackers(level)
+    secret = words("a client's own words")
+    runtime.infer("sibling", {"X": secret}, timeout_s=30.0)
+    assert attacker.finds("protocol.search_all", text="a client's own words") == 0
+
+    asked = attacker.finds("protocol.ask", model="sibling", count=1 << 20)
+    assert asked == 1 << 20
+    runtime.infer("sibling", {"X": secret}, timeout_s=30.0)
+
+    found = attacker.finds("protocol.search_all", text="a client's own words")
+    assert found == 0 or level == "standard"

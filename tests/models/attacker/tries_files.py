@@ -1,0 +1,159 @@
+"""What a model may want of files."""
+
+import ctypes
+import os
+
+from tries_kernel import LIBC
+
+
+def read(path):
+    with open(path, "rb") as file:
+        return len(file.read(64))
+
+
+def listing(path):
+    return len(os.listdir(path))
+
+
+def open_to_write(path):
+    os.close(os.open(path, os.O_WRONLY))
+
+
+def create(path):
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    os.unlink(path)
+
+
+def create_unnamed(folder):
+    os.close(os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o600))
+
+
+def truncate(path):
+    os.truncate(path, os.stat(path).st_size)
+
+
+def unlink(path):
+    os.unlink(path)
+
+
+def rename(path, to):
+    os.rename(path, to)
+
+
+def make_folder(path):
+    os.mkdir(path)
+    os.rmdir(path)
+
+
+def make_device(path):
+    """The machine's memory, under a name of one's own."""
+    os.mknod(path, 0o600 | 0o020000, os.makedev(1, 1))
+    os.unlink(path)
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+    os.unlink(path)
+
+
+def change_mode(path):
+    os.chmod(path, os.stat(path).st_mode & 0o7777)
+
+
+def change_owner(path):
+    os.chown(path, os.geteuid(), -1)
+
+
+def change_times(path):
+    os.utime(path)
+
+
+def set_attribute(path):
+    os.setxattr(path, "user.moonpool", b"x")
+    os.removexattr(path, "user.moonpool")
+
+
+def link(path, to):
+    """A name of one's own for a file of others."""
+    os.link(path, to)
+    os.unlink(to)
+
+
+def read_by_symlink(path):
+    name = os.path.join(os.getcwd(), "symlink")
+    os.symlink(path, name)
+    try:
+        return read(name)
+    finally:
+        os.unlink(name)
+
+
+def read_from_root(path):
+    """Through the root folder of this very process."""
+    return read("/proc/self/root" + path)
+
+
+def read_by_dots(path):
+    return read(os.path.join(os.getcwd(), *[".."] * 32, path.lstrip("/")))
+
+
+def watch(path):
+    """Be told of what others do with a file."""
+    fd = LIBC.inotify_init1(0)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "inotify_init1")
+    try:
+        if LIBC.inotify_add_watch(fd, path.encode(), 0xFFF) < 0:
+            raise OSError(ctypes.get_errno(), "inotify_add_watch")
+    finally:
+        os.close(fd)
+
+
+def go_to(path):
+    """A working directory elsewhere, and what is there by its bare name."""
+    before = os.getcwd()
+    os.chdir(os.path.dirname(path))
+    try:
+        return read(os.path.basename(path))
+    finally:
+        os.chdir(before)
+
+
+def change_root(path):
+    os.chroot(path)
+
+
+def fill(count_bytes):
+    """Write that much into one file, and remove it."""
+    path = os.path.join(os.getcwd(), "filled")
+    written = 0
+    try:
+        with open(path, "wb", buffering=0) as file:
+            while written < count_bytes:
+                written += file.write(bytes(1 << 20))
+    finally:
+        os.unlink(path)
+    return written
+
+
+def fill_in_many(count_bytes, file_bytes):
+    """The same in files of this size."""
+    paths = []
+    written = 0
+    try:
+        while written < count_bytes:
+            paths.append(os.path.join(os.getcwd(), str(len(paths))))
+            with open(paths[-1], "wb", buffering=0) as file:
+                while written % file_bytes or os.path.getsize(paths[-1]) == 0:
+                    written += file.write(bytes(min(1 << 20, file_bytes)))
+    finally:
+        for path in paths:
+            os.unlink(path)
+    return written
+
+
+def keep(name):
+    """A file that stays, and where it is."""
+    with open(name, "w") as file:
+        file.write("kept")
+    return os.path.abspath(name)

@@ -1,0 +1,84 @@
+"""What a model may want of the network and of services of the machine."""
+
+import socket
+
+
+def tcp(port, host="127.0.0.1"):
+    with socket.create_connection((host, port), timeout=10) as peer:
+        return peer.recv(16).decode()
+
+
+def udp(port):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        return end.sendto(b"x", ("127.0.0.1", port))
+
+
+def listen():
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as end:
+        end.bind(("127.0.0.1", 0))
+        end.listen()
+
+
+def unix(path):
+    """A path, or an abstract name after a @."""
+    address = "\0" + path[1:] if path.startswith("@") else path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.connect(address)
+
+
+def unix_by_old_socket(path):
+    """With a socket that was made as half of a pair, which may be allowed where others are not."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with here, there:
+        here.connect(path)
+
+
+def unix_by_address(path):
+    """The same, by an address at each packet."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with here, there:
+        here.sendto(b"x", path)
+
+
+def serve_unix():
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.bind("\0moonpool-hostile")
+
+
+def bind_old_socket():
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with here, there:
+        here.bind("\0moonpool-hostile-pair")
+
+
+def netlink():
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as end:
+        end.bind((0, 0))
+
+
+def raw():
+    socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP).close()
+
+
+def packets():
+    socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0).close()
+
+
+def cipher():
+    """AF_ALG: the kernel's ciphers, which had holes."""
+    socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET, 0).close()
+
+
+def virtual():
+    """AF_VSOCK: to the host of a virtual machine."""
+    socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM).close()
+
+
+def resolve(name):
+    return len(socket.getaddrinfo(name, 80))
+
+
+def metadata():
+    """Where clouds tell a machine its credentials."""
+    with socket.create_connection(("169.254.169.254", 80), timeout=0.2):
+        pass

@@ -1,0 +1,276 @@
+"""What a model may want of processes: its own, its runtime's, its siblings'."""
+
+import ctypes
+import fcntl
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+
+from tries_kernel import LIBC, call
+
+
+class Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def in_thread(function):
+    """What the function returns or raises in a thread that ends at once: a tracer lets go then."""
+    caught = []
+
+    def run():
+        try:
+            caught.append((function(), None))
+        except OSError as error:
+            caught.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    result, error = caught[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def signal_to(pid):
+    """0 is no signal, but the question whether one may be sent."""
+    os.kill(pid, 0)
+
+
+def signal_to_group(pid):
+    os.killpg(os.getpgid(pid), 0)
+
+
+def signal_to_thread(pid):
+    call("tgkill", pid, pid, 0)
+
+
+def signal_with_value(pid):
+    info = (ctypes.c_int * 32)(0, 0, -1)  # SI_QUEUE
+    call("rt_sigqueueinfo", pid, 0, ctypes.byref(info))
+
+
+def signal_by_descriptor(pid):
+    fd = call("pidfd_open", pid, 0)
+    try:
+        call("pidfd_send_signal", fd, 0, None, 0)
+    finally:
+        os.close(fd)
+
+
+def signal_by_ownership(pid):
+    """Have the kernel send the signals of one's own descriptor to another process."""
+    read_fd, write_fd = os.pipe()
+    try:
+        fcntl.fcntl(read_fd, fcntl.F_SETOWN, pid)
+        fcntl.fcntl(read_fd, fcntl.F_SETFL, os.O_ASYNC)
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+def trace(pid):
+    """PTRACE_SEIZE, which does not stop the other."""
+    in_thread(lambda: call("ptrace", 0x4206, pid, 0, 0))
+
+
+def read_memory(pid, address, size):
+    buffer = ctypes.create_string_buffer(size)
+    here = Iovec(ctypes.cast(buffer, ctypes.c_void_p), size)
+    there = Iovec(address, size)
+    call("process_vm_readv", pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    return buffer.raw.decode()
+
+
+def write_memory(pid, address, text):
+    buffer = ctypes.create_string_buffer(text.encode(), len(text))
+    here = Iovec(ctypes.cast(buffer, ctypes.c_void_p), len(text))
+    there = Iovec(address, len(text))
+    return call("process_vm_writev", pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+
+
+def read_memory_file(pid, address, size):
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
+        file.seek(address)
+        return file.read(size).decode()
+
+
+def take_descriptor(pid, fd):
+    pidfd = call("pidfd_open", pid, 0)
+    try:
+        taken = call("pidfd_getfd", pidfd, fd, 0)
+    finally:
+        os.close(pidfd)
+    try:
+        return os.pread(taken, 64, 0).decode()
+    finally:
+        os.close(taken)
+
+
+def take_descriptor_by_path(pid, fd):
+    with open(f"/proc/{pid}/fd/{fd}") as file:
+        return file.read()
+
+
+def read_environment(pid):
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return file.read().decode(errors="replace")
+
+
+def read_of_process(pid, name):
+    with open(f"/proc/{pid}/{name}", "rb") as file:
+        return len(file.read(64))
+
+
+def list_of_process(pid, name):
+    return len(os.listdir(f"/proc/{pid}/{name}"))
+
+
+def list_processes():
+    return sum(name.isdigit() for name in os.listdir("/proc"))
+
+
+def compare(pid):
+    """Which kernel objects two processes share."""
+    return call("kcmp", pid, os.getpid(), 1, 0, 0)
+
+
+def limit(pid):
+    """Set a limit of the other to what it is."""
+    resource.prlimit(pid, resource.RLIMIT_CORE, resource.prlimit(pid, resource.RLIMIT_CORE))
+
+
+def read_limit(pid):
+    return resource.prlimit(pid, resource.RLIMIT_NOFILE)
+
+
+def raise_own_limit():
+    """The hard limit of one's own tasks; below it a model may do as it likes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def slow_down(pid):
+    os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid))
+
+
+def hurry():
+    os.setpriority(os.PRIO_PROCESS, 0, -5)
+
+
+def pin(pid):
+    os.sched_setaffinity(pid, os.sched_getaffinity(pid))
+
+
+def schedule(pid):
+    os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
+
+
+def prioritise_io(pid):
+    """IOPRIO_WHO_PROCESS, best effort, lowest."""
+    call("ioprio_set", 1, pid, (2 << 13) | 7)
+
+
+def fork():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def fork_twice():
+    """A grandchild in a session of its own, which outlives its parent."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        signal.pause()
+    os.waitpid(pid, 0)
+
+
+def vfork():
+    subprocess.run([sys.executable, "-c", ""], check=True, close_fds=False)
+
+
+def spawn():
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(pid, 0)
+
+
+def clone_without_thread():
+    """CLONE_VM | CLONE_FILES without CLONE_THREAD is a process that shares all but its pid."""
+    pid = call("clone", signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def clone3_process():
+    arguments = (ctypes.c_uint64 * 11)()
+    arguments[4] = signal.SIGCHLD
+    pid = call("clone3", ctypes.byref(arguments), ctypes.sizeof(arguments))
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def execute_program(path="/bin/true"):
+    """Where it is allowed nothing of this process is left to say so."""
+    os.execv(path, [path])
+
+
+def execute_memory():
+    """A program that no file system has."""
+    fd = os.memfd_create("program")
+    with open("/bin/true", "rb") as file:
+        os.write(fd, file.read())
+    os.execve(fd, ["true"], {})
+
+
+def start_threads(count):
+    """So many that do nothing; returns how many came to be."""
+    stop = threading.Event()
+    threads = []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=stop.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    return len(threads)
+
+
+def become_root():
+    os.setresuid(0, 0, 0)
+
+
+def become_another():
+    os.setresuid(1234, 1234, 1234)
+
+
+def set_groups():
+    os.setgroups([0])
+
+
+def take_capabilities():
+    """capset with all of them."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)(*[0xFFFFFFFF] * 3, *[0xFFFFFFFF] * 3)
+    if LIBC.capset(ctypes.byref(header), ctypes.byref(data)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def start_session():
+    """Leave the group that the runtime would end."""
+    os.setsid()
+
+
+def join_group(pid):
+    os.setpgid(0, os.getpgid(pid))

@@ -1,0 +1,318 @@
+"""What a model may say to its runtime that the stub around it would not say."""
+
+import array
+import ctypes
+import fcntl
+import gc
+import mmap
+import os
+import socket
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+# The request that executes.
+REQUEST = []
+MAX_PACKET_BYTES = 32 * 1024
+# Kinds of messages, and a datatype.
+ANSWER, GROW, RELEASE, FP32 = 6, 17, 19, 11
+EMPTY = b"\x91\x90"
+# What keeps running after the attempt is over.
+RUNNING = threading.Event()
+
+
+def peer():
+    """The stub's own object for its runtime: nothing in a process is hidden from its code."""
+    (found,) = [
+        each
+        for each in gc.get_objects()
+        if type(each).__module__ == "moonpool.stub.peer" and type(each).__name__ == "Peer"
+    ]
+    return found
+
+
+def channels():
+    """Second descriptors of work, control and calls, in the order in which the stub got them."""
+    sockets = []
+    for fd in range(256):
+        try:
+            end = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue
+        if end.type == socket.SOCK_SEQPACKET:
+            sockets.append(end)
+        else:
+            end.close()
+    return sockets
+
+
+def packed(*fields):
+    from moonpool.ipc.codec import encode
+
+    return encode(*fields)
+
+
+def work():
+    return socket.socket(fileno=os.dup(peer().conversation.channel.fileno()))
+
+
+def control():
+    return socket.socket(fileno=os.dup(peer().control._channel.fileno()))
+
+
+def batch():
+    return peer()._executing[0]
+
+
+def say(packet):
+    with work() as end:
+        end.send(packet)
+
+
+def say_garbage():
+    say(b"\xc1\xff garbage")
+
+
+def say_pickle():
+    """What would run a program in whoever unpickles it."""
+    import pickle
+
+    class Program:
+        def __reduce__(self):
+            return os.system, ("touch /tmp/moonpool-was-unpickled",)
+
+    say(pickle.dumps(Program()))
+
+
+def say_extension():
+    """A type of msgpack's own, of which some decoders make objects."""
+    import msgpack
+
+    say(msgpack.packb([ANSWER, msgpack.ExtType(0, b"x" * 16)]))
+
+
+def say_too_much():
+    say(bytes(MAX_PACKET_BYTES + 1))
+
+
+def say_nested():
+    say(b"\x91" * (MAX_PACKET_BYTES - 1) + b"\xc0")
+
+
+def say_bomb():
+    """An array of four thousand million things, in nine bytes."""
+    say(b"\xdd\xff\xff\xff\xff\x01\x01\x01\x01")
+
+
+def answer(number=None, region=None, at=0, size=16, shape=(4,), datatype=FP32, offset=0, index=0):
+    """An answer with one output in the response region, but for these changes."""
+    regions = peer().regions
+    own = regions.arena.regions()[0].id
+    block = [own if region is None else region, at, size]
+    row = [index, datatype, list(shape), 0, offset, size]
+    fields = [batch() if number is None else number, [], [], [block]]
+    say(packed(ANSWER, *fields, packed([row]), [[None, None]], None))
+
+
+def answer_lie(**changes):
+    answer(**changes)
+    threading.Event().wait()
+
+
+def answer_not_a_number():
+    answer_lie(at=float("nan"))
+
+
+def flood_answers(count):
+    """Answers that nobody asked for, as many as the runtime reads."""
+    with work() as end:
+        for number in range(batch(), batch() + count):
+            end.send(packed(ANSWER, number, [], [], [], EMPTY, None, None))
+
+
+def flood_releases():
+    with control() as end:
+        while True:
+            end.send(packed(RELEASE, [[1, 64]] * 1024))
+
+
+def flood_growth():
+    with control() as end:
+        while True:
+            end.send(packed(GROW, 1))
+
+
+def send_descriptors(count):
+    """Descriptors that the runtime would hold if it took them."""
+    fds = array.array("i", [0, 1, 2] * 3)
+    sent = 0
+    for end in channels():
+        with end:
+            for _ in range(count):
+                # Nothing but an empty log line, so that the packet is not against the rules.
+                if end.fileno() >= 0 and is_control(end):
+                    line = packed(21, 0, "with descriptors", "", 0)
+                    end.sendmsg([line], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+                    sent += len(fds)
+    return sent
+
+
+def is_control(end):
+    return os.fstat(end.fileno()).st_ino == os.fstat(peer().control._channel.fileno()).st_ino
+
+
+def change_flags():
+    """Make all that is shared blocking, then not, in the hope that it is shared with the runtime."""
+    changed = 0
+    for fd in range(256):
+        for flags in (0, os.O_NONBLOCK, 0):
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+                changed += 1
+            except OSError:
+                continue
+    return changed
+
+
+class KeptRegion:
+    """A region for answers whose descriptor the stub was kept from closing."""
+
+    def __init__(self, size):
+        from moonpool.ipc import region
+
+        kept = []
+        original = region.SharedRegion.forget_fd
+
+        def keep(self):
+            if self.fd >= 0:
+                kept.append(os.dup(self.fd))
+            original(self)
+
+        region.SharedRegion.forget_fd = keep
+        try:
+            self.memory = pb_utils.empty((size,), np.uint8)
+        finally:
+            region.SharedRegion.forget_fd = original
+        self.fd = kept[0]
+
+
+def with_kept_region(function, size=1 << 24):
+    kept = KeptRegion(size)
+    try:
+        return function(kept.fd)
+    finally:
+        os.close(kept.fd)
+
+
+def truncate_region():
+    return with_kept_region(lambda fd: os.ftruncate(fd, 0))
+
+
+def grow_region():
+    return with_kept_region(lambda fd: os.ftruncate(fd, 1 << 40))
+
+
+def seal_region():
+    """F_ADD_SEALS, F_SEAL_WRITE."""
+    return with_kept_region(lambda fd: fcntl.fcntl(fd, 1033, 8))
+
+
+def map_beyond_region():
+    """The bytes behind the end, which would be whose?"""
+
+    def read(fd):
+        with mmap.mmap(fd, 1 << 25) as pages:
+            return pages[(1 << 25) - 1]
+
+    return with_kept_region(read)
+
+
+def flip_answers(seconds):
+    """From now on, for so long, the lengths inside of what was answered change all the time."""
+    regions = peer().regions.arena.regions()
+    views = [np.frombuffer(region.memory(), np.uint32) for region in regions]
+    deadline = threading.Timer(seconds, RUNNING.clear)
+    RUNNING.set()
+
+    def flip():
+        while RUNNING.is_set():
+            for view in views:
+                view[:4096:5] = 0xFFFFFFFF
+                view[:4096:5] = 3
+
+    threading.Thread(target=flip, daemon=True).start()
+    deadline.daemon = True
+    deadline.start()
+
+
+def search(text):
+    """Whether the text is in any memory that is shared with the runtime."""
+    wanted = text.encode()
+    regions = peer().regions
+    every = [*regions.arena.regions(), *regions._requests.values()]
+    return sum(bytes(region.memory()).count(wanted) for region in every)
+
+
+def search_all(text):
+    """Whether the text is anywhere in the memory of this process that others can write, too."""
+    wanted = text.encode()
+    count = 0
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[:2] for line in maps if "memfd:" in line]
+    for place, mode in ranges:
+        if mode.startswith("r"):
+            first, last = (int(each, 16) for each in place.split("-"))
+            count += ctypes.string_at(first, last - first).count(wanted)
+    return count
+
+
+def ask(model, count):
+    """Another model, for so many bytes, so that memory may come to be lent in both directions."""
+    tensor = pb_utils.Tensor("X", np.zeros(count // 4, np.float32))
+    request = pb_utils.InferenceRequest(
+        model_name=model, requested_output_names=["OUT_X"], inputs=[tensor]
+    )
+    response = request.exec()
+    if response.has_error():
+        raise ValueError(response.error().message())
+    KEPT.append(response)
+    return response.output_tensors()[0].as_numpy().nbytes
+
+
+KEPT = []
+
+
+def load_model(name, config, file):
+    """Code of one's own in a process with a configuration of one's own."""
+    files = {"file:1/model.py": file.encode()}
+    pb_utils.load_model(model_name=name, files=files, config=config)
+
+
+def unload_model(name):
+    pb_utils.unload_model(name)
+
+
+def make_metrics(count):
+    """Names and labels without end."""
+    made = 0
+    for number in range(count):
+        family = pb_utils.MetricFamily(
+            name=f"hostile_{number}", description="x", kind=pb_utils.MetricFamily.COUNTER
+        )
+        family.Metric(labels={f"label_{number}": "x"})
+        KEPT.append(family)
+        made += 1
+    return made
+
+
+def log(count, text):
+    for _ in range(count):
+        pb_utils.Logger.log_info(text)
+    return count
+
+
+def write_output(count, line):
+    for _ in range(count):
+        os.write(1, line.encode("latin-1"))
+    return count
