@@ -60,8 +60,11 @@ class Attacker:
             outputs = self.runtime.infer(self.name, {"ATTEMPT": [text]}, timeout_s=30.0)
         except (moonpool.StubDied, moonpool.ExecuteTimedOut) as error:
             return Outcome(died=str(error), text=str(error))
-        said = json.loads(outputs["SAID"][0])
-        return Outcome(**{"text": "", **said})
+        except moonpool.ModelError as error:
+            return Outcome(raised="ModelError", text=str(error))
+        if "SAID" not in outputs:
+            return Outcome(raised="nothing was said")
+        return Outcome(**json.loads(outputs["SAID"][0]))
 
     def finds(self, what: str, **arguments: object) -> Any:
         """As `tries`, for what always works."""

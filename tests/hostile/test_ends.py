@@ -107,9 +107,7 @@ threading.Event().wait()
 """
 
 
-def test_a_model_does_not_outlive_a_runtime_that_was_killed(
-    model_folder: Path, level: str
-) -> None:
+def test_a_model_does_not_outlive_a_runtime_that_was_killed(model_folder: Path, level: str) -> None:
     paths = [str(Path(__file__).parents[2]), *sys.path]
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, level, str(model_folder)],

@@ -52,9 +52,7 @@ def test_a_model_inherits_its_channels_and_its_output_and_nothing_else(
 
 
 @pytest.fixture
-def quiet(
-    runtime: moonpool.Runtime, model_folder: Path, level: str
-) -> Iterator[Attacker]:
+def quiet(runtime: moonpool.Runtime, model_folder: Path, level: str) -> Iterator[Attacker]:
     """One whose log is limited to a few lines."""
     yield load_attacker(runtime, level, model_folder, "quiet", LOG_LINES_PER_S=5)
     runtime.unload("quiet")
