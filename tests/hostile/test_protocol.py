@@ -6,7 +6,6 @@ from inside a real stub and its sandbox.
 
 from __future__ import annotations
 
-import json
 import os
 
 import numpy as np
@@ -15,10 +14,10 @@ from numpy.typing import NDArray
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.hostile.attacker import answers
 from tests.hostile.conftest import Attackers
-from tests.waiting import wait_until
 
 import moonpool
 
+SECRET = "a client's own words"
 LEVELS = ["standard", "strict"]
 
 pytestmark = pytest.mark.parametrize("level", LEVELS)
@@ -99,18 +98,21 @@ def test_beyond_a_region_there_is_nothing(attackers: Attackers, level: str) -> N
 
 
 def test_lengths_that_change_while_they_are_read_harm_nobody(
-    runtime: moonpool.Runtime, attackers: Attackers, level: str
+    attackers: Attackers, level: str
 ) -> None:
     attacker = attackers(level)
-    attacker.finds("protocol.flip_answers", seconds=0.5)
-    ends = []
-    while len(ends) < 200:
+    ends = [attacker.tries("protocol.flip_answers", seconds=0.5).word]
+    while len(ends) < 100:
+        if ends[-1] == "died":
+            attacker.tries("protocol.flip_answers", seconds=0.5)
         try:
             ends.append(attacker.tries("kernel.make", name="getpid").word)
-        except (json.JSONDecodeError, UnicodeDecodeError, moonpool.MoonpoolError, IndexError) as e:
-            ends.append(type(e).__name__)
+        except ValueError:  # what it answered is no JSON any more
+            ends.append("changed")
 
-    assert answers(runtime)
+    assert set(ends) <= {"done", "changed", "died", "nothing was said"}
+    assert ends.count("died") > 0
+    attacker.tries("self.crash", how="exit")
     assert attacker.finds("kernel.make", name="getpid") > 0
 
 
@@ -119,7 +121,7 @@ def test_descriptors_that_are_sent_reach_nobody(attackers: Attackers, level: str
     attacker.finds("kernel.make", name="getpid")
     before = len(os.listdir("/proc/self/fd"))
 
-    assert attacker.finds("protocol.send_descriptors", count=50) == 450
+    assert attacker.finds("protocol.send_descriptors", count=50) == 50
 
     assert attacker.finds("kernel.make", name="getpid") == attacker.pid
     assert len(os.listdir("/proc/self/fd")) == before
@@ -144,13 +146,13 @@ def test_another_model_s_requests_are_in_no_memory_that_this_one_sees(
 ) -> None:
     """Not before this model asked the other one for something, and at strict not afterwards either."""
     attacker = attackers(level)
-    secret = words("a client's own words")
+    secret = words(SECRET)
     runtime.infer("sibling", {"X": secret}, timeout_s=30.0)
-    assert attacker.finds("protocol.search_all", text="a client's own words") == 0
+    assert attacker.finds("protocol.search", backwards=SECRET[::-1]) == 0
 
     asked = attacker.finds("protocol.ask", model="sibling", count=1 << 20)
     assert asked == 1 << 20
     runtime.infer("sibling", {"X": secret}, timeout_s=30.0)
 
-    found = attacker.finds("protocol.search_all", text="a client's own words")
+    found = attacker.finds("protocol.search", backwards=SECRET[::-1])
     assert found == 0 or level == "standard"
