@@ -96,8 +96,8 @@ def _is_used_elsewhere(name: str) -> bool:
             with suppress(OSError):
                 if name in Path(f"/proc/{process}/maps").read_text(errors="replace"):
                     return True
-                for fd in os.scandir(f"/proc/{process}/fd"):
-                    if os.readlink(fd.path) == name:
+                for fd in os.listdir(f"/proc/{process}/fd"):
+                    if os.readlink(f"/proc/{process}/fd/{fd}") == name:
                         return True
     return False
 

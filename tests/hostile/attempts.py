@@ -8,8 +8,10 @@ from typing import Any
 
 from tests.hostile.attacker import Attacker, Outcome
 
-# Refused by a layer: Landlock says EACCES, or EXDEV for names across its borders; seccomp EPERM.
+# Refused by a layer: Landlock says EACCES, seccomp EPERM, or ends the process.
 REFUSED = ("EACCES", "EPERM", "killed")
+# Where there are namespaces, all that is not granted can only be read, whoever may do what.
+UNCHANGED = (*REFUSED, "EROFS")
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_many_ends_leave_no_descriptor_and_no_process(attackers: Attackers, leve
     pids = []
 
     for _ in range(5):
-        pids.append(attacker.pid)
+        pids.append(attacker.finds("kernel.make", name="getpid"))
         assert attacker.tries("self.crash", how="SIGKILL").word == "died"
     attacker.finds("kernel.make", name="getpid")
 

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.hostile.attacker import Attacker
-from tests.hostile.attempts import REFUSED, Attempt, made
+from tests.hostile.attempts import REFUSED, UNCHANGED, Attempt, made
 from tests.hostile.conftest import Attackers
 
 import moonpool
 
 FILE = {"path": "$file"}
-OTHER = {"path": "$other"}
+WEIGHTS = {"path": "$weights"}
 # Names that lead across the border of what Landlock allows are EXDEV.
-CROSSING = (*REFUSED, "EXDEV")
+CROSSING = (*UNCHANGED, "EXDEV")
+
+
+def change(
+    what: str, arguments: Mapping[str, object] | None = None, off: tuple[str, ...] = ("done",)
+) -> Attempt:
+    """An attempt to change something."""
+    return Attempt(what, arguments or {}, UNCHANGED, off)
+
 
 READS = {
     "a file of the machine": Attempt("files.read", {"path": "/etc/passwd"}),
     "a file that only the runtime may read": Attempt("files.read", FILE),
-    "another model's weights": Attempt("files.read", OTHER),
-    "another model's folder": Attempt("files.listing", {"path": "$other_folder"}),
-    "the folder of all models": Attempt("files.listing", {"path": "$repository"}),
+    "another model's weights": Attempt("files.read", WEIGHTS),
+    "another model's folder": Attempt("files.listing", {"path": "$folder"}),
     "by a symbolic link of its own": Attempt("files.read_by_symlink", FILE),
     "by a symbolic link in its model directory": Attempt("files.read", {"path": "$symlink"}),
     "by its root folder": Attempt("files.read_from_root", FILE),
@@ -33,8 +42,9 @@ READS = {
     "by a hard link": Attempt("files.link", FILE | {"to": "link"}, CROSSING, ()),
     "from a working directory": Attempt("files.go_to", FILE),
     "by being told of its changes": Attempt("files.watch", FILE),
-    "a home": Attempt("files.listing", {"path": "$home"}),
-    "the folder of temporary files": Attempt("files.listing", {"path": "$tmp"}),
+    "the folder of all models": Attempt("files.listing", {"path": "$repository"}),
+    "homes": Attempt("files.listing", {"path": "/home"}),
+    "the folder of temporary files": Attempt("files.listing", {"path": "/tmp"}),
     "the root folder": Attempt("files.listing", {"path": "/"}),
     "names of shared memory": Attempt("files.listing", {"path": "/dev/shm"}),
     "names of devices": Attempt("files.listing", {"path": "/dev"}),
@@ -45,29 +55,27 @@ READS = {
 }
 
 WRITES = {
-    "a file of the runtime's user": Attempt("files.open_to_write", FILE),
-    "cutting it short": Attempt("files.truncate", FILE),
-    "removing it": Attempt("files.unlink", {"path": "$victim"}),
+    "a file of the runtime's user": change("files.open_to_write", FILE),
+    "cutting it short": change("files.truncate", FILE),
+    "removing it": change("files.unlink", {"path": "$victim"}),
     "renaming it": Attempt("files.rename", FILE | {"to": "renamed"}, CROSSING, ()),
-    "its mode": Attempt("files.change_mode", FILE),
-    "its owner": Attempt("files.change_owner", FILE),
-    "its times": Attempt("files.change_times", FILE),
-    "its attributes": Attempt("files.set_attribute", FILE, off=()),
-    "a new file": Attempt("files.create", {"path": "$new"}),
-    "a new file without a name": Attempt("files.create_unnamed", {"folder": "$tmp"}),
-    "a new file in memory": Attempt("files.create", {"path": "/dev/shm/moonpool-hostile"}),
-    "a new folder": Attempt("files.make_folder", {"path": "$new"}),
-    "a pipe": Attempt("files.make_pipe", {"path": "$new"}),
-    "a device": Attempt("files.make_device", {"path": "$new"}, off=()),
-    "a device in its scratch": Attempt("files.make_device", {"path": "device"}, off=()),
-    "its own model": Attempt("files.open_to_write", {"path": "$model"}),
-    "a file beside its own model": Attempt("files.create", {"path": "$beside"}),
-    "its own model's mode": Attempt("files.change_mode", {"path": "$model"}),
-    "the interpreter": Attempt(
-        "files.open_to_write", {"path": os.path.realpath(os.sys.executable)}, off=()
-    ),
-    "its own memory by its file": Attempt("self.rewrite_itself"),
-    "its place among the killed": Attempt("self.protect_from_oom", off=()),
+    "its mode": change("files.change_mode", FILE),
+    "its owner": change("files.change_owner", FILE),
+    "its times": change("files.change_times", FILE),
+    "its attributes": change("files.set_attribute", FILE, off=()),
+    "a new file": change("files.create", {"path": "$new"}),
+    "a new file without a name": change("files.create_unnamed", {"folder": "$folder"}),
+    "a new file in memory": change("files.create", {"path": "/dev/shm/moonpool-hostile"}),
+    "a new folder": change("files.make_folder", {"path": "$new"}),
+    "a pipe": change("files.make_pipe", {"path": "$new"}),
+    "a device": change("files.make_device", {"path": "$new"}, off=()),
+    "a device in its scratch": change("files.make_device", {"path": "device"}, off=()),
+    "its own model": change("files.open_to_write", {"path": "$model"}),
+    "a file beside its own model": change("files.create", {"path": "$beside"}),
+    "its own model's mode": change("files.change_mode", {"path": "$model"}),
+    "the interpreter": change("files.open_to_write", {"path": "$python"}, off=()),
+    "its own memory by its file": change("self.rewrite_itself"),
+    "its place among the killed": change("self.protect_from_oom", off=()),
 }
 
 
@@ -75,34 +83,28 @@ WRITES = {
 def scene(
     runtime: moonpool.Runtime,  # noqa: ARG001 - to be there before
     model_folder: Path,
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Any]]:
-    outside = tmp_path_factory.mktemp("outside")
-    other = model_folder.parent / "other" / "1"
-    other.mkdir(parents=True)
-    for path, mode in (
-        (outside / "file", 0o600),
-        (outside / "victim", 0o666),
-        (other / "weights", 0o644),
-    ):
-        path.write_text("not for you")
-        path.chmod(mode)
-    outside.chmod(0o777)
-    (model_folder / "symlink").symlink_to(outside / "file")
-    yield {
-        "file": str(outside / "file"),
-        "victim": str(outside / "victim"),
-        "new": str(outside / "new"),
-        "tmp": str(outside),
-        "other": str(other / "weights"),
-        "other_folder": str(other),
-        "repository": str(model_folder.parent),
-        "symlink": str(model_folder / "symlink"),
-        "model": str(model_folder / "1" / "model.py"),
-        "beside": str(model_folder / "1" / "beside.py"),
-        "home": str(outside),
-    }
-    (model_folder / "symlink").unlink()
+    # In folders that are closed to nobody, so that nothing but the sandbox stands before them.
+    with tempfile.TemporaryDirectory(prefix="moonpool-hostile-") as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        for each, mode in (("file", 0o600), ("victim", 0o666), ("weights", 0o644)):
+            (folder / each).write_text("not for you")
+            (folder / each).chmod(mode)
+        (model_folder / "symlink").symlink_to(folder / "file")
+        yield {
+            "file": str(folder / "file"),
+            "folder": str(folder),
+            "victim": str(folder / "victim"),
+            "new": str(folder / "new"),
+            "weights": str(folder / "weights"),
+            "symlink": str(model_folder / "symlink"),
+            "repository": str(model_folder.parent),
+            "model": str(model_folder / "1" / "model.py"),
+            "beside": str(model_folder / "1" / "beside.py"),
+            "python": os.path.realpath(sys.executable),
+        }
+        (model_folder / "symlink").unlink()
 
 
 @pytest.mark.parametrize("attempt", READS)

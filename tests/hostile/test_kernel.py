@@ -15,13 +15,9 @@ KILLED = [
     "bpf",
     "chroot",
     "delete_module",
-    "fanotify_init",
     "finit_module",
     "fsopen",
     "init_module",
-    "io_uring_enter",
-    "io_uring_register",
-    "io_uring_setup",
     "kcmp",
     "kexec_file_load",
     "kexec_load",
@@ -29,7 +25,6 @@ KILLED = [
     "mount",
     "mount_setattr",
     "move_mount",
-    "name_to_handle_at",
     "open_by_handle_at",
     "open_tree",
     "perf_event_open",
@@ -54,14 +49,18 @@ REFUSED = [
     "clock_settime",
     "execve",
     "execveat",
+    "fanotify_init",
     "inotify_init1",
+    "io_uring_enter",
+    "io_uring_register",
+    "io_uring_setup",
     "ioprio_set",
     "memfd_create",
     "memfd_secret",
     "migrate_pages",
     "move_pages",
     "msgget",
-    "personality",
+    "name_to_handle_at",
     "pidfd_open",
     "pidfd_send_signal",
     "process_madvise",
@@ -98,6 +97,14 @@ def test_a_call_that_no_model_needs_is_refused(attackers: Attackers, name: str) 
     outcome = attackers("strict").tries("kernel.with_bad", name=name)
 
     assert outcome.word in ("EPERM", "ENOSYS", "killed"), outcome
+
+
+def test_a_process_is_not_made_a_weaker_one(attackers: Attackers) -> None:
+    """ADDR_NO_RANDOMIZE, so that everything lies where it lay before."""
+    attempt = {"name": "personality", "arguments": [0x0040000]}
+
+    assert attackers("strict").tries("kernel.make", **attempt).word == "EPERM"
+    assert attackers("off").tries("kernel.make", **attempt).word == "done"
 
 
 def test_without_a_sandbox_the_kernel_itself_looks_at_the_arguments(attackers: Attackers) -> None:

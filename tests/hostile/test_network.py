@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -24,6 +25,9 @@ ATTEMPTS = {
     "a service by its path": Attempt("network.unix", {"path": "$path"}),
     "a service by an abstract name": Attempt("network.unix", {"path": "$abstract"}),
     "a service by half of a pair": Attempt("network.unix_by_old_socket", {"path": "$datagrams"}),
+    "a service by half of a pair that is left": Attempt(
+        "network.unix_by_left_socket", {"path": "$path"}, (*REFUSED, "EISCONN"), ("EISCONN",)
+    ),
     "a service by an address": Attempt("network.unix_by_address", {"path": "$datagrams"}),
     "a service of its own": Attempt("network.serve_unix"),
     "a service of half of a pair": Attempt("network.bind_old_socket"),
@@ -33,7 +37,7 @@ ATTEMPTS = {
     "the kernel's ciphers": Attempt("network.cipher", strict=(*REFUSED, "EAFNOSUPPORT"), off=()),
     "the host": Attempt("network.virtual", strict=(*REFUSED, "EAFNOSUPPORT"), off=()),
     "the cloud's credentials": Attempt("network.metadata", off=()),
-    "a name": Attempt("network.resolve", {"name": "localhost"}, ("gaierror", "EPERM"), ()),
+    "a name": Attempt("network.resolve", {"name": "localhost"}, ("OSError", "EPERM"), ()),
 }
 
 
@@ -49,11 +53,12 @@ def serve(listener: socket.socket) -> None:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def scene() -> Iterator[dict[str, Any]]:
     """Services of the machine that welcome everybody."""
-    folder = tmp_path_factory.mktemp("services")
-    path, datagrams = folder / "stream", folder / "datagrams"
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-hostile-")))
+        folder.chmod(0o755)
+        path, datagrams = folder / "stream", folder / "datagrams"
         listeners = []
         for family, kind, address in (
             (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),

@@ -7,12 +7,13 @@ from inside a real stub and its sandbox.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.hostile.attacker import answers
+from tests.hostile.attacker import answers, load_attacker
 from tests.hostile.conftest import Attackers
 
 import moonpool
@@ -79,7 +80,7 @@ def test_a_second_answer_is_one_too_many(attackers: Attackers, level: str) -> No
 
 REGIONS = {
     "truncate_region": ("EPERM",),
-    "grow_region": ("EPERM",),
+    "grow_region": ("EPERM", "EFBIG"),
     "seal_region": ("EPERM", "EACCES"),
 }
 
@@ -102,7 +103,7 @@ def test_lengths_that_change_while_they_are_read_harm_nobody(
 ) -> None:
     attacker = attackers(level)
     ends = [attacker.tries("protocol.flip_answers", seconds=0.5).word]
-    while len(ends) < 100:
+    while len(ends) < 30:
         if ends[-1] == "died":
             attacker.tries("protocol.flip_answers", seconds=0.5)
         try:
@@ -142,17 +143,19 @@ def words(text: str) -> NDArray[np.float32]:
 
 
 def test_another_model_s_requests_are_in_no_memory_that_this_one_sees(
-    runtime: moonpool.Runtime, attackers: Attackers, level: str
+    runtime: moonpool.Runtime, model_folder: Path, level: str
 ) -> None:
-    """Not before this model asked the other one for something, and at strict not afterwards either."""
-    attacker = attackers(level)
-    secret = words(SECRET)
-    runtime.infer("sibling", {"X": secret}, timeout_s=30.0)
-    assert attacker.finds("protocol.search", backwards=SECRET[::-1]) == 0
+    """At strict not even where it may ask that model, and memory could be lent from one to the other."""
+    settings = {} if level == "standard" else {"SANDBOX_MODELS": "sibling"}
+    attacker = load_attacker(runtime, level, model_folder, "asking", **settings)
+    try:
+        runtime.infer("sibling", {"X": words(SECRET)}, timeout_s=30.0)
+        assert attacker.finds("protocol.search", backwards=SECRET[::-1]) == 0
 
-    asked = attacker.finds("protocol.ask", model="sibling", count=1 << 20)
-    assert asked == 1 << 20
-    runtime.infer("sibling", {"X": secret}, timeout_s=30.0)
+        assert attacker.finds("protocol.ask", model="sibling", count=1 << 20) == 1 << 20
+        runtime.infer("sibling", {"X": words(SECRET)}, timeout_s=30.0)
 
-    found = attacker.finds("protocol.search", backwards=SECRET[::-1])
-    assert found == 0 or level == "standard"
+        found = attacker.finds("protocol.search", backwards=SECRET[::-1])
+        assert found == 0 or level == "standard"
+    finally:
+        runtime.unload("asking")

@@ -33,6 +33,14 @@ def unix_by_old_socket(path):
         here.connect(path)
 
 
+def unix_by_left_socket(path):
+    """With half of a pair whose other half is gone."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    there.close()
+    with here:
+        here.connect(path)
+
+
 def unix_by_address(path):
     """The same, by an address at each packet."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
