@@ -22,7 +22,7 @@ from moonpool.ipc.channel import Channel
 
 FILE = MODELS / "dies_at.py"
 # Every message takes minutes; these strides have no common factor with what one exchange takes.
-STUB_STRIDE, CLOSE_STRIDE, KILL_STRIDE = 5, 7, 11
+STUB_STRIDE, CLOSE_STRIDE, KILL_STRIDE = 11, 13, 23
 PATIENCE_S = 30.0
 HOWS = (
     "plain", "log", "large", "large remark", "error", "late", "until cancelled", "ask", "ask late", "ask lost"

@@ -3,15 +3,39 @@
 import asyncio
 import gc
 import json
+import os
 import queue
+import random
+import stat
 import threading
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from moonpool.ipc.codec import encode
 from moonpool.stub.reply import Reply
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 LASTING = (pb_utils.InferenceRequest, pb_utils.InferenceResponse, pb_utils.Tensor, Reply)
+# Nothing of this is ever right, in whatever field of whatever message.
+JUNK = (None, -1, 0, 2**62, 1.5, True, "x" * 300, b"\xc1", [], [[2**62, -1]], [[]] * 9, {})
+
+
+def lie(seed):
+    """Sends the runtime what no stub may, on one of the channels."""
+    dice = random.Random(seed)
+    channels = [fd for fd in range(3, 64) if is_socket(fd)]
+    packet = encode(dice.randrange(50), *dice.choices(JUNK, k=dice.randrange(10)))
+    if dice.random() < 0.3:
+        packet = packet[: dice.randrange(1, len(packet) + 1)]
+    for _ in range(dice.choice((1, 1, 100))):
+        os.write(dice.choice(channels), packet)
+
+
+def is_socket(fd):
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 
 
 def doubled(request):
@@ -57,6 +81,8 @@ class TritonPythonModel:
         how = pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy().ravel()[0]
         if how == b"error":
             return failed("on purpose")
+        if how.startswith(b"lie"):
+            lie(how)
         if how == b"pass":
             tensor = pb_utils.get_input_tensor_by_name(request, "X")
             return pb_utils.InferenceResponse([pb_utils.Tensor("Y", tensor.as_numpy())])
@@ -79,6 +105,9 @@ class TritonPythonModel:
         for request in requests:
             how = pb_utils.get_input_tensor_by_name(request, "HOW").as_numpy()[0]
             sender = request.get_response_sender()
+            if how.startswith(b"lie"):
+                lie(how)
+                how = b"1"
             if how == b"drop":
                 continue
             if how == b"cycle":
@@ -128,11 +157,19 @@ class TritonPythonModel:
                 answers.cancel()
                 y = x * 2
             else:
-                outputs = [taken(each) for each in answers if each.output_tensors()]
+                outputs = [
+                    taken(each) for each in answers if each.has_error() or each.output_tensors()
+                ]
                 y = sum(outputs) / len(outputs)
         return pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)])
 
     def send_later(self):
+        try:
+            self.send_on()
+        except BaseException:  # those who wait for it must not wait for ever
+            os._exit(9)
+
+    def send_on(self):
         waiting = []
         while True:
             try:

@@ -15,7 +15,8 @@ from tests.runtime.recorder import PATIENCE_S
 
 from moonpool import Runtime
 
-VERSIONS = ("3.9", "3.10", "3.12", "3.13", "3.14")
+# The oldest that is promised, and new ones; all between are tried in CI, by `tests/e2e/test_interpreters.py`.
+VERSIONS = ("3.9", "3.13", "3.14")
 NATIVE = """
 import sys
 from typing import Annotated, TypedDict

@@ -1,0 +1,123 @@
+"""Does harm to stubs at random points of time: kills, stops and starves them, and talks nonsense to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.chaos.figures import STUB, children_of, command
+from tests.waiting import Deadline
+
+# On average; a stub that was killed takes longer than this until it serves again on a busy machine.
+BETWEEN_HARMS_S = 0.15
+
+
+class Victim(NamedTuple):
+    """A stub. The pidfd is its own whatever became of the number; `relieve` ends what was begun."""
+
+    pid: int
+    pidfd: int
+
+    def tell(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+
+class Monkey:
+    """Harms the stubs of process `pid`. No stub stays stopped or starved."""
+
+    def __init__(
+        self, pid: int, dice: random.Random, feed: Callable[[random.Random], bool] | None = None
+    ) -> None:
+        """`feed` sends a stub something malformed; False where there was none to send it to."""
+        self._pid, self._dice, self._feed = pid, dice, feed
+        # When to relieve what was stopped or starved, and how.
+        self._later: list[tuple[float, Callable[[], None], Victim]] = []
+        self.harms: Counter[str] = Counter()
+
+    def harm_for(self, seconds: float) -> None:
+        """Returns when so much time has passed."""
+        deadline = Deadline(seconds)
+        never = threading.Event()
+        try:
+            while not deadline.is_over:
+                pause_s = self._dice.expovariate(1 / BETWEEN_HARMS_S)
+                never.wait(min(pause_s, deadline.remaining_s))
+                self._relieve(time.monotonic())
+                self._harm()
+        finally:
+            self._relieve(float("inf"))
+
+    def _harm(self) -> None:
+        harms: list[tuple[float, str, Callable[[Victim], None]]] = [
+            (5, "killed", lambda victim: victim.tell(signal.SIGKILL)),
+            (1, "crashed", lambda victim: victim.tell(signal.SIGSEGV)),
+            (1, "told to end", lambda victim: victim.tell(signal.SIGTERM)),
+            (4, "stopped", self._stop_it),
+            (4, "starved", self._starve),
+            (4, "fed", self._feed_it),
+        ]
+        ((_, name, harm),) = self._dice.choices(harms, [weight for weight, _, _ in harms])
+        victim = self._choose()
+        if victim is None:
+            return
+        harm(victim)
+        self.harms[name] += 1
+        if all(victim is not each for _, _, each in self._later):
+            os.close(victim.pidfd)
+
+    def _choose(self) -> Victim | None:
+        stubs = [pid for pid in children_of(self._pid) if STUB in command(pid)]
+        if not stubs:
+            return None
+        pid = self._dice.choice(sorted(stubs))
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            # It may have ended, and the number be another's by now.
+            if pid in children_of(self._pid):
+                return Victim(pid, pidfd)
+            os.close(pidfd)
+        return None
+
+    def _stop_it(self, victim: Victim) -> None:
+        victim.tell(signal.SIGSTOP)
+        until_s = (
+            time.monotonic() + self._dice.choice((0.005, 0.05, 0.3, 3.0)) * self._dice.random()
+        )
+        self._later.append((until_s, lambda: victim.tell(signal.SIGCONT), victim))
+
+    def _starve(self, victim: Victim) -> None:
+        """No more address space than it has, and a little."""
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
+            pages = int(Path(f"/proc/{victim.pid}/statm").read_text().split()[0])
+            size = pages * resource.getpagesize() + self._dice.randrange(1 << 22)
+            before = resource.prlimit(victim.pid, resource.RLIMIT_AS)
+            resource.prlimit(victim.pid, resource.RLIMIT_AS, (size, before[1]))
+
+            def feed() -> None:
+                with contextlib.suppress(ProcessLookupError):
+                    # Raises where it is gone, and the number may be another's.
+                    signal.pidfd_send_signal(victim.pidfd, 0)
+                    resource.prlimit(victim.pid, resource.RLIMIT_AS, before)
+
+            self._later.append((time.monotonic() + self._dice.random(), feed, victim))
+
+    def _feed_it(self, victim: Victim) -> None:
+        if self._feed is None or not self._feed(self._dice):
+            victim.tell(signal.SIGKILL)
+
+    def _relieve(self, now_s: float) -> None:
+        due = [each for each in self._later if each[0] <= now_s]
+        self._later = [each for each in self._later if each[0] > now_s]
+        for _, relieve, victim in due:
+            relieve()
+            os.close(victim.pidfd)

@@ -1,0 +1,23 @@
+"""What is done to whom, and for how long: `--chaos-seed` and `--chaos-seconds`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def add_options(parser: pytest.Parser) -> None:
+    chaos = parser.getgroup("chaos", "harm at random (tests/chaos)")
+    chaos.addoption("--chaos-seed", type=int, help="what is done to whom; another one every time")
+    chaos.addoption("--chaos-seconds", type=float, default=15.0, help="for each test; %(default)g")
+
+
+def draw(config: pytest.Config) -> None:
+    """Once for all processes of a run, which get their options from the first."""
+    if config.option.chaos_seed is None:
+        config.option.chaos_seed = int.from_bytes(os.urandom(4), "big")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"chaos: --chaos-seed={config.option.chaos_seed}"
