@@ -108,7 +108,8 @@ def check_returned(runtime: moonpool.Runtime, wanted: Figures) -> None:
     """What is kept in reserve is given up after some seconds."""
     with contextlib.suppress(AssertionError):
         wait_until(lambda: settled(runtime) == wanted, SETTLED_S)
-    assert settled(runtime) == wanted
+    now = settled(runtime)
+    assert now == wanted, f"{now} and not {wanted}"
 
 
 @pytest.mark.slow
