@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.memory import Lease
     from moonpool.ipc.region import SharedRegion
     from moonpool.runtime.regions import CallerMemory
-    from moonpool.runtime.request import Answer, InferenceRequest, Outcome, Shapes
+    from moonpool.runtime.request import Answer, InferenceRequest, Outcome
 
 _EXECUTE = int(Kind.EXECUTE)
 # What is remembered of batches: layouts that are small, so that none of it can take much memory.
@@ -64,7 +64,7 @@ class Link(Overflow):
         self.conversation = Conversation(channel, Side.RUNTIME, self, after)
         self._reader = AnswerReader()
         self.replies = Replies()
-        self._layouts: Memo[tuple[Shapes, ...], RequestLayout] = Memo()
+        self._layouts: Memo[tuple[object, ...], RequestLayout] = Memo()
         self.response_regions: dict[int, SharedRegion] = {}
         # Places in response regions that callers let go of; they ride on the next EXECUTE.
         self.released: deque[object] = deque()
@@ -164,13 +164,12 @@ class Link(Overflow):
         self, requests: Sequence[InferenceRequest], elsewhere: dict[tuple[int, int], Place]
     ) -> RequestLayout:
         batch = tuple([request.shapes for request in requests])
-        if elsewhere:
-            return lay_out(batch, elsewhere)
-        layout = self._layouts.get(batch)
+        key = (batch, tuple(elsewhere.items())) if elsewhere else batch
+        layout = self._layouts.get(key)
         if layout is None:
             layout = lay_out(batch, elsewhere)
             if len(batch) <= _MEMORABLE_REQUESTS and all(shapes.is_shared for shapes in batch):
-                self._layouts.keep(batch, layout)
+                self._layouts.keep(key, layout)
         return layout
 
     def _copy(self, requests: Sequence[InferenceRequest], layout: RequestLayout) -> list[int]:

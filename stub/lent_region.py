@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from moonpool.ipc.memory import Lease
 
 _PAGE = mmap.PAGESIZE
+_PAGEMAP = "/proc/self/pagemap"
 # MADV_POPULATE_WRITE, from Linux 5.14 on.
 _POPULATE_WRITE = 23
-# Of an entry of /proc/PID/pagemap: the page is there, in memory or swapped out; and it is a page of a file.
-_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
-_THERE = _PRESENT | _SWAPPED
+# An entry of /proc/PID/pagemap has 8 bytes. In the last one: the page is there, in memory or swapped out; and it is
+# a page of a file.
+_PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
+_NOT_OWN = bytes(each for each in range(256) if each & _OF_FILE or not each & (_PRESENT | _SWAPPED))
 
 
 class LentRegion(Region):
@@ -49,7 +51,7 @@ class LentRegion(Region):
         self._targets: mmap.mmap | None = None
         self._pagemap_fd = -1
         with contextlib.suppress(OSError):  # then all pages are dropped each time
-            self._pagemap_fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            self._pagemap_fd = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
 
     def _map(self, flags: int) -> mmap.mmap:
         try:
@@ -100,15 +102,12 @@ class LentRegion(Region):
 
     def _is_changed(self, begin: int, end: int) -> bool:
         """Whether there are pages of this process's own, or this cannot be found out."""
-        entries = np.empty((end - begin + _PAGE - 1) // _PAGE, np.uint64)
+        pages = (end - begin + _PAGE - 1) // _PAGE
         try:
-            count = os.preadv(
-                self._pagemap_fd, [entries.data], (self._address + begin) // _PAGE * 8
-            )
+            entries = os.pread(self._pagemap_fd, 8 * pages, (self._address + begin) // _PAGE * 8)
         except OSError:
             return True
-        is_own = (entries & _THERE != 0) & (entries & _OF_FILE == 0)
-        return count != entries.nbytes or bool(is_own.any())
+        return len(entries) != 8 * pages or bool(entries[7::8].translate(None, _NOT_OWN))
 
     def close(self) -> None:
         self.buffer = self._inputs = self._targets = None

@@ -96,6 +96,16 @@ class Service:
             if code == BYTES or not (may_lend and self.shared_memory.can_lend(*place))
         )
 
+    def lend(
+        self, model: Model, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place
+    ) -> NDArray[Any] | None:
+        """An input in a client's region that `read_shared` would lend, and that was checked; None for any other.
+
+        Raises as `read_shared`.
+        """
+        lease = self.shared_memory.lease(*place) if self.may_lend(model) else None
+        return None if lease is None else np.ndarray(shape, dtype, lease)
+
     def read_shared(
         self, model: Model, name: str, code: int, shape: Sequence[int], place: Place
     ) -> Input:

@@ -167,8 +167,11 @@ class Asked:
         plan = self.read()
         prepared = plan.prepared
         if prepared is not None and prepared.signature is hosted.signature and not forwarded:
-            request = prepared.request(self._data, self._parts.tensors, self.request_id)
+            tensors, request_id = self._parts.tensors, self.request_id
+            request = prepared.request(service, hosted.model, self._data, tensors, request_id)
             if request is not None:
+                if plan.places:
+                    service.lend_targets(hosted.model, request, plan.places)
                 return request
         try:
             inputs = self._inputs(plan, service, hosted)

@@ -92,9 +92,9 @@ class Plan:
             name: each.place for name, each in self.wanted.items() if each.place is not None
         }
         self.outputs = list(self.wanted) or None
-        # Whether all outputs just follow the JSON of the response.
+        # Whether no output is to be found in the JSON of the response.
         self.is_plain = all(
-            each.is_binary and not each.classes and each.place is None
+            (each.is_binary or each.place is not None) and not each.classes
             for each in (self.wanted.values() or (self.rest,))
         )
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _MEMORABLE_ID = 64
 # The JSON and the headers of responses that differ in the numbers of their tensors only.
-_Shape = tuple[str, int, tuple[int, ...], int]
+# The size in bytes is None where they are not in the body.
+_Shape = tuple[str, int, tuple[int, ...], int | None]
 _known: Memo[tuple[str, int, str, tuple[_Shape, ...]], tuple[bytes, Headers]] = Memo(512)
 
 
@@ -38,8 +39,13 @@ def render(
     outputs: Mapping[str, Wire] = response.outputs  # type: ignore[assignment]
     if plan.is_plain and not response.parameters:
         parts: list[Part] = []
-        shapes = []
+        shapes: list[_Shape] = []
         for name, output in outputs.items():
+            place = plan.places.get(name) if plan.places else None
+            if place is not None:
+                service.write_shared(name, output, place)
+                shapes.append((name, output.datatype, output.shape, None))
+                continue
             data = output.raw.data if output.raw.ndim == 1 else to_bytes(output)
             parts.append(data)
             shapes.append((name, output.datatype, output.shape, len(data)))
@@ -62,13 +68,9 @@ def _plain(
     key = (model.name, model.version, request_id, shapes)
     known = _known.get(key)
     if known is None:
-        described = [
-            {
-                "name": name,
-                "datatype": NAMES[datatype],
-                "shape": shape,
-                "parameters": {"binary_data_size": size_bytes},
-            }
+        described: list[dict[str, Any]] = [
+            {"name": name, "datatype": NAMES[datatype], "shape": shape}
+            | ({} if size_bytes is None else {"parameters": {"binary_data_size": size_bytes}})
             for name, datatype, shape, size_bytes in shapes
         ]
         text = dumps(_root(model, request_id, described, {}))

@@ -237,8 +237,11 @@ class InferCall:
                     # A request with parameters of its own is not like any that was before.
                     and not self._exchange.head.forwarded
                 ):
-                    request = prepared.request(data, length, has_views=is_shared)
+                    service, model = self._route.service, hosted.model
+                    request = prepared.request(service, model, data, length, has_views=is_shared)
                     if request is not None:
+                        if plan.places:
+                            service.lend_targets(model, request, plan.places)
                         self._submit(request)
                         return
             else:
