@@ -89,6 +89,11 @@ class Identity:
         read = [*sorted(path for path in paths if os.path.exists(path)), *options.pop("read", [])]
         return Policy(read=read, **options)
 
+    def needs_no_mounts(self) -> None:
+        """Skip the test where the instance's user could not reach its interpreter without mounts."""
+        if self.is_root and closed_above(os.path.realpath(self.python), INSTANCE):
+            pytest.skip("every interpreter here lies in a folder that is closed to others")
+
     def run(
         self, program: str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
@@ -128,9 +133,10 @@ def identities() -> list[int]:
 
 
 def python_for(uid: int) -> str:
-    """An interpreter that the user can reach. Skips the test where there is none."""
+    """An interpreter that the user, or the one that root becomes, can reach. Skips the test where there is none."""
+    reader = INSTANCE if uid == 0 else uid
     for python in (sys.executable, "/usr/bin/python3"):
-        if os.path.exists(python) and not closed_above(os.path.realpath(python), uid):
+        if os.path.exists(python) and not closed_above(os.path.realpath(python), reader):
             return python
     if uid == 0:
         return sys.executable

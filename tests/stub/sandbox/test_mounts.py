@@ -1,0 +1,128 @@
+"""The mounts of a contained process: its scratch folder, and files below folders that are closed to its user."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.stub.sandbox.children import INSTANCE, Identity
+
+from moonpool.stub.sandbox import landlock
+from moonpool.stub.sandbox.mounts import closed_above
+
+if landlock.abi() < landlock.KNOWS_TRUNCATE:
+    pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)
+
+
+def needs_mounts(results: dict[str, object]) -> None:
+    if not any("mnt" in layer for layer in results["on"]):  # type: ignore[attr-defined]
+        pytest.skip("no namespaces for mounts here")
+
+
+@pytest.fixture
+def closed() -> Iterator[Path]:
+    """A folder that only its owner can pass, with a file and a folder in it that all may read."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-test-") as name:
+        path = Path(os.path.realpath(name))
+        (path / "a" / "model").mkdir(parents=True)
+        (path / "a" / "model" / "file").write_text("content")
+        (path / "a" / "secret").write_text("secret")
+        (path / "one").write_text("one")
+        path.chmod(0o700)
+        yield path
+
+
+def test_the_topmost_closed_folder_is_found(closed: Path) -> None:
+    assert closed_above(str(closed / "a" / "model"), INSTANCE) == str(closed)
+    assert closed_above(str(closed), INSTANCE) == ""
+    assert closed_above("/usr/bin", INSTANCE) == ""
+    assert closed_above(str(closed / "a"), os.geteuid()) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
+def test_granted_paths_below_a_closed_folder_are_reached(code: Path, closed: Path) -> None:
+    identity = Identity(0, sys.executable, code)
+    scratch = closed / "scratch"
+    scratch.mkdir()
+    policy = identity.policy(
+        read=[str(closed / "a" / "model"), str(closed / "one")],
+        scratch=str(scratch),
+        scratch_bytes=1 << 20,
+    )
+    results = identity.attempt(
+        policy,
+        f"open('{closed}/a/model/file').read()",
+        f"open('{closed}/one').read()",
+        f"open('{closed}/scratch/new', 'w').write('x')",
+        f"os.path.exists('{closed}/a/secret')",
+        f"os.listdir('{closed}')",
+        before="import os",
+    )
+    needs_mounts(results)
+    found = list(results.values())[2:]
+
+    assert found[:4] == ["ok 'content'", "ok 'one'", "ok 1", "ok False"]
+    assert found[4].startswith("PermissionError")
+    assert list(scratch.iterdir()) == []
+    assert (closed / "a" / "secret").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
+def test_a_file_that_its_user_cannot_read_is_named_with_what_to_do(
+    code: Path, closed: Path
+) -> None:
+    identity = Identity(0, sys.executable, code)
+    (closed / "one").chmod(0o600)
+
+    results = identity.attempt(identity.policy(read=[str(closed / "one")]))
+
+    assert results["refused"] == (
+        f"files: user {INSTANCE}, which this instance is, cannot read {closed}/one; "
+        f"let others read it (chmod -R o+rX {closed}/one), and pass the folders above it"
+    )
+
+
+def test_scratch_has_its_size_and_nobody_else_sees_it(identity: Identity) -> None:
+    with identity.scratch() as scratch:
+        policy = identity.policy(scratch=scratch, scratch_bytes=1 << 20)
+        results = identity.attempt(
+            policy,
+            "os.getcwd()",
+            "open('small', 'wb').write(bytes(1 << 19))",
+            "open('large', 'wb').write(bytes(1 << 20))",
+            "for i in range(2000): open(f'f{i}', 'w').close()",
+            "oct(os.stat('.').st_mode)",
+            before="import os",
+        )
+        needs_mounts(results)
+        left = os.listdir(scratch)
+    found = list(results.values())[2:]
+
+    assert found[:2] == [f"ok {scratch!r}", "ok 524288"]
+    assert found[2] == "OSError [Errno 28] No space left on device"
+    assert found[3].startswith("OSError [Errno 28]")
+    assert found[4] == "ok '0o40700'"
+    assert left == []
+
+
+def test_everything_but_what_it_may_write_is_read_only(identity: Identity) -> None:
+    with identity.scratch() as scratch, identity.scratch() as shared:
+        policy = identity.policy(write=[shared], scratch=scratch, scratch_bytes=1 << 20)
+        results = identity.attempt(
+            policy,
+            "os.statvfs('/usr').f_flag & os.ST_RDONLY",
+            "os.statvfs('/tmp').f_flag & os.ST_RDONLY",
+            "os.statvfs('.').f_flag & os.ST_RDONLY",
+            f"os.statvfs({shared!r}).f_flag & os.ST_RDONLY",
+            f"open({shared!r} + '/x', 'w').close()",
+            before="import os",
+        )
+        needs_mounts(results)
+        left = os.listdir(shared)
+
+    assert list(results.values())[2:] == ["ok 1", "ok 1", "ok 0", "ok 0", "ok None"]
+    assert left == ["x"]
