@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Audience:
     """Is told of models and of their stubs. This one is empty; `runtime.frontend.pool` has the other one.
 
-    Any thread may call any method; but for `catch_up` none blocks.
+    Any thread may call any method; but for `withdraw` and `catch_up` none blocks.
     """
 
     # Whether anybody may come. It is settled when the first stub starts.
@@ -33,6 +33,13 @@ class Audience:
 
     def stub_gone(self, stub: StubHandle, reason: BaseException) -> None:
         """A stub is dead, or about to die; `reason` is for the requests that it had. Twice is as good as once."""
+
+    def withdraw(self, stub: StubHandle, timeout_s: float) -> bool:  # noqa: ARG002
+        """Have everybody finish what they have in a stub, and send it no more; waits for it.
+
+        False where somebody has not in time: then all of them may go on.
+        """
+        return True
 
     def serve(self, name: str, versions: Sequence[Model]) -> None:
         """From now on, requests for this name go to these versions, ascending; to none where it is empty."""

@@ -84,8 +84,10 @@ class ModelInstance:
         self.served = 0
         self.serves_until = math.inf
         self.recycle: Callable[[Callable[[ModelInstance], bool]], bool] = _stays
-        # Called by the backend, on the reactor's thread, with the memory of a process that holds too much.
+        # Called by the backend, from any thread, with the memory of a process that holds too much, and with how
+        # many requests of others it has executed.
         self.report_grown: Callable[[int], None] = _ignored
+        self.report_served: Callable[[int], None] = _ignored
 
     def leaves(self, leave_room: Callable[[ModelInstance], bool]) -> bool:
         """Whether it has served long enough and is out of service now. `leave_room` is `WaitingRoom.retire`."""
@@ -210,6 +212,13 @@ class Backend(ABC):
 
     def model_abort(self, model: Model, reason: BaseException) -> None:  # noqa: B027 - optional
         """`model_initialize` takes too long: let it raise `reason` soon. Does not block."""
+
+    def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:  # noqa: ARG002
+        """Have others who send batches to an instance past the runtime finish theirs, and send no more.
+
+        Waits for it. False where they have not in time; then they go on.
+        """
+        return True
 
     def tidy(self, instance: ModelInstance) -> None:  # noqa: B027 - optional
         """Give back what an instance, idle at the moment, has not needed lately. Does not block."""

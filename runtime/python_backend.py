@@ -108,6 +108,7 @@ class PythonBackend(Backend):
         stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
         stub.serve(instance.respond)
         stub.bounds.serves(instance.report_grown)
+        stub.count_served = instance.report_served
         stub.notify_exit(lambda: instance.report_broken(_EndedIdle("the stub has ended")))
         self._stubs.audience.stub_ready(model, stub)
 
@@ -133,6 +134,9 @@ class PythonBackend(Backend):
         link: Link = instance.state.link
         link.execute(requests)
         return link
+
+    def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:
+        return self._stubs.audience.withdraw(instance.state, timeout_s)
 
     def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:
         stub: StubHandle = instance.state

@@ -368,11 +368,11 @@ class Scheduler:
             deadline,
         )
 
-    def wait_idle(self, instance: ModelInstance, deadline: float) -> bool:
+    def wait_idle(self, instance: ModelInstance, deadline: float | None) -> bool:
         """Wait until an instance executes nothing; False at the deadline."""
         return self._changes.wait_for(lambda: instance not in self._busy, deadline)
 
-    def wait_closed(self, instance: ModelInstance, deadline: float) -> bool:
+    def wait_closed(self, instance: ModelInstance, deadline: float | None) -> bool:
         """Wait until no request of an instance is open, or it broke; False at the deadline."""
         has_open = self.outcomes.open.has
         return self._changes.wait_for(

@@ -64,6 +64,8 @@ class StubHandle(StubConnection):
         options = model.options
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
+        # Gets how many requests others have sent it that it has executed.
+        self.count_served: Callable[[int], None] = _nothing
         self._model, self._plan = model, plan
         self.confinement: Confinement | None = None
         self._stubs = stubs

@@ -23,6 +23,7 @@ from moonpool.runtime.failures import (
     tell_callers,
     took_too_long,
 )
+from moonpool.runtime.limits.recycler import Recycler
 from moonpool.runtime.limits.recycling import Recycling
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.restart import GiveUp, RestartPolicy
@@ -44,9 +45,6 @@ _CHECKS_PER_LIMIT = 20
 _TIDY_S = 5.0
 _STRANDED_NS = 1_000_000_000
 _JOIN_S = 0.1
-# How long an instance that is to be recycled waits for requests that it has yet to answer.
-_OPEN_S = 30.0
-_STAYS_OPEN = "[%s] is not recycled yet: requests are open that have not ended in %g s"
 _RECOVERY_BOUNDS_NS = tuple(
     ms * 1_000_000 for ms in (50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 300_000)
 )
@@ -92,10 +90,10 @@ class Supervisor:
     def serve(self, scheduler: Scheduler) -> None:
         """From now on, ready instances go to this scheduler."""
         self._scheduler = scheduler
+        recycler = Recycler(self, scheduler)
         for seat in self.seats:
-            seat.instance.recycle = partial(self._take_to_recycle, seat.instance)
+            recycler.watch(seat)
             seat.instance.report_broken = self._reporter(seat.instance)
-            seat.instance.report_grown = partial(self._outgrown, seat.instance)
             seat.instance.respond = partial(scheduler.outcomes.respond, seat.instance)
 
     def _reporter(self, instance: ModelInstance) -> Callable[[BaseException], None]:
@@ -181,12 +179,15 @@ class Supervisor:
         seat = self._seat_of[instance]
         instance.accepts = instance.is_healthy = False
         self.recycling.end_turn(instance)
-        if not self._begin(seat, partial(self._recover, seat, requests, error), "recover"):
+        if not self.begin(seat, partial(self._recover, seat, requests, error), "recover"):
             # The machine has no thread to spare: better slowly than never.
             self._recover(seat, requests, error)
 
-    def _begin(self, seat: Seat, act: Callable[[], None], name: str) -> bool:
-        """On a thread that has the instance in its hand, and is waited for when it is to end."""
+    def begin(self, seat: Seat, act: Callable[[], None], name: str) -> bool:
+        """Act on a thread that has the instance in its hand, and is waited for when that is to end.
+
+        False where there is no thread to be had.
+        """
         name = f"moonpool-{name}-{seat.instance.name}"
         recovery = threading.Thread(target=act, name=name, daemon=True)
         with self._lock:  # whoever finds it must find it started
@@ -269,38 +270,16 @@ class Supervisor:
 
     # Recycling
 
-    def _outgrown(self, instance: ModelInstance, rss_bytes: int) -> None:
-        self.recycling.outgrown(instance, rss_bytes)
-        # If it executes, it is asked for when it comes back.
-        if self._scheduler is not None and self._scheduler.take(instance):
-            self._scheduler.add(instance)
+    @property
+    def is_stopping(self) -> bool:
+        """Whether all instances are about to end."""
+        return self._stopping.is_set()
 
-    def _take_to_recycle(
-        self, instance: ModelInstance, leave_room: Callable[[ModelInstance], bool]
-    ) -> bool:
-        """Whether an instance that has served long enough is in hand now. The scheduler's lock is held."""
-        if self._stopping.is_set() or not self.recycling.take_turn(instance):
-            return False
-        if not leave_room(instance):  # sequences in it end first; no other one begins
-            return False
-        seat = self._seat_of[instance]
-        return self._begin(seat, partial(self._recycle, seat), "recycle")
+    def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:
+        """As `Backend.withdraw`."""
+        return self._backend.withdraw(instance, timeout_s)
 
-    def _recycle(self, seat: Seat) -> None:
-        instance, scheduler = seat.instance, self._scheduler
-        if scheduler is None:
-            return
-        if not scheduler.wait_closed(instance, time.monotonic() + _OPEN_S):
-            _log.warning(_STAYS_OPEN, instance.name, _OPEN_S)
-            self.recycling.postpone(instance)
-        elif instance.broken is None and not self._stopping.is_set():
-            self._renew(seat)
-            self.recycling.end_turn(instance)
-            return
-        self.recycling.end_turn(instance)
-        scheduler.add(instance)
-
-    def _renew(self, seat: Seat) -> None:
+    def renew(self, seat: Seat) -> None:
         """End a process that is well, and start another one."""
         because = self.recycling.recycled(seat.instance)
         _log.info("[%s] is started anew: %s", seat.instance.name, because)

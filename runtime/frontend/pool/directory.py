@@ -51,6 +51,9 @@ class Directory(Audience):
         self.traffic = FrontendMetrics()
         # Who has yet to say that the requests of which model have finished.
         self._draining: set[tuple[Member, int]] = set()
+        # Stubs that take no more batches, and who has yet to say that its own are finished.
+        self._resting: set[int] = set()
+        self._leaving: set[tuple[Member, int]] = set()
         self._counting: dict[Member, int] = {}
         self._counts: list[tuple[int, Counts]] = []
         self._failed: list[list[Any]] = []
@@ -63,7 +66,8 @@ class Directory(Audience):
             for model, number in self._models.items():
                 self._tell_model(member, model, number)
             for stub, (number, model_number) in self._stubs.items():
-                self._connect(member, stub, number, model_number)
+                if number not in self._resting:
+                    self._connect(member, stub, number, model_number)
             for name, numbers in self._served.items():
                 member.tell(Word.SERVE, name, numbers)
             member.tell(Word.PASS_ON, self._passes_on)
@@ -81,6 +85,7 @@ class Directory(Audience):
             self._members.discard(member)
             self.traffic.forget(member)
             self._draining = {each for each in self._draining if each[0] is not member}
+            self._leaving = {each for each in self._leaving if each[0] is not member}
             self._counting.pop(member, None)
             self._changed.notify_all()
 
@@ -106,8 +111,21 @@ class Directory(Audience):
             elif word == Word.LOST:
                 for stub in self._find(fields[1]):
                     stub.mistrust(f"broke off with a front end and was ended: {fields[2]}")
+            elif word == Word.LEFT:
+                self._left(member, fields[1])
+            elif word == Word.SERVED:
+                for stub in self._find(fields[1]):
+                    stub.count_served(fields[2])
             elif word == Word.OVERDUE:
                 self._end_overdue(fields[1])
+
+    def _left(self, member: Member, number: int) -> None:
+        if (member, number) in self._leaving:
+            self._leaving.remove((member, number))
+            self._changed.notify_all()
+            return
+        for stub in self._find(number):  # too late: it is served on
+            self._connect(member, stub, number, self._stubs[stub][1])
 
     def _find(self, number: int) -> list[StubHandle]:
         """The stub of that number, if it is there still."""
@@ -175,8 +193,29 @@ class Directory(Audience):
         with self._lock:
             number, _ = self._stubs.pop(stub, (None, 0))
             if number is not None:
+                self._resting.discard(number)
                 error = type(reason).__name__
                 self._tell_all(Word.STUB_GONE, number, error[:64], str(reason)[:MAX_TEXT])
+
+    def withdraw(self, stub: StubHandle, timeout_s: float) -> bool:
+        with self._lock:
+            number, model_number = self._stubs.get(stub, (0, 0))
+            if not number:
+                return True
+            self._resting.add(number)
+            members = set(self._members)
+            self._leaving |= {(member, number) for member in members}
+            self._tell_all(Word.LEAVE, number)
+            if self._changed.wait_for(
+                lambda: all(each != number for _, each in self._leaving), timeout_s
+            ):
+                return True
+            late = {member for member, each in self._leaving if each == number}
+            self._leaving = {each for each in self._leaving if each[1] != number}
+            self._resting.discard(number)
+            for member in self._members - late:
+                self._connect(member, stub, number, model_number)
+            return False
 
     def serve(self, name: str, versions: Sequence[Model]) -> None:
         with self._lock:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool")
 # How long the main process may take to say why a stub is gone.
 _REASON_S = 15.0
+# Into how many parts a number of requests is divided, after which the main process is told of them.
+_TOLD_PER_LIMIT = 16
 
 
 class GuestBackend(Backend):
@@ -81,12 +83,17 @@ class GuestModel:
         reactor: Reactor,
         executor: Executor,
         tell_lost: Callable[[int, str], None],
+        tell_served: Callable[[int, int], None],
     ) -> None:
-        """`tell_lost` gets the number of a stub that is gone, and how that was noticed."""
+        """`tell_lost` gets the number of a stub that is gone, and how that was noticed.
+
+        `tell_served` gets the number of one, and how many requests more it has executed, where that counts.
+        """
         self.model = model
         self.signature = Signature(model.config)
         self._reactor = reactor
         self._tell_lost = tell_lost
+        self._tell_served = tell_served
         self._backend = GuestBackend(model.config.backend)
         self.memory = CallerMemory(model.options.region_limit_bytes)
         self._seats: dict[int, Seat] = {}
@@ -115,8 +122,49 @@ class GuestModel:
         connection.link.serve(outputs, self.memory)
         seat = self._seats[number] = Seat(number, instance)
         self._reactor.watch(control.fileno(), lambda: self._read(seat))
+        limit = self.model.options.recycle_requests
+        if limit is not None:
+            instance.serves_until = max(1, limit // _TOLD_PER_LIMIT)
+            instance.recycle = partial(self._count, seat)
         instance.accepts = True
         self.scheduler.add(instance)
+
+    def has(self, number: int) -> bool:
+        """Whether it sends batches to this stub."""
+        return number in self._seats
+
+    def _count(self, seat: Seat, _: object) -> bool:
+        """It has executed some requests more. The scheduler's lock is held."""
+        requests, seat.instance.served = seat.instance.served, 0
+        self._reactor.call_soon(lambda: self._tell_served(seat.number, requests))
+        return False
+
+    def leave(self, number: int, done: Callable[[], object]) -> None:
+        """Give a stub no more batches; when it has finished those it has, let go of it and call `done`."""
+        seat = self._seats.get(number)
+        if seat is None:  # it is gone already
+            done()
+            return
+        instance = seat.instance
+        instance.accepts = False
+
+        def let_go() -> None:
+            if self._seats.get(number) is seat:
+                del self._seats[number]
+                seat.connection.close()
+            done()
+
+        def wait() -> None:
+            if not self.scheduler.retire(instance):
+                self.scheduler.wait_idle(instance, None)
+            self.scheduler.wait_closed(instance, None)
+            if instance.broken is None:
+                self._reactor.call_soon(let_go)
+            else:
+                self.scheduler.lose(instance, instance.broken)
+                self._reactor.call_soon(done)
+
+        threading.Thread(target=wait, name=f"moonpool-leave-{instance.name}", daemon=True).start()
 
     def _read(self, seat: Seat) -> None:
         try:
@@ -142,6 +190,8 @@ class GuestModel:
             if not seats:
                 return
             seat = seats[0]
+            if seat.requests is not None:
+                return  # told already
             seat.requests = requests
             if seat.reason is None:
                 self._tell_lost(seat.number, str(error))

@@ -68,6 +68,8 @@ class GuestModels:
             reason = _error(fields[2], fields[3])
             for model in self._models.values():
                 model.detach(fields[1], reason)
+        elif word == Word.LEAVE:
+            self._leave(fields[1])
         elif word == Word.PASS_ON:
             self._passes_on = fields[1]
         elif word == Word.COUNT:
@@ -97,7 +99,9 @@ class GuestModels:
         source = ModelSource("triton", self._nowhere, None, self._nowhere, self._nowhere)
         options = ModelOptions.from_parameters(config)
         model = Model(config, options, version, source)
-        self._models[number] = GuestModel(model, self._reactor, self._executor, self._lost)
+        self._models[number] = GuestModel(
+            model, self._reactor, self._executor, self._lost, self._served_by
+        )
         if options.execute_timeout_s is not None:
             self._check_overdue(number, options.execute_timeout_s / _CHECKS_PER_LIMIT)
 
@@ -116,6 +120,16 @@ class GuestModels:
             for channel in channels:
                 channel.close()
             self._lost(stub, str(error))
+
+    def _leave(self, stub: int) -> None:
+        for model in self._models.values():
+            if model.has(stub):
+                model.leave(stub, lambda: self._tell(Word.LEFT, stub))
+                return
+        self._tell(Word.LEFT, stub)
+
+    def _served_by(self, stub: int, requests: int) -> None:
+        self._tell(Word.SERVED, stub, requests)
 
     def _lost(self, stub: int, why: str) -> None:
         self._tell(Word.LOST, stub, why[:MAX_TEXT])

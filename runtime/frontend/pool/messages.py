@@ -34,6 +34,7 @@ class Word(IntEnum):
     COUNT = 9
     STOP = 10
     PASS_ON = 11
+    LEAVE = 12
     # From a front end.
     LISTENING = 20
     DRAINED = 21
@@ -43,6 +44,8 @@ class Word(IntEnum):
     OVERDUE = 25
     FAILED = 26
     TRAFFIC = 27
+    LEFT = 28
+    SERVED = 29
 
 
 MAX_VERSIONS = 4096
@@ -64,6 +67,8 @@ DIRECTORY: dict[IntEnum, Message] = {
     Word.STUB: Message(_MAIN, {"model": _ID, "stub": _ID, "name": Text(1024)}),
     # `error`: the class of the reason, for the requests that the stub had.
     Word.STUB_GONE: Message(_MAIN, {"stub": _ID, "error": Text(64), "reason": _TEXT}),
+    # Finish what the stub has, send it no more, and answer with LEFT.
+    Word.LEAVE: Message(_MAIN, {"stub": _ID}),
     # No stub of the model is left, nor will be.
     Word.REFUSE: Message(_MAIN, {"model": _ID, "reason": _TEXT}),
     # Finish what is there, and answer with DRAINED.
@@ -113,6 +118,9 @@ DIRECTORY: dict[IntEnum, Message] = {
     ),
     # The stub has closed its channels to this front end, or broken the protocol there.
     Word.LOST: Message(_FRONT, {"stub": _ID, "why": _TEXT}),
+    Word.LEFT: Message(_FRONT, {"stub": _ID}),
+    # So many requests more has the stub executed, of a model that counts them.
+    Word.SERVED: Message(_FRONT, {"stub": _ID, "requests": _ID}),
     # A batch takes longer than the model's limit.
     Word.OVERDUE: Message(_FRONT, {"stub": _ID}),
 }

@@ -17,6 +17,7 @@ from moonpool import ModelInstance, Response, Runtime
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import FINAL
 from moonpool.runtime import supervisor
+from moonpool.runtime.limits import recycler
 from moonpool.runtime.request import LATER, InferenceRequest
 
 ENDED = ("model_instance_finalize", "m:1 m_0_0")
@@ -185,7 +186,7 @@ def test_a_request_that_is_answered_later_is_waited_for(folder: Path) -> None:
 def test_an_instance_whose_requests_stay_open_serves_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "_OPEN_S", 0.01)
+    monkeypatch.setattr(recycler, "_OPEN_S", 0.01)
     backend, runtime = later(folder)
     with runtime, ThreadPoolExecutor() as pool:
         first = pool.submit(runtime.infer, "m", x(1), timeout_s=PATIENCE_S)

@@ -64,8 +64,13 @@ class Guest:
         self.reactor = Reactor("guest")
         self.executor = ThreadPoolExecutor(1)
         self.lost: list[tuple[int, str]] = []
+        self.served: list[tuple[int, int]] = []
         self.model = GuestModel(
-            hall.models[model], self.reactor, self.executor, lambda *what: self.lost.append(what)
+            hall.models[model],
+            self.reactor,
+            self.executor,
+            lambda *what: self.lost.append(what),
+            lambda *what: self.served.append(what),
         )
         for number, stub in enumerate(stubs):
             work, control = hall.let_in(stub)

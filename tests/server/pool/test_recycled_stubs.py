@@ -1,0 +1,107 @@
+"""Instances that are recycled while several processes send them batches."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.hosting import hosted, options
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.server.pool.guests import SHARED, SHARED_CONFIG, Hall, visiting
+from tests.server.repositories import CONFIG, write
+from tests.server.running import RunningServer, running
+from tests.waiting import wait_until
+
+import moonpool
+
+RECYCLED = """
+parameters [{ key: "MOONPOOL_RECYCLE_REQUESTS" value { string_value: "40" } }]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("repository")
+    write(folder, "echo", config=CONFIG + RECYCLED)
+    with running(folder, "--frontends=2") as server:
+        yield server
+
+
+def recycles(server: RunningServer) -> int:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    pattern = r'moonpool_instance_recycles_total\{.*reason="requests".*\} (\d+)'
+    return sum(int(count) for count in re.findall(pattern, text))
+
+
+def test_no_request_is_lost_when_a_stub_of_several_front_ends_is_recycled(
+    server: RunningServer,
+) -> None:
+    wrong: list[object] = []
+
+    def client(first: int) -> None:
+        connection = http.client.HTTPConnection(server.http, timeout=60)
+        for number in range(first, first + 60):
+            x = [float(number + i) for i in range(4)]
+            tensor = {"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": x}
+            body = json.dumps({"inputs": [tensor]})
+            connection.request("POST", "/v2/models/echo/infer", body)
+            answer = json.loads(connection.getresponse().read())
+            if answer.get("outputs", [{}])[0].get("data") != x:
+                wrong.append(answer)
+        connection.close()
+
+    threads = [threading.Thread(target=client, args=(1000 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    # 240 requests; a front end tells of every second one, and goes on while others finish.
+    wait_until(lambda: recycles(server) >= 3, 30.0)
+    assert recycles(server) <= 6
+
+
+def test_a_front_end_finishes_what_a_stub_has_before_it_lets_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hall, gate = Hall(), tmp_path / "gate"
+    gate.touch()
+    monkeypatch.setenv("GATE", str(gate))
+    with (
+        moonpool.Runtime(audience=hall) as runtime,
+        hosted(runtime, "shared", SHARED, {**SHARED_CONFIG, **options(ENVIRONMENT="GATE")}),
+        visiting(hall, "shared") as guest,
+    ):
+        assert guest.infer("twice", 1, 2).tolist() == [2, 4]
+        asked = threading.Thread(target=guest.infer, args=("until told", 1))
+        asked.start()
+        wait_until(guest.has_sent)
+        left = threading.Event()
+        guest.on_reactor(lambda: guest.model.leave(0, left.set))
+        assert guest.model.has(0)
+        assert not left.is_set()
+        gate.unlink()
+        asked.join(30.0)
+        assert left.wait(30.0)
+        assert not guest.model.has(0)
+        assert guest.lost == []
+        guest.on_reactor(lambda: guest.model.leave(0, left.set))
+
+
+def test_a_front_end_tells_how_many_requests_a_stub_has_executed() -> None:
+    hall = Hall()
+    with (
+        moonpool.Runtime(audience=hall) as runtime,
+        hosted(runtime, "shared", SHARED, {**SHARED_CONFIG, **options(RECYCLE_REQUESTS=32)}),
+        visiting(hall, "shared") as guest,
+    ):
+        for _ in range(5):
+            guest.infer("twice", 1)
+        wait_until(lambda: guest.served == [(0, 2), (0, 2)])
