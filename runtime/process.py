@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _STUB = Path(__file__).resolve().parents[1] / "stub"
 _BOOT, _CONFINE = str(_STUB / "boot.py"), str(_STUB / "confine.py")
 _MSGPACK = str(Path(msgpack.__file__).parent)
+# As `stub/confine.py` looks for it.
+_HANDED_ON = "MOONPOOL_HANDED_ON"
 
 
 class ChildProcess(ABC):
@@ -147,8 +150,10 @@ class StubProcess(SpawnedProcess):
     ) -> None:
         """Start it. Raises OSError where the interpreter cannot be started.
 
-        `is_foreign`: the interpreter is not to run before it is confined.
+        `is_foreign`: neither the interpreter nor a library of its environment is to run before it is confined.
         """
+        if is_foreign:
+            environment = _handed_on(environment)
         arguments = [
             *((sys.executable, "-I", "-S", _CONFINE) if is_foreign else ()),
             python,
@@ -170,6 +175,15 @@ class StubProcess(SpawnedProcess):
                 fds=(work_fd, control_fd, calls_fd),
             )
         )
+
+
+def _handed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which `confine.py` is started, and gets those of the interpreter that it becomes.
+
+    The dynamic loader would look into the other environment for libraries of the runtime's own interpreter.
+    """
+    own = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return {**own, _HANDED_ON: json.dumps(dict(environment))}
 
 
 def exit_in_words(code: int) -> str:

@@ -3,9 +3,10 @@
     python -I -S .../stub/confine.py PYTHON .../stub/boot.py triton_python_backend_stub NAME WORK_FD CONTROL_FD
         CALLS_FD PARENT_PID MSGPACK
 
-Whoever made an environment made its interpreter too, so that one runs nothing before it is confined. This runs
-under the runtime's own. It looks at SANDBOX without taking it off the channel, says CONFINED or FAILED, and hands
-everything on as it is, with one more argument by which `boot.py` knows.
+Whoever made an environment made its interpreter and libraries too, so they run nothing before they are confined.
+This runs under the runtime's own, with none of the environment's variables: those come in one, as JSON. It looks
+at SANDBOX without taking it off the channel, says CONFINED or FAILED, and hands everything on as it is, with one more
+argument by which `boot.py` knows.
 
 What an exec takes off, `layers.tighten` puts on again, as far as that interpreter can be relied on. What it may not
 be relied on for is on for good: it stays in the namespaces, with the user, the rules of Landlock and the filter,
@@ -14,17 +15,21 @@ in which nothing is allowed beyond what a stub may do but to become another one 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import types
 
 CONFINED = "confined"
+# The variables for the interpreter that this becomes.
+_HANDED_ON = "MOONPOOL_HANDED_ON"
 
 
 def main() -> None:
     """Confine this process, and become the interpreter that the arguments name."""
     _, python, boot, title, name, work_fd, control_fd, calls_fd, parent_pid, msgpack = sys.argv
+    variables = json.loads(os.environ[_HANDED_ON])
     here = os.path.dirname(os.path.realpath(__file__))
     package = types.ModuleType("moonpool")
     package.__path__ = [os.path.dirname(here)]
@@ -55,7 +60,7 @@ def main() -> None:
     work.send_waiting(encode(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out))
     arguments = (title, name, work_fd, control_fd, calls_fd, parent_pid, msgpack, CONFINED)
     try:
-        os.execv(python, [python, boot, *arguments])
+        os.execve(python, [python, boot, *arguments], variables)
     except OSError as error:
         why = f"{python} cannot be started inside the sandbox: {error}"
         work.send_waiting(encode(Kind.FAILED, "environment", why, ""))

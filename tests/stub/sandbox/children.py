@@ -33,7 +33,7 @@ from moonpool.ipc.policy import Policy
 from moonpool.stub.sandbox import kernel, layers
 from moonpool.stub.sandbox.refused import SandboxRefused
 policy = Policy.from_json(policy)
-names = {"kernel": kernel, "layers": layers, "policy": policy}
+names = {"__name__": "__main__", "kernel": kernel, "layers": layers, "policy": policy}
 exec(before, names)
 try:
     applied = layers.apply(policy)
