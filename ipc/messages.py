@@ -97,6 +97,10 @@ class Kind(IntEnum):
     DONE = 37
     NEW_METRIC = 38
     METRIC_VALUE = 39
+    # Control channel of a template.
+    FORK = 45
+    REAP = 46
+    EXITED = 47
 
 
 class Message:
@@ -288,6 +292,12 @@ CONTROL: dict[Kind, Message] = {
     Kind.PEER: Message(_RUNTIME, {}),
     # The stub has come to this batch, after those of other peers. Only where the time that it takes is limited.
     Kind.BEGUN: Message(_STUB, {"batch": _ID}),
+    # For a template alone: be another stub in a new process. Comes with the descriptors of its work, control and
+    # calls channels, of its output, and of the socket on which it says that it is there.
+    Kind.FORK: Message(_RUNTIME, {"name": Text(_SHORT)}),
+    # A process that it forked has ended: how?
+    Kind.REAP: Message(_RUNTIME, {"pid": _ID}),
+    Kind.EXITED: Message(_STUB, {"pid": _ID, "code": Int(-255, 255)}),
 }
 
 # Calls that one stub may have open at a time.

@@ -50,6 +50,12 @@ class ControlChannel:
         with self._sending, _reading_peer():
             self.channel.send_fds(packet, work_fd, control_fd)
 
+    def send_fork(self, name: str, *descriptors: int) -> None:
+        """Have a template fork a stub of that name, with these descriptors. Raises what `send` does."""
+        packet = encode(Kind.FORK, name)
+        with self._sending, _reading_peer():
+            self.channel.send_fds(packet, *descriptors)
+
     def send_region(self, region: SharedRegion, writer: Side) -> None:
         """Announce a region with its descriptor. Raises what `send` does."""
         if isinstance(region, ClientRegion):

@@ -15,8 +15,10 @@ from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.environment import Environment, resolve
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.limits.processors import check_processors
+from moonpool.runtime.prefork.template import Template
+from moonpool.runtime.prefork.template_stub import TemplateStub
 from moonpool.runtime.regions import CallerMemory
-from moonpool.runtime.sandbox.plan import hardened, plan_for
+from moonpool.runtime.sandbox.plan import Plan, hardened, plan_for
 from moonpool.runtime.start import completed, start_of
 from moonpool.runtime.stub_handle import StubHandle
 
@@ -42,6 +44,8 @@ class _ModelState:
     caller_memory: CallerMemory
     # The process in which the model completes its configuration, while there is one.
     completing: StubHandle | None = None
+    # What instances are forked from, where the model asks for that.
+    template: Template | None = None
 
 
 class PythonBackend(Backend):
@@ -63,10 +67,14 @@ class PythonBackend(Backend):
         limit = model.options.region_limit_bytes
         model.state = _ModelState(environment, CallerMemory(limit))
         try:
+            if model.options.prefork == "imports":
+                self._start_template(model)
             if model.completes:
                 self._complete(model)
             else:
                 model.config = ModelConfig.from_dict(model.config.raw, source=model.config.source)
+            if model.options.prefork == "initialize":
+                self._start_template(model)
         except BaseException:
             self.model_finalize(model)
             raise
@@ -75,7 +83,7 @@ class PythonBackend(Backend):
     def _complete(self, model: Model) -> None:
         name = f"{model.name}_auto_complete"
         deadline = _deadline(model.options.load_timeout_s)
-        stub = self._new_stub(model, name)
+        stub = self._new_stub(model, name, deadline)
         model.state.completing = stub
         try:
             message = stub.start(self._start(model, name, "CPU", 0, "complete"), deadline)
@@ -84,9 +92,26 @@ class PythonBackend(Backend):
             stub.end()
         model.config = completed(model.config, _object(message[1], model.name))
 
+    def _start_template(self, model: Model) -> None:
+        # `initialize` gets what it would get in the first instance.
+        group = model.config.instance_groups[0]
+        start = self._start(model, f"{group.name}_0", group.kind, (group.gpus or (0,))[0], "template")
+        start["initializes"] = model.options.prefork == "initialize"
+        name = f"{model.name}_template"
+        template = Template(
+            model.name,
+            model.options,
+            lambda: TemplateStub(self._stubs, model, name, self._plan(model, name, forks=True)),
+            start,
+        )
+        model.state.template = template
+        template.start()
+
     def model_finalize(self, model: Model) -> None:
         self._stubs.audience.model_gone(model)
         state: _ModelState = model.state
+        if state.template is not None:
+            state.template.close(model.options.finalize_timeout_s)
         state.caller_memory.close()
         state.environment.release()
 
@@ -94,7 +119,7 @@ class PythonBackend(Backend):
         """Start the stub and wait until its model is initialized."""
         model = instance.model
         deadline = _deadline(model.options.load_timeout_s)
-        stub = self._new_stub(model, instance.name)
+        stub = self._new_stub(model, instance.name, deadline)
         instance.state = stub
         try:
             kind, device_id = instance.kind, instance.device_id
@@ -162,6 +187,9 @@ class PythonBackend(Backend):
         return reason
 
     def abort(self, instance: ModelInstance, reason: BaseException) -> None:
+        template: Template | None = instance.model.state.template
+        if template is not None:
+            template.abort(instance.name, reason)
         stub: StubHandle | None = instance.state
         if stub is not None:
             stub.abort(reason)
@@ -170,6 +198,8 @@ class PythonBackend(Backend):
         state: _ModelState | None = model.state
         if state is not None and state.completing is not None:
             state.completing.abort(reason)
+        if state is not None and state.template is not None:
+            state.template.abort_start(reason)
 
     def tidy(self, instance: ModelInstance) -> None:
         self.memory_of(instance.model).tidy(time.monotonic())
@@ -182,17 +212,31 @@ class PythonBackend(Backend):
         state: _ModelState = model.state
         return state.caller_memory
 
-    def _new_stub(self, model: Model, name: str) -> StubHandle:
+    def _new_stub(self, model: Model, name: str, deadline: float | None) -> StubHandle:
+        template: Template | None = model.state.template
+        if template is not None:
+            forked = template.fork(
+                name,
+                deadline,
+                lambda stub: StubHandle(
+                    self._stubs, model, name, stub.plan.for_a_fork(), stub.fork
+                ),
+            )
+            if forked is not None:
+                return forked
+        return StubHandle(self._stubs, model, name, self._plan(model, name))
+
+    def _plan(self, model: Model, name: str, *, forks: bool = False) -> Plan:
         environment: Environment = model.state.environment
         try:
-            plan = plan_for(model, environment, self._folder)
+            plan = plan_for(model, environment, self._folder, forks=forks)
         except OSError as error:
             raise LoadFailed(
                 f"there is no scratch folder for '{name}': {error}", stage="start"
             ) from error
         unseen = " ".join(sorted(os.environ.keys() - plan.environment.keys())) or "nothing"
         _log.debug("[%s] does not see of the environment: %s", name, unseen)
-        return StubHandle(self._stubs, model, name, plan)
+        return plan
 
     def _start(
         self, model: Model, instance: str, kind: str, device_id: int, mode: str

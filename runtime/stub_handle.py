@@ -38,9 +38,12 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.backend import Model
     from moonpool.runtime.link import Link
+    from moonpool.runtime.process import ChildProcess
     from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.sandbox.plan import Plan
     from moonpool.runtime.stubs import Stubs
+
+    Fork = Callable[[str, int, int, int, int], ChildProcess]
 
 _log = logging.getLogger("moonpool")
 # From the wish that a stub ends, with the stacks of its threads in the log, to the order.
@@ -59,14 +62,19 @@ class StubHandle(StubConnection):
         model: Model,
         name: str,
         plan: Plan,
+        fork: Fork | None = None,
     ) -> None:
-        """Start the process; own the plan. Raises `LoadFailed` where it cannot be started, `OutOfMemory`."""
+        """Start the process; own the plan. Raises `LoadFailed` where it cannot be started, `OutOfMemory`.
+
+        `fork` starts it in another way, with descriptors for work, control, calls and output; what that raises is
+        raised.
+        """
         options = model.options
         self.name = name
         self._on_exit: Callable[[], None] = _nothing
         # Gets how many requests others have sent it that it has executed.
         self.count_served: Callable[[int], None] = _nothing
-        self._model, self._plan = model, plan
+        self._model, self.plan = model, plan
         self.confinement: Confinement | None = None
         self._stubs = stubs
         self.metrics = StubMetrics(stubs.metrics, self.catch_up)
@@ -89,17 +97,8 @@ class StubHandle(StubConnection):
             is_shared = stubs.audience.is_there
             super().__init__(work, control, options, stubs.reactor, is_shared=is_shared)
             opened.append(self.link)
-            self.process = StubProcess(
-                name,
-                plan.python,
-                work_fd=work_end.fileno(),
-                control_fd=control_end.fileno(),
-                calls_fd=calls_end.fileno(),
-                output_fd=write_fd,
-                environment=plan.environment,
-                folder=plan.folder,
-                is_foreign=plan.is_foreign,
-            )
+            fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)
+            self.process: ChildProcess = self._spawn(*fds) if fork is None else fork(name, *fds)
             self.bounds.begin(self.process)
         except BaseException as error:
             for thing in opened:
@@ -114,6 +113,19 @@ class StubHandle(StubConnection):
                 end.close()
             os.close(write_fd)
         self._watch(calls, ModelControl(stubs.models, model))
+
+    def _spawn(self, work_fd: int, control_fd: int, calls_fd: int, output_fd: int) -> StubProcess:
+        return StubProcess(
+            self.name,
+            self.plan.python,
+            work_fd=work_fd,
+            control_fd=control_fd,
+            calls_fd=calls_fd,
+            output_fd=output_fd,
+            environment=self.plan.environment,
+            folder=self.plan.folder,
+            is_foreign=self.plan.is_foreign,
+        )
 
     def _watch(self, calls: Channel, models: ModelControl) -> None:
         self._desk = CallDesk(calls, self.link, self._reactor, models, self.metrics)
@@ -150,8 +162,8 @@ class StubHandle(StubConnection):
         """The next message of the start."""
         message = self._receive(deadline)
         if message[0] == Kind.FAILED:
-            hint = missing_variable(message[2], os.environ, self._plan.environment)
-            hint = hint or withheld(message[2], self._plan.policy)
+            hint = missing_variable(message[2], os.environ, self.plan.environment)
+            hint = hint or withheld(message[2], self.plan.policy)
             raise LoadFailed(message[2] + hint, stage=message[1], traceback=message[3])
         if message[0] != expected:
             raise LoadFailed(
@@ -170,7 +182,7 @@ class StubHandle(StubConnection):
                 "both must come from one moonpool",
                 stage="handshake",
             )
-        plan = self._plan
+        plan = self.plan
         self.confinement = confirmed(
             self.name, self.process.pid, self.bounds.policy, plan.granted, layers, left_out
         )
@@ -264,7 +276,7 @@ class StubHandle(StubConnection):
         if limit := self.bounds.reached():
             return f"was ended by the kernel, as it {limit},"
         limits, tail = self.bounds.policy.limits, self._output.tail()
-        return death_in_words(code, self._plan.python, tail, limits, oom_killed=killed)
+        return death_in_words(code, self.plan.python, tail, limits, oom_killed=killed)
 
     def _stop(self, grace_s: float) -> None:
         self.process.signal(signal.SIGTERM)
@@ -279,7 +291,7 @@ class StubHandle(StubConnection):
             _log.error("[%s] cannot be killed: %r", self.name, self.process)
         self._on_reactor(self.close)
         self.bounds.release()
-        self._plan.release()
+        self.plan.release()
 
     def _on_reactor(self, action: Callable[[], None]) -> None:
         done = threading.Event()

@@ -7,8 +7,9 @@
     START                    ──▶    read; only then import numpy and the model
                              ◀──    LOADED, COMPLETED or FAILED
 
-`START` holds a JSON object: `mode` (`serve`, or `complete` for auto_complete_config in a process of
-its own), `instance`, `args` (what `initialize` gets), `kind` (`triton` or `native`), `file`,
+`START` holds a JSON object: `mode` (`serve`, `complete` for auto_complete_config in a process of its own, or
+`template` for one from which others are forked, with `initializes`: whether it calls `initialize` before),
+`instance`, `args` (what `initialize` gets), `kind` (`triton` or `native`), `file`,
 `class_name`, `version_dir`, `model_dir`, `inputs` and `outputs` (names in the order of the
 configuration, which is how tensors are numbered on the wire), `shared` (whether peers may come),
 `tells_begin` (whether BEGUN is wanted then), `config` and `log` (which levels of LOG are wanted).
@@ -34,7 +35,9 @@ from moonpool.stub.sandbox import layers
 from moonpool.stub.sandbox.refused import SandboxRefused
 
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Callable
+
+    from moonpool.stub.inherited import Inherited
 
 
 class Announced(Overflow):
@@ -49,11 +52,18 @@ class Announced(Overflow):
 
 
 def shake_hands(
-    name: str, work_fd: int, control_fd: int, calls_fd: int, *, is_confined: bool = False
+    name: str,
+    work_fd: int,
+    control_fd: int,
+    calls_fd: int,
+    *,
+    is_confined: bool = False,
+    apply: Callable[[Policy], layers.Applied] = layers.apply,
 ) -> Handshake:
     """Read the first control messages, put the sandbox on, and read what this stub is to be.
 
-    `is_confined`: this process became the one it is inside the sandbox, and the runtime knows.
+    `is_confined`: this process became the one it is inside the sandbox, and the runtime knows. `apply` is what
+    puts the sandbox on where it is not.
     """
     control = Channel(socket.socket(fileno=control_fd))
     announced = Announced()
@@ -76,7 +86,7 @@ def shake_hands(
     report.limits.update(policy.limits)
     try:
         if not is_confined:
-            applied = layers.apply(policy)
+            applied = apply(policy)
             conversation.send(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out)
         _, start = conversation.receive()
         if is_confined:
@@ -110,6 +120,8 @@ class Handshake:
         self.calls = calls
         self.announced = announced
         self.start: dict[str, Any] = {}
+        # From the template that this process was forked from.
+        self.inherited: Inherited | None = None
 
     def serve(self) -> None:
         """Import what the model needs, load it, serve until the end."""
@@ -121,9 +133,14 @@ class Handshake:
                 f"numpy cannot be imported by {sys.executable}: {error}"
                 f"{report.limit_hint(error)}; {_advice()}",
             )
+        handshake = self
+        if self.start["mode"] == "template":
+            from moonpool.stub.template import Template
+
+            handshake = Template(self).run()
         from moonpool.stub.loop import Stub
 
-        Stub(self).run()
+        Stub(handshake).run()
 
     def fail(self, stage: str, message: str, traceback: str = "") -> None:
         """Tell the runtime why this stub cannot serve, and end the process."""

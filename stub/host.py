@@ -39,15 +39,15 @@ class Host:
 
     def load_model(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:  # noqa: ARG002
         """Load a model, and return when it is ready. An empty `config` is the one in its directory."""
-        raise _no_host(f"load model '{name}'")
+        raise self.refusal(f"load model '{name}'")
 
     def unload_model(self, name: str, unload_dependents: bool) -> None:  # noqa: ARG002
         """Begin to unload a model."""
-        raise _no_host(f"unload model '{name}'")
+        raise self.refusal(f"unload model '{name}'")
 
     def is_model_ready(self, name: str, version: str) -> bool:  # noqa: ARG002
         """Whether a request to this model could run now. An empty `version` is the latest."""
-        raise _no_host(f"check the readiness of model '{name}'")
+        raise self.refusal(f"check the readiness of model '{name}'")
 
     def new_metric(
         self,
@@ -61,19 +61,23 @@ class Host:
 
         The others know it by that. Operations and kinds are numbered as in `ipc.metric_kinds`.
         """
-        raise _no_host(f"create metric '{name}'")
+        raise self.refusal(f"create metric '{name}'")
 
     def failure(self, why: str) -> str:
         """How this host words what it refuses."""
         return why
 
+    def refusal(self, doing: str) -> TritonModelException:
+        """What this host says where it offers nothing of the kind."""
+        return TritonModelException(f"Failed to {doing}: no runtime hosts this process.")
+
     def change_metric(self, metric: int, operation: int, value: float) -> None:  # noqa: ARG002
         """Change a metric; does not wait until that is done."""
-        raise _no_host(f"change metric {metric}")
+        raise self.refusal(f"change metric {metric}")
 
     def metric_value(self, metric: int) -> float:
         """The value of a metric, with all changes that this process made before."""
-        raise _no_host(f"read metric {metric}")
+        raise self.refusal(f"read metric {metric}")
 
     def drop_metric(self, metric: int) -> None:
         """Nobody refers to the metric any more. Called by finalizers: neither blocks nor takes a lock."""
@@ -92,6 +96,3 @@ def use(host: Host | None) -> None:
     """From now on, models ask `host`; None refuses everything."""
     _Current.host = Host() if host is None else host
 
-
-def _no_host(what: str) -> TritonModelException:
-    return TritonModelException(f"Failed to {what}: no runtime hosts this process.")

@@ -77,7 +77,7 @@ class Stub:
         output.prepare()
         logger.set_sink(self._main.control.log)
         try:
-            model = load_model(start, self._main.regions)
+            model = load_model(start, self._main.regions, self._handshake.inherited)
         except LoadError as error:
             self._handshake.fail(error.stage, str(error), error.traceback)
         try:

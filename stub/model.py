@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from moonpool.stub.inherited import Inherited
     from moonpool.stub.regions import Regions
     from moonpool.stub.request import InferenceRequest
     from moonpool.stub.response import InferenceResponse
@@ -26,13 +27,22 @@ class Model:
     """The model's class and, when it serves, the one object of it."""
 
     def __init__(self, start: dict[str, Any], model_class: Any) -> None:
-        self._start = start
         self._class = model_class
+        self._object: Any = None
+        self._execute: Callable[[list[InferenceRequest]], object] = self._no_execute
+        self.become(start)
+
+    def become(self, start: dict[str, Any]) -> None:
+        """Be this instance from now on: in a process that was forked from another."""
+        self._start = start
         self._instance = start["instance"]
         self._is_decoupled: bool = start["decoupled"]
         self._reschedules: bool = start["reschedules"]
-        self._object: Any = None
-        self._execute: Callable[[list[InferenceRequest]], object] = self._no_execute
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is the object."""
+        return self._object is not None
 
     def initialize(self) -> None:
         """Make the object and call its `initialize`. Raises `LoadError`."""
@@ -121,15 +131,21 @@ class Model:
             self._object.finalize()
 
 
-def load_model(start: dict[str, Any], regions: Regions) -> Model:
+def load_model(start: dict[str, Any], regions: Regions, inherited: Inherited | None) -> Model:
     """Import the model and, unless it is only to complete its configuration, initialize it.
 
-    Raises `LoadError` with the stage, the text for the client and the traceback for the log.
+    What was inherited from a template is not done again. Raises `LoadError` with the stage, the text for the
+    client and the traceback for the log.
     """
     pb_utils.use_memory(regions.empty)
-    model = Model(start, import_class(start))
+    if inherited is None:
+        model = Model(start, import_class(start))
+    else:
+        model = inherited.model
+        model.become(start)
+        inherited.catch_up()
     logger.adopt_logging()
-    if start["mode"] == "serve":
+    if start["mode"] == "serve" and not model.is_initialized:
         model.initialize()
         # The libraries that the model imported may have brought `logging` with them only now.
         logger.adopt_logging()

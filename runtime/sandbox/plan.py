@@ -40,9 +40,18 @@ class Plan:
     granted: tuple[str, ...]
     # Whether the interpreter is somebody else's, who may be hostile.
     is_foreign: bool = False
+    # Whether the process is forked from one that has all this already.
+    is_a_forks: bool = False
+
+    def for_a_fork(self) -> Plan:
+        """The plan for a process that the one of this plan forks: it is the same user, in the same folder."""
+        policy = Policy(**{**vars(self.policy), "forks": False})
+        return replace(self, policy=policy, is_a_forks=True)
 
     def release(self) -> None:
         """Its process has ended. May be called many times."""
+        if self.is_a_forks:
+            return
         if self.policy.scratch:
             shutil.rmtree(self.policy.scratch, ignore_errors=True)
         if self.policy.user is not None:
@@ -63,8 +72,11 @@ def hardened(options: ModelOptions) -> ModelOptions:
     )
 
 
-def plan_for(model: Model, environment: Environment, folder: str) -> Plan:
-    """The plan for another process of a model; `folder` is its backend's, "" for none. Raises OSError."""
+def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool = False) -> Plan:
+    """The plan for another process of a model; `folder` is its backend's, "" for none. Raises OSError.
+
+    `forks`: it is a template, from which all instances are forked.
+    """
     options = model.options
     variables = environment_variables.inherited(
         os.environ,
@@ -78,7 +90,12 @@ def plan_for(model: Model, environment: Environment, folder: str) -> Plan:
         limits=_limits(model),
         cpus=options.cpus,
         nice=_nice(options.cpu_weight),
+        forks=forks,
     )
+    if forks and options.task_limit is not None:
+        # They are counted together, as those of one user.
+        instances = sum(group.count for group in model.config.instance_groups)
+        common.limits["tasks"] = options.task_limit * (instances + 1)
     python = str(environment.python)
     if not common.is_contained:
         return Plan(common, python, variables, os.getcwd(), ())
@@ -98,6 +115,7 @@ def plan_for(model: Model, environment: Environment, folder: str) -> Plan:
         limits=common.limits,
         cpus=common.cpus,
         nice=common.nice,
+        forks=forks,
     )
     variables |= {"HOME": scratch, "TMPDIR": scratch}
     is_foreign = environment.root is not None

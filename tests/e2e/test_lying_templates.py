@@ -1,0 +1,117 @@
+"""A template runs the model's code: what it says of its forks is checked, and where it lies there is another way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.hosting import MODELS, Config, hosted, is_running, options, tensor
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import StubDied
+from moonpool.runtime import process
+from moonpool.runtime.prefork import template_stub
+
+pytestmark = [pytest.mark.slow]
+
+LIAR = Path(__file__).parents[1] / "faults" / "lying_template.py"
+FILE = MODELS / "preforked.py"
+CONFIG: Config = {
+    "input": [tensor("DO", "STRING", 1)],
+    "output": [tensor("SAID", "STRING", 1)],
+    **options(
+        PREFORK="imports",
+        ENVIRONMENT="MARKS, FAULT_BOOT, FAULT_IN_TEMPLATE",
+        MAX_RESTARTS=3,
+        RESTART_BACKOFF_S=0.01,
+    ),
+}
+# What is said of each lie.
+LIES = {
+    "forks nothing": "forked nothing that lived",
+    "says nothing": "said nothing for 0.5 s",
+    "says it is the child": "which is no child of it",
+    "forks a grandchild": "which is no child of it",
+    "tells an end that nobody asked for": "which nobody asked for",
+    "sends a message of the runtime": "broke the protocol and was ended",
+    "dies": "the template of model 'm' has ended: <process",
+}
+
+
+@pytest.fixture(autouse=True)
+def _instead_of_the_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    monkeypatch.setenv("FAULT_BOOT", process._BOOT)
+    monkeypatch.setattr(process, "_BOOT", str(LIAR))
+    monkeypatch.setattr(template_stub, "_FORK_S", 0.5)
+    monkeypatch.setattr(template_stub, "_REAP_S", 0.2)
+    yield
+
+
+def ask(runtime: moonpool.Runtime, do: str = "") -> dict[str, int]:
+    said: dict[str, int] = json.loads(runtime.infer("m", {"DO": [do]}, timeout_s=30.0)["SAID"][0])
+    return said
+
+
+def pids(runtime: moonpool.Runtime) -> list[int]:
+    return [int(each["pid"]) for each in runtime.instances("m") if each["pid"]]
+
+
+@pytest.mark.parametrize(("fault", "words"), LIES.items(), ids=list(LIES))
+def test_where_a_template_lies_an_instance_is_started_without_it(
+    runtime: moonpool.Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+    words: str,
+) -> None:
+    monkeypatch.setenv("FAULT_IN_TEMPLATE", fault)
+    before = len(os.listdir("/proc/self/fd"))
+
+    with hosted(runtime, "m", FILE, CONFIG):
+        said = ask(runtime)
+        assert said["parent"] == os.getpid()
+        assert pids(runtime) == [said["pid"]]
+
+    assert words in caplog.text
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_one_process_is_not_taken_for_two_instances(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAULT_IN_TEMPLATE", "has one child speak for all")
+    with hosted(runtime, "m", FILE, CONFIG, instances=2):
+        assert len(set(pids(runtime))) == 2
+        assert "which is another instance" in caplog.text
+        everybody = pids(runtime)
+    wait_until(lambda: not any(map(is_running, everybody)))
+
+
+def test_a_wrong_exit_code_is_no_more_than_a_wrong_word(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_IN_TEMPLATE", "tells a wrong end")
+    with hosted(runtime, "m", FILE, CONFIG):
+        pid = pids(runtime)[0]
+        with pytest.raises(StubDied, match="exited with 77"):
+            ask(runtime, "exit 7")
+        wait_until(lambda: pids(runtime) not in ([], [pid]), 30.0)
+        assert ask(runtime)["pid"] != pid
+
+
+def test_a_template_that_does_not_tell_an_end_delays_nobody_for_long(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_IN_TEMPLATE", "never tells an end")
+    with hosted(runtime, "m", FILE, CONFIG):
+        pid = pids(runtime)[0]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: pids(runtime) not in ([], [pid]), 30.0)
+        assert ask(runtime)["pid"] != pid

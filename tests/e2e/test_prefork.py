@@ -1,0 +1,351 @@
+"""Instances that are forked from a template of their model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.hosting import MODELS, Config, hosted, is_running, options, tensor
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.waiting import Deadline, wait_until
+
+import moonpool
+from moonpool import LoadFailed, ModelUnavailable, StubDied
+
+FILE = MODELS / "preforked.py"
+SIGNATURE: Config = {
+    "input": [tensor("DO", "STRING", 1)],
+    "output": [tensor("SAID", "STRING", 1)],
+}
+SEEN = "MARKS, AT_IMPORT, AT_INITIALIZE, WEIGHTS"
+FORGIVING = {"RESTART_WINDOW_S": 0.001}
+BOTH = pytest.mark.parametrize("prefork", ["imports", "initialize"])
+
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    return tmp_path
+
+
+def config(prefork: str, **more: object) -> Config:
+    return SIGNATURE | options(PREFORK=prefork, ENVIRONMENT=SEEN, **more)
+
+
+def ask(runtime: moonpool.Runtime, do: str = "") -> Any:
+    return json.loads(runtime.infer("m", {"DO": [do]}, timeout_s=30.0)["SAID"][0])
+
+
+def count(marks: Path, what: str) -> int:
+    path = marks / what
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def found(runtime: moonpool.Runtime) -> list[int]:
+    """The pids of those instances that have a process."""
+    return [int(each["pid"]) for each in runtime.instances("m") if each["pid"]]
+
+
+def pids(runtime: moonpool.Runtime) -> list[int]:
+    """Those of all instances."""
+    wait_until(lambda: len(found(runtime)) == len(runtime.instances("m")), 30.0)
+    return found(runtime)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def template(runtime: moonpool.Runtime) -> int:
+    """The one process from which all instances were forked."""
+    (pid,) = {parent(pid) for pid in pids(runtime)}
+    assert parent(pid) == os.getpid()
+    return pid
+
+
+def regions(pid: int) -> set[str]:
+    """The shared memory that a process has, by inode."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return {line.split()[4] for line in maps.splitlines() if "/memfd:" in line}
+
+
+def private_bytes(pid: int) -> int:
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(int(size) << 10 for size in re.findall(r"Private_\w+: +(\d+) kB", rollup))
+
+
+def are_ready(runtime: moonpool.Runtime, but: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    """Waits until every instance is ready, in other processes than these."""
+    wait_until(
+        lambda: (
+            all(each["state"] == "READY" and each["pid"] for each in runtime.instances("m"))
+            and not but & set(found(runtime))
+        ),
+        30.0,
+        "other processes",
+    )
+
+
+# What is done once
+
+
+def test_instances_are_forked_from_a_process_that_has_imported_the_model_once(
+    runtime: moonpool.Runtime, marks: Path
+) -> None:
+    with hosted(runtime, "m", FILE, config("imports"), instances=3):
+        assert count(marks, "imports") == count(marks, "completions") == 1
+        assert count(marks, "initializes") == 3
+        assert ask(runtime)["imported_by"] == template(runtime)
+        assert len(set(pids(runtime))) == 3
+
+    assert count(marks, "finalizes") == 3
+
+
+def test_initialize_is_called_once_where_the_model_asks_for_that(
+    runtime: moonpool.Runtime, marks: Path
+) -> None:
+    with hosted(runtime, "m", FILE, config("initialize"), instances=3):
+        assert count(marks, "initializes") == 1
+        # Once more for the process in which it completes its configuration.
+        assert count(marks, "imports") == 2
+        said = ask(runtime)
+        assert said["imported_by"] == template(runtime)
+        # The arguments are those of the first instance, in all of them.
+        assert said["instance"] == "m_0_0"
+
+    assert count(marks, "finalizes") == 3
+
+
+@BOTH
+def test_every_instance_has_regions_of_its_own(runtime: moonpool.Runtime, prefork: str) -> None:
+    with hosted(runtime, "m", FILE, config(prefork), instances=3):
+        seen = [regions(pid) for pid in pids(runtime)]
+        assert all(seen)
+        assert len(set.union(*seen)) == sum(map(len, seen))
+        # Those of the template are in none of them, nor in itself.
+        assert regions(template(runtime)) == set()
+
+
+def test_weights_are_in_memory_once(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size_bytes = 64 << 20
+    monkeypatch.setenv("WEIGHTS", str(size_bytes))
+
+    with hosted(runtime, "m", FILE, config("initialize"), instances=2):
+        assert ask(runtime)["weights"] == size_bytes
+        assert all(private_bytes(pid) < size_bytes // 2 for pid in pids(runtime))
+
+
+# What each has for itself
+
+
+@BOTH
+def test_instances_do_not_draw_the_same_numbers(runtime: moonpool.Runtime, prefork: str) -> None:
+    drawn = []
+    with hosted(runtime, "m", FILE, config(prefork, **FORGIVING)):
+        for _ in range(3):
+            drawn += ask(runtime, "draw")
+            pid = pids(runtime)[0]
+            os.kill(pid, signal.SIGKILL)
+            are_ready(runtime, {pid})
+
+    assert len(set(drawn)) == 6
+
+
+@BOTH
+def test_metrics_that_initialize_makes_are_those_of_every_instance(
+    runtime: moonpool.Runtime, prefork: str
+) -> None:
+    with hosted(runtime, "m", FILE, config(prefork), instances=2):
+        for _ in range(6):
+            ask(runtime, "count")
+        assert 'preforked{instance="all"} 6' in runtime.metrics()
+    assert "preforked" not in runtime.metrics()
+
+
+@BOTH
+def test_what_an_instance_prints_bears_its_own_name(
+    runtime: moonpool.Runtime, prefork: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with hosted(runtime, "m", FILE, config(prefork)):
+        ask(runtime, "print")
+        wait_until(lambda: "[m_0] printed" in caplog.text)
+    by = "m_template" if prefork == "initialize" else "m_0"
+    assert f"[{by}] initialized m_0" in caplog.text
+
+
+def test_what_an_instance_forked_goes_with_it(runtime: moonpool.Runtime) -> None:
+    with hosted(runtime, "m", FILE, config("imports")):
+        child = ask(runtime, "fork")
+        assert is_running(child)
+    wait_until(lambda: not is_running(child))
+
+
+# Deaths
+
+
+@pytest.mark.parametrize(
+    ("do", "words"), [("exit 7", "exited with 7"), ("die", "was killed by SIGSEGV")]
+)
+def test_how_an_instance_died_is_said_and_another_is_forked(
+    runtime: moonpool.Runtime, marks: Path, do: str, words: str
+) -> None:
+    with hosted(runtime, "m", FILE, config("imports", **FORGIVING)):
+        before, first = template(runtime), pids(runtime)
+        with pytest.raises(StubDied, match=words):
+            ask(runtime, do)
+        are_ready(runtime, set(first))
+        assert template(runtime) == before
+        assert ask(runtime)["pid"] == pids(runtime)[0]
+        assert count(marks, "imports") == 1
+
+
+@BOTH
+def test_when_the_template_is_killed_all_come_back_from_another_one(
+    runtime: moonpool.Runtime, marks: Path, prefork: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hosted(runtime, "m", FILE, config(prefork), instances=3):
+        before, first, imports = template(runtime), pids(runtime), count(marks, "imports")
+        os.kill(before, signal.SIGKILL)
+        are_ready(runtime, set(first))
+        assert template(runtime) != before
+        assert count(marks, "imports") == imports + 1
+        assert ask(runtime)["weights"] == 1
+    assert "the template of model 'm' has ended" in caplog.text
+
+
+@BOTH
+def test_every_request_has_one_outcome_while_instances_and_template_are_killed(
+    runtime: moonpool.Runtime, prefork: str
+) -> None:
+    outcomes: list[str] = []
+    done = threading.Event()
+
+    def press() -> None:
+        while not done.is_set():
+            try:
+                outcomes.append(str(ask(runtime)["weights"]))
+            except (StubDied, ModelUnavailable):
+                outcomes.append("lost")
+
+    more = {"MAX_RESTARTS": 1000, "RESTART_BACKOFF_S": 0, "RETRY": "yes"}
+    with hosted(runtime, "m", FILE, config(prefork, **more), instances=3):
+        callers = [threading.Thread(target=press) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        try:
+            for turn in range(6):
+                victims = pids(runtime)
+                target = victims[turn % 3] if turn % 2 else template(runtime)
+                seen = len(outcomes)
+                os.kill(target, signal.SIGKILL)
+                are_ready(runtime, {victims[turn % 3]} if turn % 2 else set(victims))
+                wait_until(lambda seen=seen: len(outcomes) > seen, 30.0)  # type: ignore[misc]
+        finally:
+            done.set()
+            for caller in callers:
+                caller.join()
+        assert ask(runtime)["imported_by"] == template(runtime)
+    assert set(outcomes) <= {"1", "lost"}
+    assert "1" in outcomes
+
+
+def test_instances_start_without_a_template_that_does_not_come_back(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {"MAX_RESTARTS": 2, "RESTART_BACKOFF_S": 0.01}
+    with hosted(runtime, "m", FILE, config("imports", **limits), instances=2):
+        first = pids(runtime)
+        monkeypatch.setenv("AT_IMPORT", "exit in a template")
+        os.kill(template(runtime), signal.SIGKILL)
+        are_ready(runtime, set(first))
+        assert {parent(pid) for pid in pids(runtime)} == {os.getpid()}
+        given_up = "it died 3 times within 60 s, in which 2 restarts are allowed"
+        wait_until(lambda: given_up in caplog.text, 30.0)
+
+
+def test_unload_leaves_no_process(runtime: moonpool.Runtime) -> None:
+    with hosted(runtime, "m", FILE, config("imports"), instances=2):
+        all_pids = [template(runtime), *pids(runtime)]
+    assert [pid for pid in all_pids if is_running(pid)] == []
+
+
+def test_a_reload_has_a_template_of_its_own(runtime: moonpool.Runtime, marks: Path) -> None:
+    with hosted(runtime, "m", FILE, config("imports")):
+        before = template(runtime)
+        runtime.load("m", FILE, config=config("imports", THREADS=1))
+        assert template(runtime) != before
+        assert count(marks, "imports") == 2
+        wait_until(lambda: not is_running(before))
+
+
+# Models that do not fit
+
+
+def test_a_model_with_threads_is_started_without_a_template(
+    runtime: moonpool.Runtime,
+    marks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("AT_IMPORT", "thread")
+    with hosted(runtime, "m", FILE, config("imports"), instances=2):
+        assert {parent(pid) for pid in pids(runtime)} == {os.getpid()}
+        assert ask(runtime)["pid"] in pids(runtime)
+        # The template, the completion and two instances.
+        assert count(marks, "imports") == 4
+    assert caplog.text.count("it has 2 threads") == 1
+    assert "instances are started without it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("exit", "exited with 3"), ("raise", "ValueError: on purpose"), ("hang", "not ready in time")],
+)
+@pytest.mark.parametrize(
+    ("place", "prefork"), [("AT_IMPORT", "imports"), ("AT_INITIALIZE", "initialize")]
+)
+def test_a_template_that_cannot_be_made_fails_the_load_in_the_models_words(
+    runtime: moonpool.Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    prefork: str,
+    way: str,
+    words: str,
+) -> None:
+    monkeypatch.setenv(place, way)
+    limit = {"LOAD_TIMEOUT_S": 2} if way == "hang" else {}
+    with pytest.raises(LoadFailed, match=words):
+        runtime.load("m", FILE, config=config(prefork, **limit))
+
+
+def test_a_model_that_asks_the_runtime_in_its_template_is_told_what_to_do(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AT_INITIALIZE", "load a model")
+    with pytest.raises(LoadFailed, match="set MOONPOOL_PREFORK to imports, or to no"):
+        runtime.load("m", FILE, config=config("initialize"))
+
+
+def test_an_unload_does_not_wait_for_a_template_that_hangs(
+    runtime: moonpool.Runtime, marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hosted(runtime, "m", FILE, config("imports")):
+        monkeypatch.setenv("AT_IMPORT", "hang")
+        os.kill(template(runtime), signal.SIGKILL)
+        wait_until(lambda: count(marks, "imports") == 2, 30.0)
+        unloading = Deadline(30.0)
+    # Far less than the two minutes that the hanging import may take.
+    assert not unloading.is_over
