@@ -95,7 +95,9 @@ class PythonBackend(Backend):
     def _start_template(self, model: Model) -> None:
         # `initialize` gets what it would get in the first instance.
         group = model.config.instance_groups[0]
-        start = self._start(model, f"{group.name}_0", group.kind, (group.gpus or (0,))[0], "template")
+        start = self._start(
+            model, f"{group.name}_0", group.kind, (group.gpus or (0,))[0], "template"
+        )
         start["initializes"] = model.options.prefork == "initialize"
         name = f"{model.name}_template"
         template = Template(

@@ -95,4 +95,3 @@ def current() -> Host:
 def use(host: Host | None) -> None:
     """From now on, models ask `host`; None refuses everything."""
     _Current.host = Host() if host is None else host
-

@@ -7,7 +7,7 @@ import signal
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moonpool.ipc.errors import PeerGone, ProtocolError
 from moonpool.ipc.messages import Kind
@@ -18,6 +18,7 @@ from moonpool.runtime.stub_handle import StubHandle
 # A template has nothing else to do; but the machine may.
 _FORK_S = 10.0
 _REAP_S = 5.0
+_EXIT_S = 0.5
 
 
 class TemplateGone(Exception):
@@ -60,7 +61,8 @@ class TemplateStub(StubHandle):
         except ProtocolError as error:
             raise ForkRefused(str(error)) from error
         except NotBorn as error:
-            if self.process.wait(0) is not None:
+            # The end of its descriptors comes before its own.
+            if self.process.wait(_EXIT_S) is not None:
                 raise TemplateGone(str(error)) from error
             raise ForkRefused(f"it {error}") from error
         finally:

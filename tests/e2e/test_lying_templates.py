@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ CONFIG: Config = {
         ENVIRONMENT="MARKS, FAULT_BOOT, FAULT_IN_TEMPLATE",
         MAX_RESTARTS=3,
         RESTART_BACKOFF_S=0.01,
+        FINALIZE_TIMEOUT_S=1,
     ),
 }
 # What is said of each lie.
@@ -45,13 +45,12 @@ LIES = {
 
 
 @pytest.fixture(autouse=True)
-def _instead_of_the_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _instead_of_the_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARKS", str(tmp_path))
     monkeypatch.setenv("FAULT_BOOT", process._BOOT)
     monkeypatch.setattr(process, "_BOOT", str(LIAR))
     monkeypatch.setattr(template_stub, "_FORK_S", 0.5)
     monkeypatch.setattr(template_stub, "_REAP_S", 0.2)
-    yield
 
 
 def ask(runtime: moonpool.Runtime, do: str = "") -> dict[str, int]:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 

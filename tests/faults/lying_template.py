@@ -11,7 +11,6 @@ import runpy
 import signal
 import socket
 import sys
-from typing import Any
 
 BOOT = runpy.run_path(os.environ["FAULT_BOOT"])
 BOOT["make_importable"]("moonpool", os.path.dirname(os.path.dirname(BOOT["__file__"])))
@@ -19,106 +18,79 @@ BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.codec import encode  # noqa: E402
 from moonpool.ipc.messages import Kind  # noqa: E402
+from moonpool.stub import template  # noqa: E402
+from moonpool.stub.handshake import Handshake  # noqa: E402
 
-
-def close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+FAULT = os.environ["FAULT_IN_TEMPLATE"]
 
 
 def say(birth_fd: int) -> None:
+    """Say that one is the new process."""
     with socket.socket(fileno=os.dup(birth_fd)) as birth, contextlib.suppress(OSError):
         birth.send(b"\0")
 
 
-def forks_nothing(real: Any, template: Any, name: str, fds: list[int]) -> None:
-    close(fds)
+class Speaker:
+    """A child process that says for others that it is them."""
 
-
-def says_nothing(real: Any, template: Any, name: str, fds: list[int]) -> None:
-    """And keeps them open."""
-
-
-def says_it_is_the_child(real: Any, template: Any, name: str, fds: list[int]) -> None:
-    say(fds[-1])
-    close(fds)
-
-
-def forks_a_grandchild(real: Any, template: Any, name: str, fds: list[int]) -> Any:
-    pid = os.fork()
-    if pid:
-        close(fds)
-        return None
-    handshake = template_fork(real, template, name, fds)
-    if handshake is None:
-        signal.pause()
-    return handshake
-
-
-def template_fork(real: Any, template: Any, name: str, fds: list[int]) -> Any:
-    return real(template, name, fds)
-
-
-HELPERS: list[socket.socket] = []
-
-
-def has_one_child_speak_for_all(real: Any, template: Any, name: str, fds: list[int]) -> Any:
-    if not HELPERS:
-        ours, theirs = socket.socketpair()
+    def __init__(self) -> None:
+        self._end, theirs = socket.socketpair()
         if not os.fork():
-            ours.close()
-            while True:
-                _, births, _, _ = socket.recv_fds(theirs, 1, 1)
-                if not births:
-                    os._exit(0)
+            self._end.close()
+            while births := socket.recv_fds(theirs, 1, 1)[1]:
                 say(births[0])
-                close(births)
+                os.close(births[0])
+            os._exit(0)
         theirs.close()
-        HELPERS.append(ours)
-    socket.send_fds(HELPERS[0], [b"\0"], [fds[-1]])
-    mute, other = socket.socketpair()
-    os.dup2(mute.fileno(), fds[-1])
-    handshake = real(template, name, fds)
-    mute.close()
-    other.close()
-    return handshake
+
+    def speak(self, birth_fd: int) -> None:
+        socket.send_fds(self._end, [b"\0"], [birth_fd])
 
 
-def tells_an_end_that_nobody_asked_for(real: Any, template: Any, name: str, fds: list[int]) -> None:
-    close(fds)
-    template._handshake.control.send_waiting(encode(Kind.EXITED, 1, 0))
+class LyingTemplate(template.Template):
+    _speaker: Speaker | None = None
+
+    def _fork(self, name: str, fds: list[int]) -> Handshake | None:
+        if FAULT == "forks a grandchild":
+            if not os.fork():
+                handshake = super()._fork(name, fds)
+                if handshake is None:
+                    signal.pause()
+                return handshake
+        elif FAULT == "has one child speak for all":
+            return self._fork_mutely(name, fds)
+        elif FAULT == "says it is the child":
+            say(fds[-1])
+        elif FAULT == "tells an end that nobody asked for":
+            self._handshake.control.send_waiting(encode(Kind.EXITED, 1, 0))
+        elif FAULT == "sends a message of the runtime":
+            self._handshake.control.send_waiting(encode(Kind.FORK, name))
+        elif FAULT == "dies":
+            os._exit(5)
+        elif FAULT == "says nothing":
+            return None
+        elif FAULT != "forks nothing":
+            return super()._fork(name, fds)
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _fork_mutely(self, name: str, fds: list[int]) -> Handshake | None:
+        """A real fork, but for who says that it is there."""
+        if self._speaker is None:
+            self._speaker = Speaker()
+        self._speaker.speak(fds[-1])
+        mute, other = socket.socketpair()
+        os.dup2(mute.fileno(), fds[-1])
+        with mute, other:
+            return super()._fork(name, fds)
+
+    def _tell_end(self, pid: int) -> None:
+        if FAULT == "tells a wrong end":
+            self._handshake.control.send_waiting(encode(Kind.EXITED, pid, 77))
+        elif FAULT != "never tells an end":
+            super()._tell_end(pid)
 
 
-def sends_a_message_of_the_runtime(real: Any, template: Any, name: str, fds: list[int]) -> None:
-    close(fds)
-    template._handshake.control.send_waiting(encode(Kind.FORK, name))
-
-
-def dies(real: Any, template: Any, name: str, fds: list[int]) -> None:
-    os._exit(5)
-
-
-FAULTS = {
-    name.replace("_", " "): fault
-    for name, fault in list(globals().items())
-    if callable(fault) and getattr(fault, "__code__", None) is not None
-}
-
-
-def main() -> None:
-    fault = os.environ["FAULT_IN_TEMPLATE"]
-    from moonpool.stub import template
-
-    real_fork, real_tell = template.Template._fork, template.Template._tell_end
-    if fault == "tells a wrong end":
-        template.Template._tell_end = lambda self, pid: self._handshake.control.send_waiting(
-            encode(Kind.EXITED, pid, 77)
-        )
-    elif fault == "never tells an end":
-        template.Template._tell_end = lambda self, pid: None
-    else:
-        template.Template._fork = lambda self, name, fds: FAULTS[fault](real_fork, self, name, fds)
-    BOOT["main"]()
-
-
-main()
+setattr(template, "Template", LyingTemplate)  # noqa: B010 - a type checker takes it for a type
+BOOT["main"]()
