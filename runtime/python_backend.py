@@ -220,9 +220,7 @@ class PythonBackend(Backend):
             forked = template.fork(
                 name,
                 deadline,
-                lambda stub: StubHandle(
-                    self._stubs, model, name, stub.plan.for_a_fork(), stub.fork
-                ),
+                lambda stub: StubHandle(self._stubs, model, name, stub.plan_of_a_fork(), stub.fork),
             )
             if forked is not None:
                 return forked

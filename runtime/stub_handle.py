@@ -183,6 +183,9 @@ class StubHandle(StubConnection):
                 stage="handshake",
             )
         plan = self.plan
+        if plan.template is not None:
+            # Foreign code has run in it; but what was put on before that nobody takes off.
+            layers, left_out = plan.template.layers, plan.template.left_out
         self.confinement = confirmed(
             self.name, self.process.pid, self.bounds.policy, plan.granted, layers, left_out
         )

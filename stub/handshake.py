@@ -133,13 +133,14 @@ class Handshake:
                 f"numpy cannot be imported by {sys.executable}: {error}"
                 f"{report.limit_hint(error)}; {_advice()}",
             )
+        # Before a template forks, so that no fork has to import it.
+        from moonpool.stub.loop import Stub
+
         handshake = self
         if self.start["mode"] == "template":
             from moonpool.stub.template import Template
 
             handshake = Template(self).run()
-        from moonpool.stub.loop import Stub
-
         Stub(handshake).run()
 
     def fail(self, stage: str, message: str, traceback: str = "") -> None:

@@ -182,11 +182,7 @@ class Template:
         reseed()
         with socket.socket(fileno=birth_fd) as birth:
             birth.send(b"\0")
-        return shake_hands(name, work_fd, control_fd, calls_fd, self._confine)
-
-    def _confine(self, policy: Policy) -> layers.Applied:
-        """In a fork: what the template has put on holds for it, too."""
-        return layers.apply(policy)
+        return shake_hands(name, work_fd, control_fd, calls_fd, apply=_confine)
 
     def _reap(self) -> None:
         """Reap the forks that have ended. No other children: they are the model's."""
@@ -214,3 +210,11 @@ def reseed() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
+
+
+def _confine(policy: Policy) -> layers.Applied:
+    """In a fork, where the layers of the template hold, which the runtime knows."""
+    if not policy.is_contained:
+        return layers.apply(policy)
+    layers.tighten(policy)
+    return layers.Applied()

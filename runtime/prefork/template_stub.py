@@ -7,13 +7,16 @@ import signal
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import PeerGone, ProtocolError
 from moonpool.ipc.messages import Kind
 from moonpool.runtime.prefork.birth import Birth, NotBorn
 from moonpool.runtime.prefork.forked_process import ForkedProcess
 from moonpool.runtime.stub_handle import StubHandle
+
+if TYPE_CHECKING:
+    from moonpool.runtime.sandbox.plan import Plan
 
 # A template has nothing else to do; but the machine may.
 _FORK_S = 10.0
@@ -38,6 +41,12 @@ class TemplateStub(StubHandle):
         self._asked: dict[int, Future[int]] = {}
         self._lock = threading.Lock()
         super().__init__(*arguments)
+
+    def plan_of_a_fork(self) -> Plan:
+        """For `fork`. Once it was started."""
+        if self.confinement is None:
+            raise TemplateGone("it was not started")
+        return self.plan.for_a_fork(self.confinement)
 
     def check_threads(self) -> None:
         """Raises `ForkRefused` where it has more than one: others would be missing in a fork, with their locks held."""

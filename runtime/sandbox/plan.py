@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.backend import Model
     from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.environment import Environment
+    from moonpool.runtime.sandbox.confinement import Confinement
 
 _TASKS = 512
 _OPEN_FILES = 1024
@@ -40,17 +41,17 @@ class Plan:
     granted: tuple[str, ...]
     # Whether the interpreter is somebody else's, who may be hostile.
     is_foreign: bool = False
-    # Whether the process is forked from one that has all this already.
-    is_a_forks: bool = False
+    # Of the process that this one is forked from, which has the user and the folder, too.
+    template: Confinement | None = None
 
-    def for_a_fork(self) -> Plan:
-        """The plan for a process that the one of this plan forks: it is the same user, in the same folder."""
+    def for_a_fork(self, template: Confinement) -> Plan:
+        """The plan for a process that the one of this plan, which is so confined, forks."""
         policy = Policy(**{**vars(self.policy), "forks": False})
-        return replace(self, policy=policy, is_a_forks=True)
+        return replace(self, policy=policy, template=template)
 
     def release(self) -> None:
         """Its process has ended. May be called many times."""
-        if self.is_a_forks:
+        if self.template is not None:
             return
         if self.policy.scratch:
             shutil.rmtree(self.policy.scratch, ignore_errors=True)

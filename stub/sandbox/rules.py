@@ -125,6 +125,8 @@ def allowed(
         if signals_are_scoped:
             # Those of a child have another pid than the one that is known here.
             table.update(dict.fromkeys(("kill", "tgkill"), ()))
+    if forks:
+        table["setsid"] = ()
     if forks or launches:
         table.update(dict.fromkeys(_FURTHER_LAYERS, ()))
     if launches:
