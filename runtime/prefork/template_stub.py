@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -126,10 +127,9 @@ class TemplateStub(StubHandle):
 
 def _threads_of(pid: int) -> list[str]:
     """Their names."""
+    folder = f"/proc/{pid}/task"
     names = []
-    for task in Path(f"/proc/{pid}/task").glob("*/comm"):
-        try:
-            names.append(task.read_text(encoding="ascii", errors="replace").strip())
-        except OSError:
-            continue
+    for task in os.listdir(folder):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append(Path(folder, task, "comm").read_text("ascii", "replace").strip())
     return names
