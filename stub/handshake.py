@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from typing import Any, Callable
 
     from moonpool.stub.inherited import Inherited
+    from moonpool.stub.sandbox.applied import Applied
 
 
 class Announced(Overflow):
@@ -58,7 +59,7 @@ def shake_hands(
     calls_fd: int,
     *,
     is_confined: bool = False,
-    apply: Callable[[Policy], layers.Applied] = layers.apply,
+    apply: Callable[[Policy], Applied] = layers.apply,
 ) -> Handshake:
     """Read the first control messages, put the sandbox on, and read what this stub is to be.
 

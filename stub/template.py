@@ -33,6 +33,7 @@ from moonpool.stub.inherited import Inherited, TemplateHost
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model import Model, import_class
 from moonpool.stub.sandbox import layers
+from moonpool.stub.sandbox.applied import Applied
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -212,9 +213,9 @@ def reseed() -> None:
         torch.default_generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
 
 
-def _confine(policy: Policy) -> layers.Applied:
+def _confine(policy: Policy) -> Applied:
     """In a fork, where the layers of the template hold, which the runtime knows."""
     if not policy.is_contained:
         return layers.apply(policy)
     layers.tighten(policy)
-    return layers.Applied()
+    return Applied()
