@@ -139,8 +139,9 @@ class Contained:
         policy = self._policy
         if "tasks" in policy.limits and (self._has_user_namespace or self._user is not None):
             limits.limit_tasks(policy.limits["tasks"])
-        with refusing("no_capabilities"):
-            if identity.may_drop_bounding_set():
+        if os.geteuid() == 0 and identity.may_drop_bounding_set():
+            # Others get nothing from it, as they get no new privileges.
+            with refusing("no_capabilities"):
                 identity.drop_bounding_set()
         if self._user is not None:
             self._become(self._user)

@@ -86,10 +86,8 @@ FORK = "fork"
 ABSENT = frozenset(["clone3"])
 
 _CLONE_THREAD = 0x00010000
-# CLONE_PTRACE, CLONE_UNTRACED, and CLONE_NEW* of mnt, cgroup, uts, ipc, user, pid and net.
-_CLONE_FORBIDDEN = (
-    0x2000 | 0x800000 | 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000
-) | 0x40000000
+# CLONE_PTRACE, PARENT (whose children would be the runtime's), UNTRACED, and NEW* of mnt, cgroup, uts, ipc, user, pid, net.
+_CLONE_FORBIDDEN = 0x2000 | 0x8000 | 0x800000 | 0x20000 | 0x7E000000
 _O_NONBLOCK, _O_LARGEFILE, _ACCESS = 0x800, 0x8000 | 0x20000, 0o3
 _SOCK_TYPE = ALL_BITS & ~(0x800 | 0x80000)  # without SOCK_NONBLOCK and SOCK_CLOEXEC
 _MSG_FASTOPEN = 0x20000000

@@ -32,7 +32,14 @@ def judged(machine: str, name: str, *arguments: int, kind: str = "usual") -> int
 
 # Each with arguments that are let through, and such that are not.
 BY_ARGUMENT = {
-    "clone": ([THREAD], [0x11], [0x4111], [THREAD | NEW_USER], [THREAD | 0x2000]),
+    "clone": (
+        [THREAD],
+        [0x11],
+        [0x4111],
+        [THREAD | NEW_USER],
+        [THREAD | 0x2000],
+        [THREAD | 0x8000],
+    ),
     "kill": ([PID, 15], [1, 9], [PID + 1, 9], [0, 9], [-1, 9], [-PID, 9]),
     "tgkill": ([PID, PID, 6], [1, 1, 9], [-1, 1, 9]),
     "prlimit64": ([0, 7, 0, 1], [1, 7, 0, 1], [PID + 1, 7, 1, 0]),
@@ -176,7 +183,8 @@ def test_modes_are_changed_only_where_the_files_of_others_are_safe(machine: str,
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_template_forks_and_may_put_further_layers_on(machine: str) -> None:
     assert judged(machine, "clone", 0x11, kind="template") == ALLOW
-    assert judged(machine, "clone", 0x11 | NEW_USER, kind="template") == EPERM
+    for flag in (NEW_USER, 0x2000, 0x8000, 0x20000, 0x2000000, 0x20000000, 0x40000000):
+        assert judged(machine, "clone", 0x11 | flag, kind="template") == EPERM
     assert judged(machine, "seccomp", kind="template") == ALLOW
     assert judged(machine, "execve", kind="template") == EPERM
 
