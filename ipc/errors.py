@@ -19,6 +19,8 @@ class MoonpoolError(Exception):
     """Whatever moonpool itself raises. `code` is one of `CODES`."""
 
     code: str = "INTERNAL"
+    # What may be said of it outside of the runtime's process, where that is less than the whole text.
+    told: str | None = None
 
 
 class ProtocolError(MoonpoolError):

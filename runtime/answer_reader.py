@@ -28,7 +28,9 @@ _MEMORABLE_BYTES = 4096
 class AnswerReader:
     """For one stub, whose model has outputs of these names. Any thread may call any method."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_confined: bool = False) -> None:
+        """`is_confined`: what the model says of itself is not for everybody."""
+        self._is_confined = is_confined
         self.output_names: list[str] = []
         self._layouts: Memo[bytes, AnswerLayout] = Memo()
 
@@ -59,8 +61,8 @@ class AnswerReader:
             if block >= len(leases) or least_bytes > leases[block].size:
                 raise RemoteProtocolError(layout.fault([lease.size for lease in leases]))
 
-    @staticmethod
     def outcome(
+        self,
         request: InferenceRequest,
         outputs: Sequence[Output],
         remark: list[Any] | None,
@@ -71,7 +73,9 @@ class AnswerReader:
         if remark is not None:
             parameters, error = remark
             if error is not None:
-                return ModelError(error[1], CODES[error[0]])
+                failure = ModelError(error[1], CODES[error[0]])
+                failure.is_confined = self._is_confined
+                return failure
         arrays: dict[str, np.ndarray] = {}
         if request.allocator is not None:
             try:

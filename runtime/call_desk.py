@@ -27,6 +27,7 @@ from moonpool.runtime.errors import (
 )
 from moonpool.runtime.metrics import BadMetric
 from moonpool.runtime.outbox import Outbox
+from moonpool.runtime.public_text import public_text
 from moonpool.runtime.request import Details, Response
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.stub_metrics import StubMetrics
 
 _log = logging.getLogger("moonpool")
+BROKE = "broke the protocol and was ended"
 # Packets that are read before others have their turn.
 _TURN = 16
 # Calls with a later end have none.
@@ -69,7 +71,7 @@ class CallDesk:
         self._reactor = reactor
         self._models = models
         self._metrics = metrics
-        self._kill: Callable[[str], None]
+        self._kill: Callable[[str, str], None]
         self._codec = calls_codec(Side.RUNTIME)
         self._outbox = Outbox(channel, reactor)
         self._calls: dict[int, Call] = {}
@@ -90,8 +92,8 @@ class CallDesk:
             Kind.METRIC_VALUE: self._metric_value,
         }
 
-    def watch(self, kill: Callable[[str], None]) -> None:
-        """Serve the stub from now on; `kill` is told why it is not to be believed any more."""
+    def watch(self, kill: Callable[[str, str], None]) -> None:
+        """Serve the stub from now on; `kill` is told that it is not to be believed any more, and why."""
         self._kill = kill
         self._reactor.watch(self._channel.fileno(), self._ready)
 
@@ -110,7 +112,7 @@ class CallDesk:
             self._leave_all()
         except RemoteProtocolError as error:
             self._reactor.forget(self._channel.fileno())
-            self._kill(f"broke the protocol and was ended: {error}")
+            self._kill(BROKE, str(error))
 
     def _handle(self, fields: list[Any]) -> None:
         try:
@@ -388,5 +390,6 @@ class CallDesk:
 
 def _wire_error(error: BaseException, most: int = _MAX_MESSAGE) -> list[object]:
     code = getattr(error, "code", "INTERNAL")
-    message = str(error)[:most].encode("utf-8", "replace").decode()
+    # Another model is as foreign as a client.
+    message = public_text(error)[:most].encode("utf-8", "replace").decode()
     return [CODES.index(code) if code in CODES else CODES.index("INTERNAL"), message]

@@ -37,8 +37,8 @@ def start_failure(python: str, error: OSError) -> str:
 
 def death_in_words(
     code: int, python: str, tail: list[str], limits: Mapping[str, int], *, oom_killed: bool
-) -> str:
-    """`was killed by SIGSEGV`, with the likely cause and the last words where they help.
+) -> tuple[str, str]:
+    """`was killed by SIGSEGV`, with the likely cause; and the last words where they help.
 
     `limits` are those that the process had set itself.
     """
@@ -46,21 +46,22 @@ def death_in_words(
     words = f"was {words}" if code < 0 else words
     limit = limit_in("\n".join(tail[-_LAST_LINES:]), limits)
     if limit:
-        return f"{words}: it {limit}; its last words were: {_last_words(tail)}"
+        return f"{words}: it {limit}", f"; its last words were: {_last_words(tail)}"
     if code == _SIGXFSZ and "file_bytes" in limits:
-        return f"{words}: it {reached('file_bytes', limits['file_bytes'])}"
+        return f"{words}: it {reached('file_bytes', limits['file_bytes'])}", ""
     if code == _SIGKILL:
+        who = "by somebody else than moonpool, often the kernel's out-of-memory killer"
         if oom_killed:
-            return f"{words}: the kernel's out-of-memory killer was at work"
-        return f"{words} by somebody else than moonpool, often the kernel's out-of-memory killer"
+            return f"{words}: the kernel's out-of-memory killer was at work", ""
+        return f"{words} {who}", ""
     if code == _SIGSYS:
-        return f"{words}: it made a system call that its sandbox does not allow"
+        return f"{words}: it made a system call that its sandbox does not allow", ""
     if code >= 0 and tail:
         last = _last_words(tail)
         if "No module named" in last or "SyntaxError" in last:
-            return f"{words}; {python} said: {last}"
-        return f"{words}; its last words were: {last}"
-    return words
+            return words, f"; {python} said: {last}"
+        return words, f"; its last words were: {last}"
+    return words, ""
 
 
 def _last_words(tail: list[str]) -> str:

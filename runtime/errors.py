@@ -52,6 +52,9 @@ class LoadFailed(MoonpoolError):
 class ModelError(MoonpoolError):
     """The model answered this request with an error; `code` is the model's."""
 
+    # Whether nobody outside is to learn from it what the model sees of this machine.
+    is_confined = False
+
     def __init__(self, message: str, code: str = "INTERNAL") -> None:
         super().__init__(message)
         self.code = code
@@ -59,6 +62,10 @@ class ModelError(MoonpoolError):
 
 class StubDied(MoonpoolError):
     """The process of the instance ended while it had this request. Others are not touched."""
+
+    def __init__(self, message: str, told: str | None = None) -> None:
+        super().__init__(message)
+        self.told = told
 
 
 class RequestTimedOut(MoonpoolError, TimeoutError):

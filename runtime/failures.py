@@ -42,7 +42,10 @@ def took_too_long(instance: str, limit_s: float) -> ExecuteTimedOut:
 
 def no_instance_left(model: str, why: str) -> ModelUnavailable:
     """What requests get where nothing is left that could execute them."""
-    return ModelUnavailable(f"Request for model '{model}' which has no instance left: {why}")
+    told = f"Request for model '{model}' which has no instance left"
+    error = ModelUnavailable(f"{told}: {why}")
+    error.told = told
+    return error
 
 
 def as_load_failure(error: BaseException, subject: str) -> MoonpoolError:

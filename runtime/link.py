@@ -55,14 +55,15 @@ class Link(Overflow):
         is_loaded: bool = False,
         is_shared: bool = False,
     ) -> None:
-        """`retire` tells the stub to forget a region. `is_private` says that no other stub may see this one's memory, nor this one theirs.
+        """`retire` tells the stub to forget a region. `is_private` says that no other stub may see this one's memory,
+        nor this one theirs; and that what its model says of errors is not for everybody.
 
         `is_loaded`: the stub takes batches from the beginning. `is_shared`: others send it batches, too.
         """
         self._is_shared = is_shared
         after = Kind.LOADED if is_loaded else None
         self.conversation = Conversation(channel, Side.RUNTIME, self, after)
-        self._reader = AnswerReader()
+        self._reader = AnswerReader(is_confined=is_private)
         self.replies = Replies()
         self._layouts: Memo[tuple[object, ...], RequestLayout] = Memo()
         self.response_regions: dict[int, SharedRegion] = {}

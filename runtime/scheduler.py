@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.runtime.changes import Changes
-from moonpool.runtime.errors import BackendError, InvalidRequest, ModelUnavailable
+from moonpool.runtime.errors import BackendError, InvalidRequest, ModelUnavailable, own
 from moonpool.runtime.execution import Execution, broken
 from moonpool.runtime.outcomes import Outcomes
 from moonpool.runtime.sequence_room import room_for
@@ -71,7 +71,7 @@ class Scheduler:
             )
         with self._lock:
             if self._refusal is not None:
-                raise type(self._refusal)(*self._refusal.args)
+                raise own(self._refusal)
             now_ns = time.monotonic_ns()
             request.queued_ns = now_ns
             if self._room.is_open and self._idle and not len(self._room):

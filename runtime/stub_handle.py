@@ -18,7 +18,7 @@ from moonpool.ipc.errors import (
     ProtocolError,
 )
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
-from moonpool.runtime.call_desk import CallDesk
+from moonpool.runtime.call_desk import BROKE, CallDesk
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
 from moonpool.runtime.environment_variables import missing_variable
@@ -245,22 +245,20 @@ class StubHandle(StubConnection):
             self.process.signal(signal.SIGTERM)
             self._reactor.call_later(GRACE_S, self.process.kill)
 
-    def mistrust(self, because: str) -> None:
-        """Another process that sends it batches says that it is broken: end it, unless it ends by itself."""
-        self._reactor.call_later(_EXIT_S, lambda: self._kill(because))
+    def mistrust(self, details: str) -> None:
+        """A front end says that it is broken, and how: end it, unless it ends by itself."""
+        because = "broke off with a front end and was ended"
+        self._reactor.call_later(_EXIT_S, lambda: self._kill(because, details))
 
     def explain(self, error: BaseException, doing: str) -> BaseException:
         """Why the stub is gone, or is about to be; waits for it to end, and ends it."""
         if self._reason is None and isinstance(error, ProtocolError):
-            self._reason = StubDied(
-                f"Stub process '{self.name}' broke the protocol and was ended: {error}"
-            )
+            told = f"Stub process '{self.name}' {BROKE}"
+            self._reason = StubDied(f"{told}: {error}", told)
             self.process.kill()
         elif self._reason is None and not isinstance(error, PeerGone):
-            self._reason = StubDied(
-                f"Stub process '{self.name}' was ended, as whoever talked to it was interrupted: "
-                f"{error!r}"
-            )
+            told = f"Stub process '{self.name}' was ended, as whoever talked to it was interrupted"
+            self._reason = StubDied(f"{told}: {error!r}", told)
             self.process.kill()
         code = self.process.wait(GRACE_S + _EXIT_S if self._reason else _EXIT_S)
         if code is None:
@@ -270,14 +268,17 @@ class StubHandle(StubConnection):
         self._on_reactor(self.catch_up)
         if self._reason is not None:
             return self._reason
-        words = "closed its channel" if code is None else self._death(code)
-        return StubDied(f"Stub process '{self.name}' is not healthy. It {words} {doing}.")
+        words, last_words = ("closed its channel", "") if code is None else self._death(code)
+        text = f"Stub process '{self.name}' is not healthy. It {words}"
+        # What it said last was not meant for clients.
+        return StubDied(f"{text}{last_words} {doing}.", f"{text} {doing}" if last_words else None)
 
-    def _death(self, code: int) -> str:
+    def _death(self, code: int) -> tuple[str, str]:
+        """What became of it, and its last words."""
         self._on_reactor(self._output.drain)
         killed = oom_kills() > self._oom_kills
         if limit := self.bounds.reached():
-            return f"was ended by the kernel, as it {limit},"
+            return f"was ended by the kernel, as it {limit},", ""
         limits, tail = self.bounds.policy.limits, self._output.tail()
         return death_in_words(code, self.plan.python, tail, limits, oom_killed=killed)
 
@@ -355,19 +356,21 @@ class StubHandle(StubConnection):
             self._reactor.call_later(_EXIT_S, lambda: self._kill(_MUTE))
         except ProtocolError as error:
             self._hear_no_more()
-            self._kill(f"broke the protocol and was ended: {error}")
+            self._kill(BROKE, str(error))
 
     def _hear_no_more(self) -> None:
         self._is_mute = True
         self._reactor.forget(self.control.channel.fileno())
 
-    def _kill(self, because: str) -> None:
-        """End a process that misbehaves and is still there."""
+    def _kill(self, because: str, details: str = "") -> None:
+        """End a process that misbehaves and is still there. The details are not for clients."""
         if self._has_exited or self._is_closed:
             return
-        _log.error("[%s] %s", self.name, because)
+        whole = f"{because}: {details}" if details else because
+        _log.error("[%s] %s", self.name, whole)
         if self._reason is None:
-            self._reason = StubDied(f"Stub process '{self.name}' {because}")
+            subject = f"Stub process '{self.name}'"
+            self._reason = StubDied(f"{subject} {whole}", f"{subject} {because}")
         self.process.kill()
 
     def handle_other(self, fields: list[Any]) -> None:

@@ -224,7 +224,7 @@ class _OneResponse(Waiter):
         """The client gets an error."""
         if self.trace is not None:
             self.trace.mark("GRPC_SEND_START")
-        self._call.fail(status_of(error))
+        self._call.fail(status_of(error, self._asked.request_id))
         self._sent()
 
     def _sent(self) -> None:

@@ -9,6 +9,7 @@ import grpc
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.frontend.statuses import grpc_status
+from moonpool.runtime.public_text import public_text
 
 _log = logging.getLogger("moonpool")
 _DETAILS_BYTES = 6000
@@ -43,9 +44,9 @@ class Status(NamedTuple):
 OK = Status("OK", "")
 
 
-def status_of(error: BaseException) -> Status:
+def status_of(error: BaseException, request_id: str = "") -> Status:
     """What a client is told of an error; one that nobody foresaw is logged, and told as such."""
     if isinstance(error, MoonpoolError):
-        return Status(grpc_status(error), str(error))
+        return Status(grpc_status(error), public_text(error, request_id))
     _log.error("an RPC failed: %r", error, exc_info=error)
-    return Status("INTERNAL", f"internal error: {error!r}")
+    return Status("INTERNAL", public_text(error, request_id))

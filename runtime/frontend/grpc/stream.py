@@ -103,7 +103,7 @@ class Stream:
             self._add(request)
             self.inference.submit(hosted, made, request)
         except Exception as error:
-            text = error_in_stream(status_of(error).text, asked.request_id)
+            text = error_in_stream(status_of(error, asked.request_id).text, asked.request_id)
             if request is None:
                 self._refuse(text)
             else:
@@ -301,7 +301,7 @@ class StreamRequest(Waiter):
                 return in_stream(answer(service, model, plan, asked.request_id, outcome, final))
             except Exception as unwritable:
                 error = unwritable
-        status = status_of(error)  # type: ignore[arg-type]
+        status = status_of(error, asked.request_id)  # type: ignore[arg-type]
         if self._stream.ends_at(status):
             return None
         return error_in_stream(status.text, asked.request_id, model.name, final)

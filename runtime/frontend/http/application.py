@@ -19,6 +19,7 @@ from moonpool.runtime.frontend.http.exchange import error_body
 from moonpool.runtime.frontend.http.generate import generate, generate_stream
 from moonpool.runtime.frontend.http.json_text import NotJson, dumps, loads, member
 from moonpool.runtime.frontend.statuses import http_status
+from moonpool.runtime.public_text import public_text
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -293,7 +294,7 @@ def _application(routes: list[BaseRoute]) -> Starlette:
         return failure(404, "Not Found", _TEXT)
 
     async def refused(_: Request, error: Exception) -> Response:
-        return failure(http_status(error), str(error))
+        return failure(http_status(error), public_text(error))
 
     made = Starlette(routes=routes, exception_handlers={404: not_found, MoonpoolError: refused})
     made.router.redirect_slashes = False

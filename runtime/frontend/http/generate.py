@@ -18,6 +18,7 @@ from moonpool.runtime.frontend.http.tracing import begin_trace
 from moonpool.runtime.frontend.requests import make_request
 from moonpool.runtime.frontend.tensors import of_values, to_values
 from moonpool.runtime.model_control import version_of
+from moonpool.runtime.public_text import public_text
 from moonpool.runtime.stream import ResponseStream
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ async def generate(
                     break
                 text = _shown(hosted, response)
         except MoonpoolError as error:
-            text, status, count = error_body(str(error)), _FAILED, 1
+            text, status, count = error_body(public_text(error)), _FAILED, 1
     if trace is not None:
         trace.mark("INFER_RESPONSE_COMPLETE")
         trace.mark("HTTP_SEND_START")
@@ -105,7 +106,7 @@ class Events(Answer):
                 except StopAsyncIteration:
                     break
                 except MoonpoolError as error:
-                    status, event = _FAILED, _event(error_body(str(error)))
+                    status, event = _FAILED, _event(error_body(public_text(error)))
                 if self._trace is not None:
                     self._trace.mark("HTTP_SEND_START")
                 if not exchange.status:

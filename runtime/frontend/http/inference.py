@@ -24,6 +24,7 @@ from moonpool.runtime.frontend.requests import make_request, refused
 from moonpool.runtime.frontend.statuses import http_status
 from moonpool.runtime.frontend.submission import LoopSubmission
 from moonpool.runtime.frontend.tensors import WrongSize, copied_bytes
+from moonpool.runtime.public_text import public_text
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.request import Response
 
@@ -103,7 +104,7 @@ class Inference:
         try:
             hosted = self.find(target.model, target.version)
         except MoonpoolError as error:
-            exchange.fail(http_status(error), str(error), TEXT)
+            exchange.fail(http_status(error), public_text(error), TEXT)
         else:
             InferCall(self, exchange, target, hosted).begin()
 
@@ -171,7 +172,7 @@ class Inference:
             elif isinstance(error, BadMessage):
                 exchange.fail(error.status, error.text, headers)
             elif isinstance(error, MoonpoolError):
-                exchange.fail(http_status(error), str(error), headers)
+                exchange.fail(http_status(error), public_text(error), headers)
             else:
                 _log.error("answering a request for inference failed", exc_info=error)
                 exchange.fail(500, "internal error", headers)
@@ -211,7 +212,9 @@ class InferCall:
         self._route.elsewhere(self._exchange, function, go_on, JSON)
 
     def _fail(self, error: BaseException, headers: Headers) -> None:
-        self._exchange.fail(http_status(error), str(error), headers)
+        plan: Plan | None = getattr(self, "_plan", None)
+        text = public_text(error, "" if plan is None else plan.request_id)
+        self._exchange.fail(http_status(error), text, headers)
 
     def _read(self, body: Body) -> None:
         length = self._target.header_length

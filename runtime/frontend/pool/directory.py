@@ -14,6 +14,7 @@ from moonpool.runtime.audience import Audience
 from moonpool.runtime.failures import took_too_long
 from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics, Traffic
 from moonpool.runtime.frontend.pool.messages import MAX_TEXT, Word
+from moonpool.runtime.public_text import public_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,7 +111,7 @@ class Directory(Audience):
                     self._changed.notify_all()
             elif word == Word.LOST:
                 for stub in self._find(fields[1]):
-                    stub.mistrust(f"broke off with a front end and was ended: {fields[2]}")
+                    stub.mistrust(fields[2])
             elif word == Word.LEFT:
                 self._left(member, fields[1])
             elif word == Word.SERVED:
@@ -145,7 +146,8 @@ class Directory(Audience):
 
     @staticmethod
     def _tell_model(member: Member, model: Model, number: int) -> None:
-        member.tell_with_file(Word.MODEL, number, model.version, contents=model.config.raw)
+        words = number, model.version, model.options.sandbox
+        member.tell_with_file(Word.MODEL, *words, contents=model.config.raw)
 
     def _connect(self, member: Member, stub: StubHandle, number: int, model_number: int) -> None:
         """Join a front end and a stub by channels of their own."""
@@ -195,7 +197,9 @@ class Directory(Audience):
             if number is not None:
                 self._resting.discard(number)
                 error = type(reason).__name__
-                self._tell_all(Word.STUB_GONE, number, error[:64], str(reason)[:MAX_TEXT])
+                told = getattr(reason, "told", None) or ""
+                words = str(reason)[:MAX_TEXT], told[:MAX_TEXT]
+                self._tell_all(Word.STUB_GONE, number, error[:64], *words)
 
     def withdraw(self, stub: StubHandle, timeout_s: float) -> bool:
         with self._lock:
@@ -232,7 +236,7 @@ class Directory(Audience):
         with self._lock:
             number = self._models.get(model)
             if number is not None:
-                self._tell_all(Word.REFUSE, number, str(error)[:MAX_TEXT])
+                self._tell_all(Word.REFUSE, number, public_text(error)[:MAX_TEXT])
 
     def drain(self, model: Model, error: MoonpoolError, timeout_s: float) -> Callable[[], object]:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError
@@ -59,13 +60,13 @@ class GuestModels:
         """What the main process says of models. Owns the descriptors."""
         word = fields[0]
         if word == Word.MODEL:
-            self._add(fields[1], fields[2], fds[0])
+            self._add(*fields[1:], fds[0])
         elif word == Word.SERVE:
             self._serve(fields[1], fields[2])
         elif word == Word.STUB:
             self._attach(*fields[1:], *fds)
         elif word == Word.STUB_GONE:
-            reason = _error(fields[2], fields[3])
+            reason = _error(*fields[2:])
             for model in self._models.values():
                 model.detach(fields[1], reason)
         elif word == Word.LEAVE:
@@ -93,11 +94,11 @@ class GuestModels:
             model.close()
             del self._models[number]
 
-    def _add(self, number: int, version: int, fd: int) -> None:
+    def _add(self, number: int, version: int, sandbox: str, fd: int) -> None:
         with open(fd, "rb") as file:
             config = ModelConfig.from_dict(json.loads(file.read()))
         source = ModelSource("triton", self._nowhere, None, self._nowhere, self._nowhere)
-        options = ModelOptions.from_parameters(config)
+        options = replace(ModelOptions.from_parameters(config), sandbox=sandbox)
         model = Model(config, options, version, source)
         self._models[number] = GuestModel(
             model, self._reactor, self._executor, self._lost, self._served_by
@@ -177,9 +178,11 @@ class GuestModels:
             model.close()
 
 
-def _error(kind: str, text: str) -> MoonpoolError:
+def _error(kind: str, text: str, told: str) -> MoonpoolError:
     """The reason for which a stub is gone, as the main process has it."""
     found = getattr(errors, kind, None)
+    error: MoonpoolError = StubDied(text)
     if isinstance(found, type) and issubclass(found, MoonpoolError):
-        return found(text)
-    return StubDied(text)
+        error = found(text)
+    error.told = told or None
+    return error

@@ -59,14 +59,17 @@ _MAIN, _FRONT = End.MAIN, End.FRONT
 DIRECTORY: dict[IntEnum, Message] = {
     # Comes with a file of JSON: what to listen on, and where the main process does.
     Word.SETTINGS: Message(_MAIN, {}),
-    # Comes with a file of JSON: the configuration.
-    Word.MODEL: Message(_MAIN, {"model": _ID, "version": _ID}),
+    # Comes with a file of JSON: the configuration. `sandbox` is the level that the model has in this server.
+    Word.MODEL: Message(_MAIN, {"model": _ID, "version": _ID, "sandbox": Text(64)}),
     # Requests for a name go to these models, the latest version last; elsewhere where there are none.
     Word.SERVE: Message(_MAIN, {"name": Text(1024), "models": ListOf(_ID, MAX_VERSIONS)}),
     # Comes with the descriptors of a work channel and a control channel.
     Word.STUB: Message(_MAIN, {"model": _ID, "stub": _ID, "name": Text(1024)}),
-    # `error`: the class of the reason, for the requests that the stub had.
-    Word.STUB_GONE: Message(_MAIN, {"stub": _ID, "error": Text(64), "reason": _TEXT}),
+    # `error`: the class of the reason, for the requests that the stub had; `told`: what may be said of
+    # it, "" for the reason.
+    Word.STUB_GONE: Message(
+        _MAIN, {"stub": _ID, "error": Text(64), "reason": _TEXT, "told": _TEXT}
+    ),
     # Finish what the stub has, send it no more, and answer with LEFT.
     Word.LEAVE: Message(_MAIN, {"stub": _ID}),
     # No stub of the model is left, nor will be.

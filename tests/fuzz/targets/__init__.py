@@ -1,0 +1,33 @@
+"""What takes bytes from outside, each as a function of bytes that raises nothing.
+
+A target lets pass the errors that are promised for bad bytes. Whatever else comes out of it has been found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.fuzz.targets import calls, clients, configurations, links, messages
+
+Target = Callable[[bytes], None]
+
+TARGETS: dict[str, Target] = {
+    "work": messages.work,
+    "control": messages.control,
+    "calls": messages.calls,
+    "stored": messages.stored,
+    "layout": messages.layout,
+    "strings": messages.strings,
+    "start": messages.start,
+    "metrics": messages.metrics,
+    "output": messages.output,
+    "link": links.link,
+    "call_desk": calls.call_desk,
+    "http_infer": clients.http_infer,
+    "http_generate": clients.http_generate,
+    "grpc_wire": clients.grpc_wire,
+    "grpc_infer": clients.grpc_infer,
+    "shared_memory": clients.shared_memory,
+    "pbtxt": configurations.pbtxt,
+    "completed": configurations.completed,
+}

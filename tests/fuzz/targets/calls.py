@@ -1,0 +1,195 @@
+"""What a model asks for, past the real stub's library."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from tests.fuzz.choices import Choices
+from tests.runtime.recorder import tensor
+from tests.runtime.scripted import Pair
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import encode
+from moonpool.ipc.errors import PeerGone, RemoteProtocolError
+from moonpool.ipc.messages import Kind
+from moonpool.runtime.call_desk import CallDesk
+from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.errors import InvalidRequest, ModelNotFound
+from moonpool.runtime.metrics import MetricRegistry
+from moonpool.runtime.request import InferenceRequest, Response
+from moonpool.runtime.signature import Signature
+from moonpool.runtime.stub_metrics import StubMetrics
+
+_CONFIG = ModelConfig.from_dict(
+    {
+        "name": "echo",
+        "backend": "any",
+        "input": [tensor("X", "FP32", -1), {**tensor("S", "STRING", -1), "optional": True}],
+        "output": [tensor("Y", "FP32", -1)],
+    }
+)
+
+
+class _Reactor:
+    """Does at once what is to be done soon, and nothing later."""
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        callback()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class _Echo:
+    """A scheduler that answers at once, or, where the request has an id, when it is left."""
+
+    def __init__(self) -> None:
+        self.waiting: list[InferenceRequest] = []
+
+    def submit(self, request: InferenceRequest) -> None:
+        if request.details is not None and request.details.request_id:
+            self.waiting.append(request)
+        else:
+            request.waiter.resolve(Response({"Y": np.zeros(4, np.float32)}))
+
+    def leave(self, request: InferenceRequest) -> None:
+        self.waiting.remove(request)
+
+
+class _Models:
+    """The runtime as the model sees it: there is `echo`, and nothing else."""
+
+    def __init__(self) -> None:
+        self.asker = SimpleNamespace(name="asker")
+        self.scheduler = _Echo()
+        self._hosted = SimpleNamespace(
+            model=SimpleNamespace(config=_CONFIG),
+            signature=Signature(_CONFIG),
+            scheduler=self.scheduler,
+        )
+
+    def find(self, name: str, version: int | None = None) -> Any:
+        if name != "echo" or version not in (None, 1):
+            raise ModelNotFound(f"no model '{name}'")
+        return self._hosted
+
+    def load(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
+        if len(name) % 2:
+            raise InvalidRequest(f"{config}{files}")
+
+    def begin_unload(self, name: str) -> None:
+        """Nothing is there."""
+
+    def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
+        if version:
+            raise InvalidRequest(version)
+        if name:
+            answer(name == "echo")
+
+
+class _Alarm(logging.Handler):
+    """What was logged with an exception was not foreseen."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            raise record.exc_info[1]
+
+
+@contextlib.contextmanager
+def _alarmed() -> Iterator[None]:
+    log, alarm = logging.getLogger("moonpool"), _Alarm()
+    log.addHandler(alarm)
+    try:
+        yield
+    finally:
+        log.removeHandler(alarm)
+
+
+def call_desk(data: bytes) -> None:
+    """A desk says what was wrong with a call, or that its stub is not to be believed."""
+    pair, choices = Pair(), Choices(data)
+    ours, theirs = Channel.pair()
+    peer = Channel(theirs)
+    models, reactor = _Models(), _Reactor()
+    metrics = StubMetrics(MetricRegistry(), lambda: None)
+    desk = CallDesk(ours, pair.link, reactor, models, metrics)  # type: ignore[arg-type]
+    desk.watch(lambda *_: None)
+    told: list[bytes] = []
+    try:
+        with _alarmed():
+            while choices:
+                packet = _packet(pair, choices, told)
+                desk._handle(desk._codec.decode(packet))
+                while (answer := peer.receive_ready()) is not None:
+                    told.append(answer)
+    except (RemoteProtocolError, PeerGone):
+        pass
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == "moonpool-call":
+                thread.join()
+        desk.close()
+        if desk.open_calls or models.scheduler.waiting:
+            raise AssertionError("calls are left open")
+        peer.close()
+        metrics.close()
+        pair.close()
+
+
+def _packet(pair: Pair, choices: Choices, told: list[bytes]) -> bytes:
+    if choices.byte() % 16 == 15:
+        return choices.take(1 + choices.byte())
+    number = choices.number(1, 2, 3)
+    name = choices.of(["echo", "", "other", "x" * 300])
+    message: list[Any] = choices.of(
+        [
+            [Kind.WITHDRAW, number],
+            [Kind.LET_GO, [[choices.number(*pair.peer.regions), choices.number(0, 64)]]],
+            [Kind.LOAD_MODEL, number, name, "{}", choices.of([None, [["file:a", b"b"]]])],
+            [Kind.UNLOAD_MODEL, number, name, False],
+            [Kind.IS_MODEL_READY, number, name, choices.of(["", "1", "x"])],
+            [Kind.NEW_METRIC, number, name, "d", choices.byte() % 3, [["a", "b"]], None],
+            [Kind.METRIC_VALUE, number, choices.number(1)],
+            [Kind.INDIRECT, *_block(pair, choices)],
+            *[_infer(pair, choices, number, name)] * 16,
+        ]
+    )
+    packet = encode(*message)
+    if choices.byte() % 8 == 7 and told:
+        return told[-1]
+    return packet
+
+
+def _block(pair: Pair, choices: Choices) -> list[int]:
+    region = choices.number(*pair.peer.regions)
+    return [region, choices.number(0, 0, 64), choices.number(16, 16, 4)]
+
+
+def _infer(pair: Pair, choices: Choices, number: int, name: str) -> list[Any]:
+    rows = []
+    for _ in choices.some(2):
+        shape = [choices.number(4, 4, 1)]
+        tensor_name = choices.of(["X", "X", "S", "Z"])
+        place = choices.number(0), choices.number(0), choices.number(16, 16, 4)
+        rows.append([tensor_name, choices.number(11, 11, 13, 14), shape, *place])
+    blocks = [_block(pair, choices) for _ in choices.some(2)]
+    details = [choices.of(["", "id"]), choices.of([0, "s", 7]), choices.byte() % 4, None, None]
+    return [
+        Kind.INFER,
+        number,
+        name,
+        choices.of([-1, 1, 2]),
+        bool(choices.byte() % 2),
+        choices.number(0, 1000) % 2**63,
+        [],
+        blocks,
+        rows,
+        choices.of([[], ["Y"], ["Z"]]),
+        choices.of([None, details]),
+    ]

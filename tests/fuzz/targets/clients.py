@@ -1,0 +1,171 @@
+"""What clients send: requests for inference over HTTP and gRPC, and places in memory that they share."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tests.fuzz.choices import Choices
+from tests.runtime.recorder import tensor
+from tritonclient.grpc import service_pb2 as kserve
+
+from moonpool.ipc.codec import encode
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.frontend import requests
+from moonpool.runtime.frontend.grpc import wire
+from moonpool.runtime.frontend.grpc.infer_request import Asked
+from moonpool.runtime.frontend.http import generate, infer_request, infer_response
+from moonpool.runtime.frontend.shared_memory import SharedMemoryError, SystemSharedMemory, _Region
+from moonpool.runtime.request import InferenceRequest, Response, Wire
+from moonpool.runtime.signature import Signature
+
+_CONFIG = ModelConfig.from_dict(
+    {
+        "name": "m",
+        "backend": "any",
+        "max_batch_size": 8,
+        "input": [
+            tensor("X", "FP32", -1),
+            {**tensor("S", "STRING", -1), "optional": True},
+            {**tensor("B", "BOOL", 2, -1), "optional": True},
+            {**tensor("I", "INT64", 1), "optional": True},
+        ],
+        "output": [tensor("Y", "FP32", -1), tensor("T", "STRING", -1)],
+    }
+)
+
+_ALONE = ModelConfig.from_dict({**_CONFIG.raw, "input": [tensor("X", "FP32", -1)]})
+
+
+class _Service:
+    """Of a server: clients share no memory here, and models have no folder."""
+
+    def read_shared(self, *_: Any) -> Any:
+        raise InvalidRequest("Unable to find shared memory region")
+
+    def write_shared(self, *_: Any) -> None:
+        raise InvalidRequest("Unable to find shared memory region")
+
+
+_HOSTED: Any = SimpleNamespace(
+    model=SimpleNamespace(config=_CONFIG, name="m", version=1), signature=Signature(_CONFIG)
+)
+_SERVICE: Any = _Service()
+_OUTPUTS: dict[str, Any] = {
+    "Y": Wire(11, (1, 4), np.zeros(16, np.uint8)),
+    "T": Wire(13, (1, 1), np.frombuffer(b"\x01\0\0\0a", np.uint8)),
+}
+_RESPONSE = Response(_OUTPUTS, {"a": 1})
+
+
+def _travels(request: InferenceRequest) -> None:
+    """What is a request can be sent to a stub."""
+    encode(request.details)
+    for array in request.arrays:
+        array.tobytes()
+
+
+def http_infer(data: bytes) -> None:
+    """JSON, then tensors; and, where that is a request, its response as it is wanted."""
+    length, body = int.from_bytes(data[:2], "big") % (len(data) - 1 or 1), data[2:]
+    length = min(length, len(body)) or len(body)
+    try:
+        if data[:1] == b"\xff":
+            plan, body = infer_request.raw_plan(_ALONE, body)  # type: ignore[assignment]
+            length = 0
+        else:
+            plan = infer_request.read_plan(body[:length])
+        arrays = plan.arrays("m", body, length)
+        if not plan.has_shared:
+            _travels(requests.make_request(_HOSTED, arrays, plan.outputs, plan.details))
+            infer_response.render(_SERVICE, _HOSTED.model, plan, _RESPONSE)
+    except MoonpoolError as error:
+        str(error)
+
+
+def http_generate(data: bytes) -> None:
+    try:
+        _travels(generate._request(_HOSTED, data, {}))
+    except MoonpoolError as error:
+        str(error)
+
+
+def grpc_wire(data: bytes) -> None:
+    """What the library takes for a message is taken apart into the same."""
+    try:
+        parts = wire.split(data)
+    except wire.BadMessage:
+        parts = None
+    try:
+        whole = kserve.ModelInferRequest.FromString(data)
+    except DecodeError:
+        return
+    if parts is None:
+        # Groups, which no message of today has.
+        if not any(byte & 7 in (3, 4) for byte in data):
+            raise AssertionError("a message that is refused")
+        return
+    tensors = [data[at : at + size] for at, size in parts.tensors]
+    head = kserve.ModelInferRequest.FromString(parts.head)
+    if tensors != list(whole.raw_input_contents) or parts.request_id.decode() != whole.id:
+        raise AssertionError(parts)
+    if head.inputs != whole.inputs or head.model_name != whole.model_name:
+        raise AssertionError(parts)
+
+
+def grpc_infer(data: bytes) -> None:
+    try:
+        asked = Asked(data)
+        asked.read()
+        _travels(asked.request(_SERVICE, _HOSTED))
+    except (wire.BadMessage, MoonpoolError) as error:
+        str(error)
+
+
+_OBJECT_BYTES, _BEGIN, _END = 4096, 1024, 3072
+
+
+def shared_memory(data: bytes) -> None:
+    """Nothing is read or written but what was registered, and nothing grows."""
+    choices = Choices(data)
+    fd = os.memfd_create("fuzz", os.MFD_CLOEXEC)
+    os.pwrite(fd, b"o" * _OBJECT_BYTES, 0)
+    memory = SystemSharedMemory()
+    memory._regions["r"] = _Region("r", "r", _BEGIN, _END - _BEGIN, os.dup(fd))
+    try:
+        while choices:
+            _ask(memory, choices)
+        whole = os.pread(fd, 2 * _OBJECT_BYTES, 0)
+        if len(whole) != _OBJECT_BYTES or whole[:_BEGIN].strip(b"o") or whole[_END:].strip(b"o"):
+            raise AssertionError("something else was written")
+    finally:
+        os.close(fd)
+
+
+def _ask(memory: SystemSharedMemory, choices: Choices) -> None:
+    name = choices.of(["r", "r", "r", "", "other"])
+    offset, size = choices.number(0, 1024, 2047, 2048), choices.number(0, 1, 1024, 2048)
+    if choices.byte() % 5 == 0:
+        offset, size = -offset, size * choices.of((1, -1))
+    operation = choices.byte() % 4
+    try:
+        if operation == 0:
+            memory.check(name, offset, size)
+        elif operation == 1:
+            into = np.zeros(size % 5000, np.uint8)
+            memory.read(name, offset, into)
+            if into.tobytes().strip(b"ow"):
+                raise AssertionError("something else was read")
+        elif operation == 2:
+            memory.write(name, offset, [memoryview(b"w" * (size % 5000))])
+        else:
+            key = choices.take(choices.byte() % 20).decode("utf-8", "replace")
+            # A name that nothing has, whatever else is on this machine.
+            memory.register(name + "2", key + "/no such thing", offset, size)
+    except (SharedMemoryError, InvalidRequest) as error:
+        str(error)
