@@ -15,7 +15,7 @@ _OWN = (StubDied, ModelUnavailable, BackendError, OutOfMemory, ProtocolError, Pe
 
 # A path in quotes may have spaces in it; of others each name ends at one, or at what a name rarely has.
 _QUOTED = re.compile(r"""(["'])(?:file://)?/(?:[^"'\n/]*/)+([^"'\n/]*)\1""")
-_PATH = re.compile(r"""(?:file:/?/?|(?<![\w./:-]))/(?:[^\s/"'(),:;<>=|]+/)+([^\s/"'(),:;<>=|]*)""")
+_PATH = re.compile(r"""(?:file:/?/?|(?<![\w./-]))/(?:[^\s/"'(),:;<>=|]+/)+([^\s/"'(),:;<>=|]*)""")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _FRAME = re.compile(r'\s*File ".*", line \d+')
 _SOURCE = " " * 4

@@ -60,7 +60,7 @@ class GuestModels:
         """What the main process says of models. Owns the descriptors."""
         word = fields[0]
         if word == Word.MODEL:
-            self._add(*fields[1:], fds[0])
+            self._add(fields[1], fields[2], fields[3], fds[0])
         elif word == Word.SERVE:
             self._serve(fields[1], fields[2])
         elif word == Word.STUB:

@@ -134,7 +134,7 @@ def _step(pair: Pair, choices: Choices, kept: list[Any]) -> None:
         link.let_go_of(_told(Kind.RELEASE, liar.places()))
     else:
         kept.clear()
-        link.tidy(lambda _: None)
+        link.tidy()
 
 
 def _told(kind: Kind, things: list[Any]) -> list[Any]:

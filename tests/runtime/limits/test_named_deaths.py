@@ -13,7 +13,7 @@ MEMORY = "it reached its memory limit of 268435456 bytes (MOONPOOL_MEMORY_LIMIT_
 
 
 def words(code: int, *tail: str, limits: dict[str, int] = LIMITS) -> str:
-    return death_in_words(code, "python", list(tail), limits, oom_killed=False)
+    return "".join(death_in_words(code, "python", list(tail), limits, oom_killed=False))
 
 
 @pytest.mark.parametrize(
