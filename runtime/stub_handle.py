@@ -252,13 +252,11 @@ class StubHandle(StubConnection):
 
     def explain(self, error: BaseException, doing: str) -> BaseException:
         """Why the stub is gone, or is about to be; waits for it to end, and ends it."""
-        if self._reason is None and isinstance(error, ProtocolError):
-            told = f"Stub process '{self.name}' {BROKE}"
-            self._reason = StubDied(f"{told}: {error}", told)
-            self.process.kill()
-        elif self._reason is None and not isinstance(error, PeerGone):
-            told = f"Stub process '{self.name}' was ended, as whoever talked to it was interrupted"
-            self._reason = StubDied(f"{told}: {error!r}", told)
+        if self._reason is None and not isinstance(error, PeerGone):
+            is_lie = isinstance(error, ProtocolError)
+            why = BROKE if is_lie else "was ended, as whoever talked to it was interrupted"
+            told = f"Stub process '{self.name}' {why}"
+            self._reason = StubDied(f"{told}: {error if is_lie else repr(error)}", told)
             self.process.kill()
         code = self.process.wait(GRACE_S + _EXIT_S if self._reason else _EXIT_S)
         if code is None:

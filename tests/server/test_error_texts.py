@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,10 @@ def by_grpc(server: RunningServer, model: str, value: int, *, stream: bool = Fal
 
 WAYS: dict[str, Any] = {
     "http": by_http,
-    "generate": lambda *asked: by_http(*asked, "generate"),
-    "events": lambda *asked: by_http(*asked, "generate_stream"),
+    "generate": partial(by_http, path="generate"),
+    "events": partial(by_http, path="generate_stream"),
     "grpc": by_grpc,
-    "stream": lambda *asked: by_grpc(*asked, stream=True),
+    "stream": partial(by_grpc, stream=True),
 }
 
 
