@@ -187,7 +187,12 @@ class StubHandle(StubConnection):
             # Foreign code has run in it; but what was put on before that nobody takes off.
             layers, left_out = plan.template.layers, plan.template.left_out
         self.confinement = confirmed(
-            self.name, self.process.pid, self.bounds.policy, plan.granted, layers, left_out
+            self.name,
+            self.process.pid,
+            self.bounds.policy,
+            plan.granted,
+            [*layers, *self.bounds.layers],
+            left_out,
         )
         _log.log(self.confinement.log_level, "[%s] sandbox: %s", self.name, self.confinement)
 

@@ -37,6 +37,11 @@ class Bounds:
         # What is left for the process to put on itself.
         self.policy = policy if self._group is None else _without(policy, self._group)
 
+    @property
+    def layers(self) -> list[str]:
+        """As the stub names its own: `cgroup:memory+pids`, if there is one."""
+        return [] if self._group is None else [f"cgroup:{self._group.controls}"]
+
     def begin(self, process: ChildProcess) -> None:
         """The process has just started."""
         if self.policy.level == OFF:

@@ -172,6 +172,8 @@ class Group:
         # What it limits, of what was asked for.
         self.limits: dict[str, int] = {}
         self.has_weight = "cpu" in place.controllers
+        # As in `memory+pids+cpu`.
+        self.controls = "+".join(name for name in _WANTED if name in place.controllers)
         self.path.mkdir()
         try:
             memory = limits.get("memory_bytes", limits.get("data_bytes"))

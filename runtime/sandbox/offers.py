@@ -20,6 +20,7 @@ from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import BEST_EFFORT, STRICT, Policy
+from moonpool.runtime.limits.cgroups import GROUPS
 from moonpool.runtime.process import exit_in_words
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.sandbox import users
@@ -41,6 +42,7 @@ LAYERS = {
     "not_dumpable": True,
     "landlock": True,
     "seccomp": True,
+    "cgroup": False,
 }
 _MODEL = textwrap.dedent("""\
     class TritonPythonModel:
@@ -99,6 +101,8 @@ def find_offers() -> Offers:
 
 def try_layer(layer: str) -> Offer:
     """Have a process put this one layer on, and look at it from both sides."""
+    if layer == "cgroup":  # which the runtime makes
+        return _try_group()
     user = users.take()
     policy = Policy(level=BEST_EFFORT, user=user, limits=_TIGHT)
     try:
@@ -107,6 +111,16 @@ def try_layer(layer: str) -> Offer:
         if user is not None:
             users.give_back(user)
     return Offer(layer, not refusal, LAYERS[layer], detail, refusal)
+
+
+def _try_group() -> Offer:
+    group = GROUPS.make(_TIGHT, 50)
+    if group is None:
+        return Offer(
+            "cgroup", False, LAYERS["cgroup"], why=GROUPS.refusal or "the kernel refused it"
+        )
+    group.remove()
+    return Offer("cgroup", True, LAYERS["cgroup"], detail=group.controls)
 
 
 def _tried(layer: str, policy: Policy) -> tuple[str, str]:
