@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.e2e.hosting import ECHO, MODELS, Config, hosted, options, tensor
+from tests.e2e.hosting import ECHO, MODELS, Config, hosted, is_running, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool import LoadFailed, ModelError, StubDied
-from moonpool.runtime.limits import watcher
-from moonpool.runtime.limits.cgroups import GROUPS
+from moonpool.runtime.limits import bounds, cgroups, watcher
+from moonpool.runtime.limits.cgroups import GROUPS, Groups
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -147,6 +149,46 @@ def test_an_instance_is_the_first_to_go_where_memory_runs_out(
     with hosted(runtime, "greedy", folder, greedy()):
         pid = runtime.instances("greedy")[0]["pid"]
         assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "500"
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
+    """Groups with any controller that there is here: most machines of tests have but one to give."""
+    made = Groups()
+    monkeypatch.setattr(cgroups, "_WANTED", ("memory", "pids", "cpu", "hugetlb"))
+    monkeypatch.setattr(bounds, "GROUPS", made)
+    place = made._find()
+    if place is None:
+        pytest.skip(f"no groups can be made: {made.refusal}")
+    yield made
+    with contextlib.suppress(OSError):
+        (place.path / "cgroup.subtree_control").write_text("-hugetlb")
+
+
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_an_instance_is_in_a_group_of_its_own_with_all_that_it_starts(
+    runtime: moonpool.Runtime, folder: Path, level: str, groups: Groups
+) -> None:
+    limits = greedy(SANDBOX=level, MEMORY_LIMIT_BYTES=4 * MEMORY, TASK_LIMIT=64)
+    children = []
+    with hosted(runtime, "greedy", folder, limits):
+        (shown,) = runtime.instances("greedy")
+        assert shown["sandbox"]["layers"][-1].startswith("cgroup:")
+        (line,) = [
+            line
+            for line in Path(f"/proc/{shown['pid']}/cgroup").read_text().splitlines()
+            if line.startswith("0::")
+        ]
+        place = groups._find()
+        assert place is not None
+        path = place.path / line.rpartition("/")[2]
+        assert path.name.startswith(f"moonpool-{os.getpid()}-")
+        assert (path / "cgroup.procs").read_text().split() == [str(shown["pid"])]
+        if level == "standard":  # strict forks nothing
+            children.append(int(ask(runtime, "leave")))
+            assert is_running(children[0])
+    assert not path.exists()
+    wait_until(lambda: not any(is_running(pid) for pid in children))
 
 
 # Recycling

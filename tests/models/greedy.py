@@ -1,6 +1,7 @@
 """Takes of the machine what its input COMMAND says, and answers with what it was asked about."""
 
 import os
+import subprocess
 import tempfile
 import threading
 
@@ -51,6 +52,7 @@ COMMANDS = {
     "processors": processors,
     "nice": lambda: str(os.getpriority(os.PRIO_PROCESS, 0)),
     "wait": NEVER.wait,
+    "leave": lambda: str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid),
     "pid": lambda: str(os.getpid()),
 }
 
