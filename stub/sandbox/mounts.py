@@ -42,7 +42,7 @@ def rearrange(policy: Policy, user: int | None) -> bool:
     umask = os.umask(0o022)
     try:
         if user is not None:
-            open_up([*policy.read, *policy.write], user, policy.scratch)
+            _open_up([*policy.read, *policy.write], policy.scratch, user)
         if policy.scratch:
             _own_scratch(policy.scratch, policy.scratch_bytes, user)
     finally:
@@ -68,7 +68,7 @@ def closed_above(path: str, user: int) -> str:
     return ""
 
 
-def open_up(paths: Iterable[str], user: int, scratch: str = "") -> None:
+def _open_up(paths: Iterable[str], scratch: str, user: int) -> None:
     """Cover the closed folders above `paths` and `scratch`, and put back what is at `paths`."""
     found: dict[str, list[tuple[str, int]]] = {}
     fds: list[int] = []

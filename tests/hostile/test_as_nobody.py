@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.hostile import as_nobody
+from tests import as_nobody
 
 import moonpool
 
 HERE = Path(__file__).parent
 FILES = sorted(path.name for path in HERE.glob("test_*.py") if path.name != Path(__file__).name)
-# What would have it write where it may not, or take it for a part of this run.
-OTHERS = ("COV", "PYTEST", "TMPDIR", "HOME")
+# What would make it write where it may not, or take it for a part of this run.
+OTHERS = ("COV", "PYTEST")
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="this user is one without rights")
 
@@ -23,28 +23,15 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="this user is one with
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("file", FILES)
-def test_it_holds_for_a_user_without_rights(tmp_path: Path, file: str) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    os.chown(home, as_nobody.NOBODY, as_nobody.NOBODY)
+def test_it_holds_for_a_user_without_rights(file: str) -> None:
     root = HERE.parents[1]
-    packages = [str(Path(each).parent) for each in moonpool.__path__]
-    needed = [sys.prefix, sys.base_prefix, str(root), str(home), *packages, *filter(None, sys.path)]
+    paths = [str(Path(moonpool.__path__[0]).parent), str(root), *sys.path]
     kept = {name: text for name, text in os.environ.items() if not name.startswith(OTHERS)}
-    environment = kept | {
-        "HOME": str(home),
-        "TMPDIR": str(home),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join([*packages, *filter(None, sys.path)]),
-    }
-    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
     ended = subprocess.run(
-        [
-            *(sys.executable, as_nobody.__file__, *needed, "--"),
-            *(*pytest_command, f"--rootdir={root}", str(HERE / file)),
-        ],
+        as_nobody.command(program),
         cwd=root,
-        env=environment,
+        env=kept | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -157,3 +157,21 @@ def keep(name):
     with open(name, "w") as file:
         file.write("kept")
     return os.path.abspath(name)
+
+
+def many_empty(count):
+    """So many names of nothing, in a folder of a folder."""
+    made = 0
+    try:
+        for number in range(count):
+            os.mkdir(str(number))
+            made += 1
+    finally:
+        for number in range(made):
+            os.rmdir(str(number))
+    return made
+
+
+def fill_and_keep(count_bytes):
+    with open("full", "wb", buffering=0) as file:
+        return file.write(bytes(count_bytes))

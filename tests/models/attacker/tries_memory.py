@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import sys
 
 from tries_kernel import LIBC, call
 
@@ -56,6 +57,7 @@ def lock_all():
 def stack_overflow():
     """In C, where no interpreter counts."""
     array = (ctypes.c_int * 2)(1, 0)
+    sys.setrecursionlimit(10**8)
     compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     again = compare(lambda a, b: LIBC.qsort(array, 2, 4, again) or 0)
     LIBC.qsort(array, 2, 4, again)

@@ -1,6 +1,7 @@
 """What a model may want of processes: its own, its runtime's, its siblings'."""
 
 import ctypes
+import errno
 import fcntl
 import os
 import resource
@@ -274,3 +275,20 @@ def start_session():
 
 def join_group(pid):
     os.setpgid(0, os.getpgid(pid))
+
+
+def fork_and_read(path):
+    """The name of the error that a child gets, or "read"."""
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with open(path, "rb"):
+                os.write(write_fd, b"read")
+        except OSError as error:
+            os.write(write_fd, errno.errorcode[error.errno].encode())
+        os._exit(0)
+    os.close(write_fd)
+    os.waitpid(pid, 0)
+    with open(read_fd) as file:
+        return file.read()

@@ -1,0 +1,214 @@
+"""The sandbox itself: that it is on, in time, and never silently weaker."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import lesser_kernel
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.hostile.attacker import load_attacker
+from tests.hostile.conftest import Attackers
+
+import moonpool
+from moonpool import LoadFailed
+
+REQUIRED = {"limits", "no_new_privs", "landlock", "seccomp"}
+
+
+def status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def test_the_kernel_says_of_a_strict_model_what_it_says_of_itself(
+    runtime: moonpool.Runtime, attackers: Attackers, is_root: bool
+) -> None:
+    attacker = attackers("strict")
+    told = runtime.instances(attacker.name)[0]["sandbox"]
+    seen = status(attacker.pid)
+
+    assert isinstance(told, dict)
+    assert {layer.partition(":")[0] for layer in told["layers"]} >= REQUIRED
+    assert (seen["NoNewPrivs"], seen["Seccomp"]) == ("1", "2")
+    assert {seen[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
+    if is_root:
+        # A user that nobody else is.
+        assert told["user"] == int(seen["Uid"].split()[0]) != 0
+        assert seen["Groups"] == ""
+        assert seen["CapBnd"] == "0" * 16
+    # From inside it looks the same.
+    within = attacker.finds("self.status")
+    assert (within["NoNewPrivs"], within["Seccomp"]) == ("1", "2")
+
+
+def test_two_instances_are_two_users(
+    runtime: moonpool.Runtime, attackers: Attackers, model_folder: Path, is_root: bool
+) -> None:
+    if not is_root:
+        pytest.skip("only root has users to give")
+    other = load_attacker(runtime, "strict", model_folder, "another")
+    try:
+        ours = attackers("strict").finds("self.identity")
+        theirs = other.finds("self.identity")
+    finally:
+        runtime.unload("another")
+
+    assert ours["uids"] != theirs["uids"]
+    assert len(set(ours["uids"] + ours["gids"])) == 1
+    assert ours["groups"] in ([], ours["gids"][:1])
+
+
+def test_at_standard_a_model_gets_no_privileges_and_leaves_no_core(
+    attackers: Attackers,
+) -> None:
+    seen = status(attackers("standard").pid)
+
+    assert seen["NoNewPrivs"] == "1"
+    assert attackers("standard").finds("self.limit", name="RLIMIT_CORE") == [0, 0]
+
+
+# A kernel that lacks something
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import moonpool
+from tests.hostile.attacker import answers, load_attacker, load_sibling
+with moonpool.Runtime() as runtime:
+    load_sibling(runtime)
+    try:
+        attacker = load_attacker(runtime, sys.argv[1], Path(sys.argv[2]))
+    except moonpool.LoadFailed as error:
+        print(json.dumps({"failed": str(error), "stage": error.stage, "sibling": answers(runtime)}))
+    else:
+        said = attacker.finds("kernel.make", name="getpid") == attacker.pid
+        found = runtime.instances(attacker.name)[0]["sandbox"]
+        print(json.dumps(found | {"serves": said, "sibling": answers(runtime)}))
+"""
+
+
+def loaded(level: str, folder: Path, **refusals: int) -> dict[str, Any]:
+    """What a runtime says that loads the attacker at this level where the kernel refuses these calls."""
+    paths = [str(Path(__file__).parents[2]), *sys.path]
+    program = [sys.executable, "-c", PROGRAM, level, str(folder)]
+    ended = subprocess.run(
+        lesser_kernel.command(program, **refusals),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode != 0:
+        pytest.fail(ended.stderr, pytrace=False)
+    found: dict[str, Any] = json.loads(ended.stdout)
+    assert found["sibling"] is True
+    return found
+
+
+MISSING = {
+    "landlock": {"landlock_create_ruleset": errno.ENOSYS},
+    "seccomp": {"seccomp": errno.EINVAL},
+}
+
+
+@pytest.mark.parametrize("layer", MISSING)
+def test_without_a_layer_that_it_needs_strict_does_not_load(model_folder: Path, layer: str) -> None:
+    found = loaded("strict", model_folder, **MISSING[layer])
+
+    assert f"{layer}: " in found["failed"]
+    assert "best-effort" in found["failed"]
+
+
+def test_best_effort_goes_without_and_says_so(model_folder: Path) -> None:
+    found = loaded("best-effort", model_folder, **MISSING["landlock"])
+
+    assert found["serves"]
+    assert [each.partition(":")[0] for each in found["left_out"]] == ["landlock"]
+    assert "landlock" not in " ".join(found["layers"])
+    assert {"seccomp", "no_new_privs"} <= set(found["layers"])
+
+
+def test_strict_goes_without_namespaces_and_says_so(model_folder: Path) -> None:
+    found = loaded("strict", model_folder, unshare=errno.EPERM)
+
+    assert found["serves"]
+    assert any(each.startswith("namespaces: ") for each in found["left_out"])
+
+
+# Code that would run before it is on
+
+MARKED = """
+import os, sys
+try:
+    with open({marker!r}, "a") as file:
+        file.write("ran")
+except OSError:
+    pass
+{rest}
+"""
+HIJACKED = [
+    "_ctypes",
+    "ctypes",
+    "json",
+    "msgpack",
+    "resource",
+    "sitecustomize",
+    "struct",
+    "usercustomize",
+]
+
+
+@pytest.fixture
+def hijacking(model_folder: Path, tmp_path: Path) -> Callable[[], bool]:
+    """A model whose folder has modules of names that the stub imports itself; whether any of them ran."""
+    marker = tmp_path / "ran"
+    version = tmp_path / "hijacking" / "1"
+    shutil.copytree(model_folder / "1", version)
+    for name in HIJACKED:
+        (version / f"{name}.py").write_text(MARKED.format(marker=str(marker), rest=""))
+        (version.parent / f"{name}.py").write_text(MARKED.format(marker=str(marker), rest=""))
+    (version / "evil.pth").write_text(f"import os; open({str(marker)!r}, 'w')\n")
+    return marker.exists
+
+
+def test_files_of_a_model_hide_nothing_that_its_process_imports_first(
+    runtime: moonpool.Runtime,
+    hijacking: Callable[[], bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The folder in which the runtime runs is on no path either.
+    monkeypatch.chdir(tmp_path / "hijacking" / "1")
+    attacker = load_attacker(runtime, "standard", tmp_path / "hijacking", "hijacking")
+    try:
+        assert attacker.finds("kernel.make", name="getpid") == attacker.pid
+        assert not hijacking()
+        assert str(tmp_path / "hijacking" / "1") not in sys.path
+    finally:
+        runtime.unload("hijacking")
+
+
+def test_a_thread_that_was_there_before_the_sandbox_fails_the_load(
+    runtime: moonpool.Runtime,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Landlock would not hold it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+
+    with pytest.raises(LoadFailed, match="landlock: this process has threads already"):
+        load_attacker(runtime, "strict", model_folder, "threaded")
