@@ -18,7 +18,8 @@ from moonpool.runtime.limits.processors import check_processors
 from moonpool.runtime.prefork.template import Template
 from moonpool.runtime.prefork.template_stub import TemplateStub
 from moonpool.runtime.regions import CallerMemory
-from moonpool.runtime.sandbox.plan import Plan, hardened, plan_for
+from moonpool.runtime.sandbox.defaults import hardened
+from moonpool.runtime.sandbox.plan import Plan, plan_for
 from moonpool.runtime.start import completed, start_of
 from moonpool.runtime.stub_handle import StubHandle
 

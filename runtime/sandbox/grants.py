@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.policy import BEST_EFFORT, LEVELS, OFF, STRICT
 from moonpool.runtime.errors import NotGranted
+from moonpool.runtime.sandbox.defaults import hardened
 
 if TYPE_CHECKING:
     from moonpool.runtime.backend import Model
+    from moonpool.runtime.config import ConfigError
     from moonpool.runtime.config_options import ModelOptions
 
 
@@ -45,14 +48,28 @@ def check_ungranted(model: Model) -> None:
 
     Under a level that holds for a whole server, a model is not to open its own door.
     """
-    defaults = type(model.options)()
+    options = model.options
+    usual = hardened(replace(type(options)(), sandbox=options.sandbox))
     for key, attribute in _GRANTS.items():
-        if getattr(model.options, attribute) != getattr(defaults, attribute):
-            raise model.config.source.error(
-                f"parameters[{key}]",
-                f"this server lets no model give itself more than its sandbox does; to let '{model.name}', "
-                f"start it with --sandbox-grants={model.name}",
-            )
+        if getattr(options, attribute) != getattr(usual, attribute):
+            raise _ungranted(model, key, "more than its sandbox does")
+    for key, (attribute, bound) in _LIMITS.items():
+        most = getattr(usual, bound)
+        if _exceeds(getattr(options, attribute), most):
+            raise _ungranted(model, key, f"more than {most}")
+
+
+def _ungranted(model: Model, key: str, more: str) -> ConfigError:
+    return model.config.source.error(
+        f"parameters[{key}]",
+        f"this server lets no model give itself {more}; to let '{model.name}', start it with "
+        f"--sandbox-grants={model.name}",
+    )
+
+
+def _exceeds(value: int | None, most: int | None) -> bool:
+    """Whether a limit is looser than another one; None sets none, and leaves it to others."""
+    return value is not None and most is not None and value > most
 
 
 def check_not_looser(model: Model, asker: ModelOptions) -> None:
@@ -67,10 +84,13 @@ def check_not_looser(model: Model, asker: ModelOptions) -> None:
                 f"a model in the sandbox '{asker.sandbox}' cannot choose the interpreter of another"
             )
             raise source.error("parameters[EXECUTION_ENV_PATH]", what)
+        what = f"a model in the sandbox '{asker.sandbox}' cannot set this for another"
         for key, attribute in _GRANTS.items():
             value = getattr(options, attribute)
             if value not in (getattr(asker, attribute), getattr(type(options)(), attribute)):
-                what = f"a model in the sandbox '{asker.sandbox}' cannot set this for another"
+                raise source.error(f"parameters[{key}]", what)
+        for key, (attribute, bound) in _LIMITS.items():
+            if _exceeds(getattr(options, attribute), getattr(asker, bound)):
                 raise source.error(f"parameters[{key}]", what)
     more = set(options.environment) - set(asker.environment)
     if more and asker.sandbox != OFF:
@@ -79,17 +99,23 @@ def check_not_looser(model: Model, asker: ModelOptions) -> None:
 
 
 _GRANTS = {
+    # Its interpreter is confined, but whatever lies beside that can be read.
+    "EXECUTION_ENV_PATH": "execution_env_path",
     "MOONPOOL_SANDBOX_PATHS": "sandbox_paths",
     "MOONPOOL_SANDBOX_PORTS": "sandbox_ports",
     "MOONPOOL_SANDBOX_SYSCALLS": "sandbox_syscalls",
     "MOONPOOL_SANDBOX_MODELS": "sandbox_models",
     "MOONPOOL_ENVIRONMENT": "environment",
     "MOONPOOL_PREFORK": "prefork",
-    # Limits that `strict` sets by itself.
-    "MOONPOOL_MEMORY_LIMIT_BYTES": "memory_limit_bytes",
-    "MOONPOOL_REGION_LIMIT_BYTES": "region_limit_bytes",
-    "MOONPOOL_TASK_LIMIT": "task_limit",
-    "MOONPOOL_OPEN_FILES": "open_files",
-    "MOONPOOL_SCRATCH_BYTES": "scratch_bytes",
-    "MOONPOOL_CPU_WEIGHT": "cpu_weight",
+}
+# Each with what it may not exceed; tighter ones harm nobody.
+_LIMITS = {
+    "MOONPOOL_MEMORY_LIMIT_BYTES": ("memory_limit_bytes", "memory_limit_bytes"),
+    "MOONPOOL_REGION_BYTES": ("region_bytes", "region_limit_bytes"),
+    "MOONPOOL_REGION_LIMIT_BYTES": ("region_limit_bytes", "region_limit_bytes"),
+    "MOONPOOL_TASK_LIMIT": ("task_limit", "task_limit"),
+    "MOONPOOL_OPEN_FILES": ("open_files", "open_files"),
+    "MOONPOOL_SCRATCH_BYTES": ("scratch_bytes", "scratch_bytes"),
+    "MOONPOOL_CPU_WEIGHT": ("cpu_weight", "cpu_weight"),
+    "MOONPOOL_LOG_LINES_PER_S": ("log_lines_per_s", "log_lines_per_s"),
 }

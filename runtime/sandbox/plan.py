@@ -14,16 +14,12 @@ from moonpool.runtime import environment_variables
 from moonpool.runtime.sandbox import users
 from moonpool.runtime.sandbox.grants import granted
 from moonpool.runtime.sandbox.paths import needed_paths
-from moonpool.runtime.usage import machine_memory_bytes
 
 if TYPE_CHECKING:
     from moonpool.runtime.backend import Model
-    from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.environment import Environment
     from moonpool.runtime.sandbox.confinement import Confinement
 
-_TASKS = 512
-_OPEN_FILES = 1024
 # As the kernel weighs a step of `nice`.
 _NICE_RATIO = 1.25
 _USUAL_WEIGHT = 100
@@ -57,20 +53,6 @@ class Plan:
             shutil.rmtree(self.policy.scratch, ignore_errors=True)
         if self.policy.user is not None:
             users.give_back(self.policy.user)
-
-
-def hardened(options: ModelOptions) -> ModelOptions:
-    """The options with the limits of `strict` where the model is contained and sets none itself."""
-    if options.sandbox not in (BEST_EFFORT, STRICT):
-        return options
-    half_bytes = machine_memory_bytes() // 2
-    return replace(
-        options,
-        memory_limit_bytes=options.memory_limit_bytes or half_bytes,
-        region_limit_bytes=options.region_limit_bytes or max(half_bytes, options.region_bytes),
-        task_limit=options.task_limit or _TASKS,
-        open_files=options.open_files or _OPEN_FILES,
-    )
 
 
 def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool = False) -> Plan:

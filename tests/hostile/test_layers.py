@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 from tests import lesser_kernel
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.hostile.attacker import load_attacker
+from tests.hostile.attacker import copied, load_attacker
 from tests.hostile.conftest import Attackers
 
 import moonpool
 from moonpool import LoadFailed
+from moonpool.runtime.sandbox import users
+from moonpool.stub.sandbox.mounts import closed_above
 
 REQUIRED = {"limits", "no_new_privs", "landlock", "seccomp"}
 
@@ -137,11 +140,18 @@ def test_best_effort_goes_without_and_says_so(model_folder: Path) -> None:
     assert {"seccomp", "no_new_privs"} <= set(found["layers"])
 
 
-def test_strict_goes_without_namespaces_and_says_so(model_folder: Path) -> None:
-    found = loaded("strict", model_folder, unshare=errno.EPERM)
+def test_strict_goes_without_namespaces_and_says_so(is_root: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="moonpool-hostile-") as name:
+        # Only mounts of its own would lead a user of its own past a folder that is closed.
+        Path(name).chmod(0o755)
+        found = loaded("strict", copied(Path(name) / "attacker"), unshare=errno.EPERM)
 
-    assert found["serves"]
-    assert any(each.startswith("namespaces: ") for each in found["left_out"])
+    if is_root and closed_above(os.path.realpath(sys.base_prefix), users.LAST):
+        assert "which this instance is, cannot read" in found["failed"]
+        assert "chmod" in found["failed"]
+    else:
+        assert found["serves"]
+        assert any(each.startswith("namespaces: ") for each in found["left_out"])
 
 
 # Code that would run before it is on
@@ -204,6 +214,7 @@ def test_a_thread_that_was_there_before_the_sandbox_fails_the_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Landlock would not hold it."""
+    tmp_path.chmod(0o755)
     (tmp_path / "sitecustomize.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )

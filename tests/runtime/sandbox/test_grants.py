@@ -26,13 +26,24 @@ GRANTS = [
     ("OPEN_FILES", "100000"),
     ("SCRATCH_BYTES", "1T"),
     ("CPU_WEIGHT", "10000"),
+    ("LOG_LINES_PER_S", "100000"),
 ]
+TIGHTER = {
+    "MEMORY_LIMIT_BYTES": "64M",
+    "REGION_LIMIT_BYTES": "8M",
+    "TASK_LIMIT": "8",
+    "OPEN_FILES": "64",
+    "SCRATCH_BYTES": "1M",
+    "CPU_WEIGHT": "50",
+    "LOG_LINES_PER_S": "1",
+}
 
 
 def model(**options: str) -> Model:
     raw = minimal("m")
     raw["parameters"] = {
-        f"MOONPOOL_{key}": {"string_value": value} for key, value in options.items()
+        key if key == "EXECUTION_ENV_PATH" else f"MOONPOOL_{key}": {"string_value": value}
+        for key, value in options.items()
     }
     here = Path("/models/m")
     return model_of(
@@ -51,6 +62,18 @@ def test_a_model_gives_itself_nothing_under_a_servers_level(
         HostingRules(level).apply_to(asking)
     HostingRules(level, grants=frozenset(["m"])).apply_to(asking)
     HostingRules("standard").apply_to(asking)
+
+
+def test_a_model_may_limit_itself_further() -> None:
+    HostingRules("strict").apply_to(model(**TIGHTER))
+
+
+def test_a_model_chooses_no_interpreter_of_its_own_under_a_servers_level() -> None:
+    """What lies beside that one could be read, and beside /bin/python3 lies everything."""
+    asking = model(EXECUTION_ENV_PATH="/")
+
+    with pytest.raises(ConfigError, match=r"EXECUTION_ENV_PATH.*--sandbox-grants=m"):
+        HostingRules("strict").apply_to(asking)
 
 
 def test_a_level_is_raised_and_not_lowered() -> None:
