@@ -42,9 +42,12 @@ def test_every_table_is_drawn() -> None:
 
 
 def promises() -> list[tuple[str, str]]:
-    """Each line of the specification's tables with the tests that it names."""
-    page = (DOCS / "SPECIFICATION.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?!---|promise)(.+?) \| (.+?) \|$", page, flags=re.MULTILINE)
+    """Each line of the tables of promises with the tests that it names."""
+    tables: list[str] = []
+    for name in ("SPECIFICATION.md", "SANDBOX.md"):
+        page = (DOCS / name).read_text(encoding="utf-8")
+        tables += re.findall(r"^\| promise \| test \|\n((?:\|.*\|\n)+)", page, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (?!---)(.+?) \| (.+?) \|$", "".join(tables), flags=re.MULTILINE)
     return [
         (promise, where) for promise, tests in rows for where in re.findall(r"`([^`]+)`", tests)
     ]

@@ -13,6 +13,8 @@ import threading
 # Numbers that Debian and systemd leave to nobody.
 FIRST, LAST = 60600, 61183
 _FILE = "/run/moonpool-users"
+# CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID and CAP_SETUID; containers may take them from root.
+_NEEDED = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
 
 _lock = threading.Lock()
 _taken: set[int] = set()
@@ -26,7 +28,7 @@ def take() -> int | None:
     Any thread may call it.
     """
     global _fd
-    if os.geteuid() != 0 or not _are_mapped():
+    if os.geteuid() != 0 or not _are_mapped() or not _has_rights():
         return None
     with _lock:
         if _fd < 0:
@@ -40,6 +42,13 @@ def take() -> int | None:
                 _taken.add(user)
                 return user
     return None
+
+
+def _has_rights() -> bool:
+    """Whether this root may make a process another user, give it a folder, and end it."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        (held,) = (int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    return held & _NEEDED == _NEEDED
 
 
 def _are_mapped() -> bool:

@@ -99,10 +99,24 @@ with moonpool.Runtime() as runtime:
 """
 
 
-def loaded(level: str, folder: Path, **refusals: int) -> dict[str, Any]:
+# PR_CAPBSET_DROP, from CAP_CHOWN to CAP_SETUID.
+WITHOUT_CAPABILITIES = """
+import os, sys
+from moonpool.stub.sandbox import kernel
+for capability in range(8):
+    kernel.prctl(24, capability)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def loaded(
+    level: str, folder: Path, *, has_capabilities: bool = True, **refusals: int
+) -> dict[str, Any]:
     """What a runtime says that loads the attacker at this level where the kernel refuses these calls."""
     paths = [str(Path(__file__).parents[2]), *sys.path]
     program = [sys.executable, "-c", PROGRAM, level, str(folder)]
+    if not has_capabilities:
+        program = [sys.executable, "-c", WITHOUT_CAPABILITIES, *program]
     ended = subprocess.run(
         lesser_kernel.command(program, **refusals),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
@@ -152,6 +166,19 @@ def test_strict_goes_without_namespaces_and_says_so(is_root: bool) -> None:
     else:
         assert found["serves"]
         assert any(each.startswith("namespaces: ") for each in found["left_out"])
+
+
+def test_a_root_without_rights_has_no_users_to_give_and_serves(
+    model_folder: Path, is_root: bool
+) -> None:
+    """As in a container that takes them from it."""
+    if not is_root:
+        pytest.skip("this user has none to lose")
+    found = loaded("strict", model_folder, has_capabilities=False)
+
+    assert found["serves"]
+    assert found["user"] is None
+    assert {"landlock", "seccomp"} <= {layer.partition(":")[0] for layer in found["layers"]}
 
 
 # Code that would run before it is on
