@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from moonpool.runtime.scheduler import Scheduler
 
 
+# About what it takes to hand out the outcomes of a large batch.
+_SLOW_NS = 1_000_000
+
+
 class Execution:
     """A batch that was handed to an instance, which will answer later."""
 
@@ -186,12 +190,23 @@ class Execution:
         """Read the answer, which is there, and give every request its outcome."""
         self.scheduler.finish(self)
 
+    def was_slow(self, now_ns: int) -> bool:
+        """Whether its instance should have the next batch before anything else is done.
+
+        One that is quick is woken last: where there are few processors, it would take this one, while callers
+        wait for what they could have already; and they may be back for the next batch.
+        """
+        return now_ns - self.sent_ns > _SLOW_NS
+
     def record(self, answers: Sequence[Answer], answered_ns: int, now_ns: int) -> Sequence[Answer]:
         """Count a batch; returns its answers, with an error for each that is none.
 
         Requests that are answered later count as Triton counts them: they succeeded in execute.
         """
         requests, statistics = self.requests, self.scheduler.statistics
+        if len(answers) != len(requests):
+            error = BackendError(f"{len(answers)} responses to {len(requests)} requests")
+            answers = [error] * len(requests)
         by_duration, summaries = statistics.by_duration, statistics.summaries
         now_ms = time.time_ns() // 1_000_000
         good = rows = total_rows = success_ns = queue_ns = filled = 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.runtime.changes import Changes
-from moonpool.runtime.errors import BackendError, InvalidRequest, ModelUnavailable, own
+from moonpool.runtime.errors import InvalidRequest, ModelUnavailable, own
 from moonpool.runtime.execution import Execution, broken
 from moonpool.runtime.outcomes import Outcomes
 from moonpool.runtime.sequence_room import room_for
@@ -219,14 +219,11 @@ class Scheduler:
         *,
         interruptible: bool = False,
     ) -> None:
-        """The instance is free again: start the next batch, then hand out the outcomes.
+        """The instance is free again: hand out the outcomes and start the next batch; a slow one's before that.
 
         An interruptible thread does so only where nobody else is concerned, else the reactor does.
         """
         requests, instance, room = execution.requests, execution.instance, self._room
-        if len(answers) != len(requests):
-            error = BackendError(f"{len(answers)} responses to {len(requests)} requests")
-            answers = [error] * len(requests)
         now_ns = time.monotonic_ns()
         with self._lock:
             if self._busy.get(instance) is not execution:
@@ -247,8 +244,13 @@ class Scheduler:
             started, rejected = self._form(now_ns)
             resolved = self.outcomes.settled(execution, answers)
             self._changes.tell()
-        self._launch(started, rejected)
-        self.outcomes.leave(resolved)
+        if execution.was_slow(now_ns):
+            self._launch(started, rejected)
+            started, rejected = [], []
+        try:
+            self.outcomes.leave(resolved)
+        finally:
+            self._launch(started, rejected)
 
     def executes(self, execution: Execution) -> bool:
         return self._busy.get(execution.instance) is execution
