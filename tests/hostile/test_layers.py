@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,11 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def loaded(
-    level: str, folder: Path, *, has_capabilities: bool = True, **refusals: int
+    level: str,
+    folder: Path,
+    refusals: Mapping[str, int] | None = None,
+    *,
+    has_capabilities: bool = True,
 ) -> dict[str, Any]:
     """What a runtime says that loads the attacker at this level where the kernel refuses these calls."""
     paths = [str(Path(__file__).parents[2]), *sys.path]
@@ -118,7 +122,7 @@ def loaded(
     if not has_capabilities:
         program = [sys.executable, "-c", WITHOUT_CAPABILITIES, *program]
     ended = subprocess.run(
-        lesser_kernel.command(program, **refusals),
+        lesser_kernel.command(program, **(refusals or {})),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
@@ -139,14 +143,14 @@ MISSING = {
 
 @pytest.mark.parametrize("layer", MISSING)
 def test_without_a_layer_that_it_needs_strict_does_not_load(model_folder: Path, layer: str) -> None:
-    found = loaded("strict", model_folder, **MISSING[layer])
+    found = loaded("strict", model_folder, MISSING[layer])
 
     assert f"{layer}: " in found["failed"]
     assert "best-effort" in found["failed"]
 
 
 def test_best_effort_goes_without_and_says_so(model_folder: Path) -> None:
-    found = loaded("best-effort", model_folder, **MISSING["landlock"])
+    found = loaded("best-effort", model_folder, MISSING["landlock"])
 
     assert found["serves"]
     assert [each.partition(":")[0] for each in found["left_out"]] == ["landlock"]
@@ -158,7 +162,7 @@ def test_strict_goes_without_namespaces_and_says_so(is_root: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="moonpool-hostile-") as name:
         # Only mounts of its own would lead a user of its own past a folder that is closed.
         Path(name).chmod(0o755)
-        found = loaded("strict", copied(Path(name) / "attacker"), unshare=errno.EPERM)
+        found = loaded("strict", copied(Path(name) / "attacker"), {"unshare": errno.EPERM})
 
     if is_root and closed_above(os.path.realpath(sys.base_prefix), users.LAST):
         assert "which this instance is, cannot read" in found["failed"]
