@@ -33,7 +33,12 @@ class Bounds:
         self._watcher = watcher
         self._rss_bytes = options.recycle_rss_bytes
         self._watched: Watched | None = None
-        self._group: Group | None = GROUPS.make(policy.limits, options.cpu_weight)
+        limits = dict(policy.limits)
+        # A template and its forks are one user's, and limited as such; each fork is watched by itself.
+        if options.task_limit is not None and not policy.forks:
+            limits["tasks"] = options.task_limit
+        self._tasks = limits.get("tasks")
+        self._group: Group | None = GROUPS.make(limits, options.cpu_weight)
         # What is left for the process to put on itself.
         self.policy = policy if self._group is None else _without(policy, self._group)
 
@@ -70,7 +75,7 @@ class Bounds:
             self._name,
             process,
             end,
-            tasks=policy.limits.get("tasks"),
+            tasks=self._tasks,
             scratch=policy.scratch,
             scratch_bytes=policy.scratch_bytes if policy.scratch else None,
             rss_bytes=self._rss_bytes,

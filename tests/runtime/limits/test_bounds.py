@@ -67,6 +67,17 @@ def test_addresses_are_not_limited_where_a_gpu_needs_them(kind: str, name: str) 
     assert _limits(model) == {name: 1 << 30}
 
 
+@pytest.mark.parametrize(("forks", "tasks"), [(True, 192), (False, 64)])
+def test_a_template_has_the_tasks_of_all_its_forks_and_each_fork_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool, tasks: int
+) -> None:
+    monkeypatch.setattr(bounds, "GROUPS", Left(tmp_path, "pids"))
+    policy = Policy(limits={"tasks": 192}, forks=forks)
+    Bounds("m_0", policy, ModelOptions(task_limit=64), Watcher())
+    (group,) = tmp_path.iterdir()
+    assert (group / "pids.max").read_text() == str(tasks)
+
+
 def test_a_group_that_does_not_take_the_process_fails_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

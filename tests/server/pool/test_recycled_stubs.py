@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.runtime.frontend.pool.directory import Directory
+from moonpool.runtime.frontend.pool.messages import Word
 
 RECYCLED = """
 parameters [{ key: "MOONPOOL_RECYCLE_REQUESTS" value { string_value: "40" } }]
@@ -105,3 +109,55 @@ def test_a_front_end_tells_how_many_requests_a_stub_has_executed() -> None:
         for _ in range(5):
             guest.infer("twice", 1)
         wait_until(lambda: guest.served == [(0, 2), (0, 2)])
+
+
+class Friend:
+    """A front end as the directory has it, which is told what the test looks at."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def tell(self, *message: object, fds: tuple[int, ...] = ()) -> None:
+        self.told.append(message)
+        for fd in fds:
+            os.close(fd)
+
+    def tell_with_file(self, *message: object, contents: object) -> None:  # noqa: ARG002
+        self.told.append(message)
+
+    def count(self, word: Word) -> int:
+        return sum(message[0] == word for message in self.told)
+
+
+def test_who_has_let_go_of_a_stub_that_others_keep_is_let_in_again() -> None:
+    directory = Directory()
+    quick, slow = Friend(), Friend()
+    for friend in (quick, slow):
+        directory.add(friend)  # type: ignore[arg-type]
+    with (
+        moonpool.Runtime(audience=directory) as runtime,
+        hosted(runtime, "shared", SHARED, SHARED_CONFIG),
+    ):
+        stub = runtime._models.find("shared").supervisor.seats[0].instance.state
+        (number,) = [message[2] for message in quick.told if message[0] == Word.STUB]
+
+        def withdraw(timeout_s: float, *friends: Friend) -> bool:
+            told = [friend.count(Word.LEAVE) for friend in (quick, slow)]
+            with ThreadPoolExecutor() as pool:
+                asked = pool.submit(directory.withdraw, stub, timeout_s)
+                wait_until(lambda: quick.count(Word.LEAVE) > told[0])
+                wait_until(lambda: slow.count(Word.LEAVE) > told[1])
+                for friend in friends:
+                    directory.hear(friend, [Word.LEFT, number])  # type: ignore[arg-type]
+                return asked.result(30.0)
+
+        assert not withdraw(0.2, quick)
+        assert (quick.count(Word.STUB), slow.count(Word.STUB)) == (2, 1)
+        directory.hear(slow, [Word.LEFT, number])  # type: ignore[arg-type]
+        assert slow.count(Word.STUB) == 2
+        assert withdraw(30.0, quick, slow)
+        late = Friend()
+        directory.add(late)  # type: ignore[arg-type]
+        assert late.count(Word.STUB) == 0, "it is about to end"
+        for friend in (quick, slow, late):
+            directory.remove(friend)  # type: ignore[arg-type]
