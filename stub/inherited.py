@@ -58,12 +58,19 @@ class TemplateHost(Host):
 class Inherited:
     """A model of which a template has imported the class and, perhaps, called `initialize`."""
 
-    def __init__(self, model: Model, asked: TemplateHost) -> None:
+    def __init__(
+        self, model: Model, asked: TemplateHost, allow_threads: Callable[[], object]
+    ) -> None:
         self.model = model
         self._asked = asked
+        self._allow_threads = allow_threads
 
     def catch_up(self) -> None:
-        """Ask this process's host for what the template's was asked. Raises `LoadError`."""
+        """In a fork: let libraries have threads, and ask its host for what the template's was asked.
+
+        Raises `LoadError`.
+        """
+        self._allow_threads()
         try:
             self._asked.repeat(host.current())
         except TritonModelException as error:

@@ -26,7 +26,7 @@ import numpy as np
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
-from moonpool.stub import host, logger, output
+from moonpool.stub import forked_libraries, host, logger, output
 from moonpool.stub.boot import die_with_parent
 from moonpool.stub.handshake import shake_hands
 from moonpool.stub.inherited import Inherited, TemplateHost
@@ -80,12 +80,13 @@ class Template:
         try:
             model = Model(start, import_class(start))
             logger.adopt_logging()
+            allow_threads = forked_libraries.compute_alone()
             if start["initializes"]:
                 model.initialize()
                 logger.adopt_logging()
         except LoadError as error:
             self._handshake.fail(error.stage, str(error), error.traceback)
-        return Inherited(model, asked)
+        return Inherited(model, asked, allow_threads)
 
     def _quieten(self) -> None:
         """Let libraries end the threads that they end before a fork, so that those which remain can be counted.
@@ -180,7 +181,7 @@ class Template:
         os.dup2(output_fd, 1)
         os.dup2(output_fd, 2)
         os.close(output_fd)
-        reseed()
+        forked_libraries.reseed()
         with socket.socket(fileno=birth_fd) as birth:
             birth.send(b"\0")
         return shake_hands(name, work_fd, control_fd, calls_fd, apply=_confine)
@@ -201,16 +202,6 @@ class Template:
             self._wait_for(pid, 0)
         code = self._exit_codes.pop(pid, 0)
         self._handshake.control.send_waiting(encode(Kind.EXITED, pid, code))
-
-
-def reseed() -> None:
-    """Let the forks of a process not draw the same numbers. `random` of Python does so by itself."""
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
 
 
 def _confine(policy: Policy) -> Applied:

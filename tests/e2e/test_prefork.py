@@ -11,13 +11,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, is_running, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.waiting import Deadline, wait_until
 
 import moonpool
-from moonpool import LoadFailed, ModelUnavailable, StubDied
+from moonpool import LoadFailed, ModelError, ModelUnavailable, StubDied
 
 FILE = MODELS / "preforked.py"
 SIGNATURE: Config = {
@@ -27,18 +28,27 @@ SIGNATURE: Config = {
 SEEN = "MARKS, AT_IMPORT, AT_INITIALIZE, WEIGHTS"
 FORGIVING = {"RESTART_WINDOW_S": 0.001}
 BOTH = pytest.mark.parametrize("prefork", ["imports", "initialize"])
+LEVELS = pytest.mark.parametrize("level", ["standard", "strict"])
 
 pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MARKS", str(tmp_path))
-    return tmp_path
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    for name in ("imports", "completions", "initializes", "finalizes"):
+        (folder / name).touch()
+        # At strict it is another user who writes there, or several of them.
+        (folder / name).chmod(0o666)
+    monkeypatch.setenv("MARKS", str(folder))
+    return folder
 
 
-def config(prefork: str, **more: object) -> Config:
-    return SIGNATURE | options(PREFORK=prefork, ENVIRONMENT=SEEN, **more)
+def config(prefork: str, level: str = "standard", /, **more: object) -> Config:
+    paths = f"rw:{os.environ['MARKS']}"
+    known = {"PREFORK": prefork, "ENVIRONMENT": SEEN, "SANDBOX": level, "SANDBOX_PATHS": paths}
+    return SIGNATURE | options(**known, **more)
 
 
 def ask(runtime: moonpool.Runtime, do: str = "") -> Any:
@@ -46,8 +56,7 @@ def ask(runtime: moonpool.Runtime, do: str = "") -> Any:
 
 
 def count(marks: Path, what: str) -> int:
-    path = marks / what
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return len((marks / what).read_text().splitlines())
 
 
 def found(runtime: moonpool.Runtime) -> list[int]:
@@ -98,10 +107,11 @@ def are_ready(runtime: moonpool.Runtime, but: set[int] = frozenset()) -> None:  
 # What is done once
 
 
+@LEVELS
 def test_instances_are_forked_from_a_process_that_has_imported_the_model_once(
-    runtime: moonpool.Runtime, marks: Path
+    runtime: moonpool.Runtime, marks: Path, level: str
 ) -> None:
-    with hosted(runtime, "m", FILE, config("imports"), instances=3):
+    with hosted(runtime, "m", FILE, config("imports", level), instances=3):
         assert count(marks, "imports") == count(marks, "completions") == 1
         assert count(marks, "initializes") == 3
         assert ask(runtime)["imported_by"] == template(runtime)
@@ -110,10 +120,11 @@ def test_instances_are_forked_from_a_process_that_has_imported_the_model_once(
     assert count(marks, "finalizes") == 3
 
 
+@LEVELS
 def test_initialize_is_called_once_where_the_model_asks_for_that(
-    runtime: moonpool.Runtime, marks: Path
+    runtime: moonpool.Runtime, marks: Path, level: str
 ) -> None:
-    with hosted(runtime, "m", FILE, config("initialize"), instances=3):
+    with hosted(runtime, "m", FILE, config("initialize", level), instances=3):
         assert count(marks, "initializes") == 1
         # Once more for the process in which it completes its configuration.
         assert count(marks, "imports") == 2
@@ -192,6 +203,94 @@ def test_what_an_instance_forked_goes_with_it(runtime: moonpool.Runtime) -> None
     wait_until(lambda: not is_running(child))
 
 
+# Strict
+
+
+def status(pid: int, *names: str) -> list[str]:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return [
+        " ".join(re.findall(rf"^{name}:\s*(.*)$", text, re.MULTILINE)[0].split()) for name in names
+    ]
+
+
+def test_at_strict_a_fork_is_as_confined_as_its_template_and_may_not_fork(
+    runtime: moonpool.Runtime,
+) -> None:
+    seen = ("Uid", "Gid", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp")
+    with hosted(runtime, "m", FILE, config("imports", "strict"), instances=2):
+        of_template = status(template(runtime), *seen)
+        assert of_template[-2:] == ["1", "2"]
+        assert [status(pid, *seen) for pid in pids(runtime)] == [of_template] * 2
+        shown: Any = runtime.instances("m")[0]["sandbox"]
+        assert {"limits", "no_new_privs", "seccomp"} <= set(shown["layers"])
+        assert "share a template with its other instances" in shown["granted"]
+        with pytest.raises(ModelError, match="not permitted"):
+            ask(runtime, "fork")
+        # Each has one filter more than the process that may fork.
+        (filters,) = status(template(runtime), "Seccomp_filters")
+        more = [status(pid, "Seccomp_filters") for pid in pids(runtime)]
+        assert more == [[str(int(filters) + 1)]] * 2
+
+
+# Other kinds of model
+
+
+def test_a_forked_model_asks_others(runtime: moonpool.Runtime) -> None:
+    caller: Config = {
+        "input": [tensor("DO", "STRING", 1), tensor("X", "FP32", -1)],
+        "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)],
+    }
+    square: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
+    x = np.arange(4, dtype=np.float32)
+    with (
+        hosted(runtime, "square", MODELS / "square.py", square | options(PREFORK="initialize")),
+        hosted(runtime, "m", MODELS / "caller.py", caller | options(PREFORK="initialize"), 2),
+    ):
+        assert template(runtime)
+        for _ in range(4):
+            answer = runtime.infer("m", {"DO": ["once"], "X": x}, timeout_s=30.0)
+            assert answer["Y"].tolist() == [0, 1, 4, 9]
+
+
+@BOTH
+def test_a_forked_model_answers_in_its_own_time(runtime: moonpool.Runtime, prefork: str) -> None:
+    responder: Config = {
+        "input": [tensor("HOW", "STRING", 1), tensor("N", "INT32", 1)],
+        "output": [tensor("Y", "INT32", -1)],
+        "model_transaction_policy": {"decoupled": True},
+    }
+    with hosted(runtime, "m", MODELS / "responder.py", responder | options(PREFORK=prefork)):
+        assert template(runtime)
+        for how in ("count", "in_thread"):
+            inputs = {"HOW": [how], "N": np.array([100], np.int32)}
+            responses = runtime.stream("m", inputs, timeout_s=30.0)
+            assert [int(each.outputs["Y"][0]) for each in responses] == list(range(100))
+
+
+def test_moonpool_s_own_kind_of_model_is_forked(runtime: moonpool.Runtime, tmp_path: Path) -> None:
+    file = tmp_path / "native.py"
+    file.write_text(NATIVE)
+    with hosted(runtime, "m", file, options(PREFORK="initialize"), instances=2):
+        (made_by, pid) = runtime.infer("m", {"X": np.zeros(1, np.int64)})["OUTPUT0"].tolist()
+        assert made_by == template(runtime)
+        assert pid in pids(runtime)
+
+
+NATIVE = """
+import os
+import numpy as np
+from moonpool import Int64
+
+
+class Model:
+    def __init__(self):
+        self.made_by = os.getpid()
+
+    def __call__(self, X: Int64[1]) -> Int64[2]:
+        return np.array([self.made_by, os.getpid()])
+"""
+
+
 # Deaths
 
 
@@ -211,11 +310,16 @@ def test_how_an_instance_died_is_said_and_another_is_forked(
         assert count(marks, "imports") == 1
 
 
+@LEVELS
 @BOTH
 def test_when_the_template_is_killed_all_come_back_from_another_one(
-    runtime: moonpool.Runtime, marks: Path, prefork: str, caplog: pytest.LogCaptureFixture
+    runtime: moonpool.Runtime,
+    marks: Path,
+    prefork: str,
+    level: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with hosted(runtime, "m", FILE, config(prefork), instances=3):
+    with hosted(runtime, "m", FILE, config(prefork, level), instances=3):
         before, first, imports = template(runtime), pids(runtime), count(marks, "imports")
         os.kill(before, signal.SIGKILL)
         are_ready(runtime, set(first))
@@ -225,9 +329,12 @@ def test_when_the_template_is_killed_all_come_back_from_another_one(
     assert "the template of model 'm' has ended" in caplog.text
 
 
-@BOTH
+@pytest.mark.parametrize(
+    ("prefork", "level"),
+    [("imports", "standard"), ("initialize", "standard"), ("initialize", "strict")],
+)
 def test_every_request_has_one_outcome_while_instances_and_template_are_killed(
-    runtime: moonpool.Runtime, prefork: str
+    runtime: moonpool.Runtime, prefork: str, level: str
 ) -> None:
     outcomes: list[str] = []
     done = threading.Event()
@@ -240,7 +347,7 @@ def test_every_request_has_one_outcome_while_instances_and_template_are_killed(
                 outcomes.append("lost")
 
     more = {"MAX_RESTARTS": 1000, "RESTART_BACKOFF_S": 0, "RETRY": "yes"}
-    with hosted(runtime, "m", FILE, config(prefork, **more), instances=3):
+    with hosted(runtime, "m", FILE, config(prefork, level, **more), instances=3):
         callers = [threading.Thread(target=press) for _ in range(3)]
         for caller in callers:
             caller.start()
