@@ -19,6 +19,7 @@ NAMES = (
     "startup",
     "memory",
     "recovery",
+    "prefork",
     "batching",
     "streaming",
     "bls",

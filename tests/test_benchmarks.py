@@ -20,6 +20,7 @@ QUESTIONS = (
     "startup",
     "memory",
     "recovery",
+    "prefork",
     "batching",
     "streaming",
     "bls",

@@ -51,7 +51,10 @@ class TemplateStub(StubHandle):
 
     def check_threads(self) -> None:
         """Raises `ForkRefused` where it has more than one: others would be missing in a fork, with their locks held."""
-        names = _threads_of(self.process.pid)
+        try:
+            names = _threads_of(self.process.pid)
+        except OSError as error:
+            raise ForkRefused(f"its threads cannot be counted ({error.strerror})") from error
         if len(names) > 1:
             raise ForkRefused(
                 f"it has {len(names)} threads ({', '.join(sorted(set(names)))}), and only one would be in a fork"
