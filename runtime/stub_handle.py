@@ -26,7 +26,6 @@ from moonpool.runtime.errors import LoadFailed, StubDied
 from moonpool.runtime.limits.bounds import Bounds
 from moonpool.runtime.model_control import ModelControl
 from moonpool.runtime.output import Output
-from moonpool.runtime.process import StubProcess
 from moonpool.runtime.readiness import StubReadiness
 from moonpool.runtime.sandbox.confinement import Confinement, confirmed
 from moonpool.runtime.sandbox.hints import withheld
@@ -98,7 +97,7 @@ class StubHandle(StubConnection):
             super().__init__(work, control, options, stubs.reactor, is_shared=is_shared)
             opened.append(self.link)
             fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)
-            self.process: ChildProcess = self._spawn(*fds) if fork is None else fork(name, *fds)
+            self.process: ChildProcess = (fork or plan.spawn)(name, *fds)
             self.bounds.begin(self.process)
         except BaseException as error:
             for thing in opened:
@@ -113,19 +112,6 @@ class StubHandle(StubConnection):
                 end.close()
             os.close(write_fd)
         self._watch(calls, ModelControl(stubs.models, model))
-
-    def _spawn(self, work_fd: int, control_fd: int, calls_fd: int, output_fd: int) -> StubProcess:
-        return StubProcess(
-            self.name,
-            self.plan.python,
-            work_fd=work_fd,
-            control_fd=control_fd,
-            calls_fd=calls_fd,
-            output_fd=output_fd,
-            environment=self.plan.environment,
-            folder=self.plan.folder,
-            is_foreign=self.plan.is_foreign,
-        )
 
     def _watch(self, calls: Channel, models: ModelControl) -> None:
         self._desk = CallDesk(calls, self.link, self._reactor, models, self.metrics)
@@ -185,7 +171,8 @@ class StubHandle(StubConnection):
         plan = self.plan
         if plan.template is not None:
             # Foreign code has run in it; but what was put on before that nobody takes off.
-            layers, left_out = plan.template.layers, plan.template.left_out
+            left_out = plan.template.left_out
+            layers = [each for each in plan.template.layers if each not in self.bounds.layers]
         self.confinement = confirmed(
             self.name,
             self.process.pid,

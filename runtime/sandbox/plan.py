@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.policy import BEST_EFFORT, STRICT, Policy
 from moonpool.runtime import environment_variables
+from moonpool.runtime.process import StubProcess
 from moonpool.runtime.sandbox import users
 from moonpool.runtime.sandbox.grants import granted
 from moonpool.runtime.sandbox.paths import needed_paths
@@ -39,6 +40,22 @@ class Plan:
     is_foreign: bool = False
     # Of the process that this one is forked from, which has the user and the folder, too.
     template: Confinement | None = None
+
+    def spawn(
+        self, name: str, work_fd: int, control_fd: int, calls_fd: int, output_fd: int
+    ) -> StubProcess:
+        """Start the process of the stub `name`, with these descriptors. Raises OSError."""
+        return StubProcess(
+            name,
+            self.python,
+            work_fd=work_fd,
+            control_fd=control_fd,
+            calls_fd=calls_fd,
+            output_fd=output_fd,
+            environment=self.environment,
+            folder=self.folder,
+            is_foreign=self.is_foreign,
+        )
 
     def for_a_fork(self, template: Confinement) -> Plan:
         """The plan for a process that the one of this plan, which is so confined, forks."""
