@@ -11,6 +11,7 @@ system calls forbids all the rest of it.
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -209,7 +210,7 @@ class Contained:
         return [
             *usual_files(network=bool(policy.ports)),
             *((path, read) for path in policy.read),
-            *((path, landlock.CHANGE) for path in writable),
+            *((path, _writing(path)) for path in writable),
         ]
 
     def _filter_calls(self, *, scoped: bool) -> None:
@@ -259,6 +260,12 @@ def _install_filter(
     )
     machine = syscalls.this_machine()
     seccomp.install(seccomp.program(machine, table, rules.KILLED, rules.ABSENT))
+
+
+def _writing(path: str) -> int:
+    """The rights of who may write to what is there."""
+    is_device = os.path.exists(path) and stat.S_ISCHR(os.stat(path).st_mode)
+    return landlock.USE_DEVICE if is_device else landlock.CHANGE
 
 
 def _is_absent(path: str) -> bool:

@@ -91,6 +91,19 @@ def test_a_link_inside_a_granted_folder_opens_nothing_outside(identity: Identity
     assert results[f"open('{link}').read()"].startswith("PermissionError")
 
 
+@pytest.mark.skipif(landlock.abi() < 5, reason="this Landlock does not know of devices")
+def test_a_device_is_granted_with_what_its_driver_offers(identity: Identity) -> None:
+    # How much entropy there is (RNDGETENTCNT), which everybody may ask.
+    attempt = "len(fcntl.ioctl(os.open('/dev/random', os.O_RDONLY), 0x80045200, bytes(4)))"
+    before = "import fcntl, os"
+
+    granted = identity.policy(write=["/dev/random"], syscalls=["ioctl"])
+    not_granted = identity.policy(syscalls=["ioctl"])
+
+    assert identity.attempt(granted, attempt, before=before)[attempt] == "ok 4"
+    assert identity.attempt(not_granted, attempt, before=before)[attempt].startswith("Permission")
+
+
 def connection(server: socket.socket) -> str:
     address = server.getsockname()
     return f"import socket; socket.create_connection({address}, 5)"
