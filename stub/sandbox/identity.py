@@ -20,7 +20,7 @@ _CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP = 6, 7, 8
 
 def drop_bounding_set() -> None:
     """Have no program that is started later get a capability. Before the user is changed. Raises OSError."""
-    with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
+    with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
         last = int(file.read())
     for capability in range(last + 1):
         kernel.prctl(_CAPBSET_DROP, capability)
