@@ -27,7 +27,7 @@ from moonpool.stub.sandbox import (
     seccomp,
     syscalls,
 )
-from moonpool.stub.sandbox.files import usual_files
+from moonpool.stub.sandbox.files import pinned_files, usual_files
 from moonpool.stub.sandbox.refused import SandboxRefused, refusing
 
 if TYPE_CHECKING:
@@ -199,7 +199,15 @@ class Contained:
                 "this process has threads already, which it would not hold",
                 "look for what begins threads when Python starts (sitecustomize, .pth files)",
             )
+        self._pin_files()
         landlock.restrict(version, self._rights(), self._policy.ports)
+
+    def _pin_files(self) -> None:
+        """Hold the files that have to stay the same ones, as long as this process lives."""
+        for path in pinned_files():
+            if os.path.exists(path):
+                fd = os.open(path, os.O_PATH)
+                os.set_inheritable(fd, self._launches)
 
     def _rights(self) -> list[tuple[str, int]]:
         policy = self._policy

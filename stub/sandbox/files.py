@@ -30,6 +30,9 @@ _USUAL = (
     ("/etc/localtime", READ),
     ("/etc/timezone", READ),
     ("/usr/share/zoneinfo", READ),
+    # What OpenSSL reads when Python's hashlib or ssl is imported.
+    ("/etc/ssl/openssl.cnf", READ),
+    ("/etc/pki/tls/openssl.cnf", READ),
     # How numbers and texts are written.
     ("/usr/lib/locale", READ),
     ("/usr/share/locale", READ),
@@ -43,13 +46,20 @@ _NETWORK = (
     ("/etc/gai.conf", READ),
     ("/etc/services", READ),
     # Whom TLS trusts.
-    ("/etc/ssl/openssl.cnf", READ),
     ("/etc/ssl/certs", READ),
     ("/etc/ssl/cert.pem", READ),
     ("/etc/pki/tls/certs", READ),
     ("/usr/share/ca-certificates", READ),
     ("/usr/local/share/ca-certificates", READ),
 )
+
+
+def pinned_files() -> list[str]:
+    """Those that the kernel makes anew once it has forgotten them, under memory pressure: a rule is for the old ones.
+
+    They stay as they are while somebody holds a descriptor of them.
+    """
+    return [path for path, _ in _USUAL if path.startswith("/proc/")]
 
 
 def usual_files(*, network: bool) -> list[tuple[str, int]]:
