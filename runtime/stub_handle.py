@@ -20,7 +20,7 @@ from moonpool.ipc.errors import (
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
 from moonpool.runtime.call_desk import BROKE, CallDesk
 from moonpool.runtime.control_channel import ControlChannel
-from moonpool.runtime.diagnose import death_in_words, oom_kills, start_failure
+from moonpool.runtime.diagnose import start_failure
 from moonpool.runtime.environment_variables import missing_variable
 from moonpool.runtime.errors import LoadFailed, StubDied
 from moonpool.runtime.limits.bounds import Bounds
@@ -79,7 +79,6 @@ class StubHandle(StubConnection):
         self.metrics = StubMetrics(stubs.metrics, self.catch_up)
         self.readiness = StubReadiness(name, stubs.reactor, self.tell)
         self._reason: BaseException | None = None
-        self._oom_kills = oom_kills()
         # Has ended; tells nothing any more.
         self._has_exited = self._is_mute = False
         work, work_end = Channel.pair()
@@ -178,7 +177,7 @@ class StubHandle(StubConnection):
             self.process.pid,
             self.bounds.policy,
             plan.granted,
-            [*layers, *self.bounds.layers],
+            [*dict.fromkeys((*layers, *self.bounds.layers))],
             left_out,
         )
         _log.log(self.confinement.log_level, "[%s] sandbox: %s", self.name, self.confinement)
@@ -266,11 +265,7 @@ class StubHandle(StubConnection):
     def _death(self, code: int) -> tuple[str, str]:
         """What became of it, and its last words."""
         self._on_reactor(self._output.drain)
-        killed = oom_kills() > self._oom_kills
-        if limit := self.bounds.reached():
-            return f"was ended by the kernel, as it {limit},", ""
-        limits, tail = self.bounds.policy.limits, self._output.tail()
-        return death_in_words(code, self.plan.python, tail, limits, oom_killed=killed)
+        return self.bounds.death_in_words(code, self.plan.python, self._output.tail())
 
     def _stop(self, grace_s: float) -> None:
         self.process.signal(signal.SIGTERM)

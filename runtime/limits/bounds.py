@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.policy import OFF, Policy
+from moonpool.runtime.diagnose import death_in_words, oom_kills
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.limits.cgroups import GROUPS
 from moonpool.runtime.limits.watcher import Watched
@@ -33,6 +34,7 @@ class Bounds:
         self._watcher = watcher
         self._rss_bytes = options.recycle_rss_bytes
         self._watched: Watched | None = None
+        self._oom_kills = oom_kills()
         limits = dict(policy.limits)
         # A template and its forks are one user's, and limited as such; each fork is watched by itself.
         if options.task_limit is not None and not policy.forks:
@@ -89,9 +91,12 @@ class Bounds:
         if self._watched is not None:
             self._watched.serves(grown)
 
-    def reached(self) -> str:
-        """Which limit the kernel has ended the process for, as a clause; "" for none that is known."""
-        return "" if self._group is None else self._group.reached()
+    def death_in_words(self, code: int, python: str, tail: list[str]) -> tuple[str, str]:
+        """As `diagnose.death_in_words`, with the limit that the kernel has ended the process for, if it was one."""
+        if self._group is not None and (limit := self._group.reached()):
+            return f"was ended by the kernel, as it {limit},", ""
+        killed = oom_kills() > self._oom_kills
+        return death_in_words(code, python, tail, self.policy.limits, oom_killed=killed)
 
     def release(self) -> None:
         """The process has ended; what it may have left in its group ends as well. May be called many times."""
