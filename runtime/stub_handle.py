@@ -76,7 +76,7 @@ class StubHandle(StubConnection):
         self._model, self.plan = model, plan
         self.confinement: Confinement | None = None
         self._stubs = stubs
-        self.metrics = StubMetrics(stubs.metrics, self.catch_up)
+        self.metrics = StubMetrics(stubs.metrics, self.catch_up, options.sandbox)
         self.readiness = StubReadiness(name, stubs.reactor, self.tell)
         self._reason: BaseException | None = None
         # Has ended; tells nothing any more.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.metric_kinds import HISTOGRAM
+from moonpool.ipc.policy import BEST_EFFORT, STANDARD, STRICT
 from moonpool.runtime.metrics import BadMetric, Family
 
 if TYPE_CHECKING:
@@ -17,14 +18,23 @@ if TYPE_CHECKING:
 MAX_HELD = 10_000
 # Of all of them together, in characters as they are shown.
 MAX_SIZE = 16 << 20
+# What the names of the runtime's own metrics begin with.
+RESERVED = ("nv_", "moonpool_")
 
 
 class StubMetrics:
     """What is held in the name of a stub, and given back when it is gone. One thread at a time."""
 
-    def __init__(self, registry: MetricRegistry, catch_up: Callable[[], object]) -> None:
-        """`catch_up` takes in the changes that the stub has told until now."""
+    def __init__(
+        self,
+        registry: MetricRegistry,
+        catch_up: Callable[[], object],
+        sandbox: str = STANDARD,
+    ) -> None:
+        """`catch_up` takes in the changes that the stub has told until now, `sandbox` is its level."""
         self._registry = registry
+        # Its model may want to pass its figures off as the runtime's.
+        self._is_contained = sandbox in (BEST_EFFORT, STRICT)
         self._catch_up = catch_up
         self._held: dict[int, Family | Metric] = {}
         self._size = 0
@@ -45,6 +55,11 @@ class StubMetrics:
         if len(self._held) >= MAX_HELD:
             raise BadMetric(
                 f"a model instance has at most {MAX_HELD} metrics; use labels with fewer values"
+            )
+        if self._is_contained and name.startswith(RESERVED):
+            raise BadMetric(
+                f"the metric '{name}' would pass for one of the runtime's; in this sandbox no name "
+                f"begins with {' or '.join(RESERVED)}"
             )
         held: Family | Metric
         if labels is None:

@@ -103,6 +103,20 @@ def test_lines_of_a_model_are_known_by_its_name(
     assert all(each.isprintable() and len(each) < 10_000 for each in said)
 
 
+def test_a_model_s_figures_do_not_pass_for_another_s(
+    runtime: moonpool.Runtime, attackers: Attackers, level: str
+) -> None:
+    """Triton's models may share families with it; untrusted ones may not."""
+    labels = {"model": "sibling", "version": f"of {level}"}
+
+    for name in ("nv_inference_count", "moonpool_hostile"):
+        attempt = attackers(level).tries("protocol.make_metric", name=name, labels=labels)
+        assert (attempt.word == "done") == (level == "standard"), attempt
+
+    told = [line for line in runtime.metrics().splitlines() if f'version="of {level}"' in line]
+    assert bool(told) == (level == "standard")
+
+
 def test_metrics_of_a_model_have_an_end(
     runtime: moonpool.Runtime, attackers: Attackers, level: str
 ) -> None:

@@ -266,6 +266,14 @@ def make_metrics(count):
     return made
 
 
+def make_metric(name, labels):
+    family = pb_utils.MetricFamily(
+        name=name, description="x", kind=pb_utils.MetricFamily.COUNTER
+    )
+    family.Metric(labels=labels).increment(1)
+    KEPT.append(family)
+
+
 def log(count, text):
     for _ in range(count):
         pb_utils.Logger.log_info(text)

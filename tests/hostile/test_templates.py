@@ -1,0 +1,73 @@
+"""Instances that were forked from a template at strict: the template may fork, they may not, and reach nobody."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.hosting import options
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.hostile.attacker import PATIENT, SIGNATURE, Attacker
+
+import moonpool
+
+
+@pytest.fixture(scope="module")
+def forked(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]:
+    """One of two instances of a model, whichever answers."""
+    settings = options(**PATIENT, SANDBOX="strict", PREFORK="imports")
+    runtime.load("forked", model_folder, config=SIGNATURE | settings, instances=2)
+    yield Attacker(runtime, "forked")
+    runtime.unload("forked")
+
+
+def template_of(pid: int) -> int:
+    """The parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture(scope="module")
+def others(runtime: moonpool.Runtime, forked: Attacker) -> dict[str, int]:
+    pids = [int(str(each["pid"])) for each in runtime.instances(forked.name)]
+    found = {f"instance {number}": pid for number, pid in enumerate(pids)}
+    return found | {"template": template_of(pids[0])}
+
+
+REACHES = [
+    "signal_to",
+    "signal_to_thread",
+    "signal_by_descriptor",
+    "slow_down",
+    "prioritise_io",
+    "limit",
+    "pin",
+]
+
+
+@pytest.mark.parametrize("what", REACHES)
+def test_the_template_and_the_other_instance_are_out_of_reach(
+    forked: Attacker, others: dict[str, int], what: str
+) -> None:
+    """Though all of them are one user."""
+    assert others["template"] != os.getpid()
+    for pid in others.values():
+        outcome = forked.tries(f"processes.{what}", pid=pid)
+        # What it may do to the one that it is itself.
+        assert outcome.word == "EPERM" or pid == forked.finds("kernel.make", name="getpid")
+
+
+STARTS = ["fork", "clone_without_thread", "clone3_process", "spawn", "execute_program"]
+
+
+@pytest.mark.parametrize("what", STARTS)
+def test_what_was_forked_forks_no_further(forked: Attacker, what: str) -> None:
+    assert forked.tries(f"processes.{what}").word in ("EPERM", "EACCES", "ENOSYS")
+
+
+def test_what_was_forked_is_as_confined_as_any_other(forked: Attacker) -> None:
+    assert forked.tries("files.read", path="/etc/passwd").word == "EACCES"
+    assert forked.tries("network.tcp", port=80).word == "EPERM"
+    assert forked.tries("kernel.forget_the_parent").word == "EPERM"
+    assert forked.tries("kernel.with_bad", name="bpf").word == "killed"
