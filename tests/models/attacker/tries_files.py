@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import tempfile
 
 from tries_kernel import LIBC
 
@@ -80,12 +81,10 @@ def link(path, to):
 
 
 def read_by_symlink(path):
-    name = os.path.join(os.getcwd(), "symlink")
-    os.symlink(path, name)
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        name = os.path.join(folder, "symlink")
+        os.symlink(path, name)
         return read(name)
-    finally:
-        os.unlink(name)
 
 
 def read_from_root(path):

@@ -267,9 +267,7 @@ def make_metrics(count):
 
 
 def make_metric(name, labels):
-    family = pb_utils.MetricFamily(
-        name=name, description="x", kind=pb_utils.MetricFamily.COUNTER
-    )
+    family = pb_utils.MetricFamily(name=name, description="x", kind=pb_utils.MetricFamily.COUNTER)
     family.Metric(labels=labels).increment(1)
     KEPT.append(family)
 
