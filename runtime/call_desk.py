@@ -25,6 +25,7 @@ from moonpool.runtime.errors import (
     NotGranted,
     RequestTimedOut,
 )
+from moonpool.runtime.flow import Flow
 from moonpool.runtime.metrics import BadMetric
 from moonpool.runtime.outbox import Outbox
 from moonpool.runtime.public_text import public_text
@@ -74,6 +75,7 @@ class CallDesk:
         self._kill: Callable[[str, str], None]
         self._codec = calls_codec(Side.RUNTIME)
         self._outbox = Outbox(channel, reactor)
+        self._flow = Flow(reactor, channel.fileno())
         self._calls: dict[int, Call] = {}
         self._deadlines = Deadlines()
         self._wakes_at_s: float | None = None
@@ -104,6 +106,7 @@ class CallDesk:
                 packet = self._channel.receive_ready()
                 if packet is None:
                     return
+                self._flow.took(len(packet))
                 self._handle(self._codec.decode(packet))
                 if len(self._calls) < 2:
                     return  # a model with one thread waits now, and has sent nothing more
@@ -113,6 +116,8 @@ class CallDesk:
         except RemoteProtocolError as error:
             self._reactor.forget(self._channel.fileno())
             self._kill(BROKE, str(error))
+        finally:
+            self._flow.settle()
 
     def _handle(self, fields: list[Any]) -> None:
         try:
@@ -238,16 +243,8 @@ class CallDesk:
         except MoonpoolError as failure:  # too large for what memory there is, or nothing to travel
             self._unlend(blocks)
             self._link.released.extend(released)
-            self._send(
-                Kind.REPLY,
-                call.number,
-                is_last,
-                [],
-                [],
-                [],
-                None,
-                _wire_error(failure, _SHORT_MESSAGE),
-            )
+            told = _wire_error(failure, _SHORT_MESSAGE)
+            self._send(Kind.REPLY, call.number, is_last, [], [], [], None, told)
         if not is_last and self._outbox.is_full:
             self._end(call, ModelUnavailable("the model that asked leaves responses unread"))
 
@@ -309,6 +306,7 @@ class CallDesk:
 
     def _indirect(self, fields: list[Any]) -> None:
         packet = self._link.open(*fields[1:]).tobytes()
+        self._flow.took(len(packet))
         inner = self._codec.decode_stored(packet)
         if inner[0] == Kind.INDIRECT:
             raise RemoteProtocolError("an indirect message in an indirect one")

@@ -10,7 +10,6 @@ from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import ProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
 from moonpool.runtime.client_region import ClientRegion
-from moonpool.runtime.output import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,13 +17,12 @@ if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.conversation import Overflow
     from moonpool.ipc.region import SharedRegion
+    from moonpool.runtime.flow import Flow
 
 
 _RESPONSES = int(Kind.RESPONSES)
-# What a stub may tell beside responses, which are work that was asked for: an honest one tells of a batch now and
-# then. A long one counts as several.
-_NOTICES_PER_S = 20_000
-_NOTICE_BYTES = 512
+# Beside others: it takes a thread and memory. An honest stub asks for ever more, so that it asks seldom.
+_COSTS = {int(Kind.GROW): 100}
 
 
 class ControlChannel:
@@ -35,8 +33,6 @@ class ControlChannel:
         self.channel = channel
         self._codec = control_codec(Side.RUNTIME)
         self._sending = threading.Lock()
-        self._notices = Budget(_NOTICES_PER_S)
-        self._unpaid = 0
 
     def send(self, *message: object) -> None:
         """Send a message; never blocks. Raises `PeerGone`, `Closed`, `RemoteProtocolError`."""
@@ -65,25 +61,24 @@ class ControlChannel:
         with self._sending, _reading_peer():
             self.channel.send_fds(packet, region.fd)
 
-    def receive(self, most: int, overflow: Overflow) -> Iterator[list[Any]]:
-        """The messages that are there, at most so many. Raises `PeerGone`, `RemoteProtocolError`."""
+    def receive(self, most: int, overflow: Overflow, flow: Flow) -> Iterator[list[Any]]:
+        """The messages that are there, at most so many. Raises `PeerGone`, `RemoteProtocolError`.
+
+        `flow` is told of all but responses, which are work that was asked for.
+        """
         for _ in range(most):
             packet = self.channel.receive_ready()
             if packet is None:
                 return
             fields = self._codec.decode(packet)
-            if fields[0] != _RESPONSES:
-                self._unpaid += 1 + len(packet) // _NOTICE_BYTES
             if fields[0] == Kind.INDIRECT:
-                fields = self._codec.decode_stored(overflow.load(*fields[1:]))
+                packet = overflow.load(*fields[1:])
+                fields = self._codec.decode_stored(packet)
                 if fields[0] == Kind.INDIRECT:
                     raise ProtocolError("INDIRECT that stands for another one")
+            if fields[0] != _RESPONSES:
+                flow.took(len(packet), _COSTS.get(fields[0], 1))
             yield fields
-
-    def is_flooded(self) -> bool:
-        """Whether what was received lately is more than the stub may tell, and it should wait."""
-        unpaid, self._unpaid = self._unpaid, 0
-        return unpaid > 0 and not self._notices.spend(unpaid)
 
 
 @contextlib.contextmanager

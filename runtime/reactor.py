@@ -40,6 +40,9 @@ class Reactor:
         # What is watched once at a time stays registered between the times.
         self._once: dict[int, Callable[[], object]] = {}
         self._armed: set[int] = set()
+        # Of those that are watched: whose room is waited for, and who is left alone for a while.
+        self._writers: set[int] = set()
+        self._paused: dict[int, object] = {}
         self._soon: deque[Callable[[], object]] = deque()
         self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
@@ -90,28 +93,40 @@ class Reactor:
 
     def watch_room(self, fd: int, *, wanted: bool) -> None:
         """Run the callback of a watched `fd` also whenever it can be written to. On the reactor's thread only."""
-        if fd in self._readers:
-            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+        if wanted:
+            self._writers.add(fd)
+        else:
+            self._writers.discard(fd)
+        self._arrange(fd)
 
     def pause(self, fd: int, delay_s: float) -> None:
         """Leave what can be read from a watched `fd` there for so long. On the reactor's thread only."""
-        callback = self._readers.get(fd)
-        if callback is None:
+        if fd not in self._readers or fd in self._paused:
             return
-        # Its end is seen all the same.
-        self._epoll.modify(fd, 0)
+        pause = self._paused[fd] = object()
+        self._arrange(fd)
 
         def resume() -> None:
-            if self._readers.get(fd) is callback:
-                self._epoll.modify(fd, select.EPOLLIN)
+            # Not of another file, which got the number meanwhile.
+            if self._paused.get(fd) is pause:
+                del self._paused[fd]
+                self._arrange(fd)
 
         self.call_later(delay_s, resume)
+
+    def _arrange(self, fd: int) -> None:
+        """Say what is waited for. The end of `fd` is seen in any case."""
+        if fd in self._readers:
+            read = 0 if fd in self._paused else select.EPOLLIN
+            self._epoll.modify(fd, read | (select.EPOLLOUT if fd in self._writers else 0))
 
     def forget(self, fd: int) -> None:
         """Watch `fd` no more. On the reactor's thread only, and before `fd` is closed."""
         if self._readers.pop(fd, None) is not None or fd in self._armed:
             self._once.pop(fd, None)
             self._armed.discard(fd)
+            self._writers.discard(fd)
+            self._paused.pop(fd, None)
             with contextlib.suppress(FileNotFoundError):
                 self._epoll.unregister(fd)
 

@@ -11,6 +11,7 @@ from moonpool.ipc.errors import MoonpoolError, ProtocolError, RemoteProtocolErro
 from moonpool.ipc.messages import Kind
 from moonpool.ipc.policy import BEST_EFFORT, STRICT
 from moonpool.runtime.control_channel import ControlChannel
+from moonpool.runtime.flow import Flow
 from moonpool.runtime.growth import Growth
 from moonpool.runtime.link import Link
 from moonpool.runtime.sandbox.privacy import forbid_looking_inside
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 # When to tell once more what a stub had no room to read.
 _LATER_S = 0.05
 _RESPONSES = int(Kind.RESPONSES)
-_PAUSE_S = 0.02
 
 
 class StubConnection:
@@ -67,6 +67,7 @@ class StubConnection:
             work.close()
             control.channel.close()
             raise
+        self._flow = Flow(reactor, control.channel.fileno())
         self._growth = Growth(self.link, control, options.region_limit_bytes)
 
     def serve(self, respond: Respond) -> None:
@@ -97,12 +98,10 @@ class StubConnection:
         """Take in what the stub has told, at most so many messages. Raises `PeerGone`, `ProtocolError`."""
         if self._is_closed:
             return
-        for fields in self.control.receive(most, self.link):
+        for fields in self.control.receive(most, self.link, self._flow):
             self._handle(fields)
         self._growth.release_many()
-        if self.control.is_flooded():
-            # What is not read blocks the stub that wrote it, and nobody else.
-            self._reactor.pause(self.control.channel.fileno(), _PAUSE_S)
+        self._flow.settle()
 
     def _handle(self, fields: list[Any]) -> None:
         kind = fields[0]

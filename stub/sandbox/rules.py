@@ -44,9 +44,10 @@ _WAITING = """
 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
 eventfd eventfd2 pipe pipe2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
 """
-# On the channels, and on what `socketpair` made: nothing else is a socket here.
+# On the channels, and on what `socketpair` made: nothing else is a socket here. Without `sendmsg`, which takes descriptors
+# along: those that wait in a socket are counted for all processes of the user, the runtime included (unix(7)).
 _SOCKETS = """
-sendto sendmsg sendmmsg recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt setsockopt
+sendto recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt setsockopt
 """
 _MEMORY = """
 mmap munmap mprotect mremap brk msync mlock mlock2 munlock munlockall membarrier mseal map_shadow_stack
@@ -118,7 +119,8 @@ def allowed(
     if ports:
         table.update(_TCP)
     if forks or FORK in granted:
-        table.update(dict.fromkeys(("fork", "vfork"), ()))
+        # What is forked asks for things over a socket that it hands to its parent.
+        table.update(dict.fromkeys(("fork", "vfork", "sendmsg"), ()))
         table["clone"] = (((0, _CLONE_FORBIDDEN, (0,)),),)
         if signals_are_scoped:
             # Those of a child have another pid than the one that is known here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -163,6 +164,33 @@ def test_what_is_paused_is_read_later(reactor: Reactor, pipe: tuple[int, int]) -
     assert seen[1] - seen[0] >= 0.05 - 1e-5
     reactor.call_soon(lambda: reactor.forget(read_fd))
     finish(reactor)
+
+
+def test_what_is_paused_can_be_written_to_and_is_forgotten(reactor: Reactor) -> None:
+    ours, theirs = socket.socketpair()
+    rooms: list[float] = []
+
+    def ready() -> None:
+        rooms.append(time.monotonic())
+        reactor.watch_room(ours.fileno(), wanted=len(rooms) < 3)
+
+    def begin() -> None:
+        reactor.pause(ours.fileno(), 0.01)
+        reactor.watch_room(ours.fileno(), wanted=True)
+
+    with ours, theirs:
+        reactor.watch(ours.fileno(), ready)
+        reactor.call_soon(begin)
+        wait_until(lambda: len(rooms) == 3)
+        theirs.send(b"x")
+        wait_until(lambda: len(rooms) > 3)
+        reactor.call_soon(lambda: reactor.pause(ours.fileno(), 0.001))
+        reactor.call_soon(lambda: reactor.forget(ours.fileno()))
+        done = threading.Event()
+        reactor.call_later(0.01, done.set)
+        assert done.wait(PATIENCE_S)
+        assert reactor._paused == {}
+        assert reactor._writers == set()
 
 
 def test_the_end_of_a_peer_is_reported(reactor: Reactor) -> None:

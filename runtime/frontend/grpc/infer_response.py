@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _ID = 3
 _IN_STREAM = bytes([2 << 3 | 2])
 _NOTHING = memoryview(b"")
+_INT64 = 2**63 - 1
 Head = tuple[str, int, tuple[tuple[str, int, tuple[int, ...]], ...], bool | None]
 _heads: Memo[Head, bytes] = Memo(1024)
 
@@ -79,7 +80,10 @@ def _head(key: Head) -> bytes:
 
 def _set(parameter: object, value: object) -> None:
     kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
-    setattr(parameter, kinds[type(value)], value)
+    kind = kinds[type(value)]
+    if kind == "int64_param" and value > _INT64:  # type: ignore[operator]
+        kind = "uint64_param"
+    setattr(parameter, kind, value)
 
 
 def in_stream(response: bytes) -> bytes:

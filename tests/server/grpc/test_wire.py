@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.grpc.serving import messages
 
+from moonpool.runtime.frontend.grpc.infer_response import answer
 from moonpool.runtime.frontend.grpc.wire import BadMessage, join, length, split, text_field
+from moonpool.runtime.request import Response
 
 TEXTS = st.text(max_size=20)
 
@@ -97,3 +100,15 @@ def test_a_response_put_together_is_the_response(request_id: str, tensors: list[
 
     assert (answer.model_name, answer.id) == ("m", request_id)
     assert list(answer.raw_output_contents) == tensors
+
+
+@pytest.mark.parametrize("value", [-(2**63), 2**63 - 1, 2**63, 2**64 - 1])
+def test_whole_numbers_of_a_response_are_told_whatever_their_size(value: int) -> None:
+    model: Any = SimpleNamespace(name="m", version=1)
+    plan: Any = SimpleNamespace(classes={}, places={})
+    service: Any = None
+
+    told = answer(service, model, plan, "", Response({}, {"n": value}))
+
+    parameter = messages.ModelInferResponse.FromString(told).parameters["n"]
+    assert getattr(parameter, parameter.WhichOneof("parameter_choice")) == value

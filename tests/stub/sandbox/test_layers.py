@@ -104,6 +104,7 @@ def test_a_strict_process_does_not_do_what_attacks_do(identity: Identity) -> Non
         "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
         "import socket; socket.socket(socket.AF_UNIX)",
         "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+        "import socket; a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0])",
         "os.kill(os.getppid(), 0)",
         "os.kill(-1, 0)",
         "os.kill(1, 0)",

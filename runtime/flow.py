@@ -1,0 +1,36 @@
+"""How much a stub may say in a second before it has to wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.output import Budget
+
+if TYPE_CHECKING:
+    from moonpool.runtime.reactor import Reactor
+
+# More than a model in Python can have to say. What is long counts as several.
+_MESSAGES_PER_S = 20_000
+_MESSAGE_BYTES = 512
+_PAUSE_S = 0.02
+
+
+class Flow:
+    """Of one channel. What is not read blocks the stub that wrote it, and nobody else. For the reactor's thread."""
+
+    def __init__(self, reactor: Reactor, fd: int) -> None:
+        """`fd` is watched by the reactor."""
+        self._reactor = reactor
+        self._fd = fd
+        self._budget = Budget(_MESSAGES_PER_S)
+        self._unpaid = 0
+
+    def took(self, size_bytes: int, messages: int = 1) -> None:
+        """Something of that size was received, which costs as much as so many messages beside."""
+        self._unpaid += messages + size_bytes // _MESSAGE_BYTES
+
+    def settle(self) -> None:
+        """After a round of receiving: the next one is later where this was too much."""
+        unpaid, self._unpaid = self._unpaid, 0
+        if unpaid and not self._budget.spend(unpaid):
+            self._reactor.pause(self._fd, _PAUSE_S)
