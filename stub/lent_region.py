@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _PAGE = mmap.PAGESIZE
 _PAGEMAP = "/proc/self/pagemap"
+# Private, and without memory set aside for writing to all of it: MAP_NORESERVE.
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
 # MADV_POPULATE_WRITE, from Linux 5.14 on.
 _POPULATE_WRITE = 23
 # An entry of /proc/PID/pagemap has 8 bytes. In the last one: the page is there, in memory or swapped out; and it is
@@ -66,7 +68,7 @@ class LentRegion(Region):
     ) -> Lease:
         """An input. Raises `RemoteProtocolError` where the object is shorter than it was."""
         if self.buffer is None:
-            self.buffer = self._inputs = inputs = self._map(mmap.MAP_PRIVATE)
+            self.buffer = self._inputs = inputs = self._map(_PRIVATE)
             self._address = np.frombuffer(inputs, np.uint8).__array_interface__["data"][0]
         lease = super().lease(offset, size_bytes, give_back, token)
         # Nobody else sees this mapping: what lies in it cannot be named to others.

@@ -80,6 +80,8 @@ class Service:
         return (
             isinstance(self.models.backends.of(model.config), PythonBackend)
             and model.options.sandbox in LENDING_LEVELS
+            # Mappings would count as its own memory, however large the client's region is.
+            and model.options.memory_limit_bytes is None
             # These keep their requests, and would have to copy what they keep.
             and not model.config.decoupled
             # A trace may be of tensors.

@@ -184,10 +184,14 @@ def test_what_belongs_to_another_user_is_copied(client: Client) -> None:
     assert is_copied(client, hosted)
 
 
-@pytest.mark.parametrize("level", ["best-effort", "strict"])
-def test_a_model_that_is_kept_apart_gets_a_copy(client: Client, level: str) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"sandbox": "best-effort"}, {"sandbox": "strict"}, {"memory_limit_bytes": 1 << 40}],
+    ids=["best-effort", "strict", "limited"],
+)
+def test_a_model_that_is_kept_apart_gets_a_copy(client: Client, changes: dict[str, Any]) -> None:
     hosted = client.load("gives_back")
-    hosted.model.options = dataclasses.replace(hosted.model.options, sandbox=level)
+    hosted.model.options = dataclasses.replace(hosted.model.options, **changes)
     assert is_copied(client, hosted)
 
 
