@@ -119,8 +119,9 @@ def allowed(
     if ports:
         table.update(_TCP)
     if forks or FORK in granted:
+        table.update(dict.fromkeys(("fork", "vfork"), ()))
         # What is forked asks for things over a socket that it hands to its parent.
-        table.update(dict.fromkeys(("fork", "vfork", "sendmsg"), ()))
+        table.setdefault("sendmsg", ())
         table["clone"] = (((0, _CLONE_FORBIDDEN, (0,)),),)
         if signals_are_scoped:
             # Those of a child have another pid than the one that is known here.

@@ -14,6 +14,7 @@ NEW_USER = 0x10000000
 TABLES = {
     "usual": rules.allowed(pid=PID),
     "ports": rules.allowed(pid=PID, ports=True),
+    "ports and processes": rules.allowed(pid=PID, ports=True, granted=["fork"]),
     "own files": rules.allowed(pid=PID, metadata=True),
     "template": rules.allowed(pid=PID, forks=True, signals_are_scoped=True),
     "launcher": rules.allowed(pid=PID, launches=True),
@@ -158,13 +159,21 @@ def test_only_streams_of_tcp_are_opened_where_ports_are_granted(
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("name", "place"), [("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)])
 def test_nothing_connects_while_it_sends(machine: str, name: str, place: int) -> None:
-    flags = [0] * 6
-    flags[place] = 0x4000
-    assert judged(machine, name, *flags, kind="ports") == ALLOW
+    for kind in ("ports", "ports and processes"):
+        flags = [0] * 6
+        flags[place] = 0x4000
+        assert judged(machine, name, *flags, kind=kind) == ALLOW
 
-    flags[place] |= 0x20000000
+        flags[place] |= 0x20000000
 
-    assert judged(machine, name, *flags, kind="ports") == EPERM
+        assert judged(machine, name, *flags, kind=kind) == EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_descriptors_are_sent_only_where_there_is_somebody_to_send_them_to(machine: str) -> None:
+    assert judged(machine, "sendmsg", 3, 0, 0) == EPERM
+    assert judged(machine, "sendmmsg", 3, 0, 1, 0) == EPERM
+    assert judged(machine, "sendmsg", 3, 0, 0, kind="template") == ALLOW
 
 
 @pytest.mark.parametrize("machine", MACHINES)
