@@ -24,8 +24,9 @@ import moonpool
 TASKS, THREADS = 24, 4
 WIDE = 1 << 18  # of FP32: 1 MiB
 UNTIRING = {"MAX_RESTARTS": 1_000_000, "RESTART_BACKOFF_S": 0, "RESTART_BACKOFF_MAX_S": 0}
-OFTEN = options(**UNTIRING, EXECUTE_TIMEOUT_S=1)
-RETRIED = options(**UNTIRING, EXECUTE_TIMEOUT_S=1, RETRY="yes")
+LIMITS = {"EXECUTE_TIMEOUT_S": 1, "MEMORY_LIMIT_BYTES": "1G"}
+OFTEN = options(**UNTIRING, **LIMITS)
+RETRIED = options(**UNTIRING, **LIMITS, RETRY="yes")
 ECHO = MODELS / "echo.py"
 
 # Name, file, configuration and instances of each.
@@ -51,9 +52,18 @@ COUNTED = ("asker", "sums", "wide", "strings")
 Ask = Callable[[random.Random], Awaitable[None]]
 
 
-def load_all(runtime: moonpool.Runtime) -> None:
-    for name, file, config, instances in CAST:
-        runtime.load(name, MODELS / file, config=config, instances=instances)
+def load_all(runtime: moonpool.Runtime, seed: int) -> None:
+    """At `standard` and at `strict` in turns; which is which depends on the seed."""
+    for number, (name, file, config, instances) in enumerate(CAST, seed):
+        level = ("standard", "strict")[number % 2]
+        sandbox = options(SANDBOX=level, SANDBOX_MODELS="plain, stream")
+        parameters = config["parameters"] | sandbox["parameters"]
+        runtime.load(
+            name,
+            MODELS / file,
+            config=config | {"parameters": parameters},
+            instances=instances,
+        )
 
 
 def few(dice: random.Random) -> NDArray[np.float32]:
@@ -153,6 +163,7 @@ class Crowd:
             (20, self._ask_stream),
             (4, self._leave),
             (1, self._lie),
+            (1, self._hog),
         ]
         while not self._stop.is_set():
             ((_, ask),) = dice.choices(kinds, [weight for weight, _ in kinds])
@@ -235,6 +246,13 @@ class Crowd:
             except moonpool.ModelError as error:
                 # Whatever it says is its own business.
                 request.outcome = type(error).__name__
+
+    async def _hog(self, dice: random.Random) -> None:
+        model = dice.choice(("plain", "coroutine"))
+        inputs = soak_inputs(model, "hog", x := few(dice))
+        with self._tally.request(model, "hog"):
+            found = await self._runtime.ainfer(model, inputs, timeout_s=PATIENCE_S)
+            expect(found["Y"][0], x * 2)
 
 
 def patience(dice: random.Random) -> tuple[float, bool]:

@@ -96,8 +96,8 @@ class Monkey:
         self._later.append((until_s, lambda: victim.tell(signal.SIGCONT), victim))
 
     def _starve(self, victim: Victim) -> None:
-        """No more address space than it has, and a little."""
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
+        """No more address space than it has, and a little; nothing where the kernel refuses that."""
+        with contextlib.suppress(OSError, ValueError):
             pages = int(Path(f"/proc/{victim.pid}/statm").read_text().split()[0])
             size = pages * resource.getpagesize() + self._dice.randrange(1 << 22)
             before = resource.prlimit(victim.pid, resource.RLIMIT_AS)
@@ -107,7 +107,10 @@ class Monkey:
                 with contextlib.suppress(ProcessLookupError):
                     # Raises where it is gone, and the number may be another's.
                     signal.pidfd_send_signal(victim.pidfd, 0)
-                    resource.prlimit(victim.pid, resource.RLIMIT_AS, before)
+                    try:
+                        resource.prlimit(victim.pid, resource.RLIMIT_AS, before)
+                    except PermissionError:  # it has become another user since
+                        victim.tell(signal.SIGKILL)
 
             self._later.append((time.monotonic() + self._dice.random(), feed, victim))
 

@@ -124,7 +124,7 @@ def test_whatever_becomes_of_the_stubs_every_request_has_one_outcome_and_nothing
     caplog.set_level(logging.CRITICAL, "moonpool.stub")
     seed, seconds = pytestconfig.option.chaos_seed, pytestconfig.option.chaos_seconds
     with moonpool.Runtime() as runtime:
-        load_all(runtime)
+        load_all(runtime, seed)
         # The first region of callers' memory stays.
         runtime.empty("wide", "X", 1)
         at_first = settled(runtime)

@@ -8,6 +8,7 @@ import queue
 import random
 import stat
 import threading
+import time
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -29,6 +30,17 @@ def lie(seed):
         packet = packet[: dice.randrange(1, len(packet) + 1)]
     for _ in range(dice.choice((1, 1, 100))):
         os.write(dice.choice(channels), packet)
+
+
+def hog():
+    """Takes all the memory that it gets, while the other threads of the process work, and gives it back."""
+    taken = []
+    for size in (1 << 26, 1 << 20, 1 << 14):
+        try:
+            while True:
+                taken.append(np.empty(size, np.uint8))
+        except MemoryError:
+            time.sleep(0.005)
 
 
 def is_socket(fd):
@@ -83,6 +95,8 @@ class TritonPythonModel:
             return failed("on purpose")
         if how.startswith(b"lie"):
             lie(how)
+        if how == b"hog":
+            hog()
         if how == b"pass":
             tensor = pb_utils.get_input_tensor_by_name(request, "X")
             return pb_utils.InferenceResponse([pb_utils.Tensor("Y", tensor.as_numpy())])
