@@ -29,6 +29,7 @@ NAMES = (
     "grpc_echo",
     "serve",
     "frontends",
+    "sandbox",
 )
 RESULTS = Path(__file__).parent / "results"
 _TABLE = "RESULTS.md"

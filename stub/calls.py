@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, Kind, Side
+from moonpool.stub import threads
 from moonpool.stub.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class Calls:
     def _start_listener(self) -> None:
         with self._starting:
             if not self._has_listener:
-                threading.Thread(target=self._listen, name="moonpool-calls", daemon=True).start()
+                threads.start(self._listen, "moonpool-calls")
                 self._has_listener = True
 
     def _listen(self) -> None:
@@ -195,6 +196,12 @@ class Calls:
             packet = self._channel.receive()
         except PeerGone:
             _end()
+        try:
+            self._take(packet)
+        except MemoryError:  # the packet is lost, and somebody waits for it
+            threads.end_process()
+
+    def _take(self, packet: bytes) -> None:
         fields = self._codec.decode(packet)
         if fields[0] == _INDIRECT:
             place = (fields[1], fields[2])

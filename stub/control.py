@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.ipc.messages import MAX_RESPONSES_IN_PACKET, Kind, Side
-from moonpool.stub import logger
+from moonpool.stub import logger, threads
 from moonpool.stub.metric_changes import MetricChanges
 from moonpool.stub.outbox import Outbox
 
@@ -97,8 +96,7 @@ class Control:
         self._regions = regions
         self._cancel = cancel
         self._handle_other = handle_other
-        self._listener = threading.Thread(target=self._listen, name="moonpool-control", daemon=True)
-        self._listener.start()
+        self._listener = threads.start(self._listen, "moonpool-control")
 
     def _listen(self) -> None:
         try:

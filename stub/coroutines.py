@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
+
+from moonpool.stub import threads
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,8 +37,13 @@ class Coroutines:
         Blocks while as many run as may. For the main thread.
         """
         self._room.acquire()
-        loop = self._running_loop()
-        loop.call_soon_threadsafe(self._create_task, loop, self._run(coroutine, done))
+        try:
+            loop = self._running_loop()
+            loop.call_soon_threadsafe(self._create_task, loop, self._run(coroutine, done))
+        except BaseException:
+            self._room.release()
+            coroutine.close()
+            raise
 
     def wait_for(self, coroutine: Coroutine[Any, Any, object]) -> object:
         """Run a coroutine beside those, and wait for what it returns or raises. Not for the loop's thread."""
@@ -46,9 +54,12 @@ class Coroutines:
     def _create_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, None]
     ) -> None:
-        task = loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        try:
+            task = loop.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        except MemoryError:  # nobody would answer its requests
+            threads.end_process()
 
     async def _run(
         self,
@@ -58,9 +69,16 @@ class Coroutines:
         try:
             done(await coroutine, None)
         except BaseException as error:  # a model may raise anything, SystemExit included
-            done(None, error)
+            self._fail(done, error)
         finally:
             self._room.release()
+
+    @staticmethod
+    def _fail(done: Callable[[object, BaseException | None], None], error: BaseException) -> None:
+        try:
+            done(None, error)
+        except MemoryError:  # its requests have no answer
+            threads.end_process()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._starting:
@@ -69,11 +87,13 @@ class Coroutines:
     def _start_loop(self) -> asyncio.AbstractEventLoop:
         import asyncio  # Slow to import, and most models do without it.
 
-        self._loop = loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._serve, args=(loop,), name="moonpool-asyncio", daemon=True
-        )
-        self._thread.start()
+        loop = asyncio.new_event_loop()
+        try:
+            self._thread = threads.start(partial(self._serve, loop), "moonpool-asyncio")
+        except BaseException:
+            loop.close()
+            raise
+        self._loop = loop
         return loop
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from moonpool.ipc.codec import encode, unpacked
 from moonpool.ipc.tensors import BYTES, DTYPES
-from moonpool.stub import host, output, pb_utils
+from moonpool.stub import host, output, pb_utils, threads
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import Host
 from moonpool.stub.request import InferenceRequest, InferenceTrace
@@ -64,7 +64,7 @@ class Door:
     def _open(self) -> None:
         if not self._is_open and self._inside.fileno() >= 0:
             self._is_open = True
-            threading.Thread(target=self._listen, name="moonpool-forks", daemon=True).start()
+            threads.start(self._listen, "moonpool-forks")
 
     def _move_out(self) -> None:
         """In a fork."""

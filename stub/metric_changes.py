@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import MAX_METRIC_CHANGES
 from moonpool.ipc.metric_kinds import INCREMENT, OBSERVE, SET
+from moonpool.stub import threads
 
 if TYPE_CHECKING:
     from typing import Callable
@@ -64,10 +65,7 @@ class MetricChanges:
         """Send from now on what no `flush` sends, on a thread of its own."""
         with self._lock:
             if self._sender is None:
-                self._sender = threading.Thread(
-                    target=self._run, name="moonpool-metrics", daemon=True
-                )
-                self._sender.start()
+                self._sender = threads.start(self._run, "moonpool-metrics")
 
     def _run(self) -> None:
         while True:

@@ -30,6 +30,7 @@ QUESTIONS = (
     "grpc_echo",
     "serve",
     "frontends",
+    "sandbox",
 )
 
 pytestmark = [

@@ -79,12 +79,12 @@ def lap(runtime: moonpool.Runtime, seed: int, seconds: float) -> tuple[Tally, Mo
     monkey = Monkey(os.getpid(), random.Random(seed), partial(feed, runtime))
     with Crowd(runtime, tally, seed) as crowd:
         monkey.harm_for(seconds)
-    assert crowd.errors == []
+    assert crowd.errors == [], f"{crowd.errors}"
     tally.check()
     wait_until(lambda: is_quiet(runtime), SETTLED_S, "nothing to be open")
-    assert {name: counted(runtime, name) - before[name] for name in before} == {
-        name: tally.sent[name] for name in before
-    }
+    ended = {name: counted(runtime, name) - before[name] for name in COUNTED}
+    sent = {name: tally.sent[name] for name in COUNTED}
+    assert ended == sent, f"counted {ended}, sent {sent}"
     return tally, monkey
 
 

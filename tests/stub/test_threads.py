@@ -1,0 +1,51 @@
+"""Threads of moonpool's own in a stub end with it, or it with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from moonpool.stub import threads
+from moonpool.stub.coroutines import Coroutines
+
+
+def test_a_process_ends_with_a_thread_that_breaks() -> None:
+    program = (
+        "import signal; from moonpool.stub import threads;"
+        "threads.start(lambda: [].pop(), 'moonpool-test'); signal.pause()"
+    )
+
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("IndexError: pop from empty list\n")
+
+
+def test_coroutines_run_once_there_is_a_thread_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    coroutines = Coroutines(1)
+    result: Future[object] = Future()
+
+    async def answer() -> int:
+        return 7
+
+    def refuse(_work: Callable[[], object], _name: str) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            coroutines.start(answer(), lambda *ended: result.set_result(ended))
+    coroutines.start(answer(), lambda *ended: result.set_result(ended))
+
+    assert result.result(30.0) == (7, None)
+    coroutines.close(30.0)
