@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from moonpool.ipc.fields import Spec
 
 PROTOCOL_VERSION = 2
+# The stage of FAILED whose message is the number of an error of exec: the model's interpreter was not started.
+EXEC_FAILED = "exec"
 
 MAX_DIMS = 32
 

@@ -35,6 +35,12 @@ def start_failure(python: str, error: OSError) -> str:
     return f"the interpreter {python} cannot be started: {error.strerror}"
 
 
+def exec_failure(python: str, number: str) -> str:
+    """The same, where the sandbox's launcher says with which error; "" where that is none."""
+    known = number.isascii() and number.isdigit() and int(number[:4]) in errno.errorcode
+    return start_failure(python, OSError(int(number), os.strerror(int(number)))) if known else ""
+
+
 def death_in_words(
     code: int, python: str, tail: list[str], limits: Mapping[str, int], *, oom_killed: bool
 ) -> tuple[str, str]:

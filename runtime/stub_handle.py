@@ -17,10 +17,10 @@ from moonpool.ipc.errors import (
     PeerGone,
     ProtocolError,
 )
-from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
+from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind
 from moonpool.runtime.call_desk import BROKE, CallDesk
 from moonpool.runtime.control_channel import ControlChannel
-from moonpool.runtime.diagnose import start_failure
+from moonpool.runtime.diagnose import exec_failure, start_failure
 from moonpool.runtime.environment_variables import missing_variable
 from moonpool.runtime.errors import LoadFailed, StubDied
 from moonpool.runtime.limits.bounds import Bounds
@@ -148,8 +148,10 @@ class StubHandle(StubConnection):
         message = self._receive(deadline)
         if message[0] == Kind.FAILED:
             hint = missing_variable(message[2], os.environ, self.plan.environment)
-            hint = hint or withheld(message[2], self.plan.policy)
-            raise LoadFailed(message[2] + hint, stage=message[1], traceback=message[3])
+            text = message[2] + (hint or withheld(message[2], self.plan.policy))
+            if message[1] == EXEC_FAILED:
+                text = exec_failure(self.plan.python, message[2]) or text
+            raise LoadFailed(text, stage=message[1], traceback=message[3])
         if message[0] != expected:
             raise LoadFailed(
                 f"Stub process '{self.name}' broke the protocol and was ended: "

@@ -40,7 +40,7 @@ def main() -> None:
     load_msgpack(msgpack)
     from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
     from moonpool.ipc.codec import control_codec, encode
-    from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
+    from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind, Side
     from moonpool.ipc.policy import Policy
     from moonpool.stub.sandbox import layers
     from moonpool.stub.sandbox.refused import SandboxRefused
@@ -62,8 +62,8 @@ def main() -> None:
     try:
         os.execve(python, [python, boot, *arguments], variables)
     except OSError as error:
-        why = f"{python} cannot be started inside the sandbox: {error}"
-        work.send_waiting(encode(Kind.FAILED, "environment", why, ""))
+        # The runtime has the words for that.
+        work.send_waiting(encode(Kind.FAILED, EXEC_FAILED, str(error.errno), ""))
         os._exit(1)
 
 

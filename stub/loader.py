@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from importlib.machinery import PathFinder
-from types import ModuleType
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
@@ -15,6 +14,7 @@ from moonpool.stub.report import describe, traceback_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import ModuleType
 
 CLASS_NAME = "TritonPythonModel"
 UTILITIES = ("triton_python_backend_utils", "c_python_backend_utils")
@@ -114,26 +114,33 @@ def _import(load: Callable[[], ModuleType], path: str) -> ModuleType:
 
 
 def _import_in_package(stem: str, version_dir: str) -> ModuleType:
-    """Imports `<version>.<stem>`, looking for the version in the model's own folder only.
+    """Imports `<version>.<stem>`, of the model's own folder only, also where the sandbox hides what else is there.
 
     A folder called "1" elsewhere on the path would otherwise be part of the same package.
     """
     folder = os.path.realpath(version_dir)
-    parent, version = os.path.split(folder)
+    version = os.path.basename(folder)
+    package = importlib.util.module_from_spec(_package_spec(version, folder))
+    sys.modules[version] = package
+    if package.__spec__ is not None and package.__spec__.loader is not None:
+        package.__spec__.loader.exec_module(package)
     name = f"{version}.{stem}"
     if _is_hidden(folder):
-        # The file is all that the model has.
-        sys.modules[version] = package = ModuleType(version)
-        package.__path__ = [folder]
         return _import_file(name, os.path.join(folder, f"{stem}.py"))
-    spec = PathFinder.find_spec(version, [parent])
-    if spec is None:
-        raise ModuleNotFoundError(f"No module named {version!r} in {parent}")
-    package = importlib.util.module_from_spec(spec)
-    sys.modules[version] = package
-    if spec.loader is not None:
-        spec.loader.exec_module(package)
     return _import_module(name)
+
+
+def _package_spec(name: str, folder: str) -> ModuleSpec:
+    file = os.path.join(folder, "__init__.py")
+    if os.path.isfile(file):
+        spec = importlib.util.spec_from_file_location(
+            name, file, submodule_search_locations=[folder]
+        )
+        if spec is not None:
+            return spec
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [folder]
+    return spec
 
 
 def _import_module(name: str) -> ModuleType:

@@ -7,9 +7,17 @@ from tests import sandbox_level
 from tests.chaos import seed
 from tests.chaos.seed import pytest_report_header
 from tests.leaks import _leaves_nothing_behind
-from tests.sandbox_level import pytest_collection_modifyitems
+from tests.sandbox_level import (
+    _models_share_the_folder_of_a_test,
+    pytest_collection_modifyitems,
+)
 
-__all__ = ["_leaves_nothing_behind", "pytest_collection_modifyitems", "pytest_report_header"]
+__all__ = [
+    "_leaves_nothing_behind",
+    "_models_share_the_folder_of_a_test",
+    "pytest_collection_modifyitems",
+    "pytest_report_header",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

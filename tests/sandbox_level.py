@@ -1,14 +1,19 @@
 """The suite under a level of the sandbox: `pytest --sandbox strict tests/e2e`.
 
-Models of this process's runtimes that say nothing of their sandbox are at that level then. What they cannot do at
-`strict`, by design, is named below; a test whose subject that is says so with `@pytest.mark.needs(...)`, and is skipped.
+Models of this process's runtimes that say nothing of their sandbox are at that level then, with the grants by which a test
+deals with its models: they may ask each other, write into the test's `tmp_path`, and import the packages of the tests. What
+they cannot do at `strict`, by design, is named below; a test whose subject that is says so with
+`@pytest.mark.needs(...)`, and is skipped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from moonpool.ipc.policy import BEST_EFFORT, LEVELS, STRICT
@@ -17,12 +22,13 @@ from moonpool.runtime.config_options import ModelOptions
 if TYPE_CHECKING:
     from moonpool.runtime.config import ModelConfig
 
+_PACKAGES = (str(Path(np.__file__).parents[1]), False)
+# Paths, and whether they may be written to: of the test that runs.
+_shared: list[tuple[str, bool]] = []
 # What no model has at `best-effort` and `strict` unless it was granted.
 WITHHELD = {
-    "processes": "a model has no processes of its own",
-    "files": "a model sees no files but its own and its interpreter's",
-    "sockets": "a model has no network",
-    "signals": "a model sends signals to nobody but itself",
+    "processes": "a model has no other processes, and no semaphores to share with them",
+    "shared memory": "a model gets copies of what others have, and they of what it has",
 }
 
 
@@ -34,6 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _is_contained(config: pytest.Config) -> bool:
+    return config.getoption("--sandbox") in (BEST_EFFORT, STRICT)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     level = config.getoption("--sandbox")
     if level is None:
@@ -42,21 +52,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def from_parameters(model_config: ModelConfig) -> ModelOptions:
         options = read(model_config)
-        says_nothing = "MOONPOOL_SANDBOX" not in model_config.parameters
-        return replace(options, sandbox=level) if says_nothing else options
+        if "MOONPOOL_SANDBOX" in model_config.parameters:
+            return options
+        return replace(
+            options,
+            sandbox=level,
+            sandbox_models=options.sandbox_models or ("*",),
+            sandbox_paths=(*options.sandbox_paths, *_shared, _PACKAGES),
+        )
 
     # For good: the option is for the whole process.
     ModelOptions.from_parameters = from_parameters  # type: ignore[assignment, method-assign]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    is_contained = config.getoption("--sandbox") in (BEST_EFFORT, STRICT)
     for item in items:
-        for mark in item.iter_markers("needs"):
-            for need in mark.args:
-                if need not in WITHHELD:
-                    raise pytest.UsageError(
-                        f"{item.nodeid} needs {need!r}, which is not in {__file__}"
-                    )
-                if is_contained:
-                    item.add_marker(pytest.mark.skip(reason=f"in this sandbox {WITHHELD[need]}"))
+        for need in [need for mark in item.iter_markers("needs") for need in mark.args]:
+            if need not in WITHHELD:
+                raise pytest.UsageError(f"{item.nodeid} needs {need!r}, which {__file__} has not")
+            if _is_contained(config):
+                item.add_marker(pytest.mark.skip(reason=f"in this sandbox {WITHHELD[need]}"))
+
+
+@pytest.fixture(autouse=True)
+def _models_share_the_folder_of_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not _is_contained(request.config) or "tmp_path" not in request.fixturenames:
+        yield
+        return
+    folder: Path = request.getfixturevalue("tmp_path")
+    # Models of root's are users of their own.
+    folder.chmod(0o777)
+    _shared.append((str(folder), True))
+    yield
+    _shared.clear()

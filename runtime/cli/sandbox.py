@@ -67,9 +67,8 @@ def _lines(offers: Offers) -> Iterator[tuple[str, str]]:
         yield f"strict does not work here: {strict.why}", "red"
         return
     yield f"strict works here, with {', '.join(strict.layers)}", "green"
-    on = {layer.partition(":")[0] for layer in strict.layers}
     said = {sentence.partition(":")[0] for sentence in strict.left_out}
-    missing = [each for each in offers.layers if each.layer not in on | said]
+    missing = [each for each in offers.layers if not each.is_offered and each.layer not in said]
     for sentence in (*strict.left_out, *(f"{each.layer}: {each.why}" for each in missing)):
         yield f"without {sentence}", "yellow"
 

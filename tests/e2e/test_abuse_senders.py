@@ -116,7 +116,14 @@ CASES: dict[str, list[str]] = {
 
 
 @pytest.mark.usefixtures("wrong")
-@pytest.mark.parametrize("code", CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, marks=pytest.mark.needs("processes")) if "os.fork" in code else code
+        for code in CASES
+    ],
+    ids=range(len(CASES)),
+)
 def test_every_stream_ends_and_the_process_lives(runtime: moonpool.Runtime, code: str) -> None:
     before = pid(runtime)
 

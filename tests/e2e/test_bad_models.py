@@ -347,6 +347,7 @@ def test_deep_recursion_and_warnings_as_errors_are_the_model_s_own(
     assert do(runtime, "answer") == 0
 
 
+@pytest.mark.needs("processes")
 @pytest.mark.parametrize("how", ["child", "child_with_our_descriptors"])
 @pytest.mark.parametrize("end", ["unload", "death"])
 def test_children_of_a_model_end_with_it(runtime: moonpool.Runtime, how: str, end: str) -> None:

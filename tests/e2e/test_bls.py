@@ -109,15 +109,18 @@ def test_a_thread_asks_after_its_batch_was_answered(runtime: moonpool.Runtime) -
 # Forks
 
 
+@pytest.mark.needs("processes")
 def test_a_pool_of_processes_asks(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "in_pool", processes=4).tolist() == squares(4)
 
 
+@pytest.mark.needs("processes")
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_child_of_a_child_asks(runtime: moonpool.Runtime, depth: int) -> None:
     assert do(runtime, "in_child", depth=depth).tolist() == [(depth + 1) * i * i for i in range(4)]
 
 
+@pytest.mark.needs("processes")
 def test_a_child_has_all_that_its_model_has(runtime: moonpool.Runtime) -> None:
     error, responses, response, is_ready, shape = json.loads(do(runtime, "child_report"))
     assert "Model 'nobody' is not ready" in error
@@ -125,6 +128,7 @@ def test_a_child_has_all_that_its_model_has(runtime: moonpool.Runtime) -> None:
     assert (response, is_ready, shape) == ([0, 1, 4, 9], True, [4])
 
 
+@pytest.mark.needs("processes")
 def test_a_child_that_dies_while_it_waits_harms_nobody(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "dead_child").tolist() == [0, 1, 4, 9]
 
@@ -261,6 +265,7 @@ def test_a_reply_is_good_for_the_next_request(runtime: moonpool.Runtime, size: i
     assert do(runtime, "chained", size=size).tolist() == [0, 1, 4, 9]
 
 
+@pytest.mark.needs("shared memory")
 def test_large_memory_that_is_handed_on_and_back_is_the_same(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "echoed", size=1 << 18).tolist() == [8, 8]
     assert do(runtime, "echoed", size=16).tolist() == [7, 8]

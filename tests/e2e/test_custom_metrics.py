@@ -164,6 +164,7 @@ def test_threads_are_heard_while_no_request_runs(runtime: moonpool.Runtime, run:
     assert run("stop.set(); thread.join(); said = metric.value()") == repr(count())
 
 
+@pytest.mark.needs("processes")
 def test_forks_count_too_and_their_end_is_not_the_metrics(
     runtime: moonpool.Runtime, run: Run
 ) -> None:

@@ -62,7 +62,10 @@ INTERPRETERS: dict[str, tuple[Callable[[Path], object], str]] = {
         program(b"#!/bin/sh\necho no luck today >&2\nexit 1\n"),
         "its last words were: no luck today",
     ),
-    "a program that never ends": (program(b"#!/bin/sh\nsleep 1000\n"), "was not ready in time"),
+    "a program that never ends": (
+        program(b"#!/bin/sh\nexec sleep 1000\n"),
+        "was not ready in time",
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,14 +125,18 @@ def test_what_is_no_setting_is_refused_and_changes_nothing(
     assert runtime.log_settings() == before
 
 
+def _forking(code: str) -> Any:
+    return pytest.param(code, id=code, marks=pytest.mark.needs("processes"))
+
+
 @pytest.mark.parametrize(
     "code",
     [
         "in_thread(lambda: Logger.log_info('heard'))",
-        "said = in_fork(lambda: Logger.log_info('heard'))",
-        "said = in_fork(lambda: in_fork(lambda: Logger.log_info('heard')))",
+        _forking("said = in_fork(lambda: Logger.log_info('heard'))"),
+        _forking("said = in_fork(lambda: in_fork(lambda: Logger.log_info('heard')))"),
         "Parting('heard'); gc.collect()",
-        "said = in_fork(lambda: (Parting('heard').text, gc.collect()))",
+        _forking("said = in_fork(lambda: (Parting('heard').text, gc.collect()))"),
     ],
 )
 def test_a_model_is_heard_from_wherever_it_speaks(
@@ -169,6 +174,7 @@ def test_messages_of_any_kind_and_size_do_no_harm(
 # The last ones, as they use up the lines that a model has.
 
 
+@pytest.mark.needs("processes")
 def test_a_fork_is_heard_also_if_a_thread_spoke_when_it_was_made(
     runtime: moonpool.Runtime, say: Say, caplog: pytest.LogCaptureFixture
 ) -> None:
