@@ -52,7 +52,7 @@ def limit_behind(error: BaseException, text: str, limits: Mapping[str, int]) -> 
         names = _BY_NUMBER[error.errno]
     elif isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN and _forked(error):
         names = ("tasks",)
-    return _first(names, limits) or limit_in(text, limits)
+    return _either(names, limits) or limit_in(text, limits)
 
 
 def limit_in(text: str, limits: Mapping[str, int]) -> str:
@@ -60,15 +60,16 @@ def limit_in(text: str, limits: Mapping[str, int]) -> str:
     text = text.lower()
     names: tuple[str, ...] = ()
     if any(words in text for words in _NO_TASK):
-        # The stack of a thread is memory: where there is no other limit, it was that one.
+        # The stack of a thread is memory, and the kernel says the same of both.
         names = ("tasks", "memory_bytes", "data_bytes")
     elif any(words in text for words in _NO_MEMORY):
         names = ("memory_bytes", "data_bytes")
-    return _first(names, limits)
+    return _either(names, limits)
 
 
-def _first(names: tuple[str, ...], limits: Mapping[str, int]) -> str:
-    return next((reached(name, limits[name]) for name in names if name in limits), "")
+def _either(names: tuple[str, ...], limits: Mapping[str, int]) -> str:
+    found = [reached(name, limits[name]) for name in names if name in limits]
+    return ", or ".join(found)
 
 
 def _forked(error: BaseException) -> bool:

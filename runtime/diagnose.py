@@ -13,7 +13,7 @@ from moonpool.runtime.process import exit_in_words
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SIGKILL, _SIGXFSZ, _SIGSYS = -9, -25, -31
+_SIGINT, _SIGKILL, _SIGXFSZ, _SIGSYS = -2, -9, -25, -31
 # As many as a C++ exception that nobody catches, or an allocator that gives up, needs to say so.
 _LAST_LINES = 5
 
@@ -50,7 +50,9 @@ def death_in_words(
     """
     words = exit_in_words(code)
     words = f"was {words}" if code < 0 else words
-    limit = limit_in("\n".join(tail[-_LAST_LINES:]), limits)
+    # OpenBLAS sends itself SIGINT where it gets no threads, and Python shows where, at length.
+    last_lines = tail if code == _SIGINT else tail[-_LAST_LINES:]
+    limit = limit_in("\n".join(last_lines), limits)
     if limit:
         return f"{words}: it {limit}", f"; its last words were: {_last_words(tail)}"
     if code == _SIGXFSZ and "file_bytes" in limits:

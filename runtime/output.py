@@ -18,7 +18,7 @@ _LINE_BYTES = 8192
 # Of a line that the model logs on purpose, which counts as several if it is long.
 _LOGGED_CHARACTERS = 8 * _LINE_BYTES
 _CUT = " … (cut)"
-_TAIL_LINES = 20
+_TAIL_LINES = 40
 # A pipe holds no more than one or two reads.
 _DRAIN_READS = 64
 # Other than newline and tab; a terminal obeys some of them.

@@ -131,8 +131,8 @@ class Handshake:
         except ImportError as error:
             self.fail(
                 "environment",
-                f"numpy cannot be imported by {sys.executable}: {error}"
-                f"{report.limit_hint(error)}; {_advice()}",
+                f"numpy cannot be imported by {sys.executable}: {str(error).strip()}"
+                f"{report.limit_hint(error) or '; ' + _advice()}",
             )
         # Before a template forks, so that no fork has to import it.
         from moonpool.stub.loop import Stub

@@ -78,6 +78,16 @@ def test_a_model_that_wants_too_much_memory_is_told_its_limit_and_serves_on(
         assert ask(runtime, f"keep:{MIB}") == "done"
 
 
+@pytest.mark.parametrize("limit", [16 * MIB, 48 * MIB])
+def test_a_limit_that_is_too_small_for_a_start_is_named(
+    runtime: moonpool.Runtime, folder: Path, limit: int
+) -> None:
+    """Neither is enough for numpy; with a little more it depends on its threads."""
+    with pytest.raises(LoadFailed) as raised:
+        runtime.load("greedy", folder, config=greedy(MEMORY_LIMIT_BYTES=limit))
+    assert f"memory limit of {limit} bytes (MOONPOOL_MEMORY_LIMIT_BYTES)" in str(raised.value)
+
+
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_a_model_that_opens_too_many_descriptors_is_told_its_limit(
     runtime: moonpool.Runtime, folder: Path, level: str

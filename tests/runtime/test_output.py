@@ -162,7 +162,7 @@ def test_the_tail_has_the_last_lines_also_of_those_that_were_left_out(
     printed.output.drain()
     tail = printed.output.tail()
     assert tail[-2:] == ["line 99", "the reason"]
-    assert len(tail) == 20
+    assert len(tail) == 40
     printed.output.close()
 
 

@@ -36,7 +36,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
         (OSError(errno.ENOMEM, "Cannot allocate memory"), MEMORY),
         (ImportError("libx.so: failed to map segment from shared object"), MEMORY),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."), MEMORY),
-        (RuntimeError("can't start new thread"), TASKS),
+        (RuntimeError("can't start new thread"), f"{TASKS}, or {MEMORY}"),
         (OSError(errno.EMFILE, "Too many open files"), FILES),
         (OSError(errno.ENOSPC, "No space left on device"), SCRATCH),
         (OSError(errno.EFBIG, "File too large"), SCRATCH),

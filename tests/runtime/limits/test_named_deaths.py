@@ -34,6 +34,15 @@ def test_a_death_that_a_limit_explains_names_it(said: str, limit: str) -> None:
     assert "its last words were" in told
 
 
+def test_a_library_that_gets_no_threads_when_it_is_imported_names_the_limit() -> None:
+    said = (
+        "OpenBLAS blas_thread_init: pthread_create failed for thread 1 of 2: Resource temporarily"
+    )
+    told = words(-signal.SIGINT, said, *["  File ..."] * 10, "KeyboardInterrupt")
+    assert told.startswith("was killed by SIGINT: it reached its task limit of 64")
+    assert MEMORY.removeprefix("it ") in told
+
+
 def test_a_file_that_grew_too_large_is_named() -> None:
     told = words(-signal.SIGXFSZ)
     assert told.endswith("it reached its scratch limit of 1048576 bytes (MOONPOOL_SCRATCH_BYTES)")
