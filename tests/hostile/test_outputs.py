@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,7 +100,9 @@ def test_lines_of_a_model_are_known_by_its_name(
 
     wait_until(lambda: shown in caplog.text)
     said = [record.getMessage() for record in caplog.records if record.name == "moonpool.stub"]
-    assert all(each.startswith(f"[attacker_{level}_0] ") for each in said), said
+    # The last line of the instance before may yet come.
+    assert all(re.match(r"\[attacker_\w+_0\] ", each) for each in said), said
+    assert any(each.startswith(f"[attacker_{level}_0] ") for each in said), said
     assert all(each.isprintable() and len(each) < 10_000 for each in said)
 
 
