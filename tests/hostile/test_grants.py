@@ -208,3 +208,17 @@ def test_a_model_that_the_operator_named_has_what_it_asks_for(server: RunningSer
 
     assert "done" in asked(server, "trusted", "files.read", path=hostname)
     assert asked(server, "trusted", "processes.fork")["refused"] == "EPERM"
+
+
+def test_a_client_is_told_no_paths_of_a_model_that_fails(server: RunningServer) -> None:
+    inputs = [{"name": "ATTEMPT", "datatype": "BYTES", "shape": [1], "data": ["no JSON"]}]
+    body = json.dumps({"inputs": inputs}).encode()
+
+    status, reply = server.get("/v2/models/lower/infer", "POST", body)
+
+    assert status == 500
+    assert "JSONDecodeError" in str(reply)
+    assert "model.py" in str(reply)
+    assert "/" not in str(reply)
+    # The log is for operators.
+    server.wait_for("lower/1/model.py")
