@@ -246,6 +246,20 @@ def test_instances_are_recycled_under_load_and_every_answer_is_right(
         assert [each["restarts"] for each in runtime.instances("recycled")] == [0] * instances
 
 
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_a_recycled_instance_is_forked_from_the_template_where_there_is_one(
+    runtime: moonpool.Runtime, folder: Path, level: str
+) -> None:
+    limits = greedy(SANDBOX=level, PREFORK="imports", RECYCLE_REQUESTS=5, TASK_LIMIT=64)
+    with hosted(runtime, "greedy", folder, limits):
+        pids = [ask(runtime, "pid") for _ in range(20)]
+        assert [len(set(pids[i : i + 5])) for i in range(0, 20, 5)] == [1] * 4
+        assert len(set(pids)) == 4
+        counts = runtime._models.find("greedy").supervisor.recycling.counts
+        wait_until(lambda: counts.total() == 4, 30.0)
+        wait_until(lambda: runtime.is_ready("greedy"), 30.0)
+
+
 def test_an_instance_whose_memory_grows_is_recycled(
     runtime: moonpool.Runtime, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
