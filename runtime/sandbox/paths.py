@@ -80,5 +80,15 @@ def _listed(variables: Mapping[str, str], name: str) -> list[str]:
 
 
 def _model(source: ModelSource) -> list[str]:
-    """A directory that the model has to itself, or its one file: what lies beside that is not the model's."""
-    return [str(source.model_directory if source.is_directory else source.file)]
+    """A directory that the model has to itself, or its one file: what lies beside that is not the model's.
+
+    The file of a Python-based backend is elsewhere, beside what else the backend is made of.
+    """
+    if not source.is_directory:
+        return [str(source.file)]
+    return [str(source.model_directory), *map(str, _backend(source))]
+
+
+def _backend(source: ModelSource) -> list[Path]:
+    is_model_s = source.file.is_relative_to(source.model_directory)
+    return [] if is_model_s else [source.file.parent]

@@ -49,6 +49,22 @@ def test_a_model_has_its_directory_and_nothing_beside_it(tmp_path: Path) -> None
     assert not covers(paths, "/etc/passwd")
 
 
+def test_a_model_of_a_python_based_backend_has_the_backend_s_folder(tmp_path: Path) -> None:
+    backend, folder = tmp_path / "backends" / "speaker", tmp_path / "models" / "mine" / "1"
+    for each in (backend, folder):
+        each.mkdir(parents=True)
+    (backend / "model.py").touch()
+    model = ModelSource(
+        "triton", backend / "model.py", None, folder.parent, folder, is_directory=True
+    )
+
+    paths = needs(model, Environment(Path(sys.executable), {}))
+
+    assert covers(paths, backend / "helper.py")
+    assert covers(paths, folder)
+    assert not covers(paths, backend.parent)
+
+
 def test_a_lone_file_has_itself_alone(tmp_path: Path) -> None:
     (tmp_path / "model.py").touch()
     model = ModelSource("triton", tmp_path / "model.py", None, tmp_path, tmp_path)
