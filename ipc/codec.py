@@ -81,10 +81,7 @@ class Codec:
             raise RemoteProtocolError(f"a message of unknown kind {fields[0]}") from error
         if message.sender is self._us:
             raise RemoteProtocolError(f"{self._kinds[fields[0]].name} is not the peer's to send")
-        check = _compiled.get(message)
-        if check is None:
-            check = _compiled[message] = compile_check(self._kinds[fields[0]], message)
-        self._checks[fields[0]] = check
+        self._checks[fields[0]] = check = _check_of(self._kinds[fields[0]], message)
         return check
 
 
@@ -103,6 +100,22 @@ def encode(*message: object) -> bytes:
 def unpacked(packet: bytes | bytearray) -> Any:
     """What `encode` made a packet of, unchecked: for what a fork of this very process sent."""
     return _unpack(packet, strict_map_key=False)
+
+
+def _check_of(kind: Any, message: Message) -> Check:
+    check = _compiled.get(message)
+    if check is None:
+        check = _compiled[message] = compile_check(kind, message)
+    return check
+
+
+def compile_checks(us: Side) -> None:
+    """Make all checks of what `us` may be sent now, and not when each is needed: for a process that is to be copied."""
+    for table in (WORK, CONTROL, CALLS):
+        for kind, message in table.items():
+            if message.sender is not us:
+                _check_of(kind, message)
+    _layout_check()
 
 
 def compile_check(kind: IntEnum, message: Message) -> Check:
@@ -126,13 +139,17 @@ def unpack_layout(packed: bytes, most: int = MAX_ITEMS) -> list[list[list[Any]]]
         layout = _unpack(packed, strict_map_key=True, max_ext_len=0)
     except Exception as unreadable:  # as above
         raise RemoteProtocolError(f"a layout that is not msgpack: {unreadable}") from unreadable
+    _layout_check()(layout)
+    return layout  # type: ignore[no-any-return]
+
+
+def _layout_check() -> Check:
     check = _compiled.get(LAYOUT)
     if check is None:
         lines = ["def check(m):"]
         _Writer(lines).value(LAYOUT.item, "m", "layout", 1)
         check = _compiled[LAYOUT] = _compile(lines)
-    check(layout)
-    return layout  # type: ignore[no-any-return]
+    return check
 
 
 def _compile(lines: list[str]) -> Check:

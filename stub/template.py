@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moonpool.ipc.codec import control_codec, encode
+from moonpool.ipc.codec import compile_checks, control_codec, encode
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
 from moonpool.stub import forked_libraries, host, logger, output
@@ -97,6 +97,7 @@ class Template:
         if not pid:
             os._exit(0)
         os.waitpid(pid, 0)
+        compile_checks(Side.STUB)
         gc.collect()
         gc.freeze()
 

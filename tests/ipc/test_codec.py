@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ipc.described import EVERY_ROW, TABLES, fits, message_fits, messages, receiver, refused
 
+from moonpool.ipc import codec
 from moonpool.ipc.codec import compile_check, control_codec, encode, work_codec
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 from moonpool.ipc.fields import Int, ListOf, OneOf, Raw, Row, Table, Text
@@ -241,3 +242,17 @@ def test_each_form_of_msgpack_gets_a_packer_that_threads_may_share() -> None:
         "msgpack.fallback",
         "True",
     ]
+
+
+def test_a_process_that_is_to_be_copied_makes_all_checks_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(codec, "_compiled", {})
+    codec.compile_checks(Side.STUB)
+    monkeypatch.setattr(codec, "_compile", None)  # so that it cannot be called
+
+    layout = encode([])
+    packet = encode(Kind.EXECUTE, 1, [], [], layout, None, None)
+    assert work_codec(Side.STUB).decode(packet)[0] == Kind.EXECUTE
+    assert codec.unpack_layout(layout) == [[]]
+    assert control_codec(Side.STUB).decode(encode(Kind.REFUSED, "no"))[0] == Kind.REFUSED
