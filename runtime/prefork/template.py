@@ -170,6 +170,9 @@ class Template:
             except RuntimeError:  # the machine has no thread to spare
                 self._restart = None
                 self._set(_State.AWAY)
+            else:
+                # Its end is told twice, by who wanted a fork and by the kernel.
+                self._stub = None
 
     def _bring_back(self, dead: TemplateStub) -> None:
         dead.end()
