@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 from tests import lesser_kernel
+from tests.e2e.hosting import Config, options
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.hostile.attacker import copied, load_attacker
+from tests.hostile.attacker import SIGNATURE, copied, load_attacker
 from tests.hostile.conftest import Attackers
 
 import moonpool
@@ -254,3 +256,40 @@ def test_a_thread_that_was_there_before_the_sandbox_fails_the_load(
 
     with pytest.raises(LoadFailed, match="landlock: this process has threads already"):
         load_attacker(runtime, "strict", model_folder, "threaded")
+
+
+FOREIGN = """#!{python}
+import errno, os, socket
+found = []
+for attempt in (lambda: open("/etc/passwd"), os.fork, socket.socket, lambda: os.kill(os.getppid(), 0)):
+    try:
+        attempt()
+        found.append("done")
+    except OSError as error:
+        found.append(errno.errorcode[error.errno])
+print("it tried:", *found, flush=True)
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("level", ["off", "strict"])
+def test_an_interpreter_that_a_model_brings_is_confined_before_it_begins(
+    runtime: moonpool.Runtime,
+    model_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    level: str,
+) -> None:
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FOREIGN.format(python=os.path.realpath(sys.executable)))
+    for path in (python, python.parent, python.parent.parent, tmp_path):
+        path.chmod(0o755)
+    config: Config = SIGNATURE | options(SANDBOX=level)
+    config["parameters"]["EXECUTION_ENV_PATH"] = {"string_value": str(python.parent.parent)}
+
+    with caplog.at_level(logging.DEBUG, "moonpool.stub"), pytest.raises(LoadFailed):
+        runtime.load("foreign", model_folder, config=config)
+
+    refused = "EACCES EPERM EPERM EPERM" if level == "strict" else "done done done done"
+    assert f"it tried: {refused}" in caplog.text
