@@ -265,13 +265,14 @@ OPTIONS = (
         "MOONPOOL_RECYCLE_REQUESTS",
         "recycle_requests",
         THREADS,
-        "After so many requests an instance is finalized and started anew.",
+        "After so many requests an instance is finalized and started anew. See LIMITS.md.",
     ),
     Option(
         "MOONPOOL_RECYCLE_RSS_BYTES",
         "recycle_rss_bytes",
         LIMIT,
-        "An instance with more resident memory than this is finalized and started anew.",
+        "An instance whose process has more resident memory than this, without what it shares with the"
+        " runtime, is finalized and started anew.",
     ),
     Option(
         "MOONPOOL_PREFORK",
