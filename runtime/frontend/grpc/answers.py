@@ -24,7 +24,7 @@ _log = logging.getLogger("moonpool")
 # `poll` can wait.
 _PATIENCE_MS = 1
 # A model that takes longer is not waited for there, but tried again after so many executions.
-_QUICK_NS = 300_000
+_QUICK_NS = 600_000
 _SKIPS = 64
 
 
