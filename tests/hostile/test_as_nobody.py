@@ -42,6 +42,8 @@ def test_it_holds_for_a_user_without_rights(file: str) -> None:
         check=False,
     )
 
+    if "in become_nobody" in ended.stdout and "not permitted" in ended.stdout:
+        pytest.skip("this root may not make mounts, which hide what is closed to others")
     if ended.returncode != 0:
         pytest.fail(ended.stdout, pytrace=False)
     assert " passed" in ended.stdout

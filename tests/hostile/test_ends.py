@@ -107,11 +107,18 @@ threading.Event().wait()
 """
 
 
-def test_a_model_does_not_outlive_a_runtime_that_was_killed(model_folder: Path, level: str) -> None:
+def test_a_model_does_not_outlive_a_runtime_that_was_killed(
+    model_folder: Path, tmp_path: Path, level: str
+) -> None:
     paths = [str(Path(__file__).parents[2]), *sys.path]
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, level, str(model_folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            # Nobody is left to remove the scratch folder.
+            "TMPDIR": str(tmp_path),
+        },
         stdout=subprocess.PIPE,
     )
     try:
