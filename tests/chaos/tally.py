@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -30,6 +30,16 @@ DEATH = (
 )
 
 
+ALLOWED = {
+    "StubDied": f"{DEATH}|{MEMORY}",
+    "ExecuteTimedOut": DEATH,
+    "ModelError": f"{DEATH}|{MEMORY}|{ON_PURPOSE}",
+    "OutOfMemory": MEMORY,
+    "SequenceLost": "",
+}
+_NOTHING = "$."
+
+
 class Request:
     """`outcome` is a word for what it ended with, empty before; set it where that is no answer and no error."""
 
@@ -39,9 +49,10 @@ class Request:
 class Tally:
     """Counts by model. From any thread."""
 
-    def __init__(self, deaths: str = DEATH) -> None:
+    def __init__(self, allowed: Mapping[str, str] | None = None) -> None:
+        """`allowed` has by an error's class what its text may be; that of `Runtime` by default."""
         self._lock = threading.Lock()
-        self._deaths = deaths
+        self._allowed = ALLOWED if allowed is None else allowed
         self.sent: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
@@ -77,14 +88,9 @@ class Tally:
     def _fault(self, error: Exception, *, hurried: bool) -> str:
         """What is wrong with an outcome; nothing with errors that must be expected."""
         name, text = type(error).__name__, str(error)
-        allowed = {
-            "StubDied": f"{self._deaths}|{MEMORY}",
-            "ExecuteTimedOut": self._deaths,
-            "ModelError": f"{self._deaths}|{MEMORY}|{ON_PURPOSE}",
-            "OutOfMemory": MEMORY,
-            "SequenceLost": "",
-            "RequestTimedOut": "" if hurried else "$.",
-        }.get(name, "$.")
+        if name == "RequestTimedOut" and hurried:
+            return ""
+        allowed = self._allowed.get(name, _NOTHING)
         return "" if re.search(allowed, text) else f"{name}: {text}"
 
     def check(self) -> None:
