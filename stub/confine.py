@@ -62,6 +62,7 @@ def main() -> None:
     try:
         os.execve(python, [python, boot, *arguments], variables)
     except OSError as error:
+        work.receive()  # START: until it has been sent, nobody listens
         # The runtime has the words for that.
         work.send_waiting(encode(Kind.FAILED, EXEC_FAILED, str(error.errno), ""))
         os._exit(1)
