@@ -106,6 +106,20 @@ def test_lines_of_a_model_are_known_by_its_name(
     assert all(each.isprintable() and len(each) < 10_000 for each in said)
 
 
+def test_the_place_that_a_line_names_is_no_line_of_its_own(
+    attackers: Attackers, caplog: pytest.LogCaptureFixture, level: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "moonpool.stub")
+    place = "/etc/\x1b[31m\n[sibling_0] done\u202e.py"
+
+    attackers(level).finds("protocol.log_from", file=place, text=f"from {level}")
+
+    wait_until(lambda: f"from {level}" in caplog.text)
+    (said,) = [each for each in caplog.messages if f"from {level}" in each]
+    assert said.startswith(f"[attacker_{level}_0] from {level} (")
+    assert said.isprintable()
+
+
 def test_a_model_s_figures_do_not_pass_for_another_s(
     runtime: moonpool.Runtime, attackers: Attackers, level: str
 ) -> None:
