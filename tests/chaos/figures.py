@@ -34,6 +34,9 @@ def figures_of(pid: int) -> Figures:
         with suppress(FileNotFoundError):
             path = f"/proc/{pid}/fd/{fd}"
             target = os.readlink(path)
+            # What is open for a moment only.
+            if target.startswith("/proc/"):
+                continue
             descriptors[_KIND.match(target)[0]] += 1  # type: ignore[index]
             if target.startswith("/memfd:"):
                 found = os.stat(path)

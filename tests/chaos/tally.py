@@ -17,11 +17,13 @@ class Wrong(Exception):
 PATIENCE_S = 30.0
 ON_PURPOSE = r"on purpose|the model ended without a last response"
 MEMORY = (
-    r"MemoryError|[Cc]annot allocate|Unable to allocate|cannot set aside|can't start new thread"
+    r"MemoryError|[Cc]annot allocate|Unable to allocate|Memory allocation|cannot set aside"
+    r"|can't start new thread|reached its memory limit"
 )
 DEATH = (
     r"Stub process '\S+' (is not healthy\. It (was killed by SIG(KILL|TERM|SEGV)|closed its channel"
-    r"|exited with \d; its last words were: (moonpool\.ipc\.errors\.RemoteProtocolError: "
+    # What a client is told, and what the log has beside it.
+    r"|exited with \d (during|while)|exited with \d; its last words were: (moonpool\.ipc\.errors\.RemoteProtocolError: "
     r"|A process of the runtime is not listened to any more: "
     # The stacks that it writes when it is told to end.
     r"|<no Python frame>|File \"))"
