@@ -47,7 +47,7 @@ class TemplateStub(StubHandle):
         """For `fork`. Once it was started."""
         if self.confinement is None:
             raise TemplateGone("it was not started")
-        return self.plan.for_a_fork(self.confinement)
+        return self.plan.for_a_fork(self._model, self.confinement)
 
     def check_threads(self) -> None:
         """Raises `ForkRefused` where it has more than one: others would be missing in a fork, with their locks held."""

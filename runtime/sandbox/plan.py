@@ -57,9 +57,10 @@ class Plan:
             is_foreign=self.is_foreign,
         )
 
-    def for_a_fork(self, template: Confinement) -> Plan:
+    def for_a_fork(self, model: Model, template: Confinement) -> Plan:
         """The plan for a process that the one of this plan, which is so confined, forks."""
-        policy = Policy(**{**vars(self.policy), "forks": False})
+        changes = {"forks": False, "limits": _limits(model)}
+        policy = Policy(**{**vars(self.policy), **changes})
         return replace(self, policy=policy, template=template)
 
     def release(self) -> None:
@@ -94,7 +95,9 @@ def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool
     )
     if forks and options.task_limit is not None:
         # They are counted together, as those of one user.
-        instances = sum(group.count for group in model.config.instance_groups)
+        instances = sum(
+            group.count * max(1, len(group.gpus)) for group in model.config.instance_groups
+        )
         common.limits["tasks"] = options.task_limit * (instances + 1)
     python = str(environment.python)
     if not common.is_contained:
