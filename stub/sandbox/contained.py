@@ -124,9 +124,9 @@ class Contained:
         self._user = self._policy.user
 
     def _enter_namespaces(self) -> None:
-        with refusing(
-            "namespaces", "allow user namespaces, or run the runtime as root, to have it"
-        ):
+        is_root = os.geteuid() == 0
+        what = "give the runtime CAP_SYS_ADMIN" if is_root else "allow user namespaces, or use root"
+        with refusing("namespaces", f"{what} to have it"):
             names = namespaces.enter(network=bool(self._policy.ports))
         self._applied.on.append("namespaces:" + "+".join(names))
         self._has_user_namespace = "user" in names
