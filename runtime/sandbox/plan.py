@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.policy import BEST_EFFORT, STRICT, Policy
 from moonpool.runtime import environment_variables
 from moonpool.runtime.process import StubProcess
-from moonpool.runtime.sandbox import users
+from moonpool.runtime.sandbox import scratch, users
 from moonpool.runtime.sandbox.grants import granted
 from moonpool.runtime.sandbox.paths import needed_paths
 
@@ -68,7 +66,7 @@ class Plan:
         if self.template is not None:
             return
         if self.policy.scratch:
-            shutil.rmtree(self.policy.scratch, ignore_errors=True)
+            scratch.remove(self.policy.scratch)
         if self.policy.user is not None:
             users.give_back(self.policy.user)
 
@@ -102,16 +100,14 @@ def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool
     python = str(environment.python)
     if not common.is_contained:
         return Plan(common, python, variables, os.getcwd(), ())
-    scratch = os.path.realpath(tempfile.mkdtemp(prefix="moonpool-scratch-"))
     user = users.take()
-    if user is not None:
-        os.chown(scratch, user, user)
+    own_folder = scratch.make(user)
     policy = Policy(
         level=common.level,
         user=user,
         read=needed_paths(model.source, environment, variables, folder, options.sandbox_paths),
         write=[path for path, writes in options.sandbox_paths if writes],
-        scratch=scratch,
+        scratch=own_folder,
         scratch_bytes=options.scratch_bytes,
         ports=options.sandbox_ports,
         syscalls=options.sandbox_syscalls,
@@ -120,9 +116,9 @@ def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool
         nice=common.nice,
         forks=forks,
     )
-    variables |= {"HOME": scratch, "TMPDIR": scratch}
+    variables |= {"HOME": own_folder, "TMPDIR": own_folder}
     is_foreign = environment.root is not None
-    return Plan(policy, python, variables, scratch, granted(options), is_foreign)
+    return Plan(policy, python, variables, own_folder, granted(options), is_foreign)
 
 
 def _limits(model: Model) -> dict[str, int]:
