@@ -113,6 +113,7 @@ def test_instances_and_models_share_a_metric(runtime: moonpool.Runtime, run: Run
     assert lines(runtime, "n") == ['n{a="b"} 5']
 
 
+@pytest.mark.needs("names of metrics")
 def test_the_runtimes_own_names_keep_their_kind(runtime: moonpool.Runtime, run: Run) -> None:
     said = run(
         "family = pb_utils.MetricFamily('nv_inference_count', 'mine', pb_utils.COUNTER)\n"

@@ -68,14 +68,19 @@ def made(folder: Path) -> Path:
 
 
 @pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for temporary files that the models of the test do not share."""
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture
 def runtime(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[moonpool.Runtime]:
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with moonpool.Runtime(repository, models=["asker"]) as runtime:
         yield runtime
-    assert list((tmp_path / "temporary").iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +153,11 @@ def test_a_configuration_replaces_the_one_in_the_repository(
     assert dict(runtime.config("target").parameters) == {"a": "b"}
 
 
-def test_a_model_is_made_of_files(runtime: moonpool.Runtime, tmp_path: Path) -> None:
+def test_a_model_is_made_of_files(runtime: moonpool.Runtime, temporary: Path) -> None:
     files = '{"file:1/model.py": open(pb_utils.get_model_dir() + "/model.py", "rb").read()}'
     assert ask(runtime, f'pb_utils.load_model("made", config="{{}}", files={files})') == ["None"]
     (where,) = ask(runtime, "pb_utils.get_model_dir()", model="made")
-    assert str(tmp_path / "temporary") in where
+    assert str(temporary) in where
     assert where.endswith("/made/1'")
     big = '{"file:1/model.py": open(pb_utils.get_model_dir() + "/model.py", "rb").read(), "file:1/weights": bytes(3_000_000)}'
     assert ask(runtime, f'pb_utils.load_model("made", "{{}}", {big})') == ["None"]
