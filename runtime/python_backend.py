@@ -132,19 +132,12 @@ class PythonBackend(Backend):
         except BaseException:
             stub.end()
             raise
-        self._tell_confinement(stub)
         stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
         stub.serve(instance.respond)
         stub.bounds.serves(instance.report_grown)
         stub.count_served = instance.report_served
         stub.notify_exit(lambda: instance.report_broken(_EndedIdle("the stub has ended")))
         self._stubs.audience.stub_ready(model, stub)
-
-    @staticmethod
-    def _tell_confinement(stub: StubHandle) -> None:
-        confinement = stub.confinement
-        if confinement is not None and (confinement.left_out or confinement.granted):
-            _log.warning("[%s] sandbox: %s", stub.name, confinement)
 
     def model_instance_finalize(self, instance: ModelInstance) -> None:
         stub: StubHandle = instance.state
