@@ -7,6 +7,7 @@ import faulthandler
 import json
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -124,10 +125,14 @@ class Crowd:
 
     def _sums(self, dice: random.Random) -> None:
         which, steps, wanted = dice.getrandbits(40) + 1, dice.randint(1, 6), 0.0
+        answered_s = time.monotonic()
         for step in range(steps):
             x = dice.randint(1, 9)
             wanted += x
-            with self._tally.request("sums", "a sequence") as request:
+            # Longer than a sequence may be idle, and it is over.
+            pause_s = time.monotonic() - answered_s
+            kind = f"step {step} after {pause_s:.3f} s"
+            with self._tally.request("sums", kind) as request:
                 response = self._runtime.request(
                     "sums",
                     {"X": np.full((1, 1), x, np.float32)},
@@ -138,6 +143,7 @@ class Crowd:
                 found = json.loads(response.outputs["Y"].item())["sum"]
                 if found != wanted:
                     raise Wrong(f"{found} and not {wanted}")
+            answered_s = time.monotonic()
             if request.outcome != "answered":
                 return
 
