@@ -7,7 +7,6 @@ watches the sockets of the stubs that execute for it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import select
 import weakref
@@ -42,11 +41,17 @@ class _Watched:
 
 
 class LoopDriver:
-    """Drives executions in one event loop. All methods are for the loop's thread."""
+    """Drives executions in one event loop. All methods are for the loop's thread.
+
+    The loop watches one descriptor, which is readable when one of the sockets is. Of the sockets themselves uvloop would not
+    tell all: where a stub ends with something unread, its socket has an error, and libuv stops watching without a word.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._epoll: select.epoll | None = None
         self._watched: dict[object, _Watched] = {}
+        self._by_fd: dict[int, tuple[object, _Watched]] = {}
 
     def drive(self, execution: Execution) -> None:
         """Wait for the answer of an execution, and claim it when it can be read.
@@ -58,19 +63,25 @@ class LoopDriver:
         link = execution.pending
         watched = self._watched.get(link)
         if watched is None:
+            if self._epoll is None:
+                self._epoll = select.epoll()
+                self._loop.add_reader(self._epoll.fileno(), self._look)
             watched = self._watched[link] = _Watched(link.fileno())
-            blocks = os.get_blocking(watched.fd)
-            self._loop.add_reader(watched.fd, self._readable, link, watched)
-            # uvloop makes what it watches non-blocking, and with it the link's own descriptor.
-            os.set_blocking(watched.fd, blocks)
+            self._by_fd[watched.fd] = link, watched
+            self._epoll.register(watched.fd, select.EPOLLIN)
         watched.execution = execution
 
-    def _readable(self, link: object, watched: _Watched) -> None:
-        execution = watched.execution
-        if execution is not None and not watched.is_readable():
-            # What the loop has seen was the answer to somebody else, who has read it meanwhile.
+    def _look(self) -> None:
+        if self._epoll is None:
             return
-        watched.execution = None
+        for place, (fd, _) in enumerate(self._epoll.poll(0)):
+            link, watched = self._by_fd.get(fd, (None, None))
+            # What came of those before may have read it meanwhile, and sent there again.
+            if watched is not None and (not place or watched.is_readable()):
+                self._readable(link, watched)
+
+    def _readable(self, link: object, watched: _Watched) -> None:
+        execution, watched.execution = watched.execution, None
         if execution is not None and execution.claim(self):
             execution.finish()
         else:
@@ -79,8 +90,9 @@ class LoopDriver:
 
     def _forget(self, link: object) -> None:
         watched = self._watched.pop(link)
-        with contextlib.suppress(RuntimeError, ReferenceError):  # the loop is closed, or gone
-            self._loop.remove_reader(watched.fd)
+        del self._by_fd[watched.fd]
+        if self._epoll is not None:
+            self._epoll.unregister(watched.fd)
         os.close(watched.fd)
 
     def hand_over(self, request: InferenceRequest) -> None:
@@ -103,6 +115,10 @@ class LoopDriver:
                 watched.execution.drive_in_reactor()
             os.close(watched.fd)
         self._watched.clear()
+        self._by_fd.clear()
+        if self._epoll is not None:
+            self._epoll.close()
+            self._epoll = None
 
     def __del__(self) -> None:
         self.close()

@@ -152,7 +152,7 @@ class SystemSharedMemory:
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in self._allowed_uids:
             raise SharedMemoryError(
                 f"shared memory object '{key}' belongs to user {status.st_uid}; the server takes those of "
-                f"{', '.join(map(str, sorted(self._allowed_uids)))} (see --shared-memory-uid)"
+                f"{', '.join(map(str, sorted(self._allowed_uids)))}"
             )
         if not status.st_mode & stat.S_IWUSR:
             raise SharedMemoryError(f"shared memory object '{key}' cannot be written by its owner")

@@ -36,10 +36,18 @@ class Monkey:
     """Harms the stubs of process `pid`. No stub stays stopped or starved."""
 
     def __init__(
-        self, pid: int, dice: random.Random, feed: Callable[[random.Random], bool] | None = None
+        self,
+        pid: int,
+        dice: random.Random,
+        feed: Callable[[random.Random], bool] | None = None,
+        spared: frozenset[int] = frozenset(),
     ) -> None:
-        """`feed` sends a stub something malformed; False where there was none to send it to."""
+        """`feed` sends a stub something malformed; False where there was none to send it to.
+
+        `spared` are stubs that belong to somebody else in that process.
+        """
         self._pid, self._dice, self._feed = pid, dice, feed
+        self._spared = spared
         # When to relieve what was stopped or starved, and how.
         self._later: list[tuple[float, Callable[[], None], Victim]] = []
         self.harms: Counter[str] = Counter()
@@ -76,7 +84,8 @@ class Monkey:
             os.close(victim.pidfd)
 
     def _choose(self) -> Victim | None:
-        stubs = [pid for pid in children_of(self._pid) if STUB in command(pid)]
+        children = set(children_of(self._pid)) - self._spared
+        stubs = [pid for pid in children if STUB in command(pid)]
         if not stubs:
             return None
         pid = self._dice.choice(sorted(stubs))

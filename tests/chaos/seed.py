@@ -10,7 +10,7 @@ import pytest
 def add_options(parser: pytest.Parser) -> None:
     chaos = parser.getgroup("chaos", "harm at random (tests/chaos)")
     chaos.addoption("--chaos-seed", type=int, help="what is done to whom; another one every time")
-    chaos.addoption("--chaos-seconds", type=float, default=15.0, help="for each test; %(default)g")
+    chaos.addoption("--chaos-seconds", type=float, default=5.0, help="for each test; %(default)g")
 
 
 def draw(config: pytest.Config) -> None:

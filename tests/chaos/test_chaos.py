@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 from tests.chaos.asking import CAST, COUNTED, Crowd, load_all
-from tests.chaos.figures import Figures, figures_of, rss_bytes
+from tests.chaos.figures import Figures, children_of, figures_of, rss_bytes
 from tests.chaos.monkey import Monkey
 from tests.chaos.tally import Tally
 from tests.e2e.soaking import is_quiet as is_done
@@ -72,11 +72,13 @@ def counted(runtime: moonpool.Runtime, model: str) -> int:
     return int(found["success"]["count"] + found["fail"]["count"])
 
 
-def lap(runtime: moonpool.Runtime, seed: int, seconds: float) -> tuple[Tally, Monkey]:
+def lap(
+    runtime: moonpool.Runtime, seed: int, seconds: float, spared: frozenset[int]
+) -> tuple[Tally, Monkey]:
     """As many seconds of everything at once; what became of it is as it must be."""
     tally = Tally()
     before = {name: counted(runtime, name) for name in COUNTED}
-    monkey = Monkey(os.getpid(), random.Random(seed), partial(feed, runtime))
+    monkey = Monkey(os.getpid(), random.Random(seed), partial(feed, runtime), spared)
     with Crowd(runtime, tally, seed) as crowd:
         monkey.harm_for(seconds)
     assert crowd.errors == [], f"{crowd.errors}"
@@ -123,16 +125,18 @@ def test_whatever_becomes_of_the_stubs_every_request_has_one_outcome_and_nothing
     caplog.set_level(logging.CRITICAL, "moonpool")
     caplog.set_level(logging.CRITICAL, "moonpool.stub")
     seed, seconds = pytestconfig.option.chaos_seed, pytestconfig.option.chaos_seconds
+    # Other tests may have runtimes in this process that last.
+    others = frozenset(children_of(os.getpid()))
     with moonpool.Runtime() as runtime:
         load_all(runtime, seed)
         # The first region of callers' memory stays.
         runtime.empty("wide", "X", 1)
         at_first = settled(runtime)
-        lap(runtime, seed + 1, min(WARM_UP_S, seconds))
+        lap(runtime, seed + 1, min(WARM_UP_S, seconds), others)
         check_returned(runtime, at_first)
         before_bytes, before_blocks = rss_bytes(os.getpid()), sys.getallocatedblocks()
 
-        tally, monkey = lap(runtime, seed, seconds)
+        tally, monkey = lap(runtime, seed, seconds, others)
 
         check_returned(runtime, at_first)
         grown = rss_bytes(os.getpid()) - before_bytes

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -282,9 +283,9 @@ def test_a_loop_does_not_read_before_there_is_something_to_read(folder: Path) ->
         task = asyncio.create_task(ask(runtime, x(3)))
         await until(lambda: backend.batches)
         driver = aio._driver_of(asyncio.get_running_loop())
-        ((link, watched),) = driver._watched.items()
-        # As when a thread has read its answer between the loop's look at the socket and this.
-        driver._readable(link, watched)
+        assert len(driver._watched) == 1
+        # As when a thread has read its answer between the loop's look at the sockets and this.
+        driver._look()
         backend.wait_for(1).answer()
         assert await task == 3
 
@@ -355,3 +356,28 @@ def test_a_thread_asks_a_stub_that_a_loop_has_watched(tmp_path: Path, run: Any) 
         [seat] = runtime.registry.find("plus").supervisor.seats
         assert os.get_blocking(seat.instance.state.link.fileno())
         assert runtime.infer("plus", inputs)["Y"].tolist() == [2.0, 3.0, 4.0]
+
+
+def test_a_stub_that_ends_with_a_request_unread_is_watched_no_more(
+    tmp_path: Path, run: Any
+) -> None:
+    """Its socket has an error then, of which uvloop would tell nobody."""
+    inputs = {"X": [1.0, 2.0, 3.0]}
+    (tmp_path / "plus.py").write_text(PLUS)
+
+    async def main() -> None:
+        await runtime.ainfer("plus", inputs)
+        pid = runtime.instances("plus")[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        asked = asyncio.create_task(runtime.ainfer("plus", inputs))
+        await until(lambda: runtime.registry.find("plus").scheduler.executing)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(moonpool.StubDied):
+            await asked
+        driver = aio._driver_of(asyncio.get_running_loop())
+        await until(lambda: not driver._watched)
+        await until(lambda: runtime.instances("plus")[0]["state"] == "READY")
+
+    with Runtime() as runtime:
+        runtime.load("plus", tmp_path / "plus.py")
+        run(main())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import array
 import os
 import select
 import signal
-import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,27 +15,53 @@ from moonpool.runtime.prefork.birth import Birth, NotBorn
 from moonpool.runtime.prefork.forked_process import ForkedProcess
 
 PATIENCE_S = 20.0
-Fork = Callable[[Callable[[], None]], int]
+Child = Callable[..., int]
+# What children do; `end` is their end of the birth, and the other numbers are descriptors, too.
+SPEAKS = "os.write(end, b'0'); signal.pause()"
+LEADS_AND_SPEAKS = f"os.setsid(); {SPEAKS}"
+SENDS_DESCRIPTORS = """
+socket.socket(fileno=end).sendmsg(
+    [b"0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 0, 0]))]
+)
+signal.pause()
+"""
+BEGETS = """
+read_fd, write_fd = fds
+pid = os.fork()
+if not pid:
+    os.write(end, b"0")
+    os.close(write_fd)
+    os.read(read_fd, 1)
+    os._exit(0)
+os.close(write_fd)
+os.read(read_fd, 1)
+os.waitpid(pid, 0)
+"""
+LEAVES_A_CHILD = """
+read_fd, _ = fds
+os.setsid()
+os.write(end, b"0")
+os.close(read_fd)
+if not os.fork():
+    signal.pause()
+"""
 
 
 @pytest.fixture
-def fork() -> Iterator[Fork]:
-    """Runs something in a child process, which ends then."""
-    pids: list[int] = []
+def child(birth: Birth) -> Iterator[Child]:
+    """Runs a program in a child process of this one, which has the end of the birth and these descriptors."""
+    children = []
 
-    def start(action: Callable[[], None]) -> int:
-        pid = os.fork()
-        if not pid:
-            try:
-                action()
-            finally:
-                os._exit(0)
-        pids.append(pid)
-        return pid
+    def start(program: str, *fds: int) -> int:
+        end = birth.end.fileno()
+        code = f"import array, os, signal, socket\nend, fds = {end}, {fds}\n{program}"
+        command = [sys.executable, "-S", "-c", code]
+        children.append(subprocess.Popen(command, pass_fds=(end, *fds)))
+        return children[-1].pid
 
     yield start
-    for pid in pids:
-        os.waitpid(pid, 0)
+    for each in children:
+        each.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -45,13 +71,8 @@ def birth() -> Iterator[Birth]:
     birth.close()
 
 
-def _lives(birth: Birth) -> None:
-    birth.end.send(b"\0")
-    signal.pause()
-
-
-def test_a_child_that_speaks_is_known_by_a_pidfd_of_its_own(birth: Birth, fork: Fork) -> None:
-    pid = fork(lambda: _lives(birth))
+def test_a_child_that_speaks_is_known_by_a_pidfd_of_its_own(birth: Birth, child: Child) -> None:
+    pid = child(SPEAKS)
     found, pidfd = birth.wait(os.getpid(), PATIENCE_S)
     assert found == pid
 
@@ -69,29 +90,17 @@ def test_who_speaks_for_its_child_is_not_taken_for_it(birth: Birth) -> None:
         birth.wait(os.getpid(), PATIENCE_S)
 
 
-def test_a_grandchild_is_not_taken_for_a_child(birth: Birth, fork: Fork) -> None:
+def test_a_grandchild_is_not_taken_for_a_child(birth: Birth, child: Child) -> None:
     read_fd, write_fd = os.pipe()
-
-    def beget() -> None:
-        pid = os.fork()
-        if not pid:
-            birth.end.send(b"\0")
-            os.close(write_fd)
-            os.read(read_fd, 1)
-            os._exit(0)
-        os.close(write_fd)
-        os.read(read_fd, 1)
-        os.waitpid(pid, 0)
-
-    fork(beget)
+    child(BEGETS, read_fd, write_fd)
     with pytest.raises(NotBorn, match="no child of it"):
         birth.wait(os.getpid(), PATIENCE_S)
     os.close(read_fd)
     os.close(write_fd)
 
 
-def test_a_child_that_ends_without_a_word_is_no_birth(birth: Birth, fork: Fork) -> None:
-    fork(lambda: None)
+def test_a_child_that_ends_without_a_word_is_no_birth(birth: Birth, child: Child) -> None:
+    child("")
     with pytest.raises(NotBorn, match="forked nothing that lived"):
         birth.wait(os.getpid(), PATIENCE_S)
 
@@ -103,14 +112,8 @@ def test_nobody_is_waited_for_longer_than_was_said(birth: Birth) -> None:
     os.close(copy)
 
 
-def test_descriptors_that_come_with_the_word_are_dropped(birth: Birth, fork: Fork) -> None:
-    gift = array.array("i", [0, 0, 0])
-
-    def send() -> None:
-        birth.end.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, gift)])
-        signal.pause()
-
-    pid = fork(send)
+def test_descriptors_that_come_with_the_word_are_dropped(birth: Birth, child: Child) -> None:
+    pid = child(SENDS_DESCRIPTORS)
     before = len(os.listdir("/proc/self/fd"))
     found, pidfd = birth.wait(os.getpid(), PATIENCE_S)
     # One end was closed, and the pidfd came.
@@ -121,13 +124,9 @@ def test_descriptors_that_come_with_the_word_are_dropped(birth: Birth, fork: For
 
 
 def test_a_forked_process_has_the_exit_code_that_its_template_tells(
-    birth: Birth, fork: Fork
+    birth: Birth, child: Child
 ) -> None:
-    def live() -> None:
-        os.setsid()
-        _lives(birth)
-
-    fork(live)
+    child(LEADS_AND_SPEAKS)
     process = ForkedProcess(*birth.wait(os.getpid(), PATIENCE_S), lambda pid: pid % 7)
     assert process.wait(0) is None
     assert "running" in repr(process)
@@ -139,17 +138,9 @@ def test_a_forked_process_has_the_exit_code_that_its_template_tells(
     process.close()
 
 
-def test_what_a_forked_process_started_goes_with_it(birth: Birth, fork: Fork) -> None:
+def test_what_a_forked_process_started_goes_with_it(birth: Birth, child: Child) -> None:
     read_fd, write_fd = os.pipe()
-
-    def live() -> None:
-        os.setsid()
-        birth.end.send(b"\0")
-        os.close(read_fd)
-        if not os.fork():
-            signal.pause()
-
-    fork(live)
+    child(LEAVES_A_CHILD, read_fd, write_fd)
     os.close(write_fd)
     process = ForkedProcess(*birth.wait(os.getpid(), PATIENCE_S), lambda _: 5)
 
