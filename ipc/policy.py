@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Any
 
 OFF, STANDARD, BEST_EFFORT, STRICT = "off", "standard", "best-effort", "strict"
 # From the loosest to the tightest.
 LEVELS = (OFF, STANDARD, BEST_EFFORT, STRICT)
+
+
+def is_contained(level: str) -> bool:
+    """Whether a model at this level may be hostile."""
+    return level in (BEST_EFFORT, STRICT)
 
 
 class Policy:
@@ -59,7 +65,11 @@ class Policy:
     @property
     def is_contained(self) -> bool:
         """Whether the model in it may be hostile."""
-        return self.level in (BEST_EFFORT, STRICT)
+        return is_contained(self.level)
+
+    def changed(self, **changes: Any) -> Policy:
+        """The same with other values for some of its fields."""
+        return Policy(**{**vars(self), **changes})
 
     @classmethod
     def from_json(cls, text: str) -> Policy:

@@ -16,6 +16,7 @@ from moonpool.runtime.errors import RequestTimedOut
 from moonpool.runtime.waiter import Waiter
 
 if TYPE_CHECKING:
+    from moonpool.runtime.backend import Pending
     from moonpool.runtime.execution import Execution
     from moonpool.runtime.request import InferenceRequest, Outcome
     from moonpool.runtime.scheduler import Scheduler
@@ -28,10 +29,11 @@ class _Watched:
     loop still watches it; this one cannot.
     """
 
-    __slots__ = ("_poll", "execution", "fd")
+    __slots__ = ("_poll", "execution", "fd", "link")
 
-    def __init__(self, original: int) -> None:
-        self.fd = os.dup(original)
+    def __init__(self, link: Pending) -> None:
+        self.link = link
+        self.fd = os.dup(link.fileno())
         self.execution: Execution | None = None
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
@@ -51,7 +53,7 @@ class LoopDriver:
         self._loop = loop
         self._epoll: select.epoll | None = None
         self._watched: dict[object, _Watched] = {}
-        self._by_fd: dict[int, tuple[object, _Watched]] = {}
+        self._by_fd: dict[int, _Watched] = {}
 
     def drive(self, execution: Execution) -> None:
         """Wait for the answer of an execution, and claim it when it can be read.
@@ -66,8 +68,8 @@ class LoopDriver:
             if self._epoll is None:
                 self._epoll = select.epoll()
                 self._loop.add_reader(self._epoll.fileno(), self._look)
-            watched = self._watched[link] = _Watched(link.fileno())
-            self._by_fd[watched.fd] = link, watched
+            watched = self._watched[link] = _Watched(link)
+            self._by_fd[watched.fd] = watched
             self._epoll.register(watched.fd, select.EPOLLIN)
         watched.execution = execution
 
@@ -75,22 +77,21 @@ class LoopDriver:
         if self._epoll is None:
             return
         for place, (fd, _) in enumerate(self._epoll.poll(0)):
-            link, watched = self._by_fd.get(fd, (None, None))
+            watched = self._by_fd.get(fd)
             # What came of those before may have read it meanwhile, and sent there again.
             if watched is not None and (not place or watched.is_readable()):
-                self._readable(link, watched)
+                self._readable(watched)
 
-    def _readable(self, link: object, watched: _Watched) -> None:
+    def _readable(self, watched: _Watched) -> None:
         execution, watched.execution = watched.execution, None
         if execution is not None and execution.claim(self):
             execution.finish()
         else:
             # Somebody else's answer, or the end of the stub. Whoever comes next adds it again.
-            self._forget(link)
+            self._forget(watched)
 
-    def _forget(self, link: object) -> None:
-        watched = self._watched.pop(link)
-        del self._by_fd[watched.fd]
+    def _forget(self, watched: _Watched) -> None:
+        del self._watched[watched.link], self._by_fd[watched.fd]
         if self._epoll is not None:
             self._epoll.unregister(watched.fd)
         os.close(watched.fd)
@@ -100,11 +101,11 @@ class LoopDriver:
 
         The loop may be about to end, and the others in the batch still wait.
         """
-        for link, watched in list(self._watched.items()):
+        for watched in list(self._watched.values()):
             execution = watched.execution
             if execution is not None and request in execution.requests:
                 watched.execution = None
-                self._forget(link)
+                self._forget(watched)
                 if execution.claim(self):
                     execution.drive_in_reactor()
 

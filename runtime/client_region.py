@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from moonpool.ipc.memory import Lease
 
 _STAND_IN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-# The levels of the sandbox at which a model could open an object of the server's user by itself.
-LENDING_LEVELS = ("off", "standard")
 
 
 class ClientRegion(SharedRegion):

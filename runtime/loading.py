@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonpool.ipc.policy import BEST_EFFORT, LEVELS, STRICT
+from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime import model_files
 from moonpool.runtime.backend import Model
 from moonpool.runtime.config import ModelConfig, Source, minimal
@@ -65,7 +65,11 @@ class HostingRules:
         """Have a model that is not loaded yet keep them."""
         level = self.level_of(model.config, model.options)
         model.options = replace(model.options, sandbox=level)
-        if self.sandbox in (BEST_EFFORT, STRICT) and model.name not in self.grants:
+        if (
+            self.sandbox is not None
+            and is_contained(self.sandbox)
+            and model.name not in self.grants
+        ):
             check_ungranted(model)
         model.completes = self.completes
 

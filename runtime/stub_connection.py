@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError, ProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import Kind
-from moonpool.ipc.policy import BEST_EFFORT, STRICT
+from moonpool.ipc.policy import is_contained
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.flow import Flow
 from moonpool.runtime.growth import Growth
@@ -50,8 +50,8 @@ class StubConnection:
         self._on_response: Respond = _nothing
         self._is_closed = False
         try:
-            is_contained = options.sandbox in (BEST_EFFORT, STRICT)
-            if is_contained:
+            is_private = is_contained(options.sandbox)
+            if is_private:
                 forbid_looking_inside()
             self.link = Link(
                 work,
@@ -59,7 +59,7 @@ class StubConnection:
                 lambda region_id: control.send(Kind.RETIRE, region_id),
                 region_bytes=options.region_bytes,
                 region_limit_bytes=options.region_limit_bytes,
-                is_private=is_contained,
+                is_private=is_private,
                 is_loaded=is_loaded,
                 is_shared=is_shared,
             )

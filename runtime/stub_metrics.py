@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.metric_kinds import HISTOGRAM
-from moonpool.ipc.policy import BEST_EFFORT, STANDARD, STRICT
+from moonpool.ipc.policy import STANDARD, is_contained
 from moonpool.runtime.metrics import BadMetric, Family
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class StubMetrics:
         """`catch_up` takes in the changes that the stub has told until now, `sandbox` is its level."""
         self._registry = registry
         # Its model may want to pass its figures off as the runtime's.
-        self._is_contained = sandbox in (BEST_EFFORT, STRICT)
+        self._is_contained = is_contained(sandbox)
         self._catch_up = catch_up
         self._held: dict[int, Family | Metric] = {}
         self._size = 0

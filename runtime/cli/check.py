@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.ipc.policy import BEST_EFFORT, LEVELS, STRICT
+from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.cli.session import add_repository, session
 from moonpool.runtime.config import ConfigError, ModelConfig, unused_fields
 from moonpool.runtime.config_options import ModelOptions
@@ -151,7 +151,7 @@ def _closed(directory: ModelDirectory, rules: HostingRules) -> Iterator[Finding]
     raw, source = directory.read_config()
     config = ModelConfig.from_dict(raw, source=source, partial=True)
     level = rules.level_of(config, ModelOptions.from_parameters(config))
-    if os.geteuid() != 0 or level not in (BEST_EFFORT, STRICT):
+    if os.geteuid() != 0 or not is_contained(level):
         return
     closed = list(closed_files(directory.path))
     for path in closed[:_MOST_CLOSED]:

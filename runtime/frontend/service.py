@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from moonpool.ipc.memory import lease_of
+from moonpool.ipc.policy import is_contained
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
-from moonpool.runtime.client_region import LENDING_LEVELS, is_clients, overlap
+from moonpool.runtime.client_region import is_clients, overlap
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.frontend.log_control import LogControl
 from moonpool.runtime.frontend.metadata import Metadata
@@ -79,7 +80,8 @@ class Service:
         """Whether the model's stubs are given clients' memory as it is."""
         return (
             isinstance(self.models.backends.of(model.config), PythonBackend)
-            and model.options.sandbox in LENDING_LEVELS
+            # Only a model that could open an object of the server's user by itself.
+            and not is_contained(model.options.sandbox)
             # Mappings would count as its own memory, however large the client's region is.
             and model.options.memory_limit_bytes is None
             # These keep their requests, and would have to copy what they keep.

@@ -113,4 +113,4 @@ def _without(policy: Policy, group: Group) -> Policy:
     if "memory_bytes" in group.limits:
         limits = {name: value for name, value in limits.items() if name not in _MEMORY}
     nice = 0 if group.has_weight else policy.nice
-    return Policy(**{**vars(policy), "limits": limits, "nice": nice})
+    return policy.changed(limits=limits, nice=nice)

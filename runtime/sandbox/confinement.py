@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.policy import BEST_EFFORT, STRICT
+from moonpool.ipc.policy import BEST_EFFORT, is_contained
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.sandbox.inspection import differences
 
@@ -32,7 +32,7 @@ class Confinement:
         """How loudly it is said: what somebody went without on purpose is not to be overlooked."""
         if self.level == BEST_EFFORT and self.left_out:
             return logging.WARNING
-        return logging.INFO if self.level in (BEST_EFFORT, STRICT) else logging.DEBUG
+        return logging.INFO if is_contained(self.level) else logging.DEBUG
 
     def as_dict(self) -> dict[str, object]:
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.policy import BEST_EFFORT, STRICT
+from moonpool.ipc.policy import is_contained
 from moonpool.runtime.usage import machine_memory_bytes
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _OPEN_FILES = 1024
 
 def hardened(options: ModelOptions) -> ModelOptions:
     """The options with the limits of `strict` where the model is contained and sets none itself."""
-    if options.sandbox not in (BEST_EFFORT, STRICT):
+    if not is_contained(options.sandbox):
         return options
     half_bytes = machine_memory_bytes() // 2
     return replace(

@@ -6,7 +6,7 @@ import fnmatch
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.policy import BEST_EFFORT, LEVELS, OFF, STRICT
+from moonpool.ipc.policy import LEVELS, OFF, is_contained
 from moonpool.runtime.errors import NotGranted
 from moonpool.runtime.sandbox.defaults import hardened
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def granted(options: ModelOptions) -> tuple[str, ...]:
     """In words, for the log and for those who look at the instance."""
-    if options.sandbox not in (BEST_EFFORT, STRICT):
+    if not is_contained(options.sandbox):
         return ()
     paths = [f"{'write' if writes else 'read'} {path}" for path, writes in options.sandbox_paths]
     return (
@@ -34,7 +34,7 @@ def granted(options: ModelOptions) -> tuple[str, ...]:
 def check_may_ask(asker: Model, name: str) -> None:
     """Raises `NotGranted` where the sandbox of a model does not let it ask another one, load it or unload it."""
     options = asker.options
-    if options.sandbox not in (BEST_EFFORT, STRICT):
+    if not is_contained(options.sandbox):
         return
     if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.sandbox_models):
         raise NotGranted(
@@ -78,7 +78,7 @@ def check_not_looser(model: Model, asker: ModelOptions) -> None:
     if LEVELS.index(options.sandbox) < LEVELS.index(asker.sandbox):
         what = f"a model in the sandbox '{asker.sandbox}' cannot load one in '{options.sandbox}'"
         raise source.error("parameters[MOONPOOL_SANDBOX]", what)
-    if asker.sandbox in (BEST_EFFORT, STRICT):
+    if is_contained(asker.sandbox):
         if options.execution_env_path is not None:
             what = (
                 f"a model in the sandbox '{asker.sandbox}' cannot choose the interpreter of another"

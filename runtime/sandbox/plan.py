@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.policy import BEST_EFFORT, STRICT, Policy
+from moonpool.ipc.policy import Policy, is_contained
 from moonpool.runtime import environment_variables
 from moonpool.runtime.process import StubProcess
 from moonpool.runtime.sandbox import scratch, users
@@ -102,8 +102,7 @@ def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool
         return Plan(common, python, variables, os.getcwd(), ())
     user = users.take()
     own_folder = scratch.make(user)
-    policy = Policy(
-        level=common.level,
+    policy = common.changed(
         user=user,
         read=needed_paths(model.source, environment, variables, folder, options.sandbox_paths),
         write=[path for path, writes in options.sandbox_paths if writes],
@@ -111,10 +110,6 @@ def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool
         scratch_bytes=options.scratch_bytes,
         ports=options.sandbox_ports,
         syscalls=options.sandbox_syscalls,
-        limits=common.limits,
-        cpus=common.cpus,
-        nice=common.nice,
-        forks=forks,
     )
     variables |= {"HOME": own_folder, "TMPDIR": own_folder}
     is_foreign = environment.root is not None
@@ -123,14 +118,13 @@ def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool
 
 def _limits(model: Model) -> dict[str, int]:
     options = model.options
-    contained = options.sandbox in (BEST_EFFORT, STRICT)
     # A GPU's driver reserves more addresses than any machine has memory.
     uses_gpu = any(group.kind == "GPU" for group in model.config.instance_groups)
     limits = {
         "data_bytes" if uses_gpu else "memory_bytes": options.memory_limit_bytes,
         "tasks": options.task_limit,
         "open_files": options.open_files,
-        "file_bytes": options.scratch_bytes if contained else None,
+        "file_bytes": options.scratch_bytes if is_contained(options.sandbox) else None,
     }
     return {name: value for name, value in limits.items() if value is not None}
 
