@@ -1,0 +1,189 @@
+"""What the library inside tritonserver (the *shim*) and its launcher tell each other, on one SEQPACKET socket.
+
+Theory of operation. There is one launcher for each backend of a server. It says HELLO, the shim BACKEND; from then on
+any message may come after any other from its one allowed sender. The shim numbers models and instances, and never uses
+a number again; all that concerns one instance is in order. Every question has one answer, in its own time:
+
+    MODEL     →  MODEL_READY or MODEL_REFUSED        END_MODEL  →  MODEL_ENDED
+    INSTANCE  →  STARTED or INSTANCE_REFUSED         END        →  ENDED
+    LOST      →  DIED; then STARTED, or DIED again, unless DIED says that it is over
+
+A *generation* is one process of an instance, counted from 1; also a start that fails uses one up. After STARTED the shim is the
+runtime of that stub, in the state after LOADED: it alone sends and receives on the three channels, and allocates in the
+request region. When one of the channels or the process ends, or the stub breaks the protocol, the shim says
+LOST, once for each generation; the launcher ends what is left of the process and finds out why. What the shim says of
+a generation that is over already is passed by.
+
+A message that is longer than a packet lies in a file: the packet is LONG, and the file's descriptor is the first that
+comes with it, before those of the message. Whoever gets a descriptor owns it.
+
+The launcher ends at the end of file, and so do its stubs.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from moonpool.ipc.codec import Codec
+from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, Text
+from moonpool.ipc.messages import Message
+
+# Raised by one with every change of what follows: both ends must come from one moonpool.
+LAUNCHER_VERSION = 1
+
+
+class End(IntEnum):
+    """Who sends."""
+
+    SHIM = 1
+    LAUNCHER = 2
+
+
+class Word(IntEnum):
+    """What a message is for."""
+
+    # From either.
+    LONG = 60
+    # From the shim.
+    BACKEND = 61
+    LOGGING = 62
+    MODEL = 63
+    INSTANCE = 64
+    LOST = 65
+    OVERDUE = 66
+    END = 67
+    END_MODEL = 68
+    # From the launcher.
+    HELLO = 80
+    MODEL_READY = 81
+    MODEL_REFUSED = 82
+    STARTED = 83
+    INSTANCE_REFUSED = 84
+    DIED = 85
+    ENDED = 86
+    MODEL_ENDED = 87
+    NOTE = 88
+
+
+# Of a message that lies in a file.
+MAX_MESSAGE_BYTES = 1 << 26
+_MAX_TENSORS = 65_536
+_ID = Int()
+_NAME = Text(4096)
+_TEXT = Text(1 << 20)
+_CONFIG = Text(1 << 24)
+# As in `_ERROR` of `ipc.messages`: the number of TRITONSERVER_Error_Code.
+_CODE = Int(0, 7)
+_MILLISECONDS = Int()
+_SHIM, _LAUNCHER = End.SHIM, End.LAUNCHER
+
+LAUNCHER: dict[IntEnum, Message] = {
+    # A message of so many bytes lies in the file that comes first with this packet, from its beginning.
+    Word.LONG: Message(None, {"size": Int(1, MAX_MESSAGE_BYTES)}),
+    # The name that the server has for the backend and the directory that it has found it in, as
+    # TRITONBACKEND_BackendArtifacts says; `config`: the JSON text of TRITONBACKEND_BackendConfig.
+    Word.BACKEND: Message(
+        _SHIM, {"name": _NAME, "directory": _NAME, "config": _CONFIG, "server": _NAME}
+    ),
+    # Which levels of the log are wanted from now on, as in LOGGING of the control channel. Stubs that run
+    # are for the shim to tell.
+    Word.LOGGING: Message(
+        _SHIM, {"info": Flag(), "warning": Flag(), "error": Flag(), "verbose": Flag()}
+    ),
+    # A version of a model. `directory` is the model's own, with its versions in it; `config` is the JSON text of
+    # TRITONBACKEND_ModelConfig; `completes`: whether the model is to be asked to complete it.
+    Word.MODEL: Message(
+        _SHIM,
+        {
+            "model": _ID,
+            "name": _NAME,
+            "version": Int(1),
+            "directory": _NAME,
+            "config": _CONFIG,
+            "completes": Flag(),
+        },
+    ),
+    # `config`: what is to be given to TRITONBACKEND_ModelSetConfig; nil where nothing has changed.
+    # `inputs` and `outputs`: names in the order of their numbers on the work channel; those of a sequence's controls come
+    # last. `reschedules`: its requests may be answered with RESCHEDULED. Of the limits nil is none.
+    Word.MODEL_READY: Message(
+        _LAUNCHER,
+        {
+            "model": _ID,
+            "config": Maybe(_CONFIG),
+            "decoupled": Flag(),
+            "reschedules": Flag(),
+            "max_batch_size": Int(0, 2**31 - 1),
+            "inputs": ListOf(_NAME, _MAX_TENSORS),
+            "outputs": ListOf(_NAME, _MAX_TENSORS),
+            "execute_timeout_ms": Maybe(_MILLISECONDS),
+            "finalize_timeout_ms": Maybe(_MILLISECONDS),
+            "region_limit": Maybe(_ID),
+            # Whether what its model says of errors is not for everybody, nor its memory for other stubs.
+            "is_private": Flag(),
+        },
+    ),
+    Word.MODEL_REFUSED: Message(_LAUNCHER, {"model": _ID, "code": _CODE, "message": _TEXT}),
+    # `kind` is CPU, GPU, MODEL or AUTO, `device` the GPU's number or 0.
+    Word.INSTANCE: Message(
+        _SHIM,
+        {"instance": _ID, "model": _ID, "name": _NAME, "kind": Text(16), "device": Int(0, 65_535)},
+    ),
+    # Comes with six descriptors: the work, control and calls channels, a pidfd, and the files of the first request region
+    # and the first response region, which the stub knows already. Regions that the shim makes have other numbers.
+    # `has_is_ready`: whether READY is to be asked. `sandbox`: how the process is confined, for people.
+    Word.STARTED: Message(
+        _LAUNCHER,
+        {
+            "instance": _ID,
+            "generation": Int(1),
+            "pid": Int(1),
+            "request_region": _ID,
+            "request_size": _ID,
+            "response_region": _ID,
+            "response_size": _ID,
+            "has_is_ready": Flag(),
+            "sandbox": _TEXT,
+        },
+    ),
+    # The first start failed; there is no other. The instance's number is not used any more.
+    Word.INSTANCE_REFUSED: Message(_LAUNCHER, {"instance": _ID, "code": _CODE, "message": _TEXT}),
+    # `is_executing`: it had requests. `why`: how it broke the protocol, "" where it just ended.
+    Word.LOST: Message(
+        _SHIM, {"instance": _ID, "generation": Int(1), "is_executing": Flag(), "why": _TEXT}
+    ),
+    # It takes longer than `execute_timeout_ms` for a batch: end it. LOST is still to be said when it ends.
+    Word.OVERDUE: Message(_SHIM, {"instance": _ID, "generation": Int(1)}),
+    # Why the process ended, or could not be started again: the error of the requests that it had, and of those that
+    # come before the next. It is started again after so many milliseconds; nil: never.
+    Word.DIED: Message(
+        _LAUNCHER,
+        {
+            "instance": _ID,
+            "generation": Int(1),
+            "code": _CODE,
+            "message": _TEXT,
+            "restarts_in_ms": Maybe(_MILLISECONDS),
+        },
+    ),
+    # Nobody needs the instance any more. `is_finalized`: the stub has said FINALIZED and is ending by itself.
+    Word.END: Message(_SHIM, {"instance": _ID, "is_finalized": Flag()}),
+    # Its process is gone.
+    Word.ENDED: Message(_LAUNCHER, {"instance": _ID}),
+    # Its instances have ended.
+    Word.END_MODEL: Message(_SHIM, {"model": _ID}),
+    Word.MODEL_ENDED: Message(_LAUNCHER, {"model": _ID}),
+    # The launcher can start stubs. `version` is LAUNCHER_VERSION, `protocol` PROTOCOL_VERSION.
+    Word.HELLO: Message(
+        _LAUNCHER, {"version": _ID, "protocol": _ID, "moonpool": Text(64), "pid": Int(1)}
+    ),
+    # For the server's log: level as in LOG of the control channel.
+    Word.NOTE: Message(
+        _LAUNCHER, {"level": Int(0, 3), "message": _TEXT, "file": _NAME, "line": Int(0, 2**31)}
+    ),
+}
+
+
+def codec(us: End) -> Codec:
+    """The messages as `us` receives them."""
+    return Codec(LAUNCHER, us)
