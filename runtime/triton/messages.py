@@ -4,15 +4,18 @@ Theory of operation. There is one launcher for each backend of a server. It says
 any message may come after any other from its one allowed sender. The shim numbers models and instances, and never uses
 a number again; all that concerns one instance is in order. Every question has one answer, in its own time:
 
-    MODEL     →  MODEL_READY or MODEL_REFUSED        END_MODEL  →  MODEL_ENDED
-    INSTANCE  →  STARTED or INSTANCE_REFUSED         END        →  ENDED
-    LOST      →  DIED; then STARTED, or DIED again, unless DIED says that it is over
+    MODEL     →  MODEL_READY or MODEL_REFUSED
+    INSTANCE  →  BORN, then STARTED; or INSTANCE_REFUSED, perhaps after BORN
+    LOST      →  DIED; then, unless DIED says that it is over, BORN and STARTED, or DIED, perhaps after BORN
+    END       →  ENDED;  END_MODEL  →  MODEL_ENDED
 
-A *generation* is one process of an instance, counted from 1; also a start that fails uses one up. After STARTED the shim is the
-runtime of that stub, in the state after LOADED: it alone sends and receives on the three channels, and allocates in the
-request region. When one of the channels or the process ends, or the stub breaks the protocol, the shim says
-LOST, once for each generation; the launcher ends what is left of the process and finds out why. What the shim says of
-a generation that is over already is passed by.
+A *generation* is one process of an instance, counted from 1; also a start that fails uses one up. With BORN the shim becomes the
+runtime of that stub on the control and calls channels: a model logs, makes metrics and asks for other models
+while it initializes. With STARTED, when the model is initialized, it becomes so on the work channel, in the state after
+LOADED; from then on it allocates in the request region. When one of the channels or the process ends after
+STARTED, or the stub breaks the protocol at any time after BORN, the shim says LOST, once for each generation; the launcher
+ends what is left of the process and finds out why. What the shim says of a generation that is over already is
+passed by.
 
 A message that is longer than a packet lies in a file: the packet is LONG, and the file's descriptor is the first that
 comes with it, before those of the message. Whoever gets a descriptor owns it.
@@ -63,6 +66,7 @@ class Word(IntEnum):
     ENDED = 86
     MODEL_ENDED = 87
     NOTE = 88
+    BORN = 89
 
 
 # Of a message that lies in a file.
@@ -129,10 +133,9 @@ LAUNCHER: dict[IntEnum, Message] = {
         _SHIM,
         {"instance": _ID, "model": _ID, "name": _NAME, "kind": Text(16), "device": Int(0, 65_535)},
     ),
-    # Comes with six descriptors: the work, control and calls channels, a pidfd, and the files of the first request region
-    # and the first response region, which the stub knows already. Regions that the shim makes have other numbers.
-    # `has_is_ready`: whether READY is to be asked. `sandbox`: how the process is confined, for people.
-    Word.STARTED: Message(
+    # Comes with five descriptors: the control and calls channels, a pidfd, and the files of the first request region and the
+    # first response region. The stub knows both already; regions that the shim makes have other numbers.
+    Word.BORN: Message(
         _LAUNCHER,
         {
             "instance": _ID,
@@ -142,9 +145,13 @@ LAUNCHER: dict[IntEnum, Message] = {
             "request_size": _ID,
             "response_region": _ID,
             "response_size": _ID,
-            "has_is_ready": Flag(),
-            "sandbox": _TEXT,
         },
+    ),
+    # Comes with one descriptor, the work channel. `has_is_ready`: whether READY is to be asked. `sandbox`: how the
+    # process is confined, for people.
+    Word.STARTED: Message(
+        _LAUNCHER,
+        {"instance": _ID, "generation": Int(1), "has_is_ready": Flag(), "sandbox": _TEXT},
     ),
     # The first start failed; there is no other. The instance's number is not used any more.
     Word.INSTANCE_REFUSED: Message(_LAUNCHER, {"instance": _ID, "code": _CODE, "message": _TEXT}),
@@ -154,8 +161,8 @@ LAUNCHER: dict[IntEnum, Message] = {
     ),
     # It takes longer than `execute_timeout_ms` for a batch: end it. LOST is still to be said when it ends.
     Word.OVERDUE: Message(_SHIM, {"instance": _ID, "generation": Int(1)}),
-    # Why the process ended, or could not be started again: the error of the requests that it had, and of those that
-    # come before the next. It is started again after so many milliseconds; nil: never.
+    # Why the process ended, or could not be started again: the error of the requests that it had. It is started again
+    # after so many milliseconds; nil: never, and then `message` is that of later requests, too.
     Word.DIED: Message(
         _LAUNCHER,
         {
