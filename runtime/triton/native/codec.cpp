@@ -1,0 +1,211 @@
+#include "codec.h"
+
+#include <cstdio>
+
+namespace moonpool {
+namespace {
+
+// The value as Python shows it, and of what may be long only its type.
+std::string shown(const Value& value) {
+  char real[32];
+  switch (value.form) {
+    case Form::kNil:
+      return "None";
+    case Form::kFlag:
+      return value.number != 0 ? "True" : "False";
+    case Form::kUint:
+      return std::to_string(value.number);
+    case Form::kNegative:
+      return std::to_string(value.negative);
+    case Form::kReal:
+      std::snprintf(real, sizeof real, "%g", value.real);
+      return real;
+    case Form::kText:
+      return "str";
+    case Form::kRaw:
+      return "bytes";
+    case Form::kArray:
+      return "list";
+    case Form::kMap:
+      return "dict";
+    case Form::kBad:
+      break;
+  }
+  return "nothing";
+}
+
+// Goes through one message. Once something is wrong, `wrong` says what.
+class Checker {
+ public:
+  Checker(const Spec* specs, Reader reader, uint64_t most, std::string* wrong)
+      : specs_(specs), reader_(reader), left_(most), wrong_(wrong) {}
+
+  const Value& value() const { return value_; }
+  const Reader& reader() const { return reader_; }
+
+  // Goes on to the next value.
+  bool take() {
+    value_ = reader_.next();
+    if (value_.form == Form::kBad) return not_msgpack("it is cut short, or of an unknown type");
+    if (value_.form == Form::kText && !is_utf8(value_.bytes, &characters_)) {
+      return not_msgpack("a text is no UTF-8");
+    }
+    if (left_ == 0) {
+      *wrong_ = "a packet of more values than any message has";
+      return false;
+    }
+    --left_;
+    return true;
+  }
+
+  bool check(const Spec& spec) {
+    if (!take()) return false;
+    if (spec.maybe && value_.form == Form::kNil) return true;
+    if (!fits(spec)) return refuse(spec, "");
+    const uint64_t count = value_.number;
+    switch (spec.type) {
+      case Type::kTable:
+        return check_entries(spec, count);
+      case Type::kRow:
+        return check_fields(spec.first, spec.count) || inside(spec);
+      case Type::kList:
+        for (uint64_t i = 0; i < count; ++i) {
+          if (!check(specs_[spec.first])) return inside(spec);
+        }
+        return true;
+      default:
+        return true;
+    }
+  }
+
+  bool check_fields(uint16_t first, uint16_t count) {
+    for (uint16_t i = 0; i < count; ++i) {
+      if (!check(specs_[first + i])) return false;
+    }
+    return true;
+  }
+
+  bool check_end() { return reader_.at_end() || not_msgpack("something comes after it"); }
+
+  // Completes `wrong`, which is the value alone where it is a field that may not have it.
+  void say(const char* message) {
+    if (refused_) *wrong_ = prefix_ + message + where_ + " may not be " + *wrong_;
+  }
+
+ private:
+  bool fits(const Spec& spec) const {
+    switch (spec.type) {
+      case Type::kInt:
+        if (value_.form == Form::kNegative) return value_.negative >= spec.low;
+        return value_.form == Form::kUint && value_.number <= spec.high &&
+               (spec.low < 0 || value_.number >= static_cast<uint64_t>(spec.low));
+      case Type::kReal:
+        return value_.form == Form::kReal;
+      case Type::kFlag:
+        return value_.form == Form::kFlag;
+      case Type::kText:
+        return value_.form == Form::kText && characters_ <= spec.high;
+      case Type::kRaw:
+        return value_.form == Form::kRaw && value_.bytes.size() <= spec.high;
+      case Type::kTable:
+        return value_.form == Form::kMap && value_.number <= spec.high;
+      case Type::kList:
+        return value_.form == Form::kArray && value_.number <= spec.high;
+      case Type::kRow:
+        return value_.form == Form::kArray && value_.number == spec.count;
+      case Type::kOneOf:
+        for (uint16_t i = 0; i < spec.count; ++i) {
+          if (fits(specs_[spec.first + i])) return true;
+        }
+    }
+    return false;
+  }
+
+  bool check_entries(const Spec& spec, uint64_t count) {
+    for (; count > 0; --count) {
+      if (!take()) return false;
+      if (value_.form != Form::kText) return refuse(spec, "a key of ");
+      if (!take()) return false;
+      const Form form = value_.form;
+      const bool scalar = form != Form::kNil && form != Form::kRaw && form != Form::kArray;
+      if (!scalar || form == Form::kMap) return refuse(spec, "");
+    }
+    return true;
+  }
+
+  bool not_msgpack(const char* why) {
+    *wrong_ = std::string("a packet that is not msgpack: ") + why;
+    return false;
+  }
+
+  bool refuse(const Spec& spec, const char* prefix) {
+    refused_ = true;
+    prefix_ = prefix;
+    *wrong_ = shown(value_);
+    return inside(spec);
+  }
+
+  // What was refused lies in this.
+  bool inside(const Spec& spec) {
+    if (refused_ && *spec.name != '\0') where_ = std::string(".") + spec.name + where_;
+    return false;
+  }
+
+  const Spec* specs_;
+  Reader reader_;
+  uint64_t left_;
+  std::string* wrong_;
+  Value value_;
+  size_t characters_ = 0;
+  bool refused_ = false;
+  std::string prefix_, where_;
+};
+
+}  // namespace
+
+const Message* check_message(const Message* messages, size_t count, const Spec* specs, uint8_t peer,
+                             std::string_view packet, Reader* fields, std::string* wrong) {
+  Checker checker(specs, Reader(packet), kMaxValues, wrong);
+  if (!checker.take()) return nullptr;
+  const Value head = checker.value();
+  if (head.form != Form::kArray || head.number == 0 || !checker.take() ||
+      checker.value().form != Form::kUint) {
+    if (wrong->empty()) *wrong = "a packet that is not an array led by a kind";
+    return nullptr;
+  }
+  const uint64_t kind = checker.value().number;
+  const Message* message = nullptr;
+  for (size_t i = 0; i < count; ++i) {
+    if (messages[i].kind == kind) message = &messages[i];
+  }
+  if (message == nullptr) {
+    *wrong = "a message of unknown kind " + std::to_string(kind);
+    return nullptr;
+  }
+  if (message->sender != 0 && message->sender != peer) {
+    *wrong = std::string(message->name) + " is not the peer's to send";
+    return nullptr;
+  }
+  const unsigned length = 1u + message->count;
+  if (head.number != length) {
+    *wrong = std::string(message->name) + " that is not an array of " + std::to_string(length) +
+             " led by its kind";
+    return nullptr;
+  }
+  *fields = checker.reader();
+  if (!checker.check_fields(message->first, message->count) || !checker.check_end()) {
+    checker.say(message->name);
+    return nullptr;
+  }
+  return message;
+}
+
+bool check_packed(const Spec* specs, const Spec& spec, std::string_view packed, uint64_t most,
+                  std::string* wrong) {
+  Checker checker(specs, Reader(packed), most, wrong);
+  if (checker.check(spec) && checker.check_end()) return true;
+  checker.say("layout");
+  return false;
+}
+
+}  // namespace moonpool

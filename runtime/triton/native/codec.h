@@ -1,0 +1,78 @@
+// Checks whole messages against the tables in wire.h, so that reading them afterwards cannot fail.
+//
+// What Python's codec refuses is refused here, with the same words where it says which field is wrong.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "msgpack.h"
+
+namespace moonpool {
+
+enum class Type : uint8_t { kInt, kReal, kText, kRaw, kFlag, kTable, kList, kRow, kOneOf };
+
+// What a field may be. Those that it is made of stand one behind the other in the same array of specs.
+struct Spec {
+  const char* name;  // "" for what has none: the item of a list, an alternative
+  Type type;
+  bool maybe;  // nil is allowed, too
+  uint16_t first;
+  uint16_t count;
+  int64_t low;    // of an int
+  uint64_t high;  // of an int; of others the greatest length
+};
+
+// A row of the tables of messages.
+struct Message {
+  const char* name;
+  uint8_t kind;
+  uint8_t sender;  // a side; 0 for either
+  uint16_t first;
+  uint16_t count;
+  uint64_t followers;  // the bit of each kind that may come next
+};
+
+// The messages of one channel.
+template <class K, size_t N>
+struct Table {
+  using Kind = K;
+  std::array<Message, N> messages;
+  const Spec* specs;
+};
+
+// Values that a message may have in all, those inside of others counted, too.
+constexpr uint64_t kMaxValues = uint64_t{1} << 21;
+
+// A message that was accepted, or why it was not.
+template <class Kind>
+struct Decoded {
+  const Message* message = nullptr;
+  Reader fields;      // behind the kind; points into the packet
+  std::string wrong;  // a sentence without its end; empty where the message was accepted
+
+  explicit operator bool() const { return message != nullptr; }
+  Kind kind() const { return static_cast<Kind>(message->kind); }
+};
+
+// Whether the packet is one of these messages, and the peer's to send; else null, and `wrong` says why.
+const Message* check_message(const Message* messages, size_t count, const Spec* specs, uint8_t peer,
+                             std::string_view packet, Reader* fields, std::string* wrong);
+
+// Whether the bytes are one value as the spec says, of at most so many values; else `wrong` says why.
+bool check_packed(const Spec* specs, const Spec& spec, std::string_view packed, uint64_t most,
+                  std::string* wrong);
+
+template <class Table, class Side>
+Decoded<typename Table::Kind> decode(const Table& table, Side peer, std::string_view packet) {
+  Decoded<typename Table::Kind> decoded;
+  decoded.message =
+      check_message(table.messages.data(), table.messages.size(), table.specs,
+                    static_cast<uint8_t>(peer), packet, &decoded.fields, &decoded.wrong);
+  return decoded;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,240 @@
+// Values of msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md) in bytes that anybody may have made.
+//
+// Nothing here reads beyond its bytes, recurses, or allocates but to let a Writer grow. Not thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace moonpool {
+
+enum class Form : uint8_t { kBad, kNil, kFlag, kUint, kNegative, kReal, kText, kRaw, kArray, kMap };
+
+// One value, or the head of an array or a map. What it points to is the reader's bytes.
+struct Value {
+  Form form = Form::kBad;
+  uint64_t number = 0;  // of kUint and kFlag; the count of kArray and kMap
+  int64_t negative = 0;
+  double real = 0;
+  std::string_view bytes;  // of kText and kRaw
+};
+
+// Bytes that are no text.
+struct Raw {
+  std::string_view bytes;
+};
+
+// Goes through values from the first to the last.
+//
+// What is cut short, reserved, or not of the type that was asked for is kBad, zero or empty, and so is everything
+// after it. What `decode` has accepted can be read as its table says without a further look.
+class Reader {
+ public:
+  Reader() = default;
+  explicit Reader(std::string_view bytes) : at_(bytes.data()), end_(bytes.data() + bytes.size()) {}
+
+  // The next value; of an array or a map only its head, and what is in it comes next.
+  Value next();
+  // Goes past the next value with all that is in it.
+  void skip();
+  // Goes past the next value if that is nil.
+  bool nil();
+  bool at_end() const { return at_ == end_; }
+  bool failed() const { return failed_; }
+
+  uint64_t uint() { return expect(Form::kUint).number; }
+  int64_t integer();
+  double real() { return expect(Form::kReal).real; }
+  bool flag() { return expect(Form::kFlag).number != 0; }
+  std::string_view text() { return expect(Form::kText).bytes; }
+  std::string_view raw() { return expect(Form::kRaw).bytes; }
+  uint32_t array() { return static_cast<uint32_t>(expect(Form::kArray).number); }
+  uint32_t map() { return static_cast<uint32_t>(expect(Form::kMap).number); }
+
+ private:
+  Value expect(Form form);
+  Value bad();
+  bool take(size_t width, uint64_t* number);
+  Value sized(Form form, size_t width);
+  Value counted(Form form, uint64_t count);
+  Value bytes(Form form, uint64_t size);
+
+  const char* at_ = nullptr;
+  const char* end_ = nullptr;
+  bool failed_ = false;
+};
+
+// The values of a list that was accepted, each as a T.
+template <class T>
+class List {
+ public:
+  class Iterator {
+   public:
+    Iterator(Reader reader, uint32_t left) : reader_(reader), left_(left) { advance(); }
+    const T& operator*() const { return value_; }
+    const T* operator->() const { return &value_; }
+    Iterator& operator++() {
+      --left_;
+      advance();
+      return *this;
+    }
+    bool operator!=(const Iterator& other) const { return left_ != other.left_; }
+
+   private:
+    void advance();
+
+    Reader reader_;
+    uint32_t left_;
+    T value_{};
+  };
+
+  uint32_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  Iterator begin() const { return Iterator(items_, size_); }
+  Iterator end() const { return Iterator(Reader(), 0); }
+  void read(Reader& reader);
+
+ private:
+  Reader items_;
+  uint32_t size_ = 0;
+};
+
+// A name and its value. The same name may come more than once: the last one counts.
+struct Entry {
+  std::string_view name;
+  Value value;
+  void read(Reader& reader) {
+    name = reader.text();
+    value = reader.next();
+  }
+};
+
+// The entries of a map that was accepted.
+class Entries {
+ public:
+  uint32_t size() const { return size_; }
+  List<Entry>::Iterator begin() const { return List<Entry>::Iterator(items_, size_); }
+  List<Entry>::Iterator end() const { return List<Entry>::Iterator(Reader(), 0); }
+  void read(Reader& reader) {
+    size_ = reader.map();
+    items_ = reader;
+    for (uint64_t left = 2 * uint64_t{size_}; left > 0 && !reader.failed(); --left) reader.skip();
+  }
+
+ private:
+  Reader items_;
+  uint32_t size_ = 0;
+};
+
+inline void read(Reader& reader, uint64_t& value) { value = reader.uint(); }
+inline void read(Reader& reader, int64_t& value) { value = reader.integer(); }
+inline void read(Reader& reader, double& value) { value = reader.real(); }
+inline void read(Reader& reader, bool& value) { value = reader.flag(); }
+inline void read(Reader& reader, std::string_view& value) { value = reader.text(); }
+inline void read(Reader& reader, Raw& value) { value.bytes = reader.raw(); }
+inline void read(Reader& reader, Value& value) { value = reader.next(); }
+template <class T>
+auto read(Reader& reader, T& value) -> decltype(value.read(reader)) {
+  value.read(reader);
+}
+template <class T>
+void read(Reader& reader, std::optional<T>& value) {
+  value.reset();
+  if (!reader.nil()) read(reader, value.emplace());
+}
+
+template <class... Values>
+void read_all(Reader& reader, Values&... values) {
+  (moonpool::read(reader, values), ...);
+}
+
+template <class T>
+void List<T>::Iterator::advance() {
+  if (left_ > 0) moonpool::read(reader_, value_);
+}
+
+template <class T>
+void List<T>::read(Reader& reader) {
+  size_ = reader.array();
+  items_ = reader;
+  for (uint32_t left = size_; left > 0 && !reader.failed(); --left) reader.skip();
+}
+
+// Whether it is UTF-8 as Python has it (no surrogates, nothing overlong); then also how many characters it has.
+bool is_utf8(std::string_view text, size_t* characters);
+
+// Puts values behind one another, each as short as it may be. Its memory is kept from message to message.
+class Writer {
+ public:
+  void clear() { bytes_.clear(); }
+  std::string_view bytes() const { return bytes_; }
+
+  void nil() { byte(0xc0); }
+  void flag(bool value) { byte(value ? 0xc3 : 0xc2); }
+  void uint(uint64_t value);
+  void integer(int64_t value);
+  void real(double value);
+  // What is no UTF-8 in it becomes U+FFFD: the other side refuses a message with such a text.
+  void text(std::string_view value);
+  void raw(std::string_view value);
+  // The head: so many values, or names and values, are to follow.
+  void array(size_t count);
+  void map(size_t count);
+
+ private:
+  void byte(unsigned value) { bytes_.push_back(static_cast<char>(value)); }
+  void head(unsigned form, uint64_t number, size_t width);
+
+  std::string bytes_;
+};
+
+inline void write(Writer& writer, std::nullopt_t) { writer.nil(); }
+inline void write(Writer& writer, std::string_view value) { writer.text(value); }
+inline void write(Writer& writer, const char* value) { writer.text(value); }
+inline void write(Writer& writer, Raw value) { writer.raw(value.bytes); }
+template <class T>
+std::enable_if_t<std::is_arithmetic_v<T>> write(Writer& writer, T value) {
+  if constexpr (std::is_same_v<T, bool>) {
+    writer.flag(value);
+  } else if constexpr (std::is_floating_point_v<T>) {
+    writer.real(value);
+  } else if constexpr (std::is_signed_v<T>) {
+    writer.integer(value);
+  } else {
+    writer.uint(value);
+  }
+}
+// A row of the tables.
+template <class T>
+auto write(Writer& writer, const T& row) -> decltype(row.write(writer)) {
+  row.write(writer);
+}
+// A function that writes one value, of whatever form.
+template <class F>
+auto write(Writer& writer, const F& function) -> decltype(function(writer)) {
+  function(writer);
+}
+template <class T>
+void write(Writer& writer, const std::vector<T>& values) {
+  writer.array(values.size());
+  for (const T& value : values) write(writer, value);
+}
+template <class T>
+void write(Writer& writer, const std::optional<T>& value) {
+  if (value) {
+    write(writer, *value);
+  } else {
+    writer.nil();
+  }
+}
+template <class... Values>
+void write_all(Writer& writer, const Values&... values) {
+  (moonpool::write(writer, values), ...);
+}
+
+}  // namespace moonpool

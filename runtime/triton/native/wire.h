@@ -1,0 +1,852 @@
+// The messages between runtime and stub, and between shim and launcher. Made of the tables in ipc/messages.py and
+// runtime/triton/messages.py, which say what they are for: `python -m moonpool.runtime.triton.wire_header`.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "codec.h"
+#include "msgpack.h"
+
+namespace moonpool::wire {
+
+enum class Side : uint8_t {
+  RUNTIME = 1,
+  STUB = 2,
+};
+
+enum class End : uint8_t {
+  SHIM = 1,
+  LAUNCHER = 2,
+};
+
+enum class Kind : uint8_t {
+  START = 1,  // start
+  COMPLETED = 2,  // config
+  LOADED = 3,  // facts
+  FAILED = 4,  // stage, message, traceback
+  EXECUTE = 5,  // batch, released, blocks, layout, details, targets
+  ANSWER = 6,  // batch, held, released, blocks, layout, remarks, states
+  FINALIZE = 7,
+  FINALIZED = 8,  // message, traceback
+  CONFINED = 10,  // version, layers, left_out
+  INDIRECT = 9,  // region, offset, size
+  SANDBOX = 15,  // policy
+  REGION = 16,  // region, size, writer
+  GROW = 17,  // size
+  REFUSED = 18,  // reason
+  RELEASE = 19,  // places
+  RETIRE = 20,  // region
+  LOG = 21,  // level, message, file, line
+  RESPONSES = 22,  // responses
+  CANCEL = 23,  // batch, index
+  METRICS = 24,  // changes, dropped
+  LOGGING = 25,  // info, warning, error, verbose
+  READY = 26,  // question
+  READINESS = 27,  // question, reason
+  PEER = 28,
+  BEGUN = 29,  // batch
+  LENT_REGION = 40,  // region, size
+  INFER = 30,  // call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details
+  REPLY = 31,  // call, final, released, blocks, outputs, parameters, error
+  WITHDRAW = 32,  // call
+  LET_GO = 33,  // places
+  LOAD_MODEL = 34,  // call, model, config, files
+  UNLOAD_MODEL = 35,  // call, model, dependents
+  IS_MODEL_READY = 36,  // call, model, version
+  DONE = 37,  // call, error, values
+  NEW_METRIC = 38,  // call, name, description, metric_kind, labels, buckets
+  METRIC_VALUE = 39,  // call, metric
+  FORK = 45,  // name
+  REAP = 46,  // pid
+  EXITED = 47,  // pid, code
+};
+
+enum class Word : uint8_t {
+  LONG = 60,  // size
+  BACKEND = 61,  // name, directory, config, server
+  LOGGING = 62,  // info, warning, error, verbose
+  MODEL = 63,  // model, name, version, directory, config, completes
+  INSTANCE = 64,  // instance, model, name, kind, device
+  LOST = 65,  // instance, generation, is_executing, why
+  OVERDUE = 66,  // instance, generation
+  END = 67,  // instance, is_finalized
+  END_MODEL = 68,  // model
+  HELLO = 80,  // version, protocol, moonpool, pid
+  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private
+  MODEL_REFUSED = 82,  // model, code, message
+  STARTED = 83,  // instance, generation, pid, request_region, request_size, response_region, response_size, has_is_ready, sandbox
+  INSTANCE_REFUSED = 84,  // instance, code, message
+  DIED = 85,  // instance, generation, code, message, restarts_in_ms
+  ENDED = 86,  // instance
+  MODEL_ENDED = 87,  // model
+  NOTE = 88,  // level, message, file, line
+};
+
+constexpr uint64_t kProtocolVersion = 2;
+constexpr uint64_t kMaxDims = 32;
+constexpr uint64_t kMaxBatch = 65536;
+constexpr uint64_t kMaxPlaces = 1048576;
+constexpr uint64_t kMaxPlacesInPacket = 1024;
+constexpr uint64_t kMaxMetricChanges = 256;
+constexpr uint64_t kMaxMetricParts = 65536;
+constexpr uint64_t kLong = 1048576;
+constexpr uint64_t kShort = 4096;
+constexpr uint64_t kMaxParameters = 4096;
+constexpr uint64_t kLargestConfig = 4194304;
+constexpr uint64_t kAnswered = 0;
+constexpr uint64_t kOpen = 1;
+constexpr uint64_t kRescheduled = 2;
+constexpr uint64_t kFinal = 1;
+constexpr uint64_t kAgain = 2;
+constexpr uint64_t kMaxResponsesInPacket = 64;
+constexpr uint64_t kMaxCalls = 4096;
+constexpr uint64_t kCounter = 0;
+constexpr uint64_t kGauge = 1;
+constexpr uint64_t kHistogram = 2;
+constexpr uint64_t kIncrement = 0;
+constexpr uint64_t kSet = 1;
+constexpr uint64_t kObserve = 2;
+constexpr uint64_t kLauncherVersion = 1;
+constexpr uint64_t kMaxMessageBytes = 67108864;
+constexpr uint64_t kMaxPacketBytes = 32768;
+// Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none.
+constexpr std::array<uint8_t, 15> kItemBytes = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0, 2};
+static_assert(kMaxValues == 2097152, "as in ipc/bounds.py");
+
+struct Place {
+  uint64_t region{};
+  uint64_t offset{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, region, offset);
+  }
+  void write(Writer& writer) const {
+    writer.array(2);
+    write_all(writer, region, offset);
+  }
+};
+
+struct Block {
+  uint64_t region{};
+  uint64_t offset{};
+  uint64_t size{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, region, offset, size);
+  }
+  void write(Writer& writer) const {
+    writer.array(3);
+    write_all(writer, region, offset, size);
+  }
+};
+
+struct Error {
+  uint64_t code{};
+  std::string_view message{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, code, message);
+  }
+  void write(Writer& writer) const {
+    writer.array(2);
+    write_all(writer, code, message);
+  }
+};
+
+struct Remarks {
+  std::optional<Entries> parameters{};
+  std::optional<Error> error{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, parameters, error);
+  }
+};
+
+struct Response {
+  uint64_t batch{};
+  uint64_t index{};
+  uint64_t flags{};
+  List<Block> blocks{};
+  std::optional<Raw> layout{};
+  std::optional<Remarks> remarks{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, batch, index, flags, blocks, layout, remarks);
+  }
+};
+
+struct MetricsChanges {
+  uint64_t metric{};
+  uint64_t operation{};
+  double value{};
+  uint64_t count{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, metric, operation, value, count);
+  }
+  void write(Writer& writer) const {
+    writer.array(4);
+    write_all(writer, metric, operation, value, count);
+  }
+};
+
+struct NamedTensor {
+  std::string_view name{};
+  uint64_t datatype{};
+  List<uint64_t> shape{};
+  uint64_t block{};
+  uint64_t offset{};
+  uint64_t size{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, name, datatype, shape, block, offset, size);
+  }
+};
+
+struct InferDetails {
+  std::string_view request_id{};
+  Value correlation_id{};
+  uint64_t flags{};
+  std::optional<Entries> parameters{};
+  std::optional<std::string_view> trace{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, request_id, correlation_id, flags, parameters, trace);
+  }
+};
+
+struct LoadModelFiles {
+  std::string_view path{};
+  Raw contents{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, path, contents);
+  }
+};
+
+struct NewMetricLabels {
+  std::string_view name{};
+  std::string_view value{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, name, value);
+  }
+  void write(Writer& writer) const {
+    writer.array(2);
+    write_all(writer, name, value);
+  }
+};
+
+struct Tensor {
+  uint64_t index{};
+  uint64_t datatype{};
+  List<uint64_t> shape{};
+  uint64_t block{};
+  uint64_t offset{};
+  uint64_t size{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, index, datatype, shape, block, offset, size);
+  }
+};
+
+struct Confined {
+  uint64_t version{};
+  List<std::string_view> layers{};
+  List<std::string_view> left_out{};
+  explicit Confined(Reader reader) { read_all(reader, version, layers, left_out); }
+};
+
+struct Completed {
+  std::string_view config{};
+  explicit Completed(Reader reader) { read_all(reader, config); }
+};
+
+struct Loaded {
+  Entries facts{};
+  explicit Loaded(Reader reader) { read_all(reader, facts); }
+};
+
+struct Failed {
+  std::string_view stage{};
+  std::string_view message{};
+  std::string_view traceback{};
+  explicit Failed(Reader reader) { read_all(reader, stage, message, traceback); }
+};
+
+struct Answer {
+  uint64_t batch{};
+  List<Place> held{};
+  List<Place> released{};
+  List<Block> blocks{};
+  Raw layout{};
+  std::optional<List<std::optional<Remarks>>> remarks{};
+  std::optional<List<uint64_t>> states{};
+  explicit Answer(Reader reader) { read_all(reader, batch, held, released, blocks, layout, remarks, states); }
+};
+
+struct Finalized {
+  std::string_view message{};
+  std::string_view traceback{};
+  explicit Finalized(Reader reader) { read_all(reader, message, traceback); }
+};
+
+struct Indirect {
+  uint64_t region{};
+  uint64_t offset{};
+  uint64_t size{};
+  explicit Indirect(Reader reader) { read_all(reader, region, offset, size); }
+};
+
+struct Grow {
+  uint64_t size{};
+  explicit Grow(Reader reader) { read_all(reader, size); }
+};
+
+struct Release {
+  List<Place> places{};
+  explicit Release(Reader reader) { read_all(reader, places); }
+};
+
+struct Retire {
+  uint64_t region{};
+  explicit Retire(Reader reader) { read_all(reader, region); }
+};
+
+struct Log {
+  uint64_t level{};
+  std::string_view message{};
+  std::string_view file{};
+  uint64_t line{};
+  explicit Log(Reader reader) { read_all(reader, level, message, file, line); }
+};
+
+struct Responses {
+  List<Response> responses{};
+  explicit Responses(Reader reader) { read_all(reader, responses); }
+};
+
+struct Metrics {
+  List<MetricsChanges> changes{};
+  List<uint64_t> dropped{};
+  explicit Metrics(Reader reader) { read_all(reader, changes, dropped); }
+};
+
+struct Readiness {
+  uint64_t question{};
+  std::optional<std::string_view> reason{};
+  explicit Readiness(Reader reader) { read_all(reader, question, reason); }
+};
+
+struct Begun {
+  uint64_t batch{};
+  explicit Begun(Reader reader) { read_all(reader, batch); }
+};
+
+struct Exited {
+  uint64_t pid{};
+  int64_t code{};
+  explicit Exited(Reader reader) { read_all(reader, pid, code); }
+};
+
+struct Infer {
+  uint64_t call{};
+  std::string_view model{};
+  int64_t version{};
+  bool decoupled{};
+  uint64_t timeout_us{};
+  List<Place> released{};
+  List<Block> blocks{};
+  List<NamedTensor> inputs{};
+  List<std::string_view> outputs{};
+  std::optional<InferDetails> details{};
+  explicit Infer(Reader reader) { read_all(reader, call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details); }
+};
+
+struct Withdraw {
+  uint64_t call{};
+  explicit Withdraw(Reader reader) { read_all(reader, call); }
+};
+
+struct LetGo {
+  List<Place> places{};
+  explicit LetGo(Reader reader) { read_all(reader, places); }
+};
+
+struct LoadModel {
+  uint64_t call{};
+  std::string_view model{};
+  std::string_view config{};
+  std::optional<List<LoadModelFiles>> files{};
+  explicit LoadModel(Reader reader) { read_all(reader, call, model, config, files); }
+};
+
+struct UnloadModel {
+  uint64_t call{};
+  std::string_view model{};
+  bool dependents{};
+  explicit UnloadModel(Reader reader) { read_all(reader, call, model, dependents); }
+};
+
+struct IsModelReady {
+  uint64_t call{};
+  std::string_view model{};
+  std::string_view version{};
+  explicit IsModelReady(Reader reader) { read_all(reader, call, model, version); }
+};
+
+struct NewMetric {
+  uint64_t call{};
+  std::string_view name{};
+  std::string_view description{};
+  uint64_t metric_kind{};
+  std::optional<List<NewMetricLabels>> labels{};
+  std::optional<List<double>> buckets{};
+  explicit NewMetric(Reader reader) { read_all(reader, call, name, description, metric_kind, labels, buckets); }
+};
+
+struct MetricValue {
+  uint64_t call{};
+  uint64_t metric{};
+  explicit MetricValue(Reader reader) { read_all(reader, call, metric); }
+};
+
+struct Long {
+  uint64_t size{};
+  explicit Long(Reader reader) { read_all(reader, size); }
+};
+
+struct ModelReady {
+  uint64_t model{};
+  std::optional<std::string_view> config{};
+  bool decoupled{};
+  bool reschedules{};
+  uint64_t max_batch_size{};
+  List<std::string_view> inputs{};
+  List<std::string_view> outputs{};
+  std::optional<uint64_t> execute_timeout_ms{};
+  std::optional<uint64_t> finalize_timeout_ms{};
+  std::optional<uint64_t> region_limit{};
+  bool is_private{};
+  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private); }
+};
+
+struct ModelRefused {
+  uint64_t model{};
+  uint64_t code{};
+  std::string_view message{};
+  explicit ModelRefused(Reader reader) { read_all(reader, model, code, message); }
+};
+
+struct Started {
+  uint64_t instance{};
+  uint64_t generation{};
+  uint64_t pid{};
+  uint64_t request_region{};
+  uint64_t request_size{};
+  uint64_t response_region{};
+  uint64_t response_size{};
+  bool has_is_ready{};
+  std::string_view sandbox{};
+  explicit Started(Reader reader) { read_all(reader, instance, generation, pid, request_region, request_size, response_region, response_size, has_is_ready, sandbox); }
+};
+
+struct InstanceRefused {
+  uint64_t instance{};
+  uint64_t code{};
+  std::string_view message{};
+  explicit InstanceRefused(Reader reader) { read_all(reader, instance, code, message); }
+};
+
+struct Died {
+  uint64_t instance{};
+  uint64_t generation{};
+  uint64_t code{};
+  std::string_view message{};
+  std::optional<uint64_t> restarts_in_ms{};
+  explicit Died(Reader reader) { read_all(reader, instance, generation, code, message, restarts_in_ms); }
+};
+
+struct Ended {
+  uint64_t instance{};
+  explicit Ended(Reader reader) { read_all(reader, instance); }
+};
+
+struct ModelEnded {
+  uint64_t model{};
+  explicit ModelEnded(Reader reader) { read_all(reader, model); }
+};
+
+struct Hello {
+  uint64_t version{};
+  uint64_t protocol{};
+  std::string_view moonpool{};
+  uint64_t pid{};
+  explicit Hello(Reader reader) { read_all(reader, version, protocol, moonpool, pid); }
+};
+
+struct Note {
+  uint64_t level{};
+  std::string_view message{};
+  std::string_view file{};
+  uint64_t line{};
+  explicit Note(Reader reader) { read_all(reader, level, message, file, line); }
+};
+
+inline constexpr Spec kSpecs[] = {
+    {"version", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"layers", Type::kList, false, 3, 1, 0, 64u},
+    {"left_out", Type::kList, false, 4, 1, 0, 64u},
+    {"", Type::kText, false, 0, 0, 0, 256u},
+    {"", Type::kText, false, 0, 0, 0, 4096u},
+    {"start", Type::kText, false, 0, 0, 0, 268435456u},
+    {"config", Type::kText, false, 0, 0, 0, 4194304u},
+    {"facts", Type::kTable, false, 0, 0, 0, 64u},
+    {"stage", Type::kText, false, 0, 0, 0, 64u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"traceback", Type::kText, false, 0, 0, 0, 1048576u},
+    {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"released", Type::kList, false, 17, 1, 0, 1048576u},
+    {"blocks", Type::kList, false, 20, 1, 0, 131072u},
+    {"layout", Type::kRaw, false, 0, 0, 0, 268435456u},
+    {"details", Type::kList, true, 24, 1, 0, 65536u},
+    {"targets", Type::kList, true, 36, 1, 0, 65536u},
+    {"", Type::kRow, false, 18, 2, 0, 0u},
+    {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"", Type::kRow, false, 21, 3, 0, 0u},
+    {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"", Type::kRow, true, 25, 8, 0, 0u},
+    {"request_id", Type::kText, false, 0, 0, 0, 1048576u},
+    {"correlation_id", Type::kOneOf, false, 33, 2, 0, 0u},
+    {"flags", Type::kInt, false, 0, 0, 0, 4294967295u},
+    {"timeout_us", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
+    {"priority", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
+    {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
+    {"outputs", Type::kList, true, 35, 1, 0, 65536u},
+    {"trace", Type::kText, true, 0, 0, 0, 4096u},
+    {"", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
+    {"", Type::kText, false, 0, 0, 0, 4096u},
+    {"", Type::kInt, false, 0, 0, 0, 65535u},
+    {"", Type::kRow, false, 37, 5, 0, 0u},
+    {"request", Type::kInt, false, 0, 0, 0, 65535u},
+    {"output", Type::kInt, false, 0, 0, 0, 65535u},
+    {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"held", Type::kList, false, 17, 1, 0, 1048576u},
+    {"released", Type::kList, false, 17, 1, 0, 1048576u},
+    {"blocks", Type::kList, false, 20, 1, 0, 131072u},
+    {"layout", Type::kRaw, false, 0, 0, 0, 268435456u},
+    {"remarks", Type::kList, true, 49, 1, 0, 65536u},
+    {"states", Type::kList, true, 54, 1, 0, 65536u},
+    {"", Type::kRow, true, 50, 2, 0, 0u},
+    {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
+    {"error", Type::kRow, true, 52, 2, 0, 0u},
+    {"code", Type::kInt, false, 0, 0, 0, 7u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"", Type::kInt, false, 0, 0, 0, 2u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"traceback", Type::kText, false, 0, 0, 0, 1048576u},
+    {"policy", Type::kText, false, 0, 0, 0, 65536u},
+    {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"writer", Type::kInt, false, 0, 0, 1, 2u},
+    {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"reason", Type::kText, false, 0, 0, 0, 4096u},
+    {"places", Type::kList, false, 17, 1, 0, 1024u},
+    {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"level", Type::kInt, false, 0, 0, 0, 3u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"file", Type::kText, false, 0, 0, 0, 4096u},
+    {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
+    {"responses", Type::kList, false, 72, 1, 0, 64u},
+    {"", Type::kRow, false, 73, 6, 0, 0u},
+    {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"index", Type::kInt, false, 0, 0, 0, 65535u},
+    {"flags", Type::kInt, false, 0, 0, 0, 2u},
+    {"blocks", Type::kList, false, 20, 1, 0, 131072u},
+    {"layout", Type::kRaw, true, 0, 0, 0, 268435456u},
+    {"remarks", Type::kRow, true, 50, 2, 0, 0u},
+    {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"index", Type::kInt, false, 0, 0, 0, 65535u},
+    {"changes", Type::kList, false, 83, 1, 0, 256u},
+    {"dropped", Type::kList, false, 88, 1, 0, 256u},
+    {"", Type::kRow, false, 84, 4, 0, 0u},
+    {"metric", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"operation", Type::kInt, false, 0, 0, 0, 2u},
+    {"value", Type::kReal, false, 0, 0, 0, 0u},
+    {"count", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"info", Type::kFlag, false, 0, 0, 0, 0u},
+    {"warning", Type::kFlag, false, 0, 0, 0, 0u},
+    {"error", Type::kFlag, false, 0, 0, 0, 0u},
+    {"verbose", Type::kFlag, false, 0, 0, 0, 0u},
+    {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"reason", Type::kText, true, 0, 0, 0, 4096u},
+    {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"name", Type::kText, false, 0, 0, 0, 4096u},
+    {"pid", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"pid", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"code", Type::kInt, false, 0, 0, -255, 255u},
+    {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"model", Type::kText, false, 0, 0, 0, 1048576u},
+    {"version", Type::kInt, false, 0, 0, -1, 9223372036854775807u},
+    {"decoupled", Type::kFlag, false, 0, 0, 0, 0u},
+    {"timeout_us", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
+    {"released", Type::kList, false, 17, 1, 0, 1048576u},
+    {"blocks", Type::kList, false, 20, 1, 0, 131072u},
+    {"inputs", Type::kList, false, 111, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 119, 1, 0, 65536u},
+    {"details", Type::kRow, true, 120, 5, 0, 0u},
+    {"", Type::kRow, false, 112, 6, 0, 0u},
+    {"name", Type::kText, false, 0, 0, 0, 1048576u},
+    {"datatype", Type::kInt, false, 0, 0, 1, 14u},
+    {"shape", Type::kList, false, 118, 1, 0, 32u},
+    {"block", Type::kInt, false, 0, 0, 0, 131072u},
+    {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"", Type::kText, false, 0, 0, 0, 1048576u},
+    {"request_id", Type::kText, false, 0, 0, 0, 1048576u},
+    {"correlation_id", Type::kOneOf, false, 125, 2, 0, 0u},
+    {"flags", Type::kInt, false, 0, 0, 0, 4294967295u},
+    {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
+    {"trace", Type::kText, true, 0, 0, 0, 4096u},
+    {"", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
+    {"", Type::kText, false, 0, 0, 0, 4096u},
+    {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"final", Type::kFlag, false, 0, 0, 0, 0u},
+    {"released", Type::kList, false, 17, 1, 0, 1048576u},
+    {"blocks", Type::kList, false, 20, 1, 0, 131072u},
+    {"outputs", Type::kList, false, 111, 1, 0, 65536u},
+    {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
+    {"error", Type::kRow, true, 52, 2, 0, 0u},
+    {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"places", Type::kList, false, 17, 1, 0, 1024u},
+    {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"model", Type::kText, false, 0, 0, 0, 1048576u},
+    {"config", Type::kText, false, 0, 0, 0, 4194304u},
+    {"files", Type::kList, true, 140, 1, 0, 65536u},
+    {"", Type::kRow, false, 141, 2, 0, 0u},
+    {"path", Type::kText, false, 0, 0, 0, 1048576u},
+    {"contents", Type::kRaw, false, 0, 0, 0, 2147483648u},
+    {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"model", Type::kText, false, 0, 0, 0, 1048576u},
+    {"dependents", Type::kFlag, false, 0, 0, 0, 0u},
+    {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"model", Type::kText, false, 0, 0, 0, 1048576u},
+    {"version", Type::kText, false, 0, 0, 0, 4096u},
+    {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"name", Type::kText, false, 0, 0, 0, 1048576u},
+    {"description", Type::kText, false, 0, 0, 0, 1048576u},
+    {"metric_kind", Type::kInt, false, 0, 0, 0, 2u},
+    {"labels", Type::kList, true, 155, 1, 0, 65536u},
+    {"buckets", Type::kList, true, 158, 1, 0, 65536u},
+    {"", Type::kRow, false, 156, 2, 0, 0u},
+    {"name", Type::kText, false, 0, 0, 0, 1048576u},
+    {"value", Type::kText, false, 0, 0, 0, 1048576u},
+    {"", Type::kReal, false, 0, 0, 0, 0u},
+    {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"metric", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"error", Type::kRow, true, 52, 2, 0, 0u},
+    {"values", Type::kTable, false, 0, 0, 0, 64u},
+    {"size", Type::kInt, false, 0, 0, 1, 67108864u},
+    {"name", Type::kText, false, 0, 0, 0, 4096u},
+    {"directory", Type::kText, false, 0, 0, 0, 4096u},
+    {"config", Type::kText, false, 0, 0, 0, 16777216u},
+    {"server", Type::kText, false, 0, 0, 0, 4096u},
+    {"info", Type::kFlag, false, 0, 0, 0, 0u},
+    {"warning", Type::kFlag, false, 0, 0, 0, 0u},
+    {"error", Type::kFlag, false, 0, 0, 0, 0u},
+    {"verbose", Type::kFlag, false, 0, 0, 0, 0u},
+    {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"name", Type::kText, false, 0, 0, 0, 4096u},
+    {"version", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"directory", Type::kText, false, 0, 0, 0, 4096u},
+    {"config", Type::kText, false, 0, 0, 0, 16777216u},
+    {"completes", Type::kFlag, false, 0, 0, 0, 0u},
+    {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"config", Type::kText, true, 0, 0, 0, 16777216u},
+    {"decoupled", Type::kFlag, false, 0, 0, 0, 0u},
+    {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
+    {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
+    {"inputs", Type::kList, false, 190, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 190, 1, 0, 65536u},
+    {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
+    {"finalize_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
+    {"region_limit", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
+    {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
+    {"", Type::kText, false, 0, 0, 0, 4096u},
+    {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"code", Type::kInt, false, 0, 0, 0, 7u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"name", Type::kText, false, 0, 0, 0, 4096u},
+    {"kind", Type::kText, false, 0, 0, 0, 16u},
+    {"device", Type::kInt, false, 0, 0, 0, 65535u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"pid", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"request_region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"request_size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"response_region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"response_size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"has_is_ready", Type::kFlag, false, 0, 0, 0, 0u},
+    {"sandbox", Type::kText, false, 0, 0, 0, 1048576u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"code", Type::kInt, false, 0, 0, 0, 7u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"is_executing", Type::kFlag, false, 0, 0, 0, 0u},
+    {"why", Type::kText, false, 0, 0, 0, 1048576u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"code", Type::kInt, false, 0, 0, 0, 7u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"restarts_in_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"is_finalized", Type::kFlag, false, 0, 0, 0, 0u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"version", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"protocol", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"moonpool", Type::kText, false, 0, 0, 0, 64u},
+    {"pid", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"level", Type::kInt, false, 0, 0, 0, 3u},
+    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"file", Type::kText, false, 0, 0, 0, 4096u},
+    {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
+    {"", Type::kList, false, 235, 1, 0, 65536u},
+    {"", Type::kList, false, 236, 1, 0, 65536u},
+    {"", Type::kRow, false, 237, 6, 0, 0u},
+    {"index", Type::kInt, false, 0, 0, 0, 65535u},
+    {"datatype", Type::kInt, false, 0, 0, 1, 14u},
+    {"shape", Type::kList, false, 118, 1, 0, 32u},
+    {"block", Type::kInt, false, 0, 0, 0, 131072u},
+    {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+};
+
+constexpr Table<Kind, 10> kWork = {{{
+    {"CONFINED", 10, 2, 0, 3, 2u},
+    {"START", 1, 1, 5, 1, 28u},
+    {"COMPLETED", 2, 2, 6, 1, 128u},
+    {"LOADED", 3, 2, 7, 1, 160u},
+    {"FAILED", 4, 2, 8, 3, 128u},
+    {"EXECUTE", 5, 1, 11, 6, 64u},
+    {"ANSWER", 6, 2, 42, 7, 160u},
+    {"FINALIZE", 7, 1, 55, 0, 256u},
+    {"FINALIZED", 8, 2, 55, 2, 0u},
+    {"INDIRECT", 9, 0, 21, 3, 0u},
+}}, kSpecs};
+
+constexpr Table<Kind, 20> kControl = {{{
+    {"SANDBOX", 15, 1, 57, 1, 0u},
+    {"REGION", 16, 1, 58, 3, 0u},
+    {"LENT_REGION", 40, 1, 61, 2, 0u},
+    {"GROW", 17, 2, 63, 1, 0u},
+    {"REFUSED", 18, 1, 64, 1, 0u},
+    {"RELEASE", 19, 0, 65, 1, 0u},
+    {"RETIRE", 20, 0, 66, 1, 0u},
+    {"LOG", 21, 2, 67, 4, 0u},
+    {"RESPONSES", 22, 2, 71, 1, 0u},
+    {"CANCEL", 23, 1, 79, 2, 0u},
+    {"INDIRECT", 9, 0, 21, 3, 0u},
+    {"METRICS", 24, 2, 81, 2, 0u},
+    {"LOGGING", 25, 1, 89, 4, 0u},
+    {"READY", 26, 1, 93, 1, 0u},
+    {"READINESS", 27, 2, 94, 2, 0u},
+    {"PEER", 28, 1, 55, 0, 0u},
+    {"BEGUN", 29, 2, 96, 1, 0u},
+    {"FORK", 45, 1, 97, 1, 0u},
+    {"REAP", 46, 1, 98, 1, 0u},
+    {"EXITED", 47, 2, 99, 2, 0u},
+}}, kSpecs};
+
+constexpr Table<Kind, 11> kCalls = {{{
+    {"INFER", 30, 2, 101, 10, 0u},
+    {"REPLY", 31, 1, 127, 7, 0u},
+    {"WITHDRAW", 32, 2, 134, 1, 0u},
+    {"LET_GO", 33, 2, 135, 1, 0u},
+    {"LOAD_MODEL", 34, 2, 136, 4, 0u},
+    {"UNLOAD_MODEL", 35, 2, 143, 3, 0u},
+    {"IS_MODEL_READY", 36, 2, 146, 3, 0u},
+    {"NEW_METRIC", 38, 2, 149, 6, 0u},
+    {"METRIC_VALUE", 39, 2, 159, 2, 0u},
+    {"DONE", 37, 1, 161, 3, 0u},
+    {"INDIRECT", 9, 0, 21, 3, 0u},
+}}, kSpecs};
+
+constexpr Table<Word, 18> kLauncher = {{{
+    {"LONG", 60, 0, 164, 1, 0u},
+    {"BACKEND", 61, 1, 165, 4, 0u},
+    {"LOGGING", 62, 1, 169, 4, 0u},
+    {"MODEL", 63, 1, 173, 6, 0u},
+    {"MODEL_READY", 81, 2, 179, 11, 0u},
+    {"MODEL_REFUSED", 82, 2, 191, 3, 0u},
+    {"INSTANCE", 64, 1, 194, 5, 0u},
+    {"STARTED", 83, 2, 199, 9, 0u},
+    {"INSTANCE_REFUSED", 84, 2, 208, 3, 0u},
+    {"LOST", 65, 1, 211, 4, 0u},
+    {"OVERDUE", 66, 1, 215, 2, 0u},
+    {"DIED", 85, 2, 217, 5, 0u},
+    {"END", 67, 1, 222, 2, 0u},
+    {"ENDED", 86, 2, 224, 1, 0u},
+    {"END_MODEL", 68, 1, 225, 1, 0u},
+    {"MODEL_ENDED", 87, 2, 225, 1, 0u},
+    {"HELLO", 80, 2, 226, 4, 0u},
+    {"NOTE", 88, 2, 230, 4, 0u},
+}}, kSpecs};
+
+constexpr size_t kLayoutSpec = 234;
+// The tensors of each request, or response, of a batch.
+using Layout = List<List<Tensor>>;
+
+// A layout of at most so many values; else false, and `wrong` says why.
+inline bool read_layout(std::string_view packed, uint64_t most, Layout* layout, std::string* wrong) {
+  if (!check_packed(kSpecs, kSpecs[kLayoutSpec], packed, most, wrong)) return false;
+  Reader reader(packed);
+  layout->read(reader);
+  return true;
+}
+
+template <class Table>
+constexpr size_t fields_in(const Table& table, typename Table::Kind kind) {
+  for (const Message& message : table.messages) {
+    if (message.kind == static_cast<uint8_t>(kind)) return message.count;
+  }
+  return 0;
+}
+constexpr size_t field_count(Kind kind) {
+  return fields_in(kWork, kind) + fields_in(kControl, kind) + fields_in(kCalls, kind);
+}
+constexpr size_t field_count(Word kind) { return fields_in(kLauncher, kind); }
+
+// The packet of a message; its fields are checked for nothing but their number.
+template <auto kind, class... Fields>
+void encode(Writer& writer, const Fields&... fields) {
+  static_assert(sizeof...(fields) == field_count(kind), "the table has another number of fields");
+  writer.clear();
+  writer.array(1 + sizeof...(fields));
+  writer.uint(static_cast<uint64_t>(kind));
+  write_all(writer, fields...);
+}
+
+}  // namespace moonpool::wire

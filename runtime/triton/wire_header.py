@@ -1,0 +1,303 @@
+"""Writes `native/wire.h`: for the library inside tritonserver, all that the tables of messages say.
+
+Run it with `python -m moonpool.runtime.triton.wire_header` after a change to a table. What the library receives
+becomes a struct that is read from a packet; what it sends it encodes by the kind, which knows its number of fields.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moonpool.ipc import bounds, channel, messages, metric_kinds
+from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
+from moonpool.ipc.tensors import ITEMSIZE
+from moonpool.runtime.triton import messages as launcher
+
+if TYPE_CHECKING:
+    from enum import IntEnum
+    from types import ModuleType
+
+    from moonpool.ipc.fields import Spec
+    from moonpool.ipc.messages import Message
+
+HEADER = Path(__file__).parent / "native" / "wire.h"
+
+_TABLES: dict[str, tuple[type[IntEnum], dict[IntEnum, Message]]] = {
+    "Work": (messages.Kind, dict(messages.WORK.items())),
+    "Control": (messages.Kind, dict(messages.CONTROL.items())),
+    "Calls": (messages.Kind, dict(messages.CALLS.items())),
+    "Launcher": (launcher.Word, launcher.LAUNCHER),
+}
+_KINDS = {"Kind": messages.Kind, "Word": launcher.Word}
+_SIDES = {"Side": messages.Side, "End": launcher.End}
+_OURS = (messages.Side.RUNTIME, launcher.End.SHIM)
+_PLAIN = {Real: "double", Text: "std::string_view", Raw: "Raw", Packed: "Raw", Flag: "bool"}
+_TYPES = {
+    Int: "kInt",
+    Real: "kReal",
+    Text: "kText",
+    Raw: "kRaw",
+    Packed: "kRaw",
+    Flag: "kFlag",
+    Table: "kTable",
+    ListOf: "kList",
+    Row: "kRow",
+    OneOf: "kOneOf",
+}
+_TOP = """\
+// The messages between runtime and stub, and between shim and launcher. Made of the tables in ipc/messages.py and
+// runtime/triton/messages.py, which say what they are for: `python -m moonpool.runtime.triton.wire_header`.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "codec.h"
+#include "msgpack.h"
+
+namespace moonpool::wire {
+"""
+_BOTTOM = """\
+// A layout of at most so many values; else false, and `wrong` says why.
+inline bool read_layout(std::string_view packed, uint64_t most, Layout* layout, std::string* wrong) {
+  if (!check_packed(kSpecs, kSpecs[kLayoutSpec], packed, most, wrong)) return false;
+  Reader reader(packed);
+  layout->read(reader);
+  return true;
+}
+
+template <class Table>
+constexpr size_t fields_in(const Table& table, typename Table::Kind kind) {
+  for (const Message& message : table.messages) {
+    if (message.kind == static_cast<uint8_t>(kind)) return message.count;
+  }
+  return 0;
+}
+constexpr size_t field_count(Kind kind) {
+  return fields_in(kWork, kind) + fields_in(kControl, kind) + fields_in(kCalls, kind);
+}
+constexpr size_t field_count(Word kind) { return fields_in(kLauncher, kind); }
+
+// The packet of a message; its fields are checked for nothing but their number.
+template <auto kind, class... Fields>
+void encode(Writer& writer, const Fields&... fields) {
+  static_assert(sizeof...(fields) == field_count(kind), "the table has another number of fields");
+  writer.clear();
+  writer.array(1 + sizeof...(fields));
+  writer.uint(static_cast<uint64_t>(kind));
+  write_all(writer, fields...);
+}
+
+}  // namespace moonpool::wire
+"""
+
+
+def header() -> str:
+    """The whole text."""
+    rows = _Rows()
+    structs = [rows.message(kind, message) for kind, message in _received().items()]
+    specs = _Specs()
+    tables = [specs.table(name, enum, table) for name, (enum, table) in _TABLES.items()]
+    layout = specs.placed([("", messages.LAYOUT.item)])
+    layout_type = rows.type(messages.LAYOUT.item, "")
+    parts = [
+        _TOP,
+        *(_enumeration(name, enum) for name, enum in _SIDES.items()),
+        *(_kinds(name, enum) for name, enum in _KINDS.items()),
+        _constants(),
+        *rows.structs,
+        *structs,
+        specs.text(),
+        *tables,
+        f"constexpr size_t kLayoutSpec = {layout};",
+        f"// The tensors of each request, or response, of a batch.\nusing Layout = {layout_type};\n",
+        _BOTTOM,
+    ]
+    return "\n".join(parts)
+
+
+def _received() -> dict[IntEnum, Message]:
+    """What the library is sent, each kind once."""
+    return {
+        kind: message
+        for _, table in _TABLES.values()
+        for kind, message in table.items()
+        if message.sender not in _OURS
+    }
+
+
+def _all(enum: type[IntEnum]) -> dict[IntEnum, Message]:
+    return {
+        kind: message
+        for _, table in _TABLES.values()
+        for kind, message in table.items()
+        if isinstance(kind, enum)
+    }
+
+
+def _camel(name: str) -> str:
+    return "".join(word.capitalize() for word in name.strip("_").split("_"))
+
+
+def _enumeration(name: str, enum: type[IntEnum]) -> str:
+    lines = [f"  {member.name} = {int(member)}," for member in enum]
+    return "\n".join([f"enum class {name} : uint8_t {{", *lines, "};\n"])
+
+
+def _kinds(name: str, enum: type[IntEnum]) -> str:
+    """The enumeration, with the fields of each."""
+    table = _all(enum)
+    lines = [f"enum class {name} : uint8_t {{"]
+    lines += [f"  {kind.name} = {int(kind)},  // {', '.join(table[kind].fields)}" for kind in enum]
+    lines.append("};\n")
+    return "\n".join(line.removesuffix("  // ") for line in lines)
+
+
+def _numbers(module: ModuleType, *private: str) -> dict[str, int]:
+    """The module's own numbers, and these."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) is int and (name in private or (name.isupper() and name[0] != "_"))
+    }
+
+
+def _constants() -> str:
+    numbers = {
+        **_numbers(messages, "_LONG", "_SHORT", "_LARGEST_CONFIG"),
+        **_numbers(metric_kinds),
+        **_numbers(launcher),
+        "MAX_PACKET_BYTES": channel.MAX_PACKET_BYTES,
+    }
+    lines = [f"constexpr uint64_t k{_camel(name)} = {value};" for name, value in numbers.items()]
+    sizes = ", ".join(str(ITEMSIZE.get(code, 0)) for code in range(max(ITEMSIZE) + 1))
+    lines.append(
+        "// Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none."
+    )
+    lines.append(f"constexpr std::array<uint8_t, {max(ITEMSIZE) + 1}> kItemBytes = {{{sizes}}};")
+    lines.append(f'static_assert(kMaxValues == {bounds.MAX_ITEMS}, "as in ipc/bounds.py");\n')
+    return "\n".join(lines)
+
+
+class _Rows:
+    """The structs: those of messages are asked for, those of rows are made as they are met."""
+
+    def __init__(self) -> None:
+        self.structs: list[str] = []
+        self._names: dict[Row, str] = {}
+        self._known = {
+            spec: _camel(name)
+            for module in (messages, launcher)
+            for name, spec in vars(module).items()
+            if isinstance(spec, Row)
+        }
+
+    def message(self, kind: IntEnum, message: Message) -> str:
+        """The struct of a message, which is read from where its fields begin."""
+        name = _camel(kind.name)
+        lines = self._members(name, message.fields)
+        names = ", ".join(message.fields)
+        lines.append(f"  explicit {name}(Reader reader) {{ read_all(reader, {names}); }}")
+        return "\n".join([*lines, "};\n"])
+
+    def _row(self, row: Row, where: str) -> str:
+        name = self._names.get(row)
+        if name is None:
+            name = self._names[row] = self._known.get(row, where)
+            lines = self._members(name, row.fields)
+            names = ", ".join(row.fields)
+            lines += ["  void read(Reader& reader) {", "    reader.array();"]
+            lines += [f"    read_all(reader, {names});", "  }"]
+            if all(isinstance(spec, (Int, Text, Flag, Real)) for spec in row.fields.values()):
+                lines += ["  void write(Writer& writer) const {"]
+                lines += [f"    writer.array({len(row.fields)});"]
+                lines += [f"    write_all(writer, {names});", "  }"]
+            self.structs.append("\n".join([*lines, "};\n"]))
+        return name
+
+    def _members(self, name: str, fields: dict[str, Spec]) -> list[str]:
+        return [f"struct {name} {{"] + [
+            f"  {self.type(spec, name + _camel(field))} {field}{{}};"
+            for field, spec in fields.items()
+        ]
+
+    def type(self, spec: Spec, where: str) -> str:
+        """What a value of this is in the library; a row that has no name of its own is named by where it is."""
+        if isinstance(spec, Int):
+            return "int64_t" if spec.low < 0 else "uint64_t"
+        if isinstance(spec, Table):
+            return "Entries"
+        if isinstance(spec, OneOf):
+            return "Value"
+        if isinstance(spec, Maybe):
+            return f"std::optional<{self.type(spec.item, where)}>"
+        if isinstance(spec, ListOf):
+            return f"List<{self.type(spec.item, where)}>"
+        if isinstance(spec, Row):
+            return self._row(spec, where)
+        return _PLAIN[type(spec)]
+
+
+class _Specs:
+    """The array of all specs; those that something is made of stand in a row, and equal ones once."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._places: dict[tuple[tuple[str, Spec], ...], int] = {}
+
+    def placed(self, specs: list[tuple[str, Spec]]) -> int:
+        """Where these stand."""
+        key = tuple(specs)
+        if key not in self._places:
+            first = self._places[key] = len(self._lines)
+            self._lines += [""] * len(specs)
+            for i, (name, spec) in enumerate(specs, first):
+                self._lines[i] = self._line(name, spec)
+        return self._places[key]
+
+    def _line(self, name: str, spec: Spec) -> str:
+        maybe = isinstance(spec, Maybe)
+        while isinstance(spec, Maybe):
+            spec = spec.item
+        inner: list[tuple[str, Spec]] = []
+        if isinstance(spec, Row):
+            inner = list(spec.fields.items())
+        elif isinstance(spec, OneOf):
+            inner = [("", item) for item in spec.items]
+        elif isinstance(spec, ListOf):
+            inner = [("", spec.item)]
+        low, high = (spec.low, spec.high) if isinstance(spec, Int) else (0, 0)
+        if isinstance(spec, (Text, Raw, Packed, Table, ListOf)):
+            high = spec.length
+        first = self.placed(inner) if inner else 0
+        return (
+            f'    {{"{name}", Type::{_TYPES[type(spec)]}, {str(maybe).lower()}, '
+            f"{first}, {len(inner)}, {low}, {high}u}},"
+        )
+
+    def table(self, name: str, enum: type[IntEnum], table: dict[IntEnum, Message]) -> str:
+        """The rows of a channel."""
+        lines = []
+        for kind, message in table.items():
+            first = self.placed(list(message.fields.items()))
+            sender = int(message.sender or 0)
+            next_ones = sum(1 << kind for kind in message.followers)
+            lines.append(
+                f'    {{"{kind.name}", {int(kind)}, {sender}, {first}, {len(message.fields)}, '
+                f"{next_ones}u}},"
+            )
+        head = f"constexpr Table<{enum.__name__}, {len(lines)}> k{name} = {{{{{{"
+        return "\n".join([head, *lines, "}}, kSpecs};\n"])
+
+    def text(self) -> str:
+        """The array itself."""
+        return "\n".join(["inline constexpr Spec kSpecs[] = {", *self._lines, "};\n"])
+
+
+if __name__ == "__main__":
+    HEADER.write_text(header(), encoding="utf-8")
