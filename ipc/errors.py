@@ -51,6 +51,21 @@ class OutOfMemory(MoonpoolError):
     code = "UNAVAILABLE"
 
 
+class CudaUnavailable(MoonpoolError):
+    """No device can be used here: no driver, no device of that number, or one that cannot share memory."""
+
+    code = "UNAVAILABLE"
+
+
+class CudaError(MoonpoolError):
+    """The driver refused, with the name and the number of its error."""
+
+    def __init__(self, text: str, name: str, number: int) -> None:
+        super().__init__(text)
+        self.name = name
+        self.number = number
+
+
 class BadTensor(MoonpoolError):
     """An array or a tensor description that cannot be a tensor."""
 

@@ -20,7 +20,6 @@ Tensors are described by rows, so that the description of a batch is small:
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.fields import (
@@ -36,73 +35,24 @@ from moonpool.ipc.fields import (
     Table,
     Text,
 )
+from moonpool.ipc.kinds import Kind as Kind
+from moonpool.ipc.kinds import Side as Side
 
 if TYPE_CHECKING:
     from typing import Any
 
     from moonpool.ipc.fields import Spec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 # The stage of FAILED whose message is the number of an error of exec: the model's interpreter was not started.
 EXEC_FAILED = "exec"
 
 MAX_DIMS = 32
-
-
-class Side(IntEnum):
-    """Who sends."""
-
-    RUNTIME = 1
-    STUB = 2
-
-
-class Kind(IntEnum):
-    """What a message is for. The numbers are the wire's; they are never used again for another kind."""
-
-    # Work channel.
-    START = 1
-    COMPLETED = 2
-    LOADED = 3
-    FAILED = 4
-    EXECUTE = 5
-    ANSWER = 6
-    FINALIZE = 7
-    FINALIZED = 8
-    CONFINED = 10
-    # Any channel: stands for a message that is too large for a packet and lies in memory.
-    INDIRECT = 9
-    # Control channel.
-    SANDBOX = 15
-    REGION = 16
-    GROW = 17
-    REFUSED = 18
-    RELEASE = 19
-    RETIRE = 20
-    LOG = 21
-    RESPONSES = 22
-    CANCEL = 23
-    METRICS = 24
-    LOGGING = 25
-    READY = 26
-    READINESS = 27
-    PEER = 28
-    BEGUN = 29
-    LENT_REGION = 40
-    # Calls channel.
-    INFER = 30
-    REPLY = 31
-    WITHDRAW = 32
-    LET_GO = 33
-    LOAD_MODEL = 34
-    UNLOAD_MODEL = 35
-    IS_MODEL_READY = 36
-    DONE = 37
-    NEW_METRIC = 38
-    METRIC_VALUE = 39
-    # Control channel of a template.
-    FORK = 45
-    REAP = 46
-    EXITED = 47
+# Devices that a region may lie on, and what stands for ordinary memory.
+MAX_DEVICES = 4096
+NO_DEVICE = -1
+# Bytes of a handle of the older kind, of device memory and of events alike.
+HANDLE_BYTES = 64
 
 
 class Message:
@@ -153,6 +103,11 @@ _TARGET = Row(request=Int(0, MAX_BATCH - 1), output=Int(0, 65535), region=_ID, o
 _BLOCKS = ListOf(_BLOCK, 2 * MAX_BATCH)
 _PLACES = ListOf(_PLACE, MAX_PLACES)
 _PARAMETERS = Maybe(Table(MAX_PARAMETERS))
+# Where outputs are wanted: wherever the model leaves them, in ordinary memory, on the device that is named beside it.
+ANY_MEMORY, ORDINARY_MEMORY, DEVICE_MEMORY = 0, 1, 2
+_WANTED = Int(0, 2)
+_DEVICE = Int(0, MAX_DEVICES - 1)
+_DEVICE_IF_ANY = Int(NO_DEVICE, MAX_DEVICES - 1)
 
 # What most requests leave at its default travels only where something of it was set.
 _DETAILS = Row(
@@ -164,6 +119,8 @@ _DETAILS = Row(
     parameters=_PARAMETERS,
     outputs=Maybe(ListOf(Int(0, 65535), 65536)),
     trace=Maybe(Text(_SHORT)),
+    memory=_WANTED,
+    device=_DEVICE,
 )
 _ERROR = Row(code=Int(0, 7), message=Text(_LONG))
 _REMARKS = Row(parameters=_PARAMETERS, error=Maybe(_ERROR))
@@ -250,12 +207,26 @@ CONTROL: dict[Kind, Message] = {
     # The first message: what to give up before anything foreign is imported.
     # See `moonpool.ipc.policy` for what the JSON text holds.
     Kind.SANDBOX: Message(_RUNTIME, {"policy": Text(1 << 16)}),
-    # Comes with the region's descriptor. `writer` says who allocates in it.
-    Kind.REGION: Message(_RUNTIME, {"region": _ID, "size": _ID, "writer": Int(1, 2)}),
+    # Comes with the region's descriptor. `writer` says who allocates in it. `handle` stands for the descriptor
+    # of device memory that can only be shared in the older way; else it is empty.
+    Kind.REGION: Message(
+        _RUNTIME,
+        {
+            "region": _ID,
+            "size": _ID,
+            "writer": Int(1, 2),
+            "device": _DEVICE_IF_ANY,
+            "handle": Raw(HANDLE_BYTES),
+        },
+    ),
     # Memory of a client, with its descriptor: inputs lie in it, or outputs go there.
     Kind.LENT_REGION: Message(_RUNTIME, {"region": _ID, "size": _ID}),
-    # The stub needs a region of at least that size for its answers.
-    Kind.GROW: Message(_STUB, {"size": _ID}),
+    # The stub needs a region of at least that size for its answers, on that device.
+    Kind.GROW: Message(_STUB, {"size": _ID, "device": _DEVICE_IF_ANY}),
+    # The event by which the peer waits for the sender's work on a device; first the runtime's, then the stub's, each
+    # before the sender names the first block there. An empty handle of either: each waits for its own
+    # work before it sends.
+    Kind.EVENT: Message(None, {"device": _DEVICE, "handle": Raw(HANDLE_BYTES)}),
     Kind.REFUSED: Message(_RUNTIME, {"reason": Text(_SHORT)}),
     # Blocks that nobody needs any more, when no EXECUTE or ANSWER comes by for them to ride on: of
     # answers, from the runtime; of requests that the stub kept, from the stub.
@@ -328,6 +299,8 @@ CALLS: dict[Kind, Message] = {
                     flags=Int(0, 2**32 - 1),
                     parameters=_PARAMETERS,
                     trace=Maybe(Text(_SHORT)),
+                    memory=_WANTED,
+                    device=_DEVICE,
                 )
             ),
         },

@@ -51,6 +51,8 @@ _MAX_TIMEOUT_US = 10**15
 _MAX_MESSAGE = 65536
 # What fits a packet, whatever it says, so that there is always room for it.
 _SHORT_MESSAGE = 7000
+# What most calls leave as it is, and then do not say.
+_UNTOLD = ("", 0, 0, None, None, 0, 0)
 # What takes long, and runs on a thread each.
 _MAX_TASKS = 64
 
@@ -192,9 +194,9 @@ class CallDesk:
             )
         details = None
         if told is not None or timeout_us:
-            request_id, correlation_id, flags, parameters, trace = told or ("", 0, 0, None, None)
+            request_id, correlation_id, flags, parameters, *rest = told or _UNTOLD
             details = Details(
-                request_id, correlation_id, flags, timeout_us, 0, parameters, trace=trace
+                request_id, correlation_id, flags, timeout_us, 0, parameters, None, *rest
             )
         # As in Triton, who asks for no output gets all.
         request = hosted.signature.request(inputs, outputs or None, details)

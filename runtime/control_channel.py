@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import ProtocolError, RemoteProtocolError
-from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.messages import NO_DEVICE, Kind, Side
 from moonpool.runtime.client_region import ClientRegion
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ControlChannel:
         if isinstance(region, ClientRegion):
             packet = encode(Kind.LENT_REGION, region.id, region.size_bytes)
         else:
-            packet = encode(Kind.REGION, region.id, region.size_bytes, writer)
+            packet = encode(Kind.REGION, region.id, region.size_bytes, writer, NO_DEVICE, b"")
         with self._sending, _reading_peer():
             self.channel.send_fds(packet, region.fd)
 

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory, ProtocolError
-from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, Kind, Side
+from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, NO_DEVICE, Kind, Side
 from moonpool.runtime.regions import new_region
 
 if TYPE_CHECKING:
@@ -30,8 +30,10 @@ class Growth:
         self._is_growing = self._is_closed = False
         self._closing = threading.Lock()
 
-    def grow(self, needed_bytes: int) -> None:
+    def grow(self, needed_bytes: int, device: int) -> None:
         """The stub needs another region of at least so many bytes, and waits. Raises `ProtocolError`."""
+        if device != NO_DEVICE:
+            raise ProtocolError(f"GROW on device {device}, which is not the stub's")
         if self._is_growing:
             raise ProtocolError("GROW came before the last one was answered")
         self._is_growing = True

@@ -103,6 +103,9 @@ class Details(NamedTuple):
     parameters: Mapping[str, Parameter] | None = None
     outputs: list[int] | None = None
     trace: str | None = None
+    # Where outputs are wanted: one of the numbers in `ipc.messages`, and the device where it is one.
+    memory: int = 0
+    device: int = 0
 
 
 class Response:

@@ -111,7 +111,7 @@ class StubConnection:
         elif kind == Kind.BEGUN:
             self.link.begun(fields[1])
         elif kind == Kind.GROW:
-            self._growth.grow(fields[1])
+            self._growth.grow(*fields[1:])
         elif kind == Kind.RETIRE:
             self._growth.retire(fields[1])
         elif kind == Kind.RELEASE:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moonpool.stub.regions import Regions
     from moonpool.stub.reply import Port
 
-_NO_DETAILS: list[Any] = ["", 0, 0, 0, 0, None, None, None]
+_NO_DETAILS: list[Any] = ["", 0, 0, 0, 0, None, None, None, 0, 0]
 _MEMORABLE_BYTES = 4096
 _RAW = np.dtype("u1")
 
@@ -128,9 +128,18 @@ class Batch:
         for name, datatype, shape, block, offset, dtype, dims in inputs:
             array = np.ndarray(dims, dtype, leases[block], offset)
             tensors.append(Tensor.from_wire(name, datatype, shape, array))
-        request_id, correlation_id, flags, timeout_us, priority, parameters, outputs, trace = (
-            details or _NO_DETAILS
-        )
+        (
+            request_id,
+            correlation_id,
+            flags,
+            timeout_us,
+            priority,
+            parameters,
+            outputs,
+            trace,
+            _,
+            _,
+        ) = details or _NO_DETAILS
         wanted = self._outputs if outputs is None else [self._outputs[i] for i in outputs]
         request = InferenceRequest.from_wire(
             request_id,

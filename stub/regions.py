@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.arena import Arena
 from moonpool.ipc.conversation import Overflow
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
-from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.messages import NO_DEVICE, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.stub.lent_region import LentRegion
 
@@ -133,7 +133,7 @@ class Regions(Overflow):
         return self.request_region(region_id) if own is None else own
 
     def _grow(self, size_bytes: int) -> Region:
-        self._send_control(Kind.GROW, size_bytes)
+        self._send_control(Kind.GROW, size_bytes, NO_DEVICE)
         answer = self._granted.get(timeout=_ARRIVAL_S)
         if isinstance(answer, str):
             if self._is_deserted:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError
-from moonpool.ipc.messages import MAX_METRIC_PARTS, Kind
+from moonpool.ipc.messages import ANY_MEMORY, MAX_METRIC_PARTS, Kind
 from moonpool.stub.call_tensors import Placed, read_outputs
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import ONLY_IN_EXECUTE, Host
@@ -31,7 +31,7 @@ _MAX_INT = 2**63 - 1
 _UINT32 = 2**32 - 1
 _UINT64 = 2**64 - 1
 _MAX_ID_CHARACTERS = 4096
-_EMPTY = ("", 0, 0, None, None)
+_EMPTY = ("", 0, 0, None, None, ANY_MEMORY, 0)
 
 
 class StubHost(Host):
@@ -271,6 +271,8 @@ def _details(request: InferenceRequest) -> tuple[object, ...] | None:
         request._flags,
         request._parameters or None,
         request._trace._context,
+        ANY_MEMORY,
+        0,
     )
     return None if details == _EMPTY else details
 

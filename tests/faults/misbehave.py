@@ -25,7 +25,7 @@ BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES  # noqa: E402
 from moonpool.ipc.codec import calls_codec, control_codec, encode, unpack_layout, work_codec  # noqa: E402
-from moonpool.ipc.messages import FINAL, PROTOCOL_VERSION, Kind, Side  # noqa: E402
+from moonpool.ipc.messages import FINAL, NO_DEVICE, PROTOCOL_VERSION, Kind, Side  # noqa: E402
 from moonpool.ipc.policy import Policy  # noqa: E402
 from moonpool.stub.sandbox import layers  # noqa: E402
 
@@ -181,9 +181,9 @@ def stored(say: Callable[[Peer], socket.socket]) -> Fault:
 
     def send(peer: Peer) -> None:
         bomb = b"\xdd\x00\x30\x00\x00" + b"\x90" * (0x300000)
-        peer.tell(Kind.GROW, len(bomb))
+        peer.tell(Kind.GROW, len(bomb), NO_DEVICE)
         packet, fds, _, _ = socket.recv_fds(peer.control, MAX_PACKET_BYTES, 1)
-        _, region, _, _ = peer.control_codec.decode(packet)
+        _, region, *_ = peer.control_codec.decode(packet)
         os.pwrite(fds[0], bomb, 0)
         say(peer).send(encode(Kind.INDIRECT, region, 0, len(bomb)))
 
@@ -250,7 +250,7 @@ def leave_a_child(peer: Peer) -> None:
 
 
 def grow_beyond_all(peer: Peer) -> None:
-    peer.tell(Kind.GROW, HUGE)
+    peer.tell(Kind.GROW, HUGE, NO_DEVICE)
     kind, reason = peer.control_codec.decode(peer.control.recv(MAX_PACKET_BYTES))
     peer.answer(responses=[[[], None, [int(kind == Kind.REFUSED), reason]]])
 
@@ -378,7 +378,7 @@ FAULTS: dict[str, Fault] = {
     "strings that are none": bad_strings,
     # The control channel.
     "control garbage": lambda peer: peer.control.send(b"\xc1"),
-    "control of the runtime": lambda peer: peer.tell(Kind.REGION, 1, 1, 1),
+    "control of the runtime": lambda peer: peer.tell(Kind.REGION, 1, 1, 1, NO_DEVICE, b""),
     "a work message for control": lambda peer: peer.tell(Kind.FINALIZED, "", ""),
     "retires the only region": lambda peer: peer.tell(Kind.RETIRE, peer.answers_region),
     "retires what is none": lambda peer: peer.tell(Kind.RETIRE, HUGE),
@@ -406,7 +406,7 @@ FAULTS: dict[str, Fault] = {
     "responds with an error in a block": an_error_in_a_block,
     "a state too many": states(0, 0),
     "a state that is none": states(3),
-    "floods growth": flood(encode(Kind.GROW, 1)),
+    "floods growth": flood(encode(Kind.GROW, 1, NO_DEVICE)),
     "floods releases": flood(encode(Kind.RELEASE, [[1, 64]] * 1024)),
     # The calls channel.
     "calls garbage": lambda peer: peer.calls.send(b"\xc1"),

@@ -21,7 +21,7 @@ from moonpool.ipc import codec
 from moonpool.ipc.codec import compile_check, control_codec, encode, work_codec
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 from moonpool.ipc.fields import Int, ListOf, OneOf, Raw, Row, Table, Text
-from moonpool.ipc.messages import CALLS, CONTROL, WORK, Kind, Message, Side
+from moonpool.ipc.messages import CALLS, CONTROL, NO_DEVICE, WORK, Kind, Message, Side
 
 if TYPE_CHECKING:
     from moonpool.ipc.fields import Spec
@@ -150,12 +150,12 @@ def test_a_table_has_text_for_keys_and_scalars_for_values(parameters: object, re
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ((Kind.GROW, -1), "GROW.size may not be -1"),
-        ((Kind.GROW, True), "GROW.size may not be True"),
-        ((Kind.GROW, float("nan")), "GROW.size may not be nan"),
-        ((Kind.GROW, "4"), "GROW.size may not be str"),
+        ((Kind.GROW, -1, NO_DEVICE), "GROW.size may not be -1"),
+        ((Kind.GROW, True, NO_DEVICE), "GROW.size may not be True"),
+        ((Kind.GROW, float("nan"), NO_DEVICE), "GROW.size may not be nan"),
+        ((Kind.GROW, "4", NO_DEVICE), "GROW.size may not be str"),
         ((Kind.LOG, 1, "", "", None), "LOG.line may not be None"),
-        ((Kind.GROW,), "GROW that is not an array of 2 led by its kind"),
+        ((Kind.GROW,), "GROW that is not an array of 3 led by its kind"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -166,7 +166,7 @@ def test_a_refusal_names_the_field_and_what_was_there(
 
 
 def test_a_refusal_names_the_field_inside_a_row() -> None:
-    details = ["", 0, -1, 0, 0, None, None, None]
+    details = ["", 0, -1, 0, 0, None, None, None, 0, 0]
     packet = encode(Kind.EXECUTE, 1, [], [], b"\x90", [None, details], None)
 
     reason = refused(work_codec(Side.STUB), packet)
@@ -203,7 +203,7 @@ def test_what_cannot_be_sent_is_refused_and_harms_no_later_message(value: object
         with pytest.raises(LocalProtocolError, match=r"^\(<Kind\.LOG: 21>,\) cannot be sent: "):
             encode(*message)
 
-        assert encode(Kind.GROW, 5) == b"\x92\x11\x05"
+        assert encode(Kind.GROW, 5, NO_DEVICE) == b"\x93\x11\x05\xff"
 
 
 def test_threads_encode_at_the_same_time() -> None:

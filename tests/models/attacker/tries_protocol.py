@@ -124,7 +124,7 @@ def flood_releases():
 def flood_growth():
     with control() as end:
         while True:
-            end.send(packed(GROW, 1))
+            end.send(packed(GROW, 1, -1))
 
 
 def send_descriptors(count):
