@@ -50,6 +50,7 @@ _TOP = """\
 // runtime/triton/messages.py, which say what they are for: `python -m moonpool.runtime.triton.wire_header`.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -79,7 +80,7 @@ constexpr size_t fields_in(const Table& table, typename Table::Kind kind) {
   return 0;
 }
 constexpr size_t field_count(Kind kind) {
-  return fields_in(kWork, kind) + fields_in(kControl, kind) + fields_in(kCalls, kind);
+  return std::max({fields_in(kWork, kind), fields_in(kControl, kind), fields_in(kCalls, kind)});
 }
 constexpr size_t field_count(Word kind) { return fields_in(kLauncher, kind); }
 
@@ -100,7 +101,7 @@ void encode(Writer& writer, const Fields&... fields) {
 def header() -> str:
     """The whole text."""
     rows = _Rows()
-    structs = [rows.message(kind, message) for kind, message in _received().items()]
+    structs = [rows.message(kind, message) for kind, message in received().items()]
     specs = _Specs()
     tables = [specs.table(name, enum, table) for name, (enum, table) in _TABLES.items()]
     layout = specs.placed([("", messages.LAYOUT.item)])
@@ -121,7 +122,7 @@ def header() -> str:
     return "\n".join(parts)
 
 
-def _received() -> dict[IntEnum, Message]:
+def received() -> dict[IntEnum, Message]:
     """What the library is sent, each kind once."""
     return {
         kind: message
@@ -140,7 +141,8 @@ def _all(enum: type[IntEnum]) -> dict[IntEnum, Message]:
     }
 
 
-def _camel(name: str) -> str:
+def camel(name: str) -> str:
+    """`NEW_METRIC` as `NewMetric`."""
     return "".join(word.capitalize() for word in name.strip("_").split("_"))
 
 
@@ -174,7 +176,7 @@ def _constants() -> str:
         **_numbers(launcher),
         "MAX_PACKET_BYTES": channel.MAX_PACKET_BYTES,
     }
-    lines = [f"constexpr uint64_t k{_camel(name)} = {value};" for name, value in numbers.items()]
+    lines = [f"constexpr uint64_t k{camel(name)} = {value};" for name, value in numbers.items()]
     sizes = ", ".join(str(ITEMSIZE.get(code, 0)) for code in range(max(ITEMSIZE) + 1))
     lines.append(
         "// Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none."
@@ -191,7 +193,7 @@ class _Rows:
         self.structs: list[str] = []
         self._names: dict[Row, str] = {}
         self._known = {
-            spec: _camel(name)
+            spec: camel(name)
             for module in (messages, launcher)
             for name, spec in vars(module).items()
             if isinstance(spec, Row)
@@ -199,10 +201,11 @@ class _Rows:
 
     def message(self, kind: IntEnum, message: Message) -> str:
         """The struct of a message, which is read from where its fields begin."""
-        name = _camel(kind.name)
+        name = camel(kind.name)
         lines = self._members(name, message.fields)
         names = ", ".join(message.fields)
         lines.append(f"  explicit {name}(Reader reader) {{ read_all(reader, {names}); }}")
+        lines.append(f"  void write(Writer& writer) const {{ write_all(writer, {names}); }}")
         return "\n".join([*lines, "};\n"])
 
     def _row(self, row: Row, where: str) -> str:
@@ -213,16 +216,15 @@ class _Rows:
             names = ", ".join(row.fields)
             lines += ["  void read(Reader& reader) {", "    reader.array();"]
             lines += [f"    read_all(reader, {names});", "  }"]
-            if all(isinstance(spec, (Int, Text, Flag, Real)) for spec in row.fields.values()):
-                lines += ["  void write(Writer& writer) const {"]
-                lines += [f"    writer.array({len(row.fields)});"]
-                lines += [f"    write_all(writer, {names});", "  }"]
+            lines += ["  void write(Writer& writer) const {"]
+            lines += [f"    writer.array({len(row.fields)});"]
+            lines += [f"    write_all(writer, {names});", "  }"]
             self.structs.append("\n".join([*lines, "};\n"]))
         return name
 
     def _members(self, name: str, fields: dict[str, Spec]) -> list[str]:
         return [f"struct {name} {{"] + [
-            f"  {self.type(spec, name + _camel(field))} {field}{{}};"
+            f"  {self.type(spec, name + camel(field))} {field}{{}};"
             for field, spec in fields.items()
         ]
 

@@ -124,7 +124,8 @@ class Checker {
   bool check_entries(const Spec& spec, uint64_t count) {
     for (; count > 0; --count) {
       if (!take()) return false;
-      if (value_.form != Form::kText) return refuse(spec, "a key of ");
+      if (value_.form == Form::kRaw) return refuse(spec, "a key of ");
+      if (value_.form != Form::kText) return not_msgpack("a key is no text");
       if (!take()) return false;
       const Form form = value_.form;
       const bool scalar = form != Form::kNil && form != Form::kRaw && form != Form::kArray;
@@ -168,18 +169,19 @@ const Message* check_message(const Message* messages, size_t count, const Spec* 
   Checker checker(specs, Reader(packet), kMaxValues, wrong);
   if (!checker.take()) return nullptr;
   const Value head = checker.value();
-  if (head.form != Form::kArray || head.number == 0 || !checker.take() ||
-      checker.value().form != Form::kUint) {
-    if (wrong->empty()) *wrong = "a packet that is not an array led by a kind";
+  const bool led = head.form == Form::kArray && head.number > 0;
+  if (led && !checker.take()) return nullptr;
+  const Value kind = checker.value();
+  if (!led || (kind.form != Form::kUint && kind.form != Form::kNegative)) {
+    *wrong = "a packet that is not an array led by a kind";
     return nullptr;
   }
-  const uint64_t kind = checker.value().number;
   const Message* message = nullptr;
   for (size_t i = 0; i < count; ++i) {
-    if (messages[i].kind == kind) message = &messages[i];
+    if (kind.form == Form::kUint && messages[i].kind == kind.number) message = &messages[i];
   }
   if (message == nullptr) {
-    *wrong = "a message of unknown kind " + std::to_string(kind);
+    *wrong = "a message of unknown kind " + shown(kind);
     return nullptr;
   }
   if (message->sender != 0 && message->sender != peer) {

@@ -263,6 +263,30 @@ void Writer::raw(std::string_view value) {
   bytes_.append(value);
 }
 
+void write(Writer& writer, const Value& value) {
+  switch (value.form) {
+    case Form::kFlag:
+      return writer.flag(value.number != 0);
+    case Form::kUint:
+      return writer.uint(value.number);
+    case Form::kNegative:
+      return writer.integer(value.negative);
+    case Form::kReal:
+      return writer.real(value.real);
+    case Form::kText:
+      return writer.text(value.bytes);
+    case Form::kRaw:
+      return writer.raw(value.bytes);
+    case Form::kArray:
+      return writer.array(value.number);
+    case Form::kMap:
+      return writer.map(value.number);
+    case Form::kNil:
+    case Form::kBad:
+      return writer.nil();
+  }
+}
+
 void Writer::array(size_t count) {
   if (count < 16) {
     byte(0x90 | static_cast<unsigned>(count));

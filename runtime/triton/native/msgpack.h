@@ -209,6 +209,8 @@ std::enable_if_t<std::is_arithmetic_v<T>> write(Writer& writer, T value) {
     writer.uint(value);
   }
 }
+// A scalar, or the head of what is to follow.
+void write(Writer& writer, const Value& value);
 // A row of the tables.
 template <class T>
 auto write(Writer& writer, const T& row) -> decltype(row.write(writer)) {
@@ -230,6 +232,18 @@ void write(Writer& writer, const std::optional<T>& value) {
     write(writer, *value);
   } else {
     writer.nil();
+  }
+}
+template <class T>
+void write(Writer& writer, const List<T>& values) {
+  writer.array(values.size());
+  for (const T& value : values) write(writer, value);
+}
+inline void write(Writer& writer, const Entries& entries) {
+  writer.map(entries.size());
+  for (const Entry& entry : entries) {
+    writer.text(entry.name);
+    write(writer, entry.value);
   }
 }
 template <class... Values>

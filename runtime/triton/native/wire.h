@@ -2,6 +2,7 @@
 // runtime/triton/messages.py, which say what they are for: `python -m moonpool.runtime.triton.wire_header`.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -79,12 +80,13 @@ enum class Word : uint8_t {
   HELLO = 80,  // version, protocol, moonpool, pid
   MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private
   MODEL_REFUSED = 82,  // model, code, message
-  STARTED = 83,  // instance, generation, pid, request_region, request_size, response_region, response_size, has_is_ready, sandbox
+  STARTED = 83,  // instance, generation, has_is_ready, sandbox
   INSTANCE_REFUSED = 84,  // instance, code, message
   DIED = 85,  // instance, generation, code, message, restarts_in_ms
   ENDED = 86,  // instance
   MODEL_ENDED = 87,  // model
   NOTE = 88,  // level, message, file, line
+  BORN = 89,  // instance, generation, pid, request_region, request_size, response_region, response_size
 };
 
 constexpr uint64_t kProtocolVersion = 2;
@@ -165,6 +167,10 @@ struct Remarks {
     reader.array();
     read_all(reader, parameters, error);
   }
+  void write(Writer& writer) const {
+    writer.array(2);
+    write_all(writer, parameters, error);
+  }
 };
 
 struct Response {
@@ -177,6 +183,10 @@ struct Response {
   void read(Reader& reader) {
     reader.array();
     read_all(reader, batch, index, flags, blocks, layout, remarks);
+  }
+  void write(Writer& writer) const {
+    writer.array(6);
+    write_all(writer, batch, index, flags, blocks, layout, remarks);
   }
 };
 
@@ -206,6 +216,10 @@ struct NamedTensor {
     reader.array();
     read_all(reader, name, datatype, shape, block, offset, size);
   }
+  void write(Writer& writer) const {
+    writer.array(6);
+    write_all(writer, name, datatype, shape, block, offset, size);
+  }
 };
 
 struct InferDetails {
@@ -218,6 +232,10 @@ struct InferDetails {
     reader.array();
     read_all(reader, request_id, correlation_id, flags, parameters, trace);
   }
+  void write(Writer& writer) const {
+    writer.array(5);
+    write_all(writer, request_id, correlation_id, flags, parameters, trace);
+  }
 };
 
 struct LoadModelFiles {
@@ -226,6 +244,10 @@ struct LoadModelFiles {
   void read(Reader& reader) {
     reader.array();
     read_all(reader, path, contents);
+  }
+  void write(Writer& writer) const {
+    writer.array(2);
+    write_all(writer, path, contents);
   }
 };
 
@@ -253,6 +275,10 @@ struct Tensor {
     reader.array();
     read_all(reader, index, datatype, shape, block, offset, size);
   }
+  void write(Writer& writer) const {
+    writer.array(6);
+    write_all(writer, index, datatype, shape, block, offset, size);
+  }
 };
 
 struct Confined {
@@ -260,16 +286,19 @@ struct Confined {
   List<std::string_view> layers{};
   List<std::string_view> left_out{};
   explicit Confined(Reader reader) { read_all(reader, version, layers, left_out); }
+  void write(Writer& writer) const { write_all(writer, version, layers, left_out); }
 };
 
 struct Completed {
   std::string_view config{};
   explicit Completed(Reader reader) { read_all(reader, config); }
+  void write(Writer& writer) const { write_all(writer, config); }
 };
 
 struct Loaded {
   Entries facts{};
   explicit Loaded(Reader reader) { read_all(reader, facts); }
+  void write(Writer& writer) const { write_all(writer, facts); }
 };
 
 struct Failed {
@@ -277,6 +306,7 @@ struct Failed {
   std::string_view message{};
   std::string_view traceback{};
   explicit Failed(Reader reader) { read_all(reader, stage, message, traceback); }
+  void write(Writer& writer) const { write_all(writer, stage, message, traceback); }
 };
 
 struct Answer {
@@ -288,12 +318,14 @@ struct Answer {
   std::optional<List<std::optional<Remarks>>> remarks{};
   std::optional<List<uint64_t>> states{};
   explicit Answer(Reader reader) { read_all(reader, batch, held, released, blocks, layout, remarks, states); }
+  void write(Writer& writer) const { write_all(writer, batch, held, released, blocks, layout, remarks, states); }
 };
 
 struct Finalized {
   std::string_view message{};
   std::string_view traceback{};
   explicit Finalized(Reader reader) { read_all(reader, message, traceback); }
+  void write(Writer& writer) const { write_all(writer, message, traceback); }
 };
 
 struct Indirect {
@@ -301,21 +333,25 @@ struct Indirect {
   uint64_t offset{};
   uint64_t size{};
   explicit Indirect(Reader reader) { read_all(reader, region, offset, size); }
+  void write(Writer& writer) const { write_all(writer, region, offset, size); }
 };
 
 struct Grow {
   uint64_t size{};
   explicit Grow(Reader reader) { read_all(reader, size); }
+  void write(Writer& writer) const { write_all(writer, size); }
 };
 
 struct Release {
   List<Place> places{};
   explicit Release(Reader reader) { read_all(reader, places); }
+  void write(Writer& writer) const { write_all(writer, places); }
 };
 
 struct Retire {
   uint64_t region{};
   explicit Retire(Reader reader) { read_all(reader, region); }
+  void write(Writer& writer) const { write_all(writer, region); }
 };
 
 struct Log {
@@ -324,34 +360,40 @@ struct Log {
   std::string_view file{};
   uint64_t line{};
   explicit Log(Reader reader) { read_all(reader, level, message, file, line); }
+  void write(Writer& writer) const { write_all(writer, level, message, file, line); }
 };
 
 struct Responses {
   List<Response> responses{};
   explicit Responses(Reader reader) { read_all(reader, responses); }
+  void write(Writer& writer) const { write_all(writer, responses); }
 };
 
 struct Metrics {
   List<MetricsChanges> changes{};
   List<uint64_t> dropped{};
   explicit Metrics(Reader reader) { read_all(reader, changes, dropped); }
+  void write(Writer& writer) const { write_all(writer, changes, dropped); }
 };
 
 struct Readiness {
   uint64_t question{};
   std::optional<std::string_view> reason{};
   explicit Readiness(Reader reader) { read_all(reader, question, reason); }
+  void write(Writer& writer) const { write_all(writer, question, reason); }
 };
 
 struct Begun {
   uint64_t batch{};
   explicit Begun(Reader reader) { read_all(reader, batch); }
+  void write(Writer& writer) const { write_all(writer, batch); }
 };
 
 struct Exited {
   uint64_t pid{};
   int64_t code{};
   explicit Exited(Reader reader) { read_all(reader, pid, code); }
+  void write(Writer& writer) const { write_all(writer, pid, code); }
 };
 
 struct Infer {
@@ -366,16 +408,19 @@ struct Infer {
   List<std::string_view> outputs{};
   std::optional<InferDetails> details{};
   explicit Infer(Reader reader) { read_all(reader, call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details); }
+  void write(Writer& writer) const { write_all(writer, call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details); }
 };
 
 struct Withdraw {
   uint64_t call{};
   explicit Withdraw(Reader reader) { read_all(reader, call); }
+  void write(Writer& writer) const { write_all(writer, call); }
 };
 
 struct LetGo {
   List<Place> places{};
   explicit LetGo(Reader reader) { read_all(reader, places); }
+  void write(Writer& writer) const { write_all(writer, places); }
 };
 
 struct LoadModel {
@@ -384,6 +429,7 @@ struct LoadModel {
   std::string_view config{};
   std::optional<List<LoadModelFiles>> files{};
   explicit LoadModel(Reader reader) { read_all(reader, call, model, config, files); }
+  void write(Writer& writer) const { write_all(writer, call, model, config, files); }
 };
 
 struct UnloadModel {
@@ -391,6 +437,7 @@ struct UnloadModel {
   std::string_view model{};
   bool dependents{};
   explicit UnloadModel(Reader reader) { read_all(reader, call, model, dependents); }
+  void write(Writer& writer) const { write_all(writer, call, model, dependents); }
 };
 
 struct IsModelReady {
@@ -398,6 +445,7 @@ struct IsModelReady {
   std::string_view model{};
   std::string_view version{};
   explicit IsModelReady(Reader reader) { read_all(reader, call, model, version); }
+  void write(Writer& writer) const { write_all(writer, call, model, version); }
 };
 
 struct NewMetric {
@@ -408,17 +456,20 @@ struct NewMetric {
   std::optional<List<NewMetricLabels>> labels{};
   std::optional<List<double>> buckets{};
   explicit NewMetric(Reader reader) { read_all(reader, call, name, description, metric_kind, labels, buckets); }
+  void write(Writer& writer) const { write_all(writer, call, name, description, metric_kind, labels, buckets); }
 };
 
 struct MetricValue {
   uint64_t call{};
   uint64_t metric{};
   explicit MetricValue(Reader reader) { read_all(reader, call, metric); }
+  void write(Writer& writer) const { write_all(writer, call, metric); }
 };
 
 struct Long {
   uint64_t size{};
   explicit Long(Reader reader) { read_all(reader, size); }
+  void write(Writer& writer) const { write_all(writer, size); }
 };
 
 struct ModelReady {
@@ -434,6 +485,7 @@ struct ModelReady {
   std::optional<uint64_t> region_limit{};
   bool is_private{};
   explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private); }
+  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private); }
 };
 
 struct ModelRefused {
@@ -441,9 +493,10 @@ struct ModelRefused {
   uint64_t code{};
   std::string_view message{};
   explicit ModelRefused(Reader reader) { read_all(reader, model, code, message); }
+  void write(Writer& writer) const { write_all(writer, model, code, message); }
 };
 
-struct Started {
+struct Born {
   uint64_t instance{};
   uint64_t generation{};
   uint64_t pid{};
@@ -451,9 +504,17 @@ struct Started {
   uint64_t request_size{};
   uint64_t response_region{};
   uint64_t response_size{};
+  explicit Born(Reader reader) { read_all(reader, instance, generation, pid, request_region, request_size, response_region, response_size); }
+  void write(Writer& writer) const { write_all(writer, instance, generation, pid, request_region, request_size, response_region, response_size); }
+};
+
+struct Started {
+  uint64_t instance{};
+  uint64_t generation{};
   bool has_is_ready{};
   std::string_view sandbox{};
-  explicit Started(Reader reader) { read_all(reader, instance, generation, pid, request_region, request_size, response_region, response_size, has_is_ready, sandbox); }
+  explicit Started(Reader reader) { read_all(reader, instance, generation, has_is_ready, sandbox); }
+  void write(Writer& writer) const { write_all(writer, instance, generation, has_is_ready, sandbox); }
 };
 
 struct InstanceRefused {
@@ -461,6 +522,7 @@ struct InstanceRefused {
   uint64_t code{};
   std::string_view message{};
   explicit InstanceRefused(Reader reader) { read_all(reader, instance, code, message); }
+  void write(Writer& writer) const { write_all(writer, instance, code, message); }
 };
 
 struct Died {
@@ -470,16 +532,19 @@ struct Died {
   std::string_view message{};
   std::optional<uint64_t> restarts_in_ms{};
   explicit Died(Reader reader) { read_all(reader, instance, generation, code, message, restarts_in_ms); }
+  void write(Writer& writer) const { write_all(writer, instance, generation, code, message, restarts_in_ms); }
 };
 
 struct Ended {
   uint64_t instance{};
   explicit Ended(Reader reader) { read_all(reader, instance); }
+  void write(Writer& writer) const { write_all(writer, instance); }
 };
 
 struct ModelEnded {
   uint64_t model{};
   explicit ModelEnded(Reader reader) { read_all(reader, model); }
+  void write(Writer& writer) const { write_all(writer, model); }
 };
 
 struct Hello {
@@ -488,6 +553,7 @@ struct Hello {
   std::string_view moonpool{};
   uint64_t pid{};
   explicit Hello(Reader reader) { read_all(reader, version, protocol, moonpool, pid); }
+  void write(Writer& writer) const { write_all(writer, version, protocol, moonpool, pid); }
 };
 
 struct Note {
@@ -496,6 +562,7 @@ struct Note {
   std::string_view file{};
   uint64_t line{};
   explicit Note(Reader reader) { read_all(reader, level, message, file, line); }
+  void write(Writer& writer) const { write_all(writer, level, message, file, line); }
 };
 
 inline constexpr Spec kSpecs[] = {
@@ -705,6 +772,8 @@ inline constexpr Spec kSpecs[] = {
     {"request_size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"response_region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"response_size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
     {"has_is_ready", Type::kFlag, false, 0, 0, 0, 0u},
     {"sandbox", Type::kText, false, 0, 0, 0, 1048576u},
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -733,9 +802,9 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 235, 1, 0, 65536u},
-    {"", Type::kList, false, 236, 1, 0, 65536u},
-    {"", Type::kRow, false, 237, 6, 0, 0u},
+    {"", Type::kList, false, 237, 1, 0, 65536u},
+    {"", Type::kList, false, 238, 1, 0, 65536u},
+    {"", Type::kRow, false, 239, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
     {"shape", Type::kList, false, 118, 1, 0, 32u},
@@ -794,7 +863,7 @@ constexpr Table<Kind, 11> kCalls = {{{
     {"INDIRECT", 9, 0, 21, 3, 0u},
 }}, kSpecs};
 
-constexpr Table<Word, 18> kLauncher = {{{
+constexpr Table<Word, 19> kLauncher = {{{
     {"LONG", 60, 0, 164, 1, 0u},
     {"BACKEND", 61, 1, 165, 4, 0u},
     {"LOGGING", 62, 1, 169, 4, 0u},
@@ -802,20 +871,21 @@ constexpr Table<Word, 18> kLauncher = {{{
     {"MODEL_READY", 81, 2, 179, 11, 0u},
     {"MODEL_REFUSED", 82, 2, 191, 3, 0u},
     {"INSTANCE", 64, 1, 194, 5, 0u},
-    {"STARTED", 83, 2, 199, 9, 0u},
-    {"INSTANCE_REFUSED", 84, 2, 208, 3, 0u},
-    {"LOST", 65, 1, 211, 4, 0u},
-    {"OVERDUE", 66, 1, 215, 2, 0u},
-    {"DIED", 85, 2, 217, 5, 0u},
-    {"END", 67, 1, 222, 2, 0u},
-    {"ENDED", 86, 2, 224, 1, 0u},
-    {"END_MODEL", 68, 1, 225, 1, 0u},
-    {"MODEL_ENDED", 87, 2, 225, 1, 0u},
-    {"HELLO", 80, 2, 226, 4, 0u},
-    {"NOTE", 88, 2, 230, 4, 0u},
+    {"BORN", 89, 2, 199, 7, 0u},
+    {"STARTED", 83, 2, 206, 4, 0u},
+    {"INSTANCE_REFUSED", 84, 2, 210, 3, 0u},
+    {"LOST", 65, 1, 213, 4, 0u},
+    {"OVERDUE", 66, 1, 217, 2, 0u},
+    {"DIED", 85, 2, 219, 5, 0u},
+    {"END", 67, 1, 224, 2, 0u},
+    {"ENDED", 86, 2, 226, 1, 0u},
+    {"END_MODEL", 68, 1, 227, 1, 0u},
+    {"MODEL_ENDED", 87, 2, 227, 1, 0u},
+    {"HELLO", 80, 2, 228, 4, 0u},
+    {"NOTE", 88, 2, 232, 4, 0u},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 234;
+constexpr size_t kLayoutSpec = 236;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 
@@ -835,7 +905,7 @@ constexpr size_t fields_in(const Table& table, typename Table::Kind kind) {
   return 0;
 }
 constexpr size_t field_count(Kind kind) {
-  return fields_in(kWork, kind) + fields_in(kControl, kind) + fields_in(kCalls, kind);
+  return std::max({fields_in(kWork, kind), fields_in(kControl, kind), fields_in(kCalls, kind)});
 }
 constexpr size_t field_count(Word kind) { return fields_in(kLauncher, kind); }
 

@@ -1,0 +1,29 @@
+"""Programs of tests that are written in C++, made with the sanitizers; where there is no compiler, their tests are skipped."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+_WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
+_SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+def compiled(program: Path, sources: list[Path], *options: str) -> Path:
+    """The program, made of these sources."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    command = [compiler, "-std=c++17", "-O1", "-g", *_WARNINGS, *_SANITIZERS, *options]
+    ended = subprocess.run(
+        [*command, *map(str, sources), "-o", str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        pytest.fail(f"{program.name} was not compiled:\n{ended.stderr}", pytrace=False)
+    return program

@@ -1,0 +1,176 @@
+"""The native codec takes and refuses what Python's does, whatever the bytes are."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import msgpack
+import pytest
+from tests.runtime.triton.codec_program import Asked, CodecProgram
+from tests.vectors.make import CHANNELS, FOLDER, plain, reason
+
+from moonpool.ipc.codec import Codec, encode, unpack_layout, work_codec
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.messages import Kind, Side
+
+pytestmark = pytest.mark.timeout(300)  # a compiler runs before the first one
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> CodecProgram:
+    return CodecProgram(tmp_path_factory.mktemp("codec"))
+
+
+def vectors(channel: str) -> list[tuple[Asked, dict[str, object]]]:
+    _, sides = CHANNELS[channel]
+    read = json.loads((FOLDER / f"{channel}.json").read_text(encoding="utf-8"))
+    return [
+        (Asked(channel, sides[vector["from"]], bytes.fromhex(vector["packet"])), vector)
+        for vector in read
+    ]
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_every_vector_is_read_as_python_reads_it(program: CodecProgram, channel: str) -> None:
+    known = vectors(channel)
+    told = program.tell([asked for asked, _ in known])
+
+    for (asked, vector), (refused, again) in zip(known, told, strict=True):
+        assert reason(refused) == vector.get("refused", ""), asked
+        if not refused:
+            fields = msgpack.unpackb(again, strict_map_key=True)
+            assert plain(fields) == vector["says"]
+            assert again == encode(*fields)
+
+
+def changed(packet: bytes, others: list[bytes], dice: random.Random) -> bytes:
+    """The packet with some bytes changed, taken away, or put in from another one."""
+    made = bytearray(packet)
+    for _ in range(dice.choice([1, 1, 1, 2, 3])):
+        at = dice.randrange(len(made) + 1)
+        how = dice.randrange(5)
+        if how == 0 and at < len(made):
+            made[at] = dice.randrange(256)
+        elif how == 1 and at < len(made):
+            made[at] ^= 1 << dice.randrange(8)
+        elif how == 2:
+            del made[at : at + dice.randrange(4)]
+        elif how == 3:
+            # A value, of whatever form.
+            made[at : at + dice.randrange(3)] = msgpack.packb(dice.choice(_VALUES))
+        else:
+            other = dice.choice(others)
+            begin = dice.randrange(len(other) + 1)
+            made[at:at] = other[begin : begin + dice.randrange(12)]
+    return bytes(made)
+
+
+_VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    127,
+    2**31,
+    2**63,
+    2**64 - 1,
+    0.5,
+    "",
+    "ß" * 40,
+    b"\xff",
+    [],
+    [0],
+    {"a": 1},
+]
+
+
+def python_refuses(asked: Asked) -> str:
+    table, sides = CHANNELS[asked.channel]
+    (us,) = set(sides) - {asked.sender}
+    try:
+        Codec(table, us).decode(asked.packet)
+    except RemoteProtocolError as error:
+        return str(error)
+    return ""
+
+
+def has_a_name_twice(packet: bytes) -> bool:
+    """Of two entries with the same name Python keeps one, and counts one."""
+    twice = []
+
+    def entries(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        twice.append(len(dict(pairs)) < len(pairs))
+        return dict(pairs)
+
+    msgpack.unpackb(packet, object_pairs_hook=entries)
+    return any(twice)
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_both_codecs_refuse_the_same_of_changed_packets(
+    program: CodecProgram, channel: str
+) -> None:
+    dice = random.Random(f"seven {channel}")
+    known = [asked for asked, vector in vectors(channel)]
+    good = [asked for asked, vector in vectors(channel) if "says" in vector]
+    packets = [asked.packet for asked in known if asked.packet]
+    asked = [
+        picked._replace(packet=changed(picked.packet, packets, dice))
+        for picked in (dice.choice(dice.choice([known, good, good])) for _ in range(4000))
+    ]
+
+    accepted = 0
+    for each, (refused, again) in zip(asked, program.tell(asked), strict=True):
+        theirs = python_refuses(each)
+        if not theirs and refused:
+            assert has_a_name_twice(each.packet), (each, refused)
+            continue
+        assert bool(refused) == bool(theirs), (each, refused, theirs)
+        if not refused:
+            accepted += 1
+            if not has_a_name_twice(each.packet):
+                fields = msgpack.unpackb(each.packet, strict_map_key=True)
+                assert again == encode(*fields), each
+    assert accepted > 400
+
+
+LAYOUTS = [
+    [],
+    [[]],
+    [[[0, 11, [1, 3], 0, 0, 12]], []],
+    [[[65535, 14, [2**63 - 1] * 32, 131072, 2**63 - 1, 2**63 - 1], [0, 1, [], 0, 0, 0]]] * 3,
+]
+
+
+def test_layouts_are_read_alike_however_many_values_they_may_have(program: CodecProgram) -> None:
+    dice = random.Random("layouts")
+    whole = [msgpack.packb(layout) for layout in LAYOUTS]
+    asked = [
+        Asked("layout", dice.choice([0, 0, 1, 8, 9, 10, 255]), packet)
+        for packet in whole + [changed(dice.choice(whole), whole, dice) for _ in range(4000)]
+    ]
+
+    accepted = 0
+    for each, (refused, again) in zip(asked, program.tell(asked), strict=True):
+        try:
+            layout = unpack_layout(each.packet, each.sender or 1 << 21)
+        except RemoteProtocolError:
+            assert refused, each
+        else:
+            assert not refused, each
+            assert again == msgpack.packb(layout)
+            accepted += 1
+    assert accepted > 200
+
+
+def test_a_message_has_no_more_values_than_any_honest_one(program: CodecProgram) -> None:
+    most = encode(Kind.ANSWER, 0, [], [], [[1, 2, 3]] * 131_072, b"", None, None)
+    more = encode(Kind.ANSWER, 0, [[1, 2]] * (1 << 20), [], [], b"", None, None)
+
+    told = program.tell([Asked("work", Side.STUB, packet) for packet in (most, more)])
+
+    assert [refused for refused, _ in told] == ["", "a packet of more values than any message has"]
+    assert told[0].again == most
+    with pytest.raises(RemoteProtocolError, match=told[1].refused):
+        work_codec(Side.RUNTIME).decode_stored(more)
