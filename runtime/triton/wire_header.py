@@ -176,7 +176,10 @@ def _constants() -> str:
         **_numbers(launcher),
         "MAX_PACKET_BYTES": channel.MAX_PACKET_BYTES,
     }
-    lines = [f"constexpr uint64_t k{camel(name)} = {value};" for name, value in numbers.items()]
+    lines = [
+        f"constexpr {'uint64_t' if value >= 0 else 'int64_t'} k{camel(name)} = {value};"
+        for name, value in numbers.items()
+    ]
     sizes = ", ".join(str(ITEMSIZE.get(code, 0)) for code in range(max(ITEMSIZE) + 1))
     lines.append(
         "// Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none."

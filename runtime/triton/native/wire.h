@@ -37,8 +37,8 @@ enum class Kind : uint8_t {
   CONFINED = 10,  // version, layers, left_out
   INDIRECT = 9,  // region, offset, size
   SANDBOX = 15,  // policy
-  REGION = 16,  // region, size, writer
-  GROW = 17,  // size
+  REGION = 16,  // region, size, writer, device, handle
+  GROW = 17,  // size, device
   REFUSED = 18,  // reason
   RELEASE = 19,  // places
   RETIRE = 20,  // region
@@ -52,6 +52,7 @@ enum class Kind : uint8_t {
   PEER = 28,
   BEGUN = 29,  // batch
   LENT_REGION = 40,  // region, size
+  EVENT = 48,  // device, handle
   INFER = 30,  // call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details
   REPLY = 31,  // call, final, released, blocks, outputs, parameters, error
   WITHDRAW = 32,  // call
@@ -89,8 +90,11 @@ enum class Word : uint8_t {
   BORN = 89,  // instance, generation, pid, request_region, request_size, response_region, response_size
 };
 
-constexpr uint64_t kProtocolVersion = 2;
+constexpr uint64_t kProtocolVersion = 3;
 constexpr uint64_t kMaxDims = 32;
+constexpr uint64_t kMaxDevices = 4096;
+constexpr int64_t kNoDevice = -1;
+constexpr uint64_t kHandleBytes = 64;
 constexpr uint64_t kMaxBatch = 65536;
 constexpr uint64_t kMaxPlaces = 1048576;
 constexpr uint64_t kMaxPlacesInPacket = 1024;
@@ -100,6 +104,9 @@ constexpr uint64_t kLong = 1048576;
 constexpr uint64_t kShort = 4096;
 constexpr uint64_t kMaxParameters = 4096;
 constexpr uint64_t kLargestConfig = 4194304;
+constexpr uint64_t kAnyMemory = 0;
+constexpr uint64_t kOrdinaryMemory = 1;
+constexpr uint64_t kDeviceMemory = 2;
 constexpr uint64_t kAnswered = 0;
 constexpr uint64_t kOpen = 1;
 constexpr uint64_t kRescheduled = 2;
@@ -228,13 +235,15 @@ struct InferDetails {
   uint64_t flags{};
   std::optional<Entries> parameters{};
   std::optional<std::string_view> trace{};
+  uint64_t memory{};
+  uint64_t device{};
   void read(Reader& reader) {
     reader.array();
-    read_all(reader, request_id, correlation_id, flags, parameters, trace);
+    read_all(reader, request_id, correlation_id, flags, parameters, trace, memory, device);
   }
   void write(Writer& writer) const {
-    writer.array(5);
-    write_all(writer, request_id, correlation_id, flags, parameters, trace);
+    writer.array(7);
+    write_all(writer, request_id, correlation_id, flags, parameters, trace, memory, device);
   }
 };
 
@@ -338,8 +347,16 @@ struct Indirect {
 
 struct Grow {
   uint64_t size{};
-  explicit Grow(Reader reader) { read_all(reader, size); }
-  void write(Writer& writer) const { write_all(writer, size); }
+  int64_t device{};
+  explicit Grow(Reader reader) { read_all(reader, size, device); }
+  void write(Writer& writer) const { write_all(writer, size, device); }
+};
+
+struct Event {
+  uint64_t device{};
+  Raw handle{};
+  explicit Event(Reader reader) { read_all(reader, device, handle); }
+  void write(Writer& writer) const { write_all(writer, device, handle); }
 };
 
 struct Release {
@@ -582,7 +599,7 @@ inline constexpr Spec kSpecs[] = {
     {"blocks", Type::kList, false, 20, 1, 0, 131072u},
     {"layout", Type::kRaw, false, 0, 0, 0, 268435456u},
     {"details", Type::kList, true, 24, 1, 0, 65536u},
-    {"targets", Type::kList, true, 36, 1, 0, 65536u},
+    {"targets", Type::kList, true, 38, 1, 0, 65536u},
     {"", Type::kRow, false, 18, 2, 0, 0u},
     {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -590,19 +607,21 @@ inline constexpr Spec kSpecs[] = {
     {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
-    {"", Type::kRow, true, 25, 8, 0, 0u},
+    {"", Type::kRow, true, 25, 10, 0, 0u},
     {"request_id", Type::kText, false, 0, 0, 0, 1048576u},
-    {"correlation_id", Type::kOneOf, false, 33, 2, 0, 0u},
+    {"correlation_id", Type::kOneOf, false, 35, 2, 0, 0u},
     {"flags", Type::kInt, false, 0, 0, 0, 4294967295u},
     {"timeout_us", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
     {"priority", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
-    {"outputs", Type::kList, true, 35, 1, 0, 65536u},
+    {"outputs", Type::kList, true, 37, 1, 0, 65536u},
     {"trace", Type::kText, true, 0, 0, 0, 4096u},
+    {"memory", Type::kInt, false, 0, 0, 0, 2u},
+    {"device", Type::kInt, false, 0, 0, 0, 4095u},
     {"", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"", Type::kInt, false, 0, 0, 0, 65535u},
-    {"", Type::kRow, false, 37, 5, 0, 0u},
+    {"", Type::kRow, false, 39, 5, 0, 0u},
     {"request", Type::kInt, false, 0, 0, 0, 65535u},
     {"output", Type::kInt, false, 0, 0, 0, 65535u},
     {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -613,11 +632,11 @@ inline constexpr Spec kSpecs[] = {
     {"released", Type::kList, false, 17, 1, 0, 1048576u},
     {"blocks", Type::kList, false, 20, 1, 0, 131072u},
     {"layout", Type::kRaw, false, 0, 0, 0, 268435456u},
-    {"remarks", Type::kList, true, 49, 1, 0, 65536u},
-    {"states", Type::kList, true, 54, 1, 0, 65536u},
-    {"", Type::kRow, true, 50, 2, 0, 0u},
+    {"remarks", Type::kList, true, 51, 1, 0, 65536u},
+    {"states", Type::kList, true, 56, 1, 0, 65536u},
+    {"", Type::kRow, true, 52, 2, 0, 0u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
-    {"error", Type::kRow, true, 52, 2, 0, 0u},
+    {"error", Type::kRow, true, 54, 2, 0, 0u},
     {"code", Type::kInt, false, 0, 0, 0, 7u},
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"", Type::kInt, false, 0, 0, 0, 2u},
@@ -627,9 +646,14 @@ inline constexpr Spec kSpecs[] = {
     {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"writer", Type::kInt, false, 0, 0, 1, 2u},
+    {"device", Type::kInt, false, 0, 0, -1, 4095u},
+    {"handle", Type::kRaw, false, 0, 0, 0, 64u},
     {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"device", Type::kInt, false, 0, 0, -1, 4095u},
+    {"device", Type::kInt, false, 0, 0, 0, 4095u},
+    {"handle", Type::kRaw, false, 0, 0, 0, 64u},
     {"reason", Type::kText, false, 0, 0, 0, 4096u},
     {"places", Type::kList, false, 17, 1, 0, 1024u},
     {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -637,19 +661,19 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"responses", Type::kList, false, 72, 1, 0, 64u},
-    {"", Type::kRow, false, 73, 6, 0, 0u},
+    {"responses", Type::kList, false, 79, 1, 0, 64u},
+    {"", Type::kRow, false, 80, 6, 0, 0u},
     {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"flags", Type::kInt, false, 0, 0, 0, 2u},
     {"blocks", Type::kList, false, 20, 1, 0, 131072u},
     {"layout", Type::kRaw, true, 0, 0, 0, 268435456u},
-    {"remarks", Type::kRow, true, 50, 2, 0, 0u},
+    {"remarks", Type::kRow, true, 52, 2, 0, 0u},
     {"batch", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
-    {"changes", Type::kList, false, 83, 1, 0, 256u},
-    {"dropped", Type::kList, false, 88, 1, 0, 256u},
-    {"", Type::kRow, false, 84, 4, 0, 0u},
+    {"changes", Type::kList, false, 90, 1, 0, 256u},
+    {"dropped", Type::kList, false, 95, 1, 0, 256u},
+    {"", Type::kRow, false, 91, 4, 0, 0u},
     {"metric", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"operation", Type::kInt, false, 0, 0, 0, 2u},
     {"value", Type::kReal, false, 0, 0, 0, 0u},
@@ -674,39 +698,41 @@ inline constexpr Spec kSpecs[] = {
     {"timeout_us", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
     {"released", Type::kList, false, 17, 1, 0, 1048576u},
     {"blocks", Type::kList, false, 20, 1, 0, 131072u},
-    {"inputs", Type::kList, false, 111, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 119, 1, 0, 65536u},
-    {"details", Type::kRow, true, 120, 5, 0, 0u},
-    {"", Type::kRow, false, 112, 6, 0, 0u},
+    {"inputs", Type::kList, false, 118, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 126, 1, 0, 65536u},
+    {"details", Type::kRow, true, 127, 7, 0, 0u},
+    {"", Type::kRow, false, 119, 6, 0, 0u},
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
-    {"shape", Type::kList, false, 118, 1, 0, 32u},
+    {"shape", Type::kList, false, 125, 1, 0, 32u},
     {"block", Type::kInt, false, 0, 0, 0, 131072u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"", Type::kText, false, 0, 0, 0, 1048576u},
     {"request_id", Type::kText, false, 0, 0, 0, 1048576u},
-    {"correlation_id", Type::kOneOf, false, 125, 2, 0, 0u},
+    {"correlation_id", Type::kOneOf, false, 134, 2, 0, 0u},
     {"flags", Type::kInt, false, 0, 0, 0, 4294967295u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
     {"trace", Type::kText, true, 0, 0, 0, 4096u},
+    {"memory", Type::kInt, false, 0, 0, 0, 2u},
+    {"device", Type::kInt, false, 0, 0, 0, 4095u},
     {"", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"final", Type::kFlag, false, 0, 0, 0, 0u},
     {"released", Type::kList, false, 17, 1, 0, 1048576u},
     {"blocks", Type::kList, false, 20, 1, 0, 131072u},
-    {"outputs", Type::kList, false, 111, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 118, 1, 0, 65536u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
-    {"error", Type::kRow, true, 52, 2, 0, 0u},
+    {"error", Type::kRow, true, 54, 2, 0, 0u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"places", Type::kList, false, 17, 1, 0, 1024u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"model", Type::kText, false, 0, 0, 0, 1048576u},
     {"config", Type::kText, false, 0, 0, 0, 4194304u},
-    {"files", Type::kList, true, 140, 1, 0, 65536u},
-    {"", Type::kRow, false, 141, 2, 0, 0u},
+    {"files", Type::kList, true, 149, 1, 0, 65536u},
+    {"", Type::kRow, false, 150, 2, 0, 0u},
     {"path", Type::kText, false, 0, 0, 0, 1048576u},
     {"contents", Type::kRaw, false, 0, 0, 0, 2147483648u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -719,16 +745,16 @@ inline constexpr Spec kSpecs[] = {
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"description", Type::kText, false, 0, 0, 0, 1048576u},
     {"metric_kind", Type::kInt, false, 0, 0, 0, 2u},
-    {"labels", Type::kList, true, 155, 1, 0, 65536u},
-    {"buckets", Type::kList, true, 158, 1, 0, 65536u},
-    {"", Type::kRow, false, 156, 2, 0, 0u},
+    {"labels", Type::kList, true, 164, 1, 0, 65536u},
+    {"buckets", Type::kList, true, 167, 1, 0, 65536u},
+    {"", Type::kRow, false, 165, 2, 0, 0u},
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"value", Type::kText, false, 0, 0, 0, 1048576u},
     {"", Type::kReal, false, 0, 0, 0, 0u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"metric", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
-    {"error", Type::kRow, true, 52, 2, 0, 0u},
+    {"error", Type::kRow, true, 54, 2, 0, 0u},
     {"values", Type::kTable, false, 0, 0, 0, 64u},
     {"size", Type::kInt, false, 0, 0, 1, 67108864u},
     {"name", Type::kText, false, 0, 0, 0, 4096u},
@@ -750,8 +776,8 @@ inline constexpr Spec kSpecs[] = {
     {"decoupled", Type::kFlag, false, 0, 0, 0, 0u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 190, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 190, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 199, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 199, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"finalize_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"region_limit", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
@@ -802,12 +828,12 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 237, 1, 0, 65536u},
-    {"", Type::kList, false, 238, 1, 0, 65536u},
-    {"", Type::kRow, false, 239, 6, 0, 0u},
+    {"", Type::kList, false, 246, 1, 0, 65536u},
+    {"", Type::kList, false, 247, 1, 0, 65536u},
+    {"", Type::kRow, false, 248, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
-    {"shape", Type::kList, false, 118, 1, 0, 32u},
+    {"shape", Type::kList, false, 125, 1, 0, 32u},
     {"block", Type::kInt, false, 0, 0, 0, 131072u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -820,72 +846,73 @@ constexpr Table<Kind, 10> kWork = {{{
     {"LOADED", 3, 2, 7, 1, 160u},
     {"FAILED", 4, 2, 8, 3, 128u},
     {"EXECUTE", 5, 1, 11, 6, 64u},
-    {"ANSWER", 6, 2, 42, 7, 160u},
-    {"FINALIZE", 7, 1, 55, 0, 256u},
-    {"FINALIZED", 8, 2, 55, 2, 0u},
+    {"ANSWER", 6, 2, 44, 7, 160u},
+    {"FINALIZE", 7, 1, 57, 0, 256u},
+    {"FINALIZED", 8, 2, 57, 2, 0u},
     {"INDIRECT", 9, 0, 21, 3, 0u},
 }}, kSpecs};
 
-constexpr Table<Kind, 20> kControl = {{{
-    {"SANDBOX", 15, 1, 57, 1, 0u},
-    {"REGION", 16, 1, 58, 3, 0u},
-    {"LENT_REGION", 40, 1, 61, 2, 0u},
-    {"GROW", 17, 2, 63, 1, 0u},
-    {"REFUSED", 18, 1, 64, 1, 0u},
-    {"RELEASE", 19, 0, 65, 1, 0u},
-    {"RETIRE", 20, 0, 66, 1, 0u},
-    {"LOG", 21, 2, 67, 4, 0u},
-    {"RESPONSES", 22, 2, 71, 1, 0u},
-    {"CANCEL", 23, 1, 79, 2, 0u},
+constexpr Table<Kind, 21> kControl = {{{
+    {"SANDBOX", 15, 1, 59, 1, 0u},
+    {"REGION", 16, 1, 60, 5, 0u},
+    {"LENT_REGION", 40, 1, 65, 2, 0u},
+    {"GROW", 17, 2, 67, 2, 0u},
+    {"EVENT", 48, 0, 69, 2, 0u},
+    {"REFUSED", 18, 1, 71, 1, 0u},
+    {"RELEASE", 19, 0, 72, 1, 0u},
+    {"RETIRE", 20, 0, 73, 1, 0u},
+    {"LOG", 21, 2, 74, 4, 0u},
+    {"RESPONSES", 22, 2, 78, 1, 0u},
+    {"CANCEL", 23, 1, 86, 2, 0u},
     {"INDIRECT", 9, 0, 21, 3, 0u},
-    {"METRICS", 24, 2, 81, 2, 0u},
-    {"LOGGING", 25, 1, 89, 4, 0u},
-    {"READY", 26, 1, 93, 1, 0u},
-    {"READINESS", 27, 2, 94, 2, 0u},
-    {"PEER", 28, 1, 55, 0, 0u},
-    {"BEGUN", 29, 2, 96, 1, 0u},
-    {"FORK", 45, 1, 97, 1, 0u},
-    {"REAP", 46, 1, 98, 1, 0u},
-    {"EXITED", 47, 2, 99, 2, 0u},
+    {"METRICS", 24, 2, 88, 2, 0u},
+    {"LOGGING", 25, 1, 96, 4, 0u},
+    {"READY", 26, 1, 100, 1, 0u},
+    {"READINESS", 27, 2, 101, 2, 0u},
+    {"PEER", 28, 1, 57, 0, 0u},
+    {"BEGUN", 29, 2, 103, 1, 0u},
+    {"FORK", 45, 1, 104, 1, 0u},
+    {"REAP", 46, 1, 105, 1, 0u},
+    {"EXITED", 47, 2, 106, 2, 0u},
 }}, kSpecs};
 
 constexpr Table<Kind, 11> kCalls = {{{
-    {"INFER", 30, 2, 101, 10, 0u},
-    {"REPLY", 31, 1, 127, 7, 0u},
-    {"WITHDRAW", 32, 2, 134, 1, 0u},
-    {"LET_GO", 33, 2, 135, 1, 0u},
-    {"LOAD_MODEL", 34, 2, 136, 4, 0u},
-    {"UNLOAD_MODEL", 35, 2, 143, 3, 0u},
-    {"IS_MODEL_READY", 36, 2, 146, 3, 0u},
-    {"NEW_METRIC", 38, 2, 149, 6, 0u},
-    {"METRIC_VALUE", 39, 2, 159, 2, 0u},
-    {"DONE", 37, 1, 161, 3, 0u},
+    {"INFER", 30, 2, 108, 10, 0u},
+    {"REPLY", 31, 1, 136, 7, 0u},
+    {"WITHDRAW", 32, 2, 143, 1, 0u},
+    {"LET_GO", 33, 2, 144, 1, 0u},
+    {"LOAD_MODEL", 34, 2, 145, 4, 0u},
+    {"UNLOAD_MODEL", 35, 2, 152, 3, 0u},
+    {"IS_MODEL_READY", 36, 2, 155, 3, 0u},
+    {"NEW_METRIC", 38, 2, 158, 6, 0u},
+    {"METRIC_VALUE", 39, 2, 168, 2, 0u},
+    {"DONE", 37, 1, 170, 3, 0u},
     {"INDIRECT", 9, 0, 21, 3, 0u},
 }}, kSpecs};
 
 constexpr Table<Word, 19> kLauncher = {{{
-    {"LONG", 60, 0, 164, 1, 0u},
-    {"BACKEND", 61, 1, 165, 4, 0u},
-    {"LOGGING", 62, 1, 169, 4, 0u},
-    {"MODEL", 63, 1, 173, 6, 0u},
-    {"MODEL_READY", 81, 2, 179, 11, 0u},
-    {"MODEL_REFUSED", 82, 2, 191, 3, 0u},
-    {"INSTANCE", 64, 1, 194, 5, 0u},
-    {"BORN", 89, 2, 199, 7, 0u},
-    {"STARTED", 83, 2, 206, 4, 0u},
-    {"INSTANCE_REFUSED", 84, 2, 210, 3, 0u},
-    {"LOST", 65, 1, 213, 4, 0u},
-    {"OVERDUE", 66, 1, 217, 2, 0u},
-    {"DIED", 85, 2, 219, 5, 0u},
-    {"END", 67, 1, 224, 2, 0u},
-    {"ENDED", 86, 2, 226, 1, 0u},
-    {"END_MODEL", 68, 1, 227, 1, 0u},
-    {"MODEL_ENDED", 87, 2, 227, 1, 0u},
-    {"HELLO", 80, 2, 228, 4, 0u},
-    {"NOTE", 88, 2, 232, 4, 0u},
+    {"LONG", 60, 0, 173, 1, 0u},
+    {"BACKEND", 61, 1, 174, 4, 0u},
+    {"LOGGING", 62, 1, 178, 4, 0u},
+    {"MODEL", 63, 1, 182, 6, 0u},
+    {"MODEL_READY", 81, 2, 188, 11, 0u},
+    {"MODEL_REFUSED", 82, 2, 200, 3, 0u},
+    {"INSTANCE", 64, 1, 203, 5, 0u},
+    {"BORN", 89, 2, 208, 7, 0u},
+    {"STARTED", 83, 2, 215, 4, 0u},
+    {"INSTANCE_REFUSED", 84, 2, 219, 3, 0u},
+    {"LOST", 65, 1, 222, 4, 0u},
+    {"OVERDUE", 66, 1, 226, 2, 0u},
+    {"DIED", 85, 2, 228, 5, 0u},
+    {"END", 67, 1, 233, 2, 0u},
+    {"ENDED", 86, 2, 235, 1, 0u},
+    {"END_MODEL", 68, 1, 236, 1, 0u},
+    {"MODEL_ENDED", 87, 2, 236, 1, 0u},
+    {"HELLO", 80, 2, 237, 4, 0u},
+    {"NOTE", 88, 2, 241, 4, 0u},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 236;
+constexpr size_t kLayoutSpec = 245;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 
