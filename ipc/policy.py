@@ -32,6 +32,7 @@ class Policy:
         user: int | None = None,
         read: Sequence[str] = (),
         write: Sequence[str] = (),
+        devices: Sequence[str] = (),
         scratch: str = "",
         scratch_bytes: int = 0,
         ports: Sequence[int] = (),
@@ -47,6 +48,8 @@ class Policy:
         # Files, and folders with all that is in them.
         self.read = list(read)
         self.write = list(write)
+        # Device nodes of GPUs, and of their driver.
+        self.devices = list(devices)
         # A folder that is its own, and how much may be in it; "" for none.
         self.scratch = scratch
         self.scratch_bytes = scratch_bytes

@@ -100,19 +100,25 @@ class ModelConfig:
         )
 
     @property
+    def uses_gpu(self) -> bool:
+        """Whether any of its instances is on a GPU."""
+        return any(group.kind == "GPU" for group in self.instance_groups)
+
+    @property
     def json(self) -> str:
         """The text that models get as `model_config`."""
         return json.dumps(self.raw, separators=(",", ":"), ensure_ascii=False)
 
-    def placed(self, available_gpus: Iterable[int]) -> ModelConfig:
+    def placed(self, available_gpus: Iterable[int], why_none: str = "") -> ModelConfig:
         """The configuration with its instance groups placed as Triton does.
 
         AUTO becomes GPU where there are GPUs and the group's are among them, else CPU; a GPU group
-        that names none gets all.  Raises ConfigError for a GPU that is not there.
+        that names none gets all.  Raises ConfigError for a GPU that is not there, with `why_none` where there
+        are none at all.
         """
         present = sorted(set(available_gpus))
         groups = tuple(
-            config_checks.placed(group, index, present, self.name, self.source)
+            config_checks.placed(group, index, present, self.name, self.source, why_none=why_none)
             for index, group in enumerate(self.instance_groups)
         )
         return replace(

@@ -216,7 +216,13 @@ def _group(index: int, group: Raw, raw: Raw, source: Source) -> InstanceGroup:
 
 
 def placed(
-    group: InstanceGroup, index: int, present: Sequence[int], model: str, source: Source
+    group: InstanceGroup,
+    index: int,
+    present: Sequence[int],
+    model: str,
+    source: Source,
+    *,
+    why_none: str = "",
 ) -> InstanceGroup:
     """A group with AUTO decided and its GPUs named, on a machine that has the GPUs `present`."""
     kind = group.kind
@@ -226,7 +232,8 @@ def placed(
         return replace(group, kind=kind, gpus=())
     path, title = f"instance_group[{index}]", f"instance group {group.name} of model {model}"
     if not present:
-        raise source.error(path, f"{title} has kind KIND_GPU but no GPUs are available")
+        what = f"{title} has kind KIND_GPU but no GPUs are available"
+        raise source.error(path, f"{what}: {why_none}" if why_none else what)
     for gpu in group.gpus:
         if gpu not in present:
             what = f"{title} specifies invalid or unsupported gpu id {gpu}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.config_shape import suggestion
 from moonpool.runtime.config_values import (
+    AS_NUMPY,
     COUNT,
     CPUS,
     LIMIT,
@@ -70,6 +71,7 @@ class ModelOptions:
     threads: int | None = None
     concurrent_batches: int = 64
     environment: tuple[str, ...] = ()
+    copies_gpu_to_numpy: bool = False
 
     @classmethod
     def from_parameters(cls, config: ModelConfig) -> ModelOptions:
@@ -319,6 +321,12 @@ OPTIONS = (
         "Environment variables of the runtime that an instance may see beside the harmless ones (PATH,"
         " HOME, LANG, PYTHON*, OMP_*, CUDA_* and their like); `*` stands for any characters.",
     ),
+    Option(
+        "MOONPOOL_GPU_AS_NUMPY",
+        "copies_gpu_to_numpy",
+        AS_NUMPY,
+        "What `as_numpy` of a tensor on a GPU does: raise, as in Triton, or return a copy in ordinary memory.",
+    ),
 )
 
 
@@ -348,6 +356,8 @@ def options_table() -> str:
 
 def _shown(option: Option) -> str:
     default = option.default
+    if option.kind is AS_NUMPY:
+        return "copy" if default else "error"
     if isinstance(default, bool):
         return "yes" if default else "no"
     if isinstance(default, float):

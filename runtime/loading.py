@@ -15,6 +15,7 @@ from moonpool.runtime.config_checks import name_problem
 from moonpool.runtime.config_defaults import PYTHON_BACKEND
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.errors import ModelNotFound
+from moonpool.runtime.gpus import placed
 from moonpool.runtime.repository import ModelDirectory, RepositoryError
 from moonpool.runtime.sandbox.grants import check_not_looser, check_ungranted
 from moonpool.runtime.source import ModelSource, of_class, of_file
@@ -121,9 +122,14 @@ def prepare(
     Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.
     """
     prepared = _prepare(wanted, repository, locate)
-    if rules is not None:
+    try:
         for model in prepared.models:
-            rules.apply_to(model)
+            if rules is not None:
+                rules.apply_to(model)
+            model.config = placed(model)
+    except BaseException:
+        prepared.discard()
+        raise
     return prepared
 
 
@@ -209,9 +215,7 @@ def model_of(
     changes: Mapping[str, Any],
 ) -> Model:
     """One version of a model. Raises `ConfigError`."""
-    # There is no support for GPUs yet; AUTO is CPU.
     config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
-    config = config.placed(())
     return Model(config, ModelOptions.from_parameters(config), version, where)
 
 

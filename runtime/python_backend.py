@@ -84,7 +84,7 @@ class PythonBackend(Backend):
     def _complete(self, model: Model) -> None:
         name = f"{model.name}_auto_complete"
         deadline = _deadline(model.options.load_timeout_s)
-        stub = self._new_stub(model, name, deadline)
+        stub = self._new_stub(model, name, (), deadline)
         model.state.completing = stub
         try:
             message = stub.start(self._start(model, name, "CPU", 0, "complete"), deadline)
@@ -95,16 +95,20 @@ class PythonBackend(Backend):
 
     def _start_template(self, model: Model) -> None:
         # `initialize` gets what it would get in the first instance.
-        group = model.config.instance_groups[0]
+        groups = model.config.instance_groups
+        gpus = tuple(sorted({gpu for group in groups for gpu in group.gpus}))
+        first = groups[0]
         start = self._start(
-            model, f"{group.name}_0", group.kind, (group.gpus or (0,))[0], "template"
+            model, f"{first.name}_0", first.kind, (first.gpus or (0,))[0], "template"
         )
         start["initializes"] = model.options.prefork == "initialize"
         name = f"{model.name}_template"
         template = Template(
             model.name,
             model.options,
-            lambda: TemplateStub(self._stubs, model, name, self._plan(model, name, forks=True)),
+            lambda: TemplateStub(
+                self._stubs, model, name, self._plan(model, name, gpus, forks=True)
+            ),
             start,
         )
         model.state.template = template
@@ -122,10 +126,13 @@ class PythonBackend(Backend):
         """Start the stub and wait until its model is initialized."""
         model = instance.model
         deadline = _deadline(model.options.load_timeout_s)
-        stub = self._new_stub(model, instance.name, deadline)
+        kind, device_id = instance.kind, instance.device_id
+        gpus = (device_id,) if kind == "GPU" else ()
+        stub = self._new_stub(model, instance.name, gpus, deadline)
         instance.state = stub
         try:
-            kind, device_id = instance.kind, instance.device_id
+            if kind == "GPU":
+                device_id = stub.plan.number_of(device_id)
             start = self._start(model, instance.name, kind, device_id, "serve")
             _, facts = stub.start(start, deadline)
             stub.readiness.has_check = facts.get("has_is_ready") is True
@@ -208,7 +215,9 @@ class PythonBackend(Backend):
         state: _ModelState = model.state
         return state.caller_memory
 
-    def _new_stub(self, model: Model, name: str, deadline: float | None) -> StubHandle:
+    def _new_stub(
+        self, model: Model, name: str, gpus: tuple[int, ...], deadline: float | None
+    ) -> StubHandle:
         template: Template | None = model.state.template
         if template is not None:
             forked = template.fork(
@@ -218,12 +227,12 @@ class PythonBackend(Backend):
             )
             if forked is not None:
                 return forked
-        return StubHandle(self._stubs, model, name, self._plan(model, name))
+        return StubHandle(self._stubs, model, name, self._plan(model, name, gpus))
 
-    def _plan(self, model: Model, name: str, *, forks: bool = False) -> Plan:
+    def _plan(self, model: Model, name: str, gpus: tuple[int, ...], *, forks: bool = False) -> Plan:
         environment: Environment = model.state.environment
         try:
-            plan = plan_for(model, environment, self._folder, forks=forks)
+            plan = plan_for(model, environment, self._folder, gpus=gpus, forks=forks)
         except OSError as error:
             raise LoadFailed(
                 f"there is no scratch folder for '{name}': {error}", stage="start"

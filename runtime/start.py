@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from moonpool.ipc.messages import NO_DEVICE
 from moonpool.runtime.config import ConfigError, ModelConfig
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def start_of(
     most = 1 if in_turn else model.options.concurrent_batches
     return {
         "mode": mode,
+        # The GPU of this instance, as its process numbers them.
+        "device": device_id if kind == "GPU" else NO_DEVICE,
+        "copies_gpu_to_numpy": model.options.copies_gpu_to_numpy,
         "instance": instance,
         "kind": source.kind,
         "file": str(source.file),

@@ -11,18 +11,21 @@ from moonpool.runtime.errors import NotGranted
 from moonpool.runtime.sandbox.defaults import hardened
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moonpool.runtime.backend import Model
     from moonpool.runtime.config import ConfigError
     from moonpool.runtime.config_options import ModelOptions
 
 
-def granted(options: ModelOptions) -> tuple[str, ...]:
-    """In words, for the log and for those who look at the instance."""
+def granted(options: ModelOptions, gpus: Sequence[int] = ()) -> tuple[str, ...]:
+    """In words, for the log and for those who look at the instance. `gpus` are those that it gets."""
     if not is_contained(options.sandbox):
         return ()
     paths = [f"{'write' if writes else 'read'} {path}" for path, writes in options.sandbox_paths]
     return (
         *paths,
+        *(f"use GPU {gpu}" for gpu in gpus),
         *(f"connect to port {port}" for port in options.sandbox_ports),
         *(f"call {name}" for name in options.sandbox_syscalls),
         *(f"ask model {pattern}" for pattern in options.sandbox_models),
@@ -52,16 +55,18 @@ def check_ungranted(model: Model) -> None:
     usual = hardened(replace(type(options)(), sandbox=options.sandbox))
     for key, attribute in _GRANTS.items():
         if getattr(options, attribute) != getattr(usual, attribute):
-            raise _ungranted(model, key, "more than its sandbox does")
+            raise _ungranted(model, f"parameters[{key}]", "more than its sandbox does")
+    if model.config.uses_gpu:
+        raise _ungranted(model, "instance_group", "a GPU")
     for key, (attribute, bound) in _LIMITS.items():
         most = getattr(usual, bound)
         if _exceeds(getattr(options, attribute), most):
-            raise _ungranted(model, key, f"more than {most}")
+            raise _ungranted(model, f"parameters[{key}]", f"more than {most}")
 
 
-def _ungranted(model: Model, key: str, more: str) -> ConfigError:
+def _ungranted(model: Model, field: str, more: str) -> ConfigError:
     return model.config.source.error(
-        f"parameters[{key}]",
+        field,
         f"this server lets no model give itself {more}; to let '{model.name}', start it with "
         f"--sandbox-grants={model.name}",
     )
@@ -79,11 +84,12 @@ def check_not_looser(model: Model, asker: ModelOptions) -> None:
         what = f"a model in the sandbox '{asker.sandbox}' cannot load one in '{options.sandbox}'"
         raise source.error("parameters[MOONPOOL_SANDBOX]", what)
     if is_contained(asker.sandbox):
+        subject = f"a model in the sandbox '{asker.sandbox}' cannot"
         if options.execution_env_path is not None:
-            what = (
-                f"a model in the sandbox '{asker.sandbox}' cannot choose the interpreter of another"
-            )
+            what = f"{subject} choose the interpreter of another"
             raise source.error("parameters[EXECUTION_ENV_PATH]", what)
+        if model.config.uses_gpu:
+            raise source.error("instance_group", f"{subject} give another a GPU")
         what = f"a model in the sandbox '{asker.sandbox}' cannot set this for another"
         for key, attribute in _GRANTS.items():
             value = getattr(options, attribute)

@@ -11,6 +11,7 @@ from moonpool.ipc.policy import Policy, is_contained
 from moonpool.runtime import environment_variables
 from moonpool.runtime.process import StubProcess
 from moonpool.runtime.sandbox import scratch, users
+from moonpool.runtime.sandbox.gpu_access import access_to
 from moonpool.runtime.sandbox.grants import granted
 from moonpool.runtime.sandbox.paths import needed_paths
 
@@ -34,6 +35,8 @@ class Plan:
     # Where the process begins.
     folder: str
     granted: tuple[str, ...]
+    # The GPUs that it can see, as CUDA numbers them here; None for all, numbered as here.
+    gpus: tuple[int, ...] | None = None
     # Whether the interpreter is somebody else's, who may be hostile.
     is_foreign: bool = False
     # Of the process that this one is forked from, which has the user and the folder, too.
@@ -61,6 +64,10 @@ class Plan:
         policy = Policy(**{**vars(self.policy), **changes})
         return replace(self, policy=policy, template=template)
 
+    def number_of(self, gpu: int) -> int:
+        """The number under which the process knows a GPU of its own, or any where it sees all."""
+        return self.gpus.index(gpu) if self.gpus else gpu
+
     def release(self) -> None:
         """Its process has ended. May be called many times."""
         if self.template is not None:
@@ -71,10 +78,18 @@ class Plan:
             users.give_back(self.policy.user)
 
 
-def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool = False) -> Plan:
-    """The plan for another process of a model; `folder` is its backend's, "" for none. Raises OSError.
+def plan_for(
+    model: Model,
+    environment: Environment,
+    folder: str,
+    *,
+    gpus: tuple[int, ...] = (),
+    forks: bool = False,
+) -> Plan:
+    """The plan for another process of a model; `folder` is its backend's, "" for none.
 
-    `forks`: it is a template, from which all instances are forked.
+    `gpus` are those that it is to use. `forks`: it is a template, from which all instances are forked. Raises
+    OSError, `LoadFailed`.
     """
     options = model.options
     variables = environment_variables.inherited(
@@ -100,10 +115,12 @@ def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool
     python = str(environment.python)
     if not common.is_contained:
         return Plan(common, python, variables, os.getcwd(), ())
+    access = access_to(gpus)
     user = users.take()
     own_folder = scratch.make(user)
     policy = common.changed(
         user=user,
+        devices=access.devices,
         read=needed_paths(model.source, environment, variables, folder, options.sandbox_paths),
         write=[path for path, writes in options.sandbox_paths if writes],
         scratch=own_folder,
@@ -112,16 +129,19 @@ def plan_for(model: Model, environment: Environment, folder: str, *, forks: bool
         syscalls=options.sandbox_syscalls,
     )
     variables |= {"HOME": own_folder, "TMPDIR": own_folder}
+    if gpus:
+        # What CUDA compiles for the card is not kept where others would find it.
+        cache = f"{own_folder}/cuda"
+        variables |= {"CUDA_VISIBLE_DEVICES": access.visible, "CUDA_CACHE_PATH": cache}
     is_foreign = environment.root is not None
-    return Plan(policy, python, variables, own_folder, granted(options), is_foreign)
+    return Plan(policy, python, variables, own_folder, granted(options, gpus), gpus, is_foreign)
 
 
 def _limits(model: Model) -> dict[str, int]:
     options = model.options
     # A GPU's driver reserves more addresses than any machine has memory.
-    uses_gpu = any(group.kind == "GPU" for group in model.config.instance_groups)
     limits = {
-        "data_bytes" if uses_gpu else "memory_bytes": options.memory_limit_bytes,
+        "data_bytes" if model.config.uses_gpu else "memory_bytes": options.memory_limit_bytes,
         "tasks": options.task_limit,
         "open_files": options.open_files,
         "file_bytes": options.scratch_bytes if is_contained(options.sandbox) else None,

@@ -204,7 +204,7 @@ class Contained:
 
     def _pin_files(self) -> None:
         """Hold the files that have to stay the same ones, as long as this process lives."""
-        for path in pinned_files():
+        for path in pinned_files(gpu=bool(self._policy.devices)):
             if os.path.exists(path):
                 fd = os.open(path, os.O_PATH)
                 os.set_inheritable(fd, self._launches)
@@ -216,7 +216,8 @@ class Contained:
             read |= landlock.EXECUTE
         writable = [*policy.write, *([policy.scratch] if policy.scratch else [])]
         return [
-            *usual_files(network=bool(policy.ports)),
+            *usual_files(network=bool(policy.ports), gpu=bool(policy.devices)),
+            *((path, landlock.USE_DEVICE) for path in policy.devices),
             *((path, read) for path in policy.read),
             *((path, _writing(path)) for path in writable),
         ]
@@ -261,6 +262,7 @@ def _install_filter(
         pid=os.getpid(),
         ports=bool(policy.ports),
         granted=policy.syscalls,
+        gpu=bool(policy.devices),
         metadata=others_are_safe,
         forks=policy.forks,
         signals_are_scoped=scoped,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moonpool.stub.sandbox.landlock import READ, READ_FILE, WRITE_FILE
 
+OWN_THREADS = "/proc/self/task"
 _USUAL = (
     # Where output goes that nobody wants, and where zeros and random bytes come from.
     ("/dev/null", READ_FILE | WRITE_FILE),
@@ -53,15 +54,26 @@ _NETWORK = (
     ("/usr/local/share/ca-certificates", READ),
 )
 
+_GPU = (
+    # Where CUDA's libraries find the cards, and which processors are near them.
+    ("/proc/driver/nvidia", READ),
+    ("/proc/driver/nvidia-uvm", READ),
+    ("/sys", READ),
+    ("/proc/devices", READ),
+    # From version 570 on, the driver names the threads that it begins, and does not work where it may not.
+    (OWN_THREADS, READ | WRITE_FILE),
+)
 
-def pinned_files() -> list[str]:
+
+def pinned_files(*, gpu: bool = False) -> list[str]:
     """Those that the kernel makes anew once it has forgotten them, under memory pressure: a rule is for the old ones.
 
     They stay as they are while somebody holds a descriptor of them.
     """
-    return [path for path, _ in _USUAL if path.startswith("/proc/")]
+    table = [*_USUAL, *(_GPU if gpu else ())]
+    return [path for path, _ in table if path.startswith("/proc/")]
 
 
-def usual_files(*, network: bool) -> list[tuple[str, int]]:
+def usual_files(*, network: bool, gpu: bool = False) -> list[tuple[str, int]]:
     """Paths with the rights over them; not all are there on every machine. Nothing in them is a secret."""
-    return [*_USUAL, *(_NETWORK if network else ())]
+    return [*_USUAL, *(_NETWORK if network else ()), *(_GPU if gpu else ())]

@@ -17,6 +17,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from moonpool.stub.sandbox import kernel
+from moonpool.stub.sandbox.files import OWN_THREADS
 from moonpool.stub.sandbox.refused import SandboxRefused
 
 if TYPE_CHECKING:
@@ -47,11 +48,12 @@ def rearrange(policy: Policy, user: int | None) -> bool:
             _own_scratch(policy.scratch, policy.scratch_bytes, user)
     finally:
         os.umask(umask)
-    for path in policy.write:
+    written = [*policy.write, *([OWN_THREADS] if policy.devices else [])]
+    for path in written:
         _mount(path, path, "", _BIND | _REC)
     if not _set_attributes("/", on=_RDONLY | _NOSUID):
         return False
-    for path in (*policy.write, *([policy.scratch] if policy.scratch else [])):
+    for path in (*written, *([policy.scratch] if policy.scratch else [])):
         _set_attributes(path, off=_RDONLY)
     return True
 

@@ -99,6 +99,7 @@ def allowed(
     pid: int,
     ports: bool = False,
     granted: Iterable[str] = (),
+    gpu: bool = False,
     metadata: bool = False,
     forks: bool = False,
     signals_are_scoped: bool = False,
@@ -107,7 +108,7 @@ def allowed(
     """What the process `pid` may call.
 
     `ports`: whether it may open TCP connections. `granted`: names without any condition, and `fork` for
-    processes of its own. `metadata`: whether it may change modes and times of the files it can reach.
+    processes of its own. `gpu`: whether it talks to the driver of GPUs. `metadata`: whether it may change modes and times of the files it can reach.
     `forks`: whether it is a template. `signals_are_scoped`: whether Landlock keeps signals inside.
     `launches`: whether it is to become another program, which puts on a filter of its own.
     """
@@ -118,6 +119,8 @@ def allowed(
         table.update(dict.fromkeys(_METADATA.split(), ()))
     if ports:
         table.update(_TCP)
+    if gpu:
+        table.update(_GPU)
     if forks or FORK in granted:
         table.update(dict.fromkeys(("fork", "vfork"), ()))
         # What is forked asks for things over a socket that it hands to its parent.
@@ -170,6 +173,16 @@ def _one_of(argument: int, values: Iterable[int]) -> Alternatives:
 _ADVICE = (0, 1, 2, 3, 4, 8, 10, 11, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 25)
 # FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, TCGETS, TCGETS2, TIOCGWINSZ
 _IOCTLS = (0x541B, 0x5421, 0x5451, 0x5450, 0x5401, 0x802C542A, 0x5413)
+# Those of NVIDIA's driver are of the type 'F'; those of its unified memory are small numbers without a type, and two
+# that begin and end its use. Which devices they reach Landlock decides. CUDA does not start without `memfd_create`.
+_GPU: dict[str, Alternatives] = {
+    "ioctl": (
+        *_one_of(1, (*_IOCTLS, 0x30000001, 0x30000002)),
+        ((1, 0xFF00, (0x4600,)),),
+        ((1, ALL_BITS & ~0xFF, (0,)),),
+    ),
+    "memfd_create": (),
+}
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions,
 # F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS
 _FCNTLS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
