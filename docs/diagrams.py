@@ -1,4 +1,4 @@
-"""Draws the tables of the code into ARCHITECTURE.md, between the markers that name them.
+"""Draws the tables of the code into ARCHITECTURE.md and WIRE.md, between the markers that name them.
 
 Run it with `python docs/diagrams.py` after a change to a table.
 """
@@ -7,11 +7,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from moonpool.ipc import messages
+from moonpool.ipc.channel import MAX_PACKET_BYTES
+from moonpool.ipc.errors import CODES
+from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
 from moonpool.ipc.messages import CALLS, CONTROL, WORK, Kind, Message, Side
+from moonpool.ipc.tensors import ITEMSIZE, NAMES
 from moonpool.runtime.states import BACKEND, INSTANCE, MODEL, draw
+from moonpool.runtime.triton import messages as launcher
 
-PAGE = Path(__file__).parent / "ARCHITECTURE.md"
+if TYPE_CHECKING:
+    from enum import IntEnum
+
+    from moonpool.ipc.fields import Spec
+
+PAGES = (Path(__file__).parent / "ARCHITECTURE.md", Path(__file__).parent / "WIRE.md")
 
 
 def _mermaid(text: str) -> str:
@@ -31,6 +43,89 @@ def _messages(table: dict[Kind, Message], *, ordered: bool) -> str:
     return "\n".join(lines)
 
 
+class _Fields:
+    """What the fields of messages may be, in words; the rows in them are listed apart."""
+
+    def __init__(self) -> None:
+        self._named = {
+            spec: name.strip("_").lower()
+            for module in (messages, launcher)
+            for name, spec in vars(module).items()
+            if isinstance(spec, Row)
+        }
+        self._rows: dict[str, str] = {}
+        self.tables = {
+            "work_fields": self._table(WORK),
+            "control_fields": self._table(CONTROL),
+            "calls_fields": self._table(CALLS),
+            "launcher_fields": self._table(launcher.LAUNCHER),
+        }
+        layout = self._words(messages.LAYOUT.item, "")
+        lines = ["| row | fields |", "| --- | --- |", f"| layout | {layout} |"]
+        lines += [f"| {name} | {fields} |" for name, fields in self._rows.items()]
+        self.tables["rows"] = "\n".join(lines)
+
+    def _table(self, table: dict[Kind, Message] | dict[IntEnum, Message]) -> str:
+        lines = ["| message | from | fields |", "| --- | --- | --- |"]
+        for kind, message in table.items():
+            sender = "either" if message.sender is None else message.sender.name.lower()
+            name = kind.name.lower()
+            lines.append(
+                f"| {int(kind)} {kind.name} | {sender} | {self._fields(message.fields, name)} |"
+            )
+        return "\n".join(lines)
+
+    def _fields(self, fields: dict[str, Spec], where: str) -> str:
+        words = [f"{name}: {self._words(spec, f'{where}_{name}')}" for name, spec in fields.items()]
+        return "; ".join(words) or "none"
+
+    def _words(self, spec: Spec, where: str) -> str:
+        if isinstance(spec, Int):
+            return "id" if (spec.low, spec.high) == (0, 2**63 - 1) else _bounds(spec)
+        if isinstance(spec, Maybe):
+            return f"{self._words(spec.item, where)} or nil"
+        if isinstance(spec, OneOf):
+            return " or ".join(self._words(item, where) for item in spec.items)
+        if isinstance(spec, ListOf):
+            return f"up to {_power(spec.length)} of ({self._words(spec.item, where)})"
+        if isinstance(spec, Row):
+            name = self._named.get(spec, where)
+            if name not in self._rows:
+                self._rows[name] = ""
+                self._rows[name] = self._fields(spec.fields, name)
+            return name
+        if isinstance(spec, (Flag, Real)):
+            return "flag" if isinstance(spec, Flag) else "real"
+        names = {Text: "text", Raw: "bytes", Table: "table", Packed: "packed layout"}
+        return f"{names[type(spec)]} up to {_power(spec.length)}"
+
+
+def _power(number: int) -> str:
+    exponent = number.bit_length() - 1
+    return f"2^{exponent}" if number == 1 << exponent and exponent > 9 else str(number)
+
+
+def _bounds(spec: Int) -> str:
+    if spec.high == 2**63 - 1:
+        return f"int from {spec.low}"
+    high = spec.high + 1
+    many = high & (high - 1) == 0 and high > 1 << 15
+    return f"int {spec.low} to {f'2^{high.bit_length() - 1} - 1' if many else spec.high}"
+
+
+def _numbers() -> str:
+    """Numbers that both sides must have alike."""
+    lines = ["| number | of |", "| --- | --- |"]
+    lines.append(f"| {messages.PROTOCOL_VERSION} | PROTOCOL_VERSION, between runtime and stub |")
+    lines.append(f"| {launcher.LAUNCHER_VERSION} | LAUNCHER_VERSION, between shim and launcher |")
+    lines.append(f"| {MAX_PACKET_BYTES} | bytes of a packet, at most |")
+    for code, name in NAMES.items():
+        size = f"{ITEMSIZE[code]} bytes" if ITEMSIZE[code] else "of any size"
+        lines.append(f"| {code} | datatype {name}, {size} |")
+    lines += [f"| {number} | error {name} |" for number, name in enumerate(CODES)]
+    return "\n".join(lines)
+
+
 def drawings() -> dict[str, str]:
     """What stands behind each marker."""
     return {
@@ -40,6 +135,8 @@ def drawings() -> dict[str, str]:
         "work": _messages(WORK, ordered=True),
         "control": _messages(CONTROL, ordered=False),
         "calls": _messages(CALLS, ordered=False),
+        "numbers": _numbers(),
+        **_Fields().tables,
     }
 
 
@@ -54,4 +151,5 @@ def drawn(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(drawn(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in PAGES:
+        path.write_text(drawn(path.read_text(encoding="utf-8")), encoding="utf-8")
