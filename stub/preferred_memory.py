@@ -1,7 +1,8 @@
-"""Where a model would like the outputs of a request that it sends to another model."""
+"""Where a client, or a model that asks another one, would like the outputs of its request."""
 
 from __future__ import annotations
 
+from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, ORDINARY_MEMORY
 from moonpool.stub.constants import Constant
 from moonpool.stub.errors import bad_arguments
 
@@ -16,7 +17,7 @@ class MemoryType(Constant):
 
 
 class PreferredMemory:
-    """A wish, and no more: outputs come in ordinary memory where it cannot be met."""
+    """A wish, and no more: outputs come in ordinary memory where a GPU's has no room for them."""
 
     __module__ = "c_python_backend_utils"
     __slots__ = ("_device_id", "_memory_type")
@@ -31,3 +32,18 @@ class PreferredMemory:
             )
         self._memory_type = preferred_memory_type
         self._device_id = preferred_device_id
+
+    def as_sent(self) -> tuple[int, int]:
+        """The fields `memory` and `device` of the details of a request."""
+        if self._memory_type == MemoryType.TRITONSERVER_MEMORY_CPU:
+            return ORDINARY_MEMORY, 0
+        return DEVICE_MEMORY, self._device_id
+
+
+def preferred(memory: int, device: int) -> PreferredMemory | None:
+    """What the fields of a message say; None: wherever the model leaves its outputs."""
+    if memory == ANY_MEMORY:
+        return None
+    if memory == DEVICE_MEMORY:
+        return PreferredMemory(MemoryType.TRITONSERVER_MEMORY_GPU, device)
+    return PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)

@@ -12,6 +12,8 @@ from moonpool.stub.response import InferenceResponse
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from moonpool.stub.preferred_memory import PreferredMemory
+
 DROPPED = (
     "the model ended without a last response to this request: its response sender was dropped, or never "
     "asked for, before a response with TRITONSERVER_RESPONSE_COMPLETE_FINAL was sent"
@@ -53,6 +55,7 @@ class Reply:
         "batch",
         "index",
         "is_cancelled",
+        "preferred_memory",
         "wanted",
     )
 
@@ -62,6 +65,7 @@ class Reply:
         self.index = index
         # The names of the outputs that the client asked for.
         self.wanted = wanted
+        self.preferred_memory: PreferredMemory | None = None
         self.is_cancelled = False
         # Whether anything was sent.
         self._is_used = False

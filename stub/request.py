@@ -50,6 +50,7 @@ class InferenceTrace:
         return None if context is not None and context.startswith("#") else context
 
 
+# The object and not its value stands for "no wish".
 _ANYWHERE = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
 _UNTRACED = InferenceTrace()
 # No argument may be None, so it stands for one that is missing.
@@ -100,7 +101,8 @@ class InferenceRequest:
     _sender: InferenceResponseSender | None
     _cancelled: bool
     _parameters: Mapping[str, Parameter] | None
-    _preferred_memory: PreferredMemory
+    # Where its outputs are wanted; None: wherever the model that makes them leaves them.
+    _preferred_memory: PreferredMemory | None
     _trace: InferenceTrace
 
     def __init__(
@@ -123,7 +125,8 @@ class InferenceRequest:
         self._model_version = _integer("model_version", model_version)
         self._flags = _integer("flags", flags)
         self._timeout_us = _integer("timeout", timeout)
-        self._preferred_memory = _instance("preferred_memory", preferred_memory, PreferredMemory)
+        wish = _instance("preferred_memory", preferred_memory, PreferredMemory)
+        self._preferred_memory = None if wish is _ANYWHERE else wish
         self._trace = _instance("trace", trace, InferenceTrace)
         _sequence("inputs", inputs)
         names = [
@@ -175,6 +178,7 @@ class InferenceRequest:
         request._priority = priority
         request._release_flags = 0
         request._cancelled = False
+        request._preferred_memory = None
         request._trace = _UNTRACED
         request._origin = origin
         request._reply = request._sender = None
@@ -234,6 +238,7 @@ class InferenceRequest:
                 raise TritonModelException("a request of a model's own making has no responses")
             port, batch, index = self._origin
             reply = port.reply(batch, index, self._requested_output_names)
+            reply.preferred_memory = self._preferred_memory
             reply.is_cancelled = self._cancelled
             self._reply = reply
         return reply

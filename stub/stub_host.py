@@ -254,14 +254,22 @@ def _check_fields(request: InferenceRequest) -> None:
         fits = len(correlation_id) <= _MAX_ID_CHARACTERS
     else:
         fits = 0 <= correlation_id <= _UINT64
+    _, device = _wish(request)
     for name, value, is_good in (
         ("correlation_id", correlation_id, fits),
         ("flags", request._flags, 0 <= request._flags <= _UINT32),
         ("timeout", request._timeout_us, 0 <= request._timeout_us <= _UINT64),
         ("model_version", request._model_version, -1 <= request._model_version <= _MAX_INT),
+        ("device of the preferred_memory", device, 0 <= device < MAX_DEVICES),
     ):
         if not is_good:
             raise BadTensor(f"the {name} of the request cannot be {value!r:.60}")
+
+
+def _wish(request: InferenceRequest) -> tuple[int, int]:
+    """Where it would like its outputs, as it travels."""
+    wish = request._preferred_memory
+    return (ANY_MEMORY, 0) if wish is None else wish.as_sent()
 
 
 def _details(request: InferenceRequest) -> tuple[object, ...] | None:
