@@ -67,6 +67,7 @@ class Answer:
                 self._blocks,
                 batch,
                 targets.get(len(self._plans)) if targets else None,
+                request._preferred_memory,
             )
             self._add(plan or NO_OUTPUTS, remark)
 

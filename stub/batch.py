@@ -11,12 +11,14 @@ from moonpool.ipc.codec import unpack_layout
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub.lent_region import LentRegion
+from moonpool.stub.preferred_memory import preferred
 from moonpool.stub.request import InferenceRequest, InferenceTrace
 from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
     from typing import Any
 
+    from moonpool.ipc.cuda.region import DeviceLease
     from moonpool.ipc.memory import Lease, Region
     from moonpool.stub.regions import Regions
     from moonpool.stub.reply import Port
@@ -82,7 +84,7 @@ class Batch:
             layout = self._read(packed)
             if len(packed) <= _MEMORABLE_BYTES:
                 self._layouts.keep(packed, layout)
-        leases = []
+        leases: list[Lease | DeviceLease] = []
         self.places = places = []
         self._has_copies = blocks[0][2] > 0
         for region_id, offset, size_bytes in blocks:
@@ -92,6 +94,8 @@ class Batch:
             if type(region) is LentRegion:
                 self._lent.append((region, place, size_bytes))
             leases.append(region.lease(offset, size_bytes, self._let_go, place))
+        if self._regions.devices is not None:
+            self._regions.devices.order(leases)
         port = self._port
         requests = []
         for index, inputs in enumerate(layout):
@@ -121,13 +125,16 @@ class Batch:
         self,
         inputs: list[Any],
         details: list[Any] | None,
-        leases: list[Lease],
+        leases: list[Lease | DeviceLease],
         origin: tuple[Port, int, int],
     ) -> InferenceRequest:
-        tensors = []
-        for name, datatype, shape, block, offset, dtype, dims in inputs:
-            array = np.ndarray(dims, dtype, leases[block], offset)
-            tensors.append(Tensor.from_wire(name, datatype, shape, array))
+        if self._regions.devices is None:
+            tensors = []
+            for name, datatype, shape, block, offset, dtype, dims in inputs:
+                array = np.ndarray(dims, dtype, leases[block], offset)
+                tensors.append(Tensor.from_wire(name, datatype, shape, array))
+        else:
+            tensors = [_tensor(leases, *row) for row in inputs]
         (
             request_id,
             correlation_id,
@@ -137,8 +144,8 @@ class Batch:
             parameters,
             outputs,
             trace,
-            _,
-            _,
+            memory,
+            device,
         ) = details or _NO_DETAILS
         wanted = self._outputs if outputs is None else [self._outputs[i] for i in outputs]
         request = InferenceRequest.from_wire(
@@ -154,9 +161,11 @@ class Batch:
         )
         if trace is not None:
             request._trace = InferenceTrace(trace)
+        if memory:
+            request._preferred_memory = preferred(memory, device)
         return request
 
-    def has_lent(self, lease: Lease) -> bool:
+    def has_lent(self, lease: Lease | DeviceLease) -> bool:
         """Whether this is a block of the batch that is open now."""
         # The first block has no bytes where nothing was copied, and then its place may be another's.
         places = self.places if self._has_copies else self.places[1:]
@@ -208,3 +217,22 @@ class Batch:
             released.append(self._returned.popleft())
         self.kept -= len(released)
         return released
+
+
+def _tensor(
+    leases: list[Lease | DeviceLease],
+    name: str,
+    datatype: int,
+    shape: tuple[int, ...],
+    block: int,
+    offset: int,
+    dtype: np.dtype[np.generic],
+    dims: tuple[int, ...],
+) -> Tensor:
+    """An input, where some may lie on a device."""
+    lease = leases[block]
+    if isinstance(lease, np.ndarray):
+        return Tensor.from_wire(name, datatype, shape, np.ndarray(dims, dtype, lease, offset))
+    from moonpool.stub.device_tensor import on_device
+
+    return on_device(name, datatype, shape, lease, offset)

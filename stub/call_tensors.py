@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moonpool.ipc.errors import BadTensor
-from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
+from moonpool.ipc.memory import ALIGNMENT
 from moonpool.ipc.messages import MAX_DIMS
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub.tensor import Tensor
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from moonpool.ipc.arena import Block
+    from moonpool.ipc.cuda.region import DeviceLease
+    from moonpool.ipc.memory import Lease
     from moonpool.stub.regions import Regions
 
 
@@ -28,6 +30,10 @@ class Placed:
     def __init__(self, regions: Regions, tensors: Sequence[Tensor]) -> None:
         """What lies in shared memory already stays there. Raises `OutOfMemory`, `BadTensor`."""
         self._regions = regions
+        if any(tensor._is_on_device for tensor in tensors):
+            from moonpool.stub.device_placement import moved
+
+            tensors = moved(tensors, regions, self._may_name, None)
         self.blocks: list[list[int]] = []
         self.rows: list[list[Any]] = []
         # Blocks of our own memory that the runtime holds from now on.
@@ -35,7 +41,7 @@ class Placed:
         copied: list[tuple[list[Any], np.ndarray]] = []
         size_bytes = 0
         for tensor in tensors:
-            data: np.ndarray = tensor._array if tensor._wire is None else tensor._wire  # type: ignore[assignment]
+            data = tensor._data
             if len(tensor._shape) > MAX_DIMS:
                 raise BadTensor(
                     f"input '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} "
@@ -43,7 +49,7 @@ class Placed:
                 )
             row = [tensor._name, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
             self.rows.append(row)
-            if data.base is None or not self._is_there(row, data):
+            if not self._is_there(row, tensor):
                 row[4] = size_bytes
                 copied.append((row, data))
                 size_bytes += (data.nbytes + ALIGNMENT - 1) & -ALIGNMENT
@@ -51,14 +57,17 @@ class Placed:
         if copied:
             self._copy(copied, size_bytes)
 
-    def _is_there(self, row: list[Any], data: np.ndarray) -> bool:
-        lease = lease_of(data)
+    def _may_name(self, lease: Lease | DeviceLease) -> bool:
+        return lease.region is not None and self._regions.has(lease.region)
+
+    def _is_there(self, row: list[Any], tensor: Tensor) -> bool:
+        lease = tensor._lease()
         if lease is None or lease.region is None or not self._regions.has(lease.region):
             return False
-        block = self._regions.arena.find(lease.region.id, lease.offset)
+        block = self._regions.block(lease.region.id, lease.offset)
         if block is not None:
             self.ours.append(block)
-        row[3:5] = len(self.blocks), offset_in(lease, data)
+        row[3:5] = len(self.blocks), tensor._offset_in(lease)
         self.blocks.append([lease.region.id, lease.offset, lease.size])
         return True
 
@@ -87,13 +96,20 @@ def read_outputs(
     give_back: Callable[[object], object],
 ) -> list[Tensor]:
     """The tensors of a reply: views on what the runtime lent, which `give_back` gets the places of."""
-    leases = [
+    leases: list[Lease | DeviceLease] = [
         regions.region(region).lease(offset, size_bytes, give_back, (region, offset))
         for region, offset, size_bytes in blocks
     ]
+    if regions.devices is not None:
+        regions.devices.order(leases)
     tensors = []
     for name, datatype, shape, block, offset, size_bytes in rows:
         lease = leases[block]
+        if not isinstance(lease, np.ndarray):
+            from moonpool.stub.device_tensor import on_device
+
+            tensors.append(on_device(name, datatype, tuple(shape), lease, offset))
+            continue
         if datatype >= BYTES:
             array: np.ndarray = np.ndarray((size_bytes,), np.uint8, lease, offset)
         else:

@@ -147,6 +147,8 @@ class Calls:
     def tidy(self) -> None:
         """Say what the model let go of, as no request says it by the way."""
         places = self.take_let_go()
+        if places:
+            self._regions.publish()
         for start in range(0, len(places), MAX_PLACES_IN_PACKET):
             self.send(Kind.LET_GO, places[start : start + MAX_PLACES_IN_PACKET])
 

@@ -112,8 +112,10 @@ class Control:
     def _handle(self, fields: list[Any], fds: list[int]) -> None:
         kind = fields[0]
         regions = self._regions
-        if kind == Kind.REGION and len(fds) == 1:
-            regions.arrive(fields[1], fields[2], fds[0], fields[3])
+        if kind == Kind.REGION and len(fds) <= 1:
+            regions.arrive(*fields[1:], fds[0] if fds else -1)
+        elif kind == Kind.EVENT:
+            regions.on_devices().meet(*fields[1:])
         elif kind == Kind.LENT_REGION and len(fds) == 1:
             regions.arrive_lent(fields[1], fields[2], fds[0])
         elif kind == Kind.REFUSED:

@@ -110,11 +110,11 @@ class Stub:
             while all(self._serve_one(model, each) for each in peers.ready()):
                 pass
             return
-        receive, arena = peer.conversation.receive, peer.regions.arena
+        receive, regions, arena = peer.conversation.receive, peer.regions, peer.regions.arena
         batch, responses = peer.batch, peer.responses
         while True:
             # As `Peer.needs_care` has it, without a call for each batch.
-            if arena.has_grown or batch.kept or responses.are_open:
+            if arena.has_grown or batch.kept or responses.are_open or regions.devices is not None:
                 peers.ready()
             message = receive()
             if message[0] != _EXECUTE:
@@ -126,7 +126,7 @@ class Stub:
         try:
             message = peer.conversation.receive()
             if message[0] == _EXECUTE:
-                pb_utils.use_memory(peer.regions.empty)
+                pb_utils.use_memory(peer.regions)
                 if self._handshake.start["tells_begin"]:
                     peer.control.send(Kind.BEGUN, message[1])
                 self._execute(model, peer, message)

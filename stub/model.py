@@ -137,7 +137,7 @@ def load_model(start: dict[str, Any], regions: Regions, inherited: Inherited | N
     What was inherited from a template is not done again. Raises `LoadError` with the stage, the text for the
     client and the traceback for the log.
     """
-    pb_utils.use_memory(regions.empty)
+    pb_utils.use_memory(regions)
     if inherited is None:
         model = Model(start, import_class(start))
     else:

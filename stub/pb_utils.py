@@ -8,7 +8,7 @@ so a model can be tested like any other Python class:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, overload
 
 import numpy as np
 
@@ -28,12 +28,16 @@ from moonpool.stub.response_iterator import ResponseIterator
 from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     # None is possible, but models know that it is not: type checkers need not ask them to prove it.
     from typing import Any as MaybeNone
 
     from numpy.typing import DTypeLike, NDArray
+
+    from moonpool.ipc.cuda.array import DeviceArray
+    from moonpool.ipc.cuda.region import DeviceLease
+    from moonpool.stub.device_memory import DeviceMemory
 
 __all__ = [
     "COUNTER",
@@ -215,29 +219,53 @@ def using_decoupled_model_transaction_policy(model_config: Json) -> bool:
     return False
 
 
+class Memory(Protocol):
+    """Where `empty` gets its memory from."""
+
+    def empty(self, size_bytes: int) -> NDArray[np.uint8]: ...
+    def empty_on(self, device: int, size_bytes: int) -> DeviceLease: ...
+    def on_devices(self) -> DeviceMemory: ...
+
+
 class _Place:
     """What the stub tells this module about the process it is in."""
 
     model_dir = ""
-    memory: Callable[[int], NDArray[np.uint8]] | None = None
+    memory: Memory | None = None
 
 
-def empty(shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[np.generic]:
+@overload
+def empty(
+    shape: int | Sequence[int], dtype: DTypeLike, device: None = ...
+) -> NDArray[np.generic]: ...
+@overload
+def empty(shape: int | Sequence[int], dtype: DTypeLike, device: int) -> DeviceArray: ...
+def empty(
+    shape: int | Sequence[int], dtype: DTypeLike, device: int | None = None
+) -> NDArray[np.generic] | DeviceArray:
     """moonpool's own: an array for an output, in memory that the runtime reads without a copy.
 
     It has no contents yet. Outside a stub it is an ordinary array.
+
+    With the number of a `device`, it is an array in that GPU's memory, which torch, cupy and others take as it is
+    (`torch.from_dlpack`, `cupy.from_dlpack`). What is filled so becomes an output by `Tensor.from_dlpack`. Raises
+    TritonModelException outside a stub, and where there is no such device or no room on it.
     """
     memory = _Place.memory
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    if device is not None:
+        from moonpool.stub.device_tensor import empty_array
+
+        return empty_array(memory, dims, np.dtype(dtype), device)
     if memory is None:
         return np.empty(shape, dtype)
     wanted = np.dtype(dtype)
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
     size_bytes = wanted.itemsize
     for dim in dims:
         size_bytes *= dim
     if wanted.hasobject or size_bytes <= 0:
         return np.empty(dims, wanted)
-    return np.ndarray(dims, wanted, memory(size_bytes))
+    return np.ndarray(dims, wanted, memory.empty(size_bytes))
 
 
 def get_model_dir() -> str:
@@ -250,6 +278,11 @@ def set_model_dir(path: str) -> None:
     _Place.model_dir = path
 
 
-def use_memory(allocate: Callable[[int], NDArray[np.uint8]] | None) -> None:
-    """For the loop: where `empty` gets its memory from, called with the size in bytes."""
-    _Place.memory = allocate
+def use_memory(memory: Memory | None) -> None:
+    """For the loop: where `empty` gets its memory from."""
+    _Place.memory = memory
+
+
+def memory_in_use() -> Memory | None:
+    """For the tensors that models make: what `use_memory` said."""
+    return _Place.memory

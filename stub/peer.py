@@ -62,7 +62,7 @@ class Peer:
     @property
     def needs_care(self) -> bool:
         """Whether there is something to look after while no work comes."""
-        return bool(self.regions.arena.has_grown or self.batch.kept or self.responses.are_open)
+        return bool(self.regions.has_grown or self.batch.kept or self.responses.are_open)
 
     @property
     def is_waited_for(self) -> bool:
@@ -72,6 +72,7 @@ class Peer:
     def tidy(self, *, give_up_memory: bool) -> None:
         """Tell what the model has let go of; give regions back that nothing lies in, if so wanted."""
         while places := self.batch.let_go_late(MAX_PLACES_IN_PACKET):
+            self.regions.publish()
             self.control.send(Kind.RELEASE, places)
         if give_up_memory:
             self.regions.retire_idle()
@@ -96,6 +97,8 @@ class Peer:
         batch_id = self._executing[0]
         self._executing = (batch_id, [])
         held, released = self.batch.let_go()
+        if self.regions.devices is not None:
+            self.regions.devices.publish()
         return (batch_id, held, released, *self.answer.give())
 
     # Cancellation

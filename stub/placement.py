@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import CODES, LocalProtocolError, MoonpoolError
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.memory import ALIGNMENT, lease_of, offset_in
+from moonpool.ipc.memory import ALIGNMENT, lease_of
 from moonpool.ipc.messages import MAX_DIMS, MAX_PARAMETERS
 from moonpool.ipc.tensors import BYTES, size_bytes
+from moonpool.stub.preferred_memory import ORDINARY
 from moonpool.stub.report import describe
 
 if TYPE_CHECKING:
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from moonpool.ipc.arena import Block
+    from moonpool.ipc.cuda.array import DeviceArray
+    from moonpool.ipc.cuda.region import DeviceLease
     from moonpool.ipc.memory import Lease
     from moonpool.stub.batch import Batch, Target
+    from moonpool.stub.preferred_memory import PreferredMemory
     from moonpool.stub.regions import Regions
     from moonpool.stub.response import InferenceResponse
     from moonpool.stub.tensor import Tensor
@@ -71,6 +75,7 @@ class Placer:
         blocks: list[list[int]],
         passable: Batch | None = None,
         targets: Mapping[int, Target] | None = None,
+        wish: PreferredMemory | None = None,
     ) -> tuple[Plan | None, list[Any] | None]:
         """A response as it is sent: the outputs that were asked for, placed, and the remark on it.
 
@@ -83,10 +88,10 @@ class Placer:
                 return None, error_remark(int(error.code()), error.message())
             parameters = checked_parameters(response._parameters)
             outputs = self.wanted(response._outputs, names)
-            if targets is None:
-                plan = self.place(outputs, blocks, passable)
+            if targets is None and (wish is None or wish.is_ordinary):
+                plan = self.place(outputs, blocks, passable, wish)
             else:
-                plan = self._place_apart(outputs, blocks, passable, targets)
+                plan = self._place_apart(outputs, blocks, passable, wish, targets or _NO_TARGETS)
         except MoonpoolError as refused:
             return None, error_remark(CODES.index(refused.code), str(refused))
         except Exception as error:
@@ -104,11 +109,17 @@ class Placer:
                 return outputs
         return [tensor for tensor in outputs if tensor._name in names]
 
-    def place(self, outputs: list[Tensor], blocks: list[list[int]], passable: Batch | None) -> Plan:
+    def place(
+        self,
+        outputs: list[Tensor],
+        blocks: list[list[int]],
+        passable: Batch | None,
+        wish: PreferredMemory | None = None,
+    ) -> Plan:
         """Put the outputs where the runtime can read them, and add the blocks they are in to `blocks`.
 
-        `passable` is the batch in whose blocks outputs may lie. Raises `OutOfMemory` and
-        `BadResponse`; nothing has been done then.
+        `passable` is the batch in whose blocks outputs may lie, `wish` the memory that they are to be in. Raises
+        `OutOfMemory` and `BadResponse`; nothing has been done then.
         """
         key: list[object] = []
         arrays: list[np.ndarray] = []
@@ -116,7 +127,7 @@ class Placer:
             array = tensor._array
             # Strings have no fixed size, and what lies in shared memory already is not copied.
             if array is None or (array.base is not None and lease_of(array) is not None):
-                return self._place_apart(outputs, blocks, passable)
+                return self._place_apart(outputs, blocks, passable, wish)
             arrays.append(array)
             key.append((tensor._name, tensor._datatype, tensor._shape, array.nbytes))
         known = tuple(key)
@@ -136,9 +147,13 @@ class Placer:
         outputs: list[Tensor],
         blocks: list[list[int]],
         passable: Batch | None,
+        wish: PreferredMemory | None,
         targets: Mapping[int, Target] = _NO_TARGETS,
     ) -> Plan:
-        """As `place`, for outputs of which some may lie in a region already, or are to go to one of a client's."""
+        """As `place`, for outputs of which some may lie in a region already, or are to go to one of a client's, or to a device."""
+        is_for_device = wish is not None and not wish.is_ordinary
+        if is_for_device or any(tensor._is_on_device for tensor in outputs):
+            outputs = self._moved(outputs, passable, ORDINARY if targets else wish)
         rows: list[list[Any]] = []
         copied: list[list[Any]] = []
         arrays: list[np.ndarray] = []
@@ -146,7 +161,7 @@ class Placer:
         ours: list[Block] = []
         delivered: list[tuple[Target, np.ndarray]] = []
         for tensor in outputs:
-            data: np.ndarray = tensor._array if tensor._wire is None else tensor._wire  # type: ignore[assignment]
+            data = tensor._data
             row = self._row(tensor, data)
             rows.append(row)
             target = targets.get(row[0])
@@ -155,12 +170,12 @@ class Placer:
                 there.append([target.region.id, target.offset, data.nbytes])
                 delivered.append((target, data))
                 continue
-            lease = self._shared(data, passable, ours)
+            lease = self._shared(tensor, passable, ours)
             if lease is None:
                 copied.append(row)
                 arrays.append(data)
             else:
-                row[3:5] = len(there), offset_in(lease, data)
+                row[3:5] = len(there), tensor._offset_in(lease)
                 there.append([*lease.token, lease.size])  # type: ignore[misc]
         _check_names(outputs)
         plan = Plan(rows, len(there) + (1 if copied else 0), is_shared=False)
@@ -175,7 +190,18 @@ class Placer:
             target.region.write(target.offset, data)
         return plan
 
-    def _row(self, tensor: Tensor, data: np.ndarray) -> list[Any]:
+    def _moved(
+        self, outputs: list[Tensor], passable: Batch | None, wish: PreferredMemory | None
+    ) -> list[Tensor]:
+        from moonpool.stub.device_placement import moved
+
+        def may_name(lease: DeviceLease) -> bool:
+            is_lent = passable is not None and passable.has_lent(lease)
+            return is_lent or self._regions.find(lease) is not None
+
+        return moved(outputs, self._regions, may_name, wish)
+
+    def _row(self, tensor: Tensor, data: np.ndarray | DeviceArray) -> list[Any]:
         if len(tensor._shape) > MAX_DIMS:
             raise BadResponse(
                 f"output '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} is "
@@ -189,12 +215,14 @@ class Placer:
         index = self._indices[tensor._name]
         return [index, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
 
-    def _shared(self, data: np.ndarray, passable: Batch | None, ours: list[Block]) -> Lease | None:
-        """The lease that an array lies in: of a block of the batch, or memory that `empty` gave.
+    def _shared(
+        self, tensor: Tensor, passable: Batch | None, ours: list[Block]
+    ) -> Lease | DeviceLease | None:
+        """The lease that a tensor lies in: of a block of the batch, or memory that `empty` gave.
 
         Blocks of ours are added to `ours`: the runtime is going to hold them, too.
         """
-        lease = lease_of(data)
+        lease = tensor._lease()
         if lease is None:
             return None
         if passable is None or not passable.has_lent(lease):
@@ -203,6 +231,10 @@ class Placer:
                 return None  # an input that the model kept from an earlier batch
             ours.append(block)
         return lease
+
+    def publish(self) -> None:
+        """To be called right before the message with responses that were placed."""
+        self._regions.publish()
 
     def layout(self, responses: tuple[Plan, ...]) -> bytes:
         """The description of these responses, whose blocks follow each other."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, ORDINARY_MEMORY
+from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, NO_DEVICE, ORDINARY_MEMORY
 from moonpool.stub.constants import Constant
 from moonpool.stub.errors import bad_arguments
 
@@ -33,11 +33,22 @@ class PreferredMemory:
         self._memory_type = preferred_memory_type
         self._device_id = preferred_device_id
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether it is no GPU's memory."""
+        return self._memory_type is MemoryType.TRITONSERVER_MEMORY_CPU
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU; NO_DEVICE for ordinary memory."""
+        return NO_DEVICE if self.is_ordinary else self._device_id
+
     def as_sent(self) -> tuple[int, int]:
         """The fields `memory` and `device` of the details of a request."""
-        if self._memory_type == MemoryType.TRITONSERVER_MEMORY_CPU:
-            return ORDINARY_MEMORY, 0
-        return DEVICE_MEMORY, self._device_id
+        return (ORDINARY_MEMORY, 0) if self.is_ordinary else (DEVICE_MEMORY, self._device_id)
+
+
+ORDINARY = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
 
 
 def preferred(memory: int, device: int) -> PreferredMemory | None:
@@ -46,4 +57,4 @@ def preferred(memory: int, device: int) -> PreferredMemory | None:
         return None
     if memory == DEVICE_MEMORY:
         return PreferredMemory(MemoryType.TRITONSERVER_MEMORY_GPU, device)
-    return PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
+    return ORDINARY

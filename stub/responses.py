@@ -62,10 +62,14 @@ class Responses(Port):
         blocks: list[list[int]] = []
         layout = remark = None
         if response is not None:
-            plan, remark = self._placer.answer(response, reply.wanted, blocks)
+            plan, remark = self._placer.answer(
+                response, reply.wanted, blocks, wish=reply.preferred_memory
+            )
             layout = self._placer.layout((plan,)) if plan else None
         if flags:
             self.forget(reply)
+        if blocks:
+            self._placer.publish()
         self._control.respond([reply.batch, reply.index, flags, blocks, layout, remark])
 
     def forget(self, reply: Reply) -> None:

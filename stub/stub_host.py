@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError
-from moonpool.ipc.messages import ANY_MEMORY, MAX_METRIC_PARTS, Kind
+from moonpool.ipc.messages import ANY_MEMORY, MAX_DEVICES, MAX_METRIC_PARTS, Kind
 from moonpool.stub.call_tensors import Placed, read_outputs
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import ONLY_IN_EXECUTE, Host
@@ -133,6 +133,7 @@ class StubHost(Host):
         try:
             _check_fields(request)
             placed = Placed(self._regions, request._inputs)
+            self._regions.publish()
             self._calls.send(
                 _INFER,
                 call.number,
@@ -279,8 +280,7 @@ def _details(request: InferenceRequest) -> tuple[object, ...] | None:
         request._flags,
         request._parameters or None,
         request._trace._context,
-        ANY_MEMORY,
-        0,
+        *_wish(request),
     )
     return None if details == _EMPTY else details
 

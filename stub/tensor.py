@@ -8,6 +8,7 @@ import numpy as np
 
 from moonpool.ipc.bytes_tensor import decode_bytes, encode_bytes
 from moonpool.ipc.errors import BadTensor
+from moonpool.ipc.memory import lease_of, offset_in
 from moonpool.ipc.tensors import BF16, BYTES, code_of
 from moonpool.stub.errors import TritonModelException, as_text, bad_arguments
 
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import CapsuleType
 
+    from moonpool.ipc.cuda.region import DeviceLease
+    from moonpool.ipc.memory import Lease
+
 _new = object.__new__
+BF16_TO_NUMPY = (
+    "Tensor dtype is BF16 and cannot be converted to NumPy. "
+    "Use to_dlpack() and from_dlpack() instead."
+)
 
 
 class Tensor:
@@ -40,6 +48,8 @@ class Tensor:
     _array: NDArray[np.generic] | None
     _wire: NDArray[np.uint8] | None
     _strings: NDArray[np.generic] | None
+    # Whether it is a `DeviceTensor`.
+    _is_on_device = False
 
     def __init__(self, name: str, array: NDArray[np.generic], /) -> None:
         if type(name) is not str:
@@ -97,7 +107,7 @@ class Tensor:
         return list(self._shape)
 
     def is_cpu(self) -> bool:
-        """Whether the tensor is in ordinary memory, as all tensors are for now."""
+        """Whether the tensor is in ordinary memory, and not in a GPU's."""
         return True
 
     def triton_dtype(self) -> int:
@@ -120,7 +130,10 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: object, /) -> Tensor:
-        """A tensor over the memory of a DLPack capsule, or of an object that can give one."""
+        """A tensor over the memory of a DLPack capsule, or of an object that can give one.
+
+        That may be a GPU's. A stream on which the object is still being computed is waited for, on the GPU.
+        """
         from moonpool.stub import dlpack
 
         return dlpack.load(name, tensor)
@@ -144,15 +157,27 @@ class Tensor:
         """DLPack's name for ordinary memory."""
         return (1, 0)
 
+    # Where it is, for whoever sends it
+
+    @property
+    def _data(self) -> Any:
+        """What holds its bytes: an array of numpy's, or a `DeviceArray`."""
+        return self._array if self._wire is None else self._wire
+
+    def _lease(self) -> Lease | DeviceLease | None:
+        """The block that it lies in, if it does in one."""
+        return lease_of(self._data)
+
+    def _offset_in(self, lease: Any) -> int:
+        """Where in its block it begins."""
+        return offset_in(lease, self._data)
+
     def __repr__(self) -> str:
         return f"<Tensor {self._name!r}, datatype {self._datatype}, shape {self.shape()}>"
 
     def _decoded(self) -> NDArray[np.generic]:
         if self._datatype == BF16 or self._wire is None:
-            raise TritonModelException(
-                "Tensor dtype is BF16 and cannot be converted to NumPy. "
-                "Use to_dlpack() and from_dlpack() instead."
-            )
+            raise TritonModelException(BF16_TO_NUMPY)
         try:
             return decode_bytes(self._wire.data, self._shape, self._name)
         except BadTensor as error:
