@@ -102,7 +102,7 @@ def read_outputs(
     ]
     if regions.devices is not None:
         regions.devices.order(leases)
-    tensors = []
+    tensors: list[Tensor] = []
     for name, datatype, shape, block, offset, size_bytes in rows:
         lease = leases[block]
         if not isinstance(lease, np.ndarray):

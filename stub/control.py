@@ -113,7 +113,7 @@ class Control:
         kind = fields[0]
         regions = self._regions
         if kind == Kind.REGION and len(fds) <= 1:
-            regions.arrive(*fields[1:], fds[0] if fds else -1)
+            regions.arrive(fds[0] if fds else -1, *fields[1:])
         elif kind == Kind.EVENT:
             regions.on_devices().meet(*fields[1:])
         elif kind == Kind.LENT_REGION and len(fds) == 1:

@@ -18,7 +18,7 @@ from moonpool.ipc.arena import Arena
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
-from moonpool.ipc.errors import CudaError, OutOfMemory, RemoteProtocolError
+from moonpool.ipc.errors import CudaError, RemoteProtocolError
 from moonpool.ipc.messages import Kind
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class DeviceMemory:
             lease = known()
             if lease is not None:
                 start = address - lease.address
-                if 0 <= start and start + size_bytes <= lease.size:
+                if start >= 0 and start + size_bytes <= lease.size:
                     return lease
         return None
 

@@ -54,9 +54,7 @@ class DeviceTensor(Tensor):
     def as_numpy(self) -> NDArray[Any]:
         """Raises, as Triton's does, unless the configuration asks for a copy: then the same one at each call."""
         if not self.copies_to_numpy:
-            raise TritonModelException(
-                "Tensor is stored in GPU and cannot be converted to NumPy."
-            )
+            raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
         if self._datatype == BF16:
             raise TritonModelException(BF16_TO_NUMPY)
         if self._strings is None:

@@ -78,7 +78,7 @@ class Regions(Overflow):
             self._requests[region_id] = region
 
     def arrive(
-        self, region_id: int, size_bytes: int, writer: int, device: int, handle: bytes, fd: int
+        self, fd: int, region_id: int, size_bytes: int, writer: int, device: int, handle: bytes
     ) -> None:
         """A region that was sent later; `fd` is -1 where it came without. Called by the control thread."""
         if device != NO_DEVICE:
@@ -201,11 +201,9 @@ class Regions(Overflow):
                 if block is not None:
                     devices.release(block)
 
-    def allocate(self, size_bytes: int) -> Block:
+    def allocate(self, size_bytes: int, device: int = NO_DEVICE) -> Block:
         """A block for an answer. Raises `OutOfMemory` with the runtime's reason."""
-        return self._allocate(self.arena, size_bytes)
-
-    def _allocate(self, arena: Arena, size_bytes: int) -> Block:
+        arena = self.arena if device == NO_DEVICE else self.on_devices().arena(device)
         with self._turn:
             if self.returned:
                 self._collect()
@@ -248,7 +246,7 @@ class Regions(Overflow):
         """As `empty`, on a device. Raises `OutOfMemory`, `CudaUnavailable`, `CudaError`."""
         devices = self.on_devices()
         lane = devices.lane(device)
-        block = self._allocate(devices.arena(device), size_bytes)
+        block = self.allocate(size_bytes, device)
         # The runtime may have done the last thing to it, and the device may not have come to that yet.
         devices.receive(device)
         place = (block.region.id, block.offset)

@@ -74,6 +74,13 @@ class DeviceArray:
         """Let work that is queued on `stream` from now on come after all that was done to the array."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Wait until all that was done to the array is over: for a user who does not say on which stream he works.
+
+        In a block of ours, the default stream counts as one that the block is used on.
+        """
+        raise NotImplementedError
+
     def to_host(self) -> NDArray[Any]:
         """A copy in ordinary memory; waits for it. BYTES never lie on a device."""
         raise NotImplementedError

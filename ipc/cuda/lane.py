@@ -78,6 +78,10 @@ class Lane:
         """Copy a C-contiguous array to device memory, and wait until the array may be written to again."""
         raise NotImplementedError
 
+    def keep(self, thing: object) -> None:
+        """Hold on to something until all that is queued on the lane by now is done: the source of a copy, say."""
+        raise NotImplementedError
+
     def finish(self) -> None:
         """Wait until all that is queued on the lane is done."""
         raise NotImplementedError

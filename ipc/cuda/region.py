@@ -42,6 +42,7 @@ class DeviceLease:
     """
 
     __slots__ = (
+        "__weakref__",
         "address",
         "give_back",
         "lane",

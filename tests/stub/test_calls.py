@@ -26,6 +26,8 @@ class NoMemory(Overflow):
 
     def hold(self, blocks: object) -> None: ...
 
+    def publish(self) -> None: ...
+
     def store(self, packet: bytes) -> tuple[int, int, int]:
         raise OutOfMemory(f"no room for {len(packet)} bytes")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -128,7 +130,8 @@ def test_what_is_not_offered_yet_says_so() -> None:
 @pytest.fixture
 def region() -> Iterator[HeapRegion]:
     region = HeapRegion(1, 4096)
-    pb_utils.use_memory(lambda size: region.lease(64, size, lambda _: None, None))
+    memory = SimpleNamespace(empty=lambda size: region.lease(64, size, lambda _: None, None))
+    pb_utils.use_memory(cast(Any, memory))
     yield region
     pb_utils.use_memory(None)
 
