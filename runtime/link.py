@@ -117,7 +117,7 @@ class Link(Overflow):
         """
         self._take_back()
         # The first block is for copies; where nothing is copied it is empty, in a region that there is.
-        blocks = [[self.loans.first_region, 0, 0]]
+        blocks = [[self.loans.first.id, 0, 0]]
         released = self.take_released()
         try:
             elsewhere = self._find_shared(requests, blocks)

@@ -60,7 +60,7 @@ class Loans:
         self._arena = Arena(self._grow)
         self._arena.add(first)
         self._regions = {first.id: first}
-        self.first_region = first.id
+        self.first = first
         # Whether this stub and others must not see each other's memory.
         self.is_private = first.is_private = is_private
         self._caller_memory: CallerMemory | None = None

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.stubs import Stubs
 
+    MakeStub = Callable[..., StubHandle]
+
 _log = logging.getLogger("moonpool")
 
 
-class _EndedIdle(PeerGone):
+class EndedIdle(PeerGone):
     """The process ended while it had no batch."""
 
 
@@ -125,11 +127,21 @@ class PythonBackend(Backend):
     def model_instance_initialize(self, instance: ModelInstance) -> None:
         """Start the stub and wait until its model is initialized."""
         model = instance.model
+        stub = self.start_stub(instance, StubHandle)
+        stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
+        stub.serve(instance.respond)
+        stub.bounds.serves(instance.report_grown)
+        stub.count_served = instance.report_served
+        stub.notify_exit(lambda: instance.report_broken(EndedIdle("the stub has ended")))
+        self._stubs.audience.stub_ready(model, stub)
+
+    def start_stub(self, instance: ModelInstance, make: MakeStub) -> StubHandle:
+        """A process of an instance, with its model initialized; `instance.state` is it. Raises `LoadFailed`."""
+        model = instance.model
         deadline = _deadline(model.options.load_timeout_s)
         kind, device_id = instance.kind, instance.device_id
         gpus = (device_id,) if kind == "GPU" else ()
-        stub = self._new_stub(model, instance.name, gpus, deadline)
-        instance.state = stub
+        stub = instance.state = self._new_stub(model, instance.name, gpus, deadline, make)
         try:
             if kind == "GPU":
                 device_id = stub.plan.number_of(device_id)
@@ -139,12 +151,7 @@ class PythonBackend(Backend):
         except BaseException:
             stub.end()
             raise
-        stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
-        stub.serve(instance.respond)
-        stub.bounds.serves(instance.report_grown)
-        stub.count_served = instance.report_served
-        stub.notify_exit(lambda: instance.report_broken(_EndedIdle("the stub has ended")))
-        self._stubs.audience.stub_ready(model, stub)
+        return stub
 
     def model_instance_finalize(self, instance: ModelInstance) -> None:
         stub: StubHandle = instance.state
@@ -182,7 +189,7 @@ class PythonBackend(Backend):
 
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
         stub: StubHandle = instance.state
-        doing = "while it was idle" if isinstance(error, _EndedIdle) else "during execute"
+        doing = "while it was idle" if isinstance(error, EndedIdle) else "during execute"
         reason = stub.explain(error, doing)
         if self._stubs.audience.is_there:
             # Others ask about the batches that it had of theirs.
@@ -216,18 +223,23 @@ class PythonBackend(Backend):
         return state.caller_memory
 
     def _new_stub(
-        self, model: Model, name: str, gpus: tuple[int, ...], deadline: float | None
+        self,
+        model: Model,
+        name: str,
+        gpus: tuple[int, ...],
+        deadline: float | None,
+        make: MakeStub = StubHandle,
     ) -> StubHandle:
         template: Template | None = model.state.template
         if template is not None:
             forked = template.fork(
                 name,
                 deadline,
-                lambda stub: StubHandle(self._stubs, model, name, stub.plan_of_a_fork(), stub.fork),
+                lambda stub: make(self._stubs, model, name, stub.plan_of_a_fork(), stub.fork),
             )
             if forked is not None:
                 return forked
-        return StubHandle(self._stubs, model, name, self._plan(model, name, gpus))
+        return make(self._stubs, model, name, self._plan(model, name, gpus))
 
     def _plan(self, model: Model, name: str, gpus: tuple[int, ...], *, forks: bool = False) -> Plan:
         environment: Environment = model.state.environment

@@ -43,7 +43,6 @@ def start_of(
     """
     config, source = model.config, model.source
     sequences = config.sequence_batching
-    controls = () if sequences is None else sequences.controls
     # The requests of a sequence have to be executed one after the other, coroutines included.
     in_turn = sequences is not None and not config.decoupled
     most = 1 if in_turn else model.options.concurrent_batches
@@ -60,8 +59,8 @@ def start_of(
         "model_dir": str(source.model_directory),
         "backend_dir": backend_dir,
         # In the order of their numbers.
-        "inputs": [tensor.name for tensor in config.inputs] + [each.name for each in controls],
-        "outputs": [tensor.name for tensor in config.outputs],
+        "inputs": input_names(config),
+        "outputs": output_names(config),
         "decoupled": config.decoupled,
         "reschedules": sequences is not None and sequences.is_iterative,
         "concurrent_batches": most,
@@ -79,6 +78,18 @@ def start_of(
             "model_name": model.name,
         },
     }
+
+
+def input_names(config: ModelConfig) -> list[str]:
+    """In the order of their numbers; the controls of a sequence come last."""
+    sequences = config.sequence_batching
+    controls = () if sequences is None else sequences.controls
+    return [tensor.name for tensor in config.inputs] + [each.name for each in controls]
+
+
+def output_names(config: ModelConfig) -> list[str]:
+    """In the order of their numbers."""
+    return [tensor.name for tensor in config.outputs]
 
 
 def completed(config: ModelConfig, answer: Mapping[str, Any]) -> ModelConfig:

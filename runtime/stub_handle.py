@@ -113,12 +113,16 @@ class StubHandle(StubConnection):
         self._watch(calls, ModelControl(stubs.models, model))
 
     def _watch(self, calls: Channel, models: ModelControl) -> None:
-        self._desk = CallDesk(calls, self.link, self._reactor, models, self.metrics)
         self._reactor.watch(self._output.fd, self._read_output)
-        self._reactor.watch(self.control.channel.fileno(), self._read_control)
-        self._desk.watch(self._kill)
+        self._desk = CallDesk(calls, self.link, self._reactor, models, self.metrics)
+        self._listen(calls)
         self._reactor.watch(self.process.pidfd, self._exited)
         self._stubs.add(self)
+
+    def _listen(self, calls: Channel) -> None:  # noqa: ARG002 - for those who do so elsewhere
+        """From now on, what the stub says is heard."""
+        self._reactor.watch(self.control.channel.fileno(), self._read_control)
+        self._desk.watch(self._kill)
 
     # Life
 

@@ -26,7 +26,7 @@ from moonpool.runtime.failures import (
 from moonpool.runtime.limits.recycler import Recycler
 from moonpool.runtime.limits.recycling import Recycling
 from moonpool.runtime.parallel import in_parallel
-from moonpool.runtime.restart import GiveUp, RestartPolicy
+from moonpool.runtime.restart import GiveUp, RestartAt, RestartPolicy
 from moonpool.runtime.seat import Seat
 from moonpool.runtime.states import InstanceState
 
@@ -217,7 +217,7 @@ class Supervisor:
         if is_draining:
             return
         while not self._restart(seat):
-            seat.deaths_s.append(time.monotonic())
+            pass
 
     def _tell_callers(
         self, seat: Seat, requests: Sequence[InferenceRequest], reason: MoonpoolError
@@ -225,9 +225,13 @@ class Supervisor:
         if self._scheduler is not None:
             tell_callers(self._scheduler, self._model.options, seat.instance, requests, reason)
 
+    def next_start(self, seat: Seat) -> RestartAt | GiveUp:
+        """When an instance that died is started again, if it is."""
+        return self._policy.decide(list(seat.deaths_s), time.monotonic())
+
     def _restart(self, seat: Seat) -> bool:
         """Try once; False if the try failed and another one is due."""
-        decision = self._policy.decide(list(seat.deaths_s), time.monotonic())
+        decision = self.next_start(seat)
         if isinstance(decision, GiveUp):
             self._give_up(seat, decision.reason)
             return True
@@ -244,6 +248,7 @@ class Supervisor:
             self._backend.model_instance_initialize(seat.instance)
         except BaseException as error:
             _log.error("[%s] restart failed: %s", seat.instance.name, error)
+            seat.deaths_s.append(time.monotonic())
             self._move(seat, _S.BACKING_OFF, f"restart failed: {error}")
             return False
         seat.restarts += restarts
@@ -290,9 +295,8 @@ class Supervisor:
         if self._stopping.is_set():
             self._move(seat, _S.STOPPED, "unload")
         elif not self._start_again(seat, because, f"recycled: {because}", restarts=0):
-            seat.deaths_s.append(time.monotonic())
             while not self._restart(seat):
-                seat.deaths_s.append(time.monotonic())
+                pass
 
     # Watching
 

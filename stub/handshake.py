@@ -42,12 +42,32 @@ if TYPE_CHECKING:
 
 
 class Announced(Overflow):
-    """The regions of the first messages, before numpy is there to map them."""
+    """The regions that were announced before numpy is there to map them."""
 
-    def __init__(self) -> None:
+    def __init__(self, control: Channel) -> None:
+        self._control = control
+        self._codec = control_codec(Side.STUB)
         self.fds: dict[int, tuple[int, int, int]] = {}
+        # Which levels of LOG are wanted, if that was said.
+        self.log: list[bool] = []
+
+    def read(self) -> str | None:
+        """Take in one control message; the text of SANDBOX, None for others. Blocks."""
+        packet, fds = self._control.receive_with_fds()
+        kind, *fields = self._codec.decode(packet)
+        if kind == Kind.SANDBOX:
+            return str(fields[0])
+        if kind == Kind.REGION:
+            self.fds[fields[0]] = (fds[0], fields[1], fields[2])
+        elif kind == Kind.LOGGING:
+            self.log = fields
+        else:
+            raise RemoteProtocolError(f"{Kind(kind).name} came before START")
+        return None
 
     def load(self, region: int, offset: int, size_bytes: int) -> bytes:
+        while region not in self.fds:  # what START needs more memory for
+            self.read()
         fd, _, _ = self.fds[region]
         return os.pread(fd, size_bytes, offset)
 
@@ -67,21 +87,15 @@ def shake_hands(
     puts the sandbox on where it is not.
     """
     control = Channel(socket.socket(fileno=control_fd))
-    announced = Announced()
+    announced = Announced(control)
     after = Kind.CONFINED if is_confined else None
     work = Channel(socket.socket(fileno=work_fd))
     conversation = Conversation(work, Side.STUB, announced, after)
-    codec = control_codec(Side.STUB)
     policy = Policy()
     while len(announced.fds) < 2:
-        packet, fds = control.receive_with_fds()
-        fields = codec.decode(packet)
-        if fields[0] == Kind.SANDBOX:
-            policy = Policy.from_json(fields[1])
-        elif fields[0] == Kind.REGION:
-            announced.fds[fields[1]] = (fds[0], fields[2], fields[3])
-        else:
-            raise RemoteProtocolError(f"{Kind(fields[0]).name} came before the regions")
+        text = announced.read()
+        if text is not None:
+            policy = Policy.from_json(text)
     calls = Channel(socket.socket(fileno=calls_fd))
     handshake = Handshake(name, conversation, control, calls, announced)
     report.limits.update(policy.limits)
@@ -95,6 +109,8 @@ def shake_hands(
     except SandboxRefused as refused:
         handshake.fail("sandbox", str(refused))
     handshake.start = json.loads(start)
+    if announced.log:
+        handshake.start["log"] = announced.log
     return handshake
 
 

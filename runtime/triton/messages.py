@@ -71,7 +71,10 @@ class Word(IntEnum):
 
 # Of a message that lies in a file.
 MAX_MESSAGE_BYTES = 1 << 26
+# The launcher may send the stub more memory while it starts, with smaller numbers.
+FIRST_REGION = 1 << 32
 _MAX_TENSORS = 65_536
+_MAX_PATTERNS = 4096
 _ID = Int()
 _NAME = Text(4096)
 _TEXT = Text(1 << 20)
@@ -125,6 +128,8 @@ LAUNCHER: dict[IntEnum, Message] = {
             "region_limit": Maybe(_ID),
             # Whether what its model says of errors is not for everybody, nor its memory for other stubs.
             "is_private": Flag(),
+            # Which other models it may ask for, load and unload: patterns as of fnmatch(3); nil: all.
+            "may_ask": Maybe(ListOf(_NAME, _MAX_PATTERNS)),
         },
     ),
     Word.MODEL_REFUSED: Message(_LAUNCHER, {"model": _ID, "code": _CODE, "message": _TEXT}),
@@ -134,7 +139,8 @@ LAUNCHER: dict[IntEnum, Message] = {
         {"instance": _ID, "model": _ID, "name": _NAME, "kind": Text(16), "device": Int(0, 65_535)},
     ),
     # Comes with five descriptors: the control and calls channels, a pidfd, and the files of the first request region and the
-    # first response region. The stub knows both already; regions that the shim makes have other numbers.
+    # first response region. The stub knows both already; regions that the shim makes have numbers from
+    # FIRST_REGION on.
     Word.BORN: Message(
         _LAUNCHER,
         {

@@ -1,0 +1,75 @@
+"""Starts the stubs of one backend of a tritonserver, watches them, starts them again. Run by path:
+
+    python -I .../runtime/triton/launcher.py FD
+
+FD is the channel to the library inside the server, which started this process; `messages.py` is what is said there. The
+interpreter needs numpy and msgpack, and moonpool need not be installed in it. This process ends with the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import types
+
+_NEEDED = ("msgpack", "numpy")
+_OLDEST = (3, 11)
+_FIRST_FD = 3
+
+
+def make_importable(name: str, folder: str) -> None:
+    """Make the one package importable without adding what lies beside it to the path."""
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [folder]
+
+
+def why_not() -> str | None:
+    """Why this interpreter cannot run a launcher, if so."""
+    if sys.version_info < _OLDEST:
+        version = ".".join(map(str, sys.version_info[:3]))
+        return f"it is Python {version}, and moonpool needs 3.11 or newer; models may have an older one"
+    for name in _NEEDED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return f"it cannot import {name}: {error}"
+    return None
+
+
+def leave_server(channel_fd: int) -> None:
+    """Give up what a child of the server has of it beside the channel: open files, signals, settings of its Python."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd >= _FIRST_FD and fd != channel_fd:
+            # The list's own is closed already.
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    os.set_inheritable(channel_fd, False)
+    # Whoever ends the server by them gives it time to end its models.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for variable in [each for each in os.environ if each.startswith("PYTHON")]:
+        del os.environ[variable]
+
+
+def main() -> int:
+    """Launch until the server ends; returns the exit code."""
+    channel_fd = int(sys.argv[1])
+    leave_server(channel_fd)
+    reason = why_not()
+    if reason is not None:
+        sys.stderr.write(f"moonpool cannot be run by {sys.executable}: {reason}\n")
+        return 1
+    make_importable("moonpool", os.path.dirname(os.path.realpath(__file__)) + "/../..")
+    from moonpool.runtime.triton.launching import launch
+
+    launch(channel_fd)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    # Not sys.exit: threads that wait for more to do would keep the process.
+    os._exit(code)

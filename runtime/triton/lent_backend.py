@@ -1,0 +1,53 @@
+"""The backend whose stubs execute for another process: it starts and ends them, and says why they died."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.python_backend import PythonBackend
+from moonpool.runtime.triton.lent_instance import LentInstance
+from moonpool.runtime.triton.lent_stub import LentStub
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moonpool.runtime.backend import ModelInstance
+    from moonpool.runtime.link import Link
+    from moonpool.runtime.request import InferenceRequest
+
+
+class LentBackend(PythonBackend):
+    """Its instances are all `LentInstance`."""
+
+    def model_instance_initialize(self, instance: ModelInstance) -> None:
+        lent = _lent(instance)
+        lent.generation += 1
+        try:
+            self.start_stub(lent, partial(LentStub, born=lent.born))
+        except BaseException as error:
+            lent.reason = error
+            raise
+
+    def model_instance_finalize(self, instance: ModelInstance) -> None:
+        lent = _lent(instance)
+        if lent.is_healthy:
+            lent.stub.leave(is_finalized=lent.is_finalized)
+        else:
+            lent.stub.end()
+
+    def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
+        lent = _lent(instance)
+        lent.reason = super().explain(lent, error)
+        return lent.reason
+
+    def model_instance_execute(
+        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
+    ) -> Link:
+        raise NotImplementedError(f"{instance.name} has its {len(requests)} requests elsewhere")
+
+
+def _lent(instance: ModelInstance) -> LentInstance:
+    if not isinstance(instance, LentInstance):
+        raise TypeError(f"{instance!r} is of another backend")
+    return instance

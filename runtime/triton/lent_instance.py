@@ -1,0 +1,149 @@
+"""An instance that executes for another process: what that process says of it, and is told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from moonpool.ipc.errors import PeerGone, ProtocolError
+from moonpool.runtime.backend import ModelInstance
+from moonpool.runtime.call_desk import BROKE
+from moonpool.runtime.errors import LoadFailed, StubDied
+from moonpool.runtime.failures import as_load_failure, as_moonpool_error, took_too_long
+from moonpool.runtime.public_text import public_text
+from moonpool.runtime.python_backend import EndedIdle
+from moonpool.runtime.restart import GiveUp
+from moonpool.runtime.states import InstanceState
+from moonpool.runtime.supervisor import Supervisor
+from moonpool.runtime.triton.error_codes import code_of
+from moonpool.runtime.triton.lent_stub import LentStub
+from moonpool.runtime.triton.messages import Word
+
+if TYPE_CHECKING:
+    from moonpool.runtime.backend import Backend, Model
+    from moonpool.runtime.reactor import Reactor
+    from moonpool.runtime.triton.post import Post
+
+_log = logging.getLogger("moonpool")
+_S = InstanceState
+# How often a start that is to be given up is looked at.
+_LOOK_S = 0.1
+
+
+class LentInstance(ModelInstance):
+    """Has a number that the other process has given it. Any thread may call any method."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: Model,
+        number: int,
+        name: str,
+        kind: str,
+        device_id: int,
+        post: Post,
+        reactor: Reactor,
+    ) -> None:
+        super().__init__(backend, model, name, kind, device_id)
+        # Of its present process, or the last one.
+        self.generation = 0
+        # Whether that has said FINALIZED.
+        self.is_finalized = False
+        # Why the last one ended, or did not start.
+        self.reason: BaseException = LoadFailed(f"'{name}' was not started")
+        self._number = number
+        self._was_started = threading.Event()
+        self._post = post
+        self._supervisor = Supervisor(backend, model, [self], reactor, self._moved, _nothing)
+        (self._seat,) = self._supervisor.seats
+
+    @property
+    def stub(self) -> LentStub:
+        """Its process, the present one or the last."""
+        stub = self.state
+        if not isinstance(stub, LentStub):
+            raise PeerGone(f"'{self.name}' has no process")
+        return stub
+
+    # What the other process says
+
+    def start(self) -> bool:
+        """Start the first process, and say how that went; waits. False where it did not start."""
+        try:
+            self._supervisor.start_all()
+        except Exception as error:
+            failure = as_load_failure(error, self.name)
+            if isinstance(failure, LoadFailed) and failure.traceback:
+                _log.error("[%s] %s\n%s", self.name, failure, failure.traceback)
+            self._tell(Word.INSTANCE_REFUSED, code_of(failure), str(failure))
+            return False
+        finally:
+            self._was_started.set()
+        return True
+
+    def lose(self, generation: int, *, is_executing: bool, why: str) -> None:
+        """The other process is done with a stub that has ended or, where `why` says how, broken the protocol."""
+        state = self._seat.machine.state
+        if generation != self.generation or state not in (_S.READY, _S.STARTING):
+            return
+        if state is _S.STARTING:
+            subject = f"Stub process '{self.name}' {BROKE}"
+            self.backend.abort(self, StubDied(f"{subject}: {why}", subject))
+            return
+        gone = PeerGone("the stub has ended") if is_executing else EndedIdle("the stub has ended")
+        self._supervisor.lost(self, (), ProtocolError(why) if why else gone)
+
+    def exceed(self, generation: int) -> None:
+        """A batch takes too long: end the process, whose loss will be told."""
+        limit_s = self.model.options.execute_timeout_s
+        if generation == self.generation and limit_s is not None:
+            self.backend.abort(self, took_too_long(self.name, limit_s))
+
+    def end(self, *, is_finalized: bool) -> None:
+        """End the process, and start no other; waits."""
+        self.is_finalized = is_finalized
+        while not self._was_started.wait(_LOOK_S):
+            # It may have nothing yet that could be broken off.
+            self._supervisor.give_up_starting()
+        self._supervisor.stop_all()
+        self._tell(Word.ENDED)
+
+    # What it is told
+
+    def born(self, stub: LentStub, fds: tuple[int, ...]) -> None:
+        """A process has been started, which knows nothing of its model yet. Owns the descriptors."""
+        self.state = stub
+        regions = (stub.requests, stub.responses)
+        sizes = [part for region in regions for part in (region.id, region.size_bytes)]
+        self._tell(Word.BORN, self.generation, stub.process.pid, *sizes, fds=fds)
+
+    def _moved(self, _: str, state: str, because: str) -> None:
+        """The supervisor has moved the instance to another state."""
+        _log.debug("%s is %s: %s", self.name, state, because)
+        if state == _S.READY:
+            stub = self.stub
+            has_check, sandbox = stub.readiness.has_check, str(stub.confinement)
+            fds = (stub.lend_work(),)
+            self._tell(Word.STARTED, self.generation, has_check, sandbox, fds=fds)
+        elif state == _S.BACKING_OFF:
+            self._tell_death()
+
+    def _tell_death(self) -> None:
+        reason = as_moonpool_error(self.reason)
+        message = public_text(reason)
+        decision = self._supervisor.next_start(self._seat)
+        restarts_in_ms = None
+        if isinstance(decision, GiveUp):
+            message = f"{message} (it is not started again, as it {decision.reason})"
+        else:
+            restarts_in_ms = max(0, int((decision.at_s - time.monotonic()) * 1000))
+        self._tell(Word.DIED, self.generation, code_of(reason), message, restarts_in_ms)
+
+    def _tell(self, word: Word, *fields: Any, fds: tuple[int, ...] = ()) -> None:
+        self._post.tell(word, self._number, *fields, fds=fds)
+
+
+def _nothing(_: str) -> None:
+    """DIED has said that no process follows."""

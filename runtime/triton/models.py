@@ -1,0 +1,158 @@
+"""A model as tritonserver describes it, as one of moonpool's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moonpool.ipc.policy import LEVELS, is_contained
+from moonpool.runtime.backend import Model
+from moonpool.runtime.config import ConfigError, ModelConfig
+from moonpool.runtime.config_defaults import MODEL_FILENAME
+from moonpool.runtime.config_options import ModelOptions
+from moonpool.runtime.config_schema import MESSAGES
+from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.loading import HostingRules
+from moonpool.runtime.source import ModelSource, of_file
+from moonpool.runtime.start import input_names, output_names
+
+if TYPE_CHECKING:
+    pass
+
+_log = logging.getLogger("moonpool")
+# What a model may complete.
+_COMPLETED = (
+    "max_batch_size",
+    "input",
+    "output",
+    "model_transaction_policy",
+    "dynamic_batching",
+    "sequence_batching",
+)
+# Options that the server itself would have to act on.
+_WITHOUT_EFFECT = ("retry", "recycle_requests", "recycle_rss_bytes")
+
+
+def rules_of(backend_config: str) -> HostingRules:
+    """What `--backend-config=python,sandbox=strict` and its like say. Raises `ConfigError`.
+
+    `backend_config` is the JSON text of TRITONBACKEND_BackendConfig; what it says besides is for others.
+    """
+    options = _object(backend_config, "the configuration of the backend").get("cmdline", {})
+    level = options.get("sandbox")
+    if level is not None and level not in LEVELS:
+        raise ConfigError(
+            f"must be one of {', '.join(LEVELS)}, not {level!r:.80}",
+            field="--backend-config sandbox",
+        )
+    names = str(options.get("sandbox-grants", "")).split(",")
+    return HostingRules(sandbox=level, grants=frozenset(filter(None, names)))
+
+
+class ServedModel:
+    """A version of a model, and its configuration as the server has it."""
+
+    def __init__(
+        self, name: str, version: int, directory: str, config: str, backend_directory: str
+    ) -> None:
+        """`config` is the JSON text of TRITONBACKEND_ModelConfig. Raises `ConfigError`, `LoadFailed`."""
+        self._given = _object(config, f"the configuration of model '{name}'")
+        known = _known("ModelConfig", self._given, "")
+        checked = ModelConfig.from_dict({**known, "name": name}, partial=True)
+        source = _source(checked, Path(directory), version, Path(backend_directory))
+        self.model = Model(checked, ModelOptions.from_parameters(checked), version, source)
+        self._before = checked.raw
+
+    def completed(self) -> str | None:
+        """The configuration with what the model has completed, for TRITONBACKEND_ModelSetConfig; None if it is as it was."""
+        after = self.model.config.raw
+        changes = {
+            name: after[name] for name in _COMPLETED if after.get(name) != self._before.get(name)
+        }
+        if not changes:
+            return None
+        return json.dumps({**self._given, **changes}, ensure_ascii=False)
+
+    def facts(self) -> tuple[Any, ...]:
+        """The fields of MODEL_READY, after the number."""
+        config, options = self.model.config, self.model.options
+        sequences = config.sequence_batching
+        is_private = is_contained(options.sandbox)
+        return (
+            self.completed(),
+            config.decoupled,
+            sequences is not None and sequences.is_iterative,
+            config.max_batch_size,
+            input_names(config),
+            output_names(config),
+            _milliseconds(options.execute_timeout_s),
+            _milliseconds(options.finalize_timeout_s),
+            options.region_limit_bytes,
+            is_private,
+            list(options.sandbox_models) if is_private else None,
+        )
+
+    def warn(self) -> None:
+        """Log which of the model's options nobody acts on here."""
+        usual = ModelOptions()
+        for attribute in _WITHOUT_EFFECT:
+            if getattr(self.model.options, attribute) != getattr(usual, attribute):
+                option = f"MOONPOOL_{attribute.upper()}"
+                _log.warning("model '%s': %s has no effect in Triton", self.model.name, option)
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else max(1, int(seconds * 1000))
+
+
+def _source(config: ModelConfig, directory: Path, version: int, backend: Path) -> ModelSource:
+    folder = directory / str(version)
+    runtime = config.raw["runtime"]
+    if runtime.endswith(".py"):
+        # A backend that is a Python file, which serves all models that name it.
+        file = backend / runtime
+        if not file.is_file():
+            raise LoadFailed(f"Python backend file not found in '{file}'", stage="find")
+        return ModelSource("triton", file, None, directory, folder, is_directory=True)
+    file = folder / (config.default_model_filename or MODEL_FILENAME)
+    return ModelSource(of_file(file).kind, file, None, directory, folder, is_directory=True)
+
+
+def _object(text: str, subject: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise LoadFailed(f"{subject} is no JSON: {error}", stage="config") from error
+    if not isinstance(value, dict):
+        raise LoadFailed(f"{subject} is no JSON object", stage="config")
+    return value
+
+
+def _known(kind: str, message: Any, path: str) -> Any:
+    """Without fields that only a newer server knows; those that are set are said in the log."""
+    if not isinstance(message, dict):
+        return message  # which the check of the configuration refuses
+    schema = MESSAGES[kind]
+    known: dict[str, Any] = {}
+    for name, value in message.items():
+        if name not in schema:
+            if value:
+                _log.warning(
+                    "moonpool does not know %s%s in the configuration of a model", path, name
+                )
+            continue
+        known[name] = _known_items(schema[name], value, f"{path}{name}.")
+    return known
+
+
+def _known_items(type_: str, value: Any, path: str) -> Any:
+    inner = type_.rpartition("}")[2].rstrip("*?")
+    if inner not in MESSAGES:
+        return value
+    if isinstance(value, list):
+        return [_known(inner, item, path) for item in value]
+    if type_.startswith("{") and isinstance(value, dict):
+        return {key: _known(inner, item, path) for key, item in value.items()}
+    return _known(inner, value, path)

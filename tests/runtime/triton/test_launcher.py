@@ -1,0 +1,338 @@
+"""The launcher, as the library inside tritonserver sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runtime.triton.shim import Shim, Stub
+from tests.waiting import wait_until
+
+from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
+from moonpool.runtime.triton.messages import LAUNCHER_VERSION, Word
+
+Start = Callable[..., Stub]
+
+DOUBLES = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        values = [pb_utils.get_input_tensor_by_name(r, "X").as_numpy() for r in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", v * 2)]) for v in values]
+"""
+
+
+# As tritonserver writes it.
+def tensor(name: str) -> dict[str, Any]:
+    return {"name": name, "data_type": "TYPE_FP32", "dims": ["-1"]}
+
+
+CONFIG = {
+    "platform": "",
+    "backend": "python",
+    "runtime": "",
+    "max_batch_size": 0,
+    "input": [tensor("X")],
+    "output": [tensor("Y")],
+    "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1, "gpus": []}],
+    "default_model_filename": "model.py",
+    "parameters": {},
+}
+
+
+def with_options(**options: str) -> dict[str, Any]:
+    parameters = {key: {"string_value": value} for key, value in options.items()}
+    return {**CONFIG, "parameters": parameters}
+
+
+@pytest.fixture
+def shim() -> Iterator[Shim]:
+    shim = Shim()
+    yield shim
+    shim.close()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str, name: str = "m") -> Path:
+        (tmp_path / name / "1").mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "1" / "model.py").write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def start(shim: Shim, write: Callable[[str], Path]) -> Start:
+    """An instance of a model with this text."""
+
+    def start(text: str = DOUBLES, config: dict[str, Any] = CONFIG) -> Stub:
+        word, model, *said = shim.load(write(text), config)
+        assert word == Word.MODEL_READY, said
+        return shim.start(model)
+
+    return start
+
+
+def test_a_launcher_says_what_it_speaks(shim: Shim) -> None:
+    _, version, protocol, _, pid = shim.hello
+
+    assert (version, protocol, pid) == (LAUNCHER_VERSION, PROTOCOL_VERSION, shim.process.pid)
+
+
+def test_a_stub_that_was_started_answers_the_shim(start: Start) -> None:
+    stub = start()
+
+    assert stub.infer([1, 2, 3]) == [2, 4, 6]
+
+
+def test_an_instance_that_was_finalized_ends(shim: Shim, start: Start) -> None:
+    stub = start()
+
+    stub.finalize()
+    shim.end(stub)
+
+    assert not os.path.exists(f"/proc/{stub.pid}")
+
+
+def test_an_instance_that_is_not_finalized_is_ended(shim: Shim, start: Start) -> None:
+    stub = start()
+
+    shim.end(stub, is_finalized=False)
+
+    assert not os.path.exists(f"/proc/{stub.pid}")
+
+
+def test_a_stub_that_died_is_explained_and_started_again(shim: Shim, start: Start) -> None:
+    stub = start()
+    stub.kill()
+    with pytest.raises(PeerGone):
+        stub.infer([1])
+
+    _, _, generation, code, message, restarts_in_ms = shim.lose(stub)
+
+    assert (generation, code, restarts_in_ms) == (1, 1, 0)
+    assert "killed by SIGKILL" in message
+    assert message.endswith("during execute.")
+    assert shim.hear(Word.STARTED)[2] == 2
+    assert shim.stubs[shim.number_of(shim.stubs[2])].infer([4]) == [8]
+
+
+def test_a_stub_that_died_without_requests_was_idle(shim: Shim, start: Start) -> None:
+    stub = start()
+    stub.kill()
+
+    assert shim.lose(stub, is_executing=False)[4].endswith("while it was idle.")
+
+
+def test_a_stub_that_broke_the_protocol_is_killed_and_the_details_are_told(
+    shim: Shim, start: Start
+) -> None:
+    stub = start()
+
+    message = shim.lose(stub, why="ANSWER.batch may not be -1")[4]
+
+    assert message.startswith("Stub process 'm_0' broke the protocol and was ended")
+    wait_until(lambda: not os.path.exists(f"/proc/{stub.pid}"))
+    assert any("ANSWER.batch may not be -1" in text for _, text in shim.notes)
+
+
+def test_ever_longer_pauses_lie_before_ever_more_restarts_until_there_are_no_more(
+    shim: Shim, start: Start
+) -> None:
+    options = {"MOONPOOL_MAX_RESTARTS": "2", "MOONPOOL_RESTART_BACKOFF_S": "0.01"}
+    start(config=with_options(**options))
+    pauses = []
+    for _ in range(3):
+        stub = shim.stubs[2]
+        stub.kill()
+        *_, message, restarts_in_ms = shim.lose(stub)
+        pauses.append(restarts_in_ms)
+        if restarts_in_ms is not None:
+            shim.hear(Word.STARTED)
+
+    assert pauses[0] == 0
+    assert 0 < pauses[1] <= 10
+    assert pauses[2] is None
+    assert "it is not started again, as it died 3 times" in message
+
+
+def test_a_restart_that_fails_is_a_death_of_its_own(
+    shim: Shim, start: Start, tmp_path: Path
+) -> None:
+    stub = start(config=with_options(MOONPOOL_MAX_RESTARTS="1"))
+    (tmp_path / "m" / "1" / "model.py").write_text("raise OSError('no disk')")
+    stub.kill()
+    shim.lose(stub)
+
+    _, _, generation, _, message, restarts_in_ms = shim.hear(Word.DIED)
+
+    assert (generation, restarts_in_ms) == (2, None)
+    assert "no disk" in message
+
+
+def test_what_is_said_of_an_earlier_generation_is_passed_by(shim: Shim, start: Start) -> None:
+    first = start()
+    first.kill()
+    number = shim.number_of(first)
+    shim.lose(first)
+    shim.hear(Word.STARTED)
+
+    shim.tell(Word.LOST, number, 1, True, "")
+    shim.tell(Word.OVERDUE, number, 1)
+
+    assert shim.stubs[number].infer([1]) == [2]
+
+
+def test_a_batch_that_takes_too_long_is_ended(shim: Shim, start: Start) -> None:
+    text = (
+        "import time\nclass TritonPythonModel:\n    def execute(self, _):\n        time.sleep(1000)"
+    )
+    stub = start(text, with_options(MOONPOOL_EXECUTE_TIMEOUT_S="0.5"))
+    block = [stub.requests.id, 0, 0]
+    stub.work.send(Kind.EXECUTE, 1, [], [block], b"\x91\x90", None, None)
+
+    shim.tell(Word.OVERDUE, 2, 1)
+    with pytest.raises(PeerGone):
+        stub.answer()
+
+    _, _, _, code, message, _ = shim.lose(stub)
+    assert (code, message) == (
+        4,
+        "Stub process 'm_0' took longer than 0.5 s to execute a batch and was ended",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("raise RuntimeError('not today')", "RuntimeError: not today"),
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("import os\nos._exit(7)", "exited with 7"),
+    ],
+)
+def test_a_model_that_does_not_start_is_refused_with_its_own_words(
+    shim: Shim, write: Callable[[str], Path], text: str, expected: str
+) -> None:
+    ready = shim.load(write(f"{text}\nclass TritonPythonModel: ...\n"), CONFIG)
+    shim.begin_start(ready[1])
+
+    word, _, _, message = shim.hear(Word.STARTED, Word.INSTANCE_REFUSED)
+
+    assert word == Word.INSTANCE_REFUSED
+    assert expected in message
+
+
+def test_a_stub_that_breaks_the_protocol_before_it_is_started_is_refused(
+    shim: Shim, write: Callable[[str], Path]
+) -> None:
+    ready = shim.load(write("import time\ntime.sleep(1000)\nclass TritonPythonModel: ..."), CONFIG)
+    number = shim.begin_start(ready[1])
+    shim.hear(Word.BORN)
+
+    shim.tell(Word.LOST, number, 1, False, "LOG.level may not be 9")
+
+    *_, message = shim.hear(Word.INSTANCE_REFUSED)
+    assert message == "Stub process 'm_0' broke the protocol and was ended: LOG.level may not be 9"
+
+
+def test_an_instance_that_is_starting_can_be_ended(
+    shim: Shim, write: Callable[[str], Path]
+) -> None:
+    ready = shim.load(write("import time\ntime.sleep(1000)\nclass TritonPythonModel: ..."), CONFIG)
+    number = shim.begin_start(ready[1])
+    shim.hear(Word.BORN)
+
+    shim.tell(Word.END, number, False)
+
+    assert shim.hear(Word.ENDED) == [Word.ENDED, number]
+
+
+def test_a_model_that_is_not_there_is_refused(shim: Shim, tmp_path: Path) -> None:
+    word, _, _, message = shim.load(tmp_path / "nothing", CONFIG)
+
+    assert word == Word.MODEL_REFUSED
+    assert message.startswith("Python model file not found in ")
+
+
+def test_an_option_that_there_is_not_is_refused(shim: Shim, write: Callable[[str], Path]) -> None:
+    word, _, code, message = shim.load(write(DOUBLES), with_options(MOONPOOL_SANDBOXX="strict"))
+
+    assert (word, code) == (Word.MODEL_REFUSED, 3)
+    assert 'did you mean "MOONPOOL_SANDBOX"?' in message
+
+
+def test_a_model_completes_its_configuration(shim: Shim, write: Callable[[str], Path]) -> None:
+    text = """
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "A", "data_type": "TYPE_INT32", "dims": [4]})
+        config.add_output({"name": "B", "data_type": "TYPE_INT32", "dims": [4]})
+        config.set_max_batch_size(8)
+        config.set_model_transaction_policy({"decoupled": True})
+        return config
+    def execute(self, requests): ...
+"""
+    given = {"backend": "python", "a_field_of_next_year": 0, "max_batch_size": 0}
+
+    _, _, config, decoupled, _, largest, inputs, outputs, *_ = shim.load(
+        write(text), given, completes=True
+    )
+
+    assert (decoupled, largest, inputs, outputs) == (True, 8, ["A"], ["B"])
+    assert '"a_field_of_next_year": 0' in config
+    assert '"max_batch_size": 8' in config
+
+
+def test_a_model_that_completes_nothing_changes_nothing(
+    shim: Shim, write: Callable[[str], Path]
+) -> None:
+    assert shim.load(write(DOUBLES), CONFIG, completes=True)[2] is None
+
+
+def test_a_configuration_may_be_longer_than_a_packet(
+    shim: Shim, write: Callable[[str], Path]
+) -> None:
+    many = [tensor(f"X{number}") for number in range(4000)]
+
+    ready = shim.load(write(DOUBLES), {**CONFIG, "input": many})
+
+    assert ready[6] == [each["name"] for each in many]
+    assert shim.start(ready[1]).started is not None
+
+
+def test_stubs_end_with_the_launcher(shim: Shim, start: Start) -> None:
+    stub = start()
+
+    shim.process.kill()
+
+    with pytest.raises(PeerGone):
+        shim.hear(Word.DIED)
+    with pytest.raises(PeerGone):
+        stub.answer()
+    wait_until(lambda: not os.path.exists(f"/proc/{stub.pid}"))
+
+
+def test_launcher_and_stubs_end_with_the_server(shim: Shim, start: Start) -> None:
+    stub = start()
+
+    shim.close()
+
+    assert shim.process.returncode == 0
+    assert not os.path.exists(f"/proc/{stub.pid}")
+
+
+def test_signals_to_the_server_and_its_children_do_not_end_a_launcher(
+    shim: Shim, start: Start
+) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        shim.process.send_signal(number)
+
+    assert start().infer([1]) == [2]
