@@ -79,7 +79,7 @@ enum class Word : uint8_t {
   END = 67,  // instance, is_finalized
   END_MODEL = 68,  // model
   HELLO = 80,  // version, protocol, moonpool, pid
-  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private
+  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, may_ask
   MODEL_REFUSED = 82,  // model, code, message
   STARTED = 83,  // instance, generation, has_is_ready, sandbox
   INSTANCE_REFUSED = 84,  // instance, code, message
@@ -122,6 +122,7 @@ constexpr uint64_t kSet = 1;
 constexpr uint64_t kObserve = 2;
 constexpr uint64_t kLauncherVersion = 1;
 constexpr uint64_t kMaxMessageBytes = 67108864;
+constexpr uint64_t kFirstRegion = 4294967296;
 constexpr uint64_t kMaxPacketBytes = 32768;
 // Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none.
 constexpr std::array<uint8_t, 15> kItemBytes = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0, 2};
@@ -501,8 +502,9 @@ struct ModelReady {
   std::optional<uint64_t> finalize_timeout_ms{};
   std::optional<uint64_t> region_limit{};
   bool is_private{};
-  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private); }
-  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private); }
+  std::optional<List<std::string_view>> may_ask{};
+  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, may_ask); }
+  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, may_ask); }
 };
 
 struct ModelRefused {
@@ -776,12 +778,13 @@ inline constexpr Spec kSpecs[] = {
     {"decoupled", Type::kFlag, false, 0, 0, 0, 0u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 199, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 199, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 200, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 200, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"finalize_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"region_limit", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
+    {"may_ask", Type::kList, true, 200, 1, 0, 4096u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"code", Type::kInt, false, 0, 0, 0, 7u},
@@ -828,9 +831,9 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 246, 1, 0, 65536u},
     {"", Type::kList, false, 247, 1, 0, 65536u},
-    {"", Type::kRow, false, 248, 6, 0, 0u},
+    {"", Type::kList, false, 248, 1, 0, 65536u},
+    {"", Type::kRow, false, 249, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
     {"shape", Type::kList, false, 125, 1, 0, 32u},
@@ -895,24 +898,24 @@ constexpr Table<Word, 19> kLauncher = {{{
     {"BACKEND", 61, 1, 174, 4, 0u},
     {"LOGGING", 62, 1, 178, 4, 0u},
     {"MODEL", 63, 1, 182, 6, 0u},
-    {"MODEL_READY", 81, 2, 188, 11, 0u},
-    {"MODEL_REFUSED", 82, 2, 200, 3, 0u},
-    {"INSTANCE", 64, 1, 203, 5, 0u},
-    {"BORN", 89, 2, 208, 7, 0u},
-    {"STARTED", 83, 2, 215, 4, 0u},
-    {"INSTANCE_REFUSED", 84, 2, 219, 3, 0u},
-    {"LOST", 65, 1, 222, 4, 0u},
-    {"OVERDUE", 66, 1, 226, 2, 0u},
-    {"DIED", 85, 2, 228, 5, 0u},
-    {"END", 67, 1, 233, 2, 0u},
-    {"ENDED", 86, 2, 235, 1, 0u},
-    {"END_MODEL", 68, 1, 236, 1, 0u},
-    {"MODEL_ENDED", 87, 2, 236, 1, 0u},
-    {"HELLO", 80, 2, 237, 4, 0u},
-    {"NOTE", 88, 2, 241, 4, 0u},
+    {"MODEL_READY", 81, 2, 188, 12, 0u},
+    {"MODEL_REFUSED", 82, 2, 201, 3, 0u},
+    {"INSTANCE", 64, 1, 204, 5, 0u},
+    {"BORN", 89, 2, 209, 7, 0u},
+    {"STARTED", 83, 2, 216, 4, 0u},
+    {"INSTANCE_REFUSED", 84, 2, 220, 3, 0u},
+    {"LOST", 65, 1, 223, 4, 0u},
+    {"OVERDUE", 66, 1, 227, 2, 0u},
+    {"DIED", 85, 2, 229, 5, 0u},
+    {"END", 67, 1, 234, 2, 0u},
+    {"ENDED", 86, 2, 236, 1, 0u},
+    {"END_MODEL", 68, 1, 237, 1, 0u},
+    {"MODEL_ENDED", 87, 2, 237, 1, 0u},
+    {"HELLO", 80, 2, 238, 4, 0u},
+    {"NOTE", 88, 2, 242, 4, 0u},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 245;
+constexpr size_t kLayoutSpec = 246;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 
