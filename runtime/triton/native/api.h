@@ -1,0 +1,180 @@
+// Triton's C interface, as far as this backend uses it: looked up at run time and never linked, so that one
+// library loads into every server, whatever its version, and into programs that hold the server as a library.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+extern "C" {
+struct TRITONSERVER_Error;
+struct TRITONSERVER_InferenceTrace;
+struct TRITONSERVER_Message;
+struct TRITONSERVER_Server;
+struct TRITONBACKEND_Backend;
+struct TRITONBACKEND_BackendAttribute;
+struct TRITONBACKEND_Input;
+struct TRITONBACKEND_Model;
+struct TRITONBACKEND_ModelInstance;
+struct TRITONBACKEND_Output;
+struct TRITONBACKEND_Request;
+struct TRITONBACKEND_Response;
+struct TRITONBACKEND_ResponseFactory;
+}
+
+namespace moonpool::triton {
+
+using Error = TRITONSERVER_Error;
+using Trace = TRITONSERVER_InferenceTrace;
+using Message = TRITONSERVER_Message;
+using Server = TRITONSERVER_Server;
+using Backend = TRITONBACKEND_Backend;
+using BackendAttribute = TRITONBACKEND_BackendAttribute;
+using Input = TRITONBACKEND_Input;
+using Model = TRITONBACKEND_Model;
+using ModelInstance = TRITONBACKEND_ModelInstance;
+using Output = TRITONBACKEND_Output;
+using Request = TRITONBACKEND_Request;
+using Response = TRITONBACKEND_Response;
+using ResponseFactory = TRITONBACKEND_ResponseFactory;
+
+// The numbers of Triton's enumerations, which travel as `int`. Codes of errors and of datatypes are those of
+// moonpool's own wire.
+enum ErrorCode : int {
+  kUnknown,
+  kInternal,
+  kNotFound,
+  kInvalidArg,
+  kUnavailable,
+  kUnsupported,
+  kAlreadyExists,
+  kCancelled
+};
+enum LogLevel : int { kInfo, kWarning, kError, kVerbose };
+enum MemoryType : int { kCpu, kCpuPinned, kGpu };
+enum ParameterType : int { kString, kInt, kBool, kParameterBytes, kDouble };
+enum ReleaseFlag : uint32_t { kReleaseAll = 1, kReleaseReschedule = 2 };
+enum ResponseFlag : uint32_t { kResponseFinal = 1 };
+constexpr int kBytes = 13;
+
+// Each function by its name without TRITONSERVER_ or TRITONBACKEND_. One that is OPTIONAL is null in a server that
+// is too old to have it.
+#define MOONPOOL_TRITON_FUNCTIONS(REQUIRED, OPTIONAL)                                                             \
+  REQUIRED(TRITONSERVER_, ErrorNew, Error*, (int code, const char* message))                                      \
+  REQUIRED(TRITONSERVER_, ErrorDelete, void, (Error*))                                                            \
+  REQUIRED(TRITONSERVER_, ErrorCode, int, (Error*))                                                               \
+  REQUIRED(TRITONSERVER_, ErrorMessage, const char*, (Error*))                                                    \
+  REQUIRED(TRITONSERVER_, LogIsEnabled, bool, (int level))                                                        \
+  REQUIRED(TRITONSERVER_, LogMessage, Error*, (int level, const char* file, int line, const char* message))       \
+  REQUIRED(TRITONSERVER_, MessageNewFromSerializedJson, Error*, (Message**, const char* text, size_t size))       \
+  REQUIRED(TRITONSERVER_, MessageSerializeToJson, Error*, (Message*, const char** text, size_t* size))            \
+  REQUIRED(TRITONSERVER_, MessageDelete, Error*, (Message*))                                                      \
+  OPTIONAL(TRITONSERVER_, InferenceTraceContext, Error*, (Trace*, const char** context))                          \
+  OPTIONAL(TRITONBACKEND_, BackendAttributeSetParallelModelInstanceLoading, Error*, (BackendAttribute*, bool))    \
+  REQUIRED(TRITONBACKEND_, BackendArtifacts, Error*, (Backend*, int* kind, const char** location))                \
+  REQUIRED(TRITONBACKEND_, BackendConfig, Error*, (Backend*, Message**))                                          \
+  REQUIRED(TRITONBACKEND_, BackendName, Error*, (Backend*, const char**))                                         \
+  REQUIRED(TRITONBACKEND_, BackendSetState, Error*, (Backend*, void*))                                            \
+  REQUIRED(TRITONBACKEND_, BackendState, Error*, (Backend*, void**))                                              \
+  REQUIRED(TRITONBACKEND_, InputBuffer, Error*,                                                                   \
+           (Input*, uint32_t index, const void**, uint64_t* size, int* memory_type, int64_t* memory_type_id))     \
+  REQUIRED(TRITONBACKEND_, InputProperties, Error*,                                                               \
+           (Input*, const char** name, int* datatype, const int64_t** shape, uint32_t* dims, uint64_t* size,      \
+            uint32_t* buffers))                                                                                   \
+  REQUIRED(TRITONBACKEND_, ModelAutoCompleteConfig, Error*, (Model*, bool*))                                      \
+  REQUIRED(TRITONBACKEND_, ModelBackend, Error*, (Model*, Backend**))                                             \
+  REQUIRED(TRITONBACKEND_, ModelConfig, Error*, (Model*, uint32_t version, Message**))                            \
+  REQUIRED(TRITONBACKEND_, ModelName, Error*, (Model*, const char**))                                             \
+  REQUIRED(TRITONBACKEND_, ModelRepository, Error*, (Model*, int* kind, const char** location))                   \
+  REQUIRED(TRITONBACKEND_, ModelServer, Error*, (Model*, Server**))                                               \
+  REQUIRED(TRITONBACKEND_, ModelSetConfig, Error*, (Model*, uint32_t version, Message*))                          \
+  REQUIRED(TRITONBACKEND_, ModelSetState, Error*, (Model*, void*))                                                \
+  REQUIRED(TRITONBACKEND_, ModelState, Error*, (Model*, void**))                                                  \
+  REQUIRED(TRITONBACKEND_, ModelVersion, Error*, (Model*, uint64_t*))                                             \
+  REQUIRED(TRITONBACKEND_, ModelInstanceDeviceId, Error*, (ModelInstance*, int32_t*))                             \
+  REQUIRED(TRITONBACKEND_, ModelInstanceKind, Error*, (ModelInstance*, int*))                                     \
+  REQUIRED(TRITONBACKEND_, ModelInstanceModel, Error*, (ModelInstance*, Model**))                                 \
+  REQUIRED(TRITONBACKEND_, ModelInstanceName, Error*, (ModelInstance*, const char**))                             \
+  REQUIRED(TRITONBACKEND_, ModelInstanceReportBatchStatistics, Error*,                                            \
+           (ModelInstance*, uint64_t batch, uint64_t start, uint64_t compute_start, uint64_t compute_end,         \
+            uint64_t end))                                                                                        \
+  REQUIRED(TRITONBACKEND_, ModelInstanceReportStatistics, Error*,                                                 \
+           (ModelInstance*, Request*, bool success, uint64_t start, uint64_t compute_start, uint64_t compute_end, \
+            uint64_t end))                                                                                        \
+  REQUIRED(TRITONBACKEND_, ModelInstanceSetState, Error*, (ModelInstance*, void*))                                \
+  REQUIRED(TRITONBACKEND_, ModelInstanceState, Error*, (ModelInstance*, void**))                                  \
+  REQUIRED(TRITONBACKEND_, OutputBuffer, Error*,                                                                  \
+           (Output*, void**, uint64_t size, int* memory_type, int64_t* memory_type_id))                           \
+  REQUIRED(TRITONBACKEND_, InferenceRequestTimeoutMicroseconds, Error*, (Request*, uint64_t*))                    \
+  REQUIRED(TRITONBACKEND_, RequestCorrelationId, Error*, (Request*, uint64_t*))                                   \
+  REQUIRED(TRITONBACKEND_, RequestCorrelationIdString, Error*, (Request*, const char**))                          \
+  REQUIRED(TRITONBACKEND_, RequestFlags, Error*, (Request*, uint32_t*))                                           \
+  REQUIRED(TRITONBACKEND_, RequestId, Error*, (Request*, const char**))                                           \
+  REQUIRED(TRITONBACKEND_, RequestInputByIndex, Error*, (Request*, uint32_t index, Input**))                      \
+  REQUIRED(TRITONBACKEND_, RequestInputCount, Error*, (Request*, uint32_t*))                                      \
+  OPTIONAL(TRITONBACKEND_, RequestIsCancelled, Error*, (Request*, bool*))                                         \
+  REQUIRED(TRITONBACKEND_, RequestOutputCount, Error*, (Request*, uint32_t*))                                     \
+  REQUIRED(TRITONBACKEND_, RequestOutputName, Error*, (Request*, uint32_t index, const char**))                   \
+  REQUIRED(TRITONBACKEND_, RequestParameter, Error*,                                                              \
+           (Request*, uint32_t index, const char** key, int* type, const void** value))                           \
+  REQUIRED(TRITONBACKEND_, RequestParameterCount, Error*, (Request*, uint32_t*))                                  \
+  REQUIRED(TRITONBACKEND_, RequestRelease, Error*, (Request*, uint32_t flags))                                    \
+  OPTIONAL(TRITONBACKEND_, RequestTrace, Error*, (Request*, Trace**))                                             \
+  REQUIRED(TRITONBACKEND_, ResponseDelete, Error*, (Response*))                                                   \
+  REQUIRED(TRITONBACKEND_, ResponseFactoryDelete, Error*, (ResponseFactory*))                                     \
+  OPTIONAL(TRITONBACKEND_, ResponseFactoryIsCancelled, Error*, (ResponseFactory*, bool*))                         \
+  REQUIRED(TRITONBACKEND_, ResponseFactoryNew, Error*, (ResponseFactory**, Request*))                             \
+  REQUIRED(TRITONBACKEND_, ResponseFactorySendFlags, Error*, (ResponseFactory*, uint32_t flags))                  \
+  REQUIRED(TRITONBACKEND_, ResponseNew, Error*, (Response**, Request*))                                           \
+  REQUIRED(TRITONBACKEND_, ResponseNewFromFactory, Error*, (Response**, ResponseFactory*))                        \
+  REQUIRED(TRITONBACKEND_, ResponseOutput, Error*,                                                                \
+           (Response*, Output**, const char* name, int datatype, const int64_t* shape, uint32_t dims))            \
+  REQUIRED(TRITONBACKEND_, ResponseSend, Error*, (Response*, uint32_t flags, Error*))                             \
+  REQUIRED(TRITONBACKEND_, ResponseSetBoolParameter, Error*, (Response*, const char* name, bool))                 \
+  OPTIONAL(TRITONBACKEND_, ResponseSetDoubleParameter, Error*, (Response*, const char* name, double))             \
+  REQUIRED(TRITONBACKEND_, ResponseSetIntParameter, Error*, (Response*, const char* name, int64_t))               \
+  REQUIRED(TRITONBACKEND_, ResponseSetStringParameter, Error*, (Response*, const char* name, const char* value))
+
+#define MOONPOOL_DECLARE(prefix, name, result, arguments) extern result(*name) arguments;
+MOONPOOL_TRITON_FUNCTIONS(MOONPOOL_DECLARE, MOONPOOL_DECLARE)
+#undef MOONPOOL_DECLARE
+
+// Find the functions in this process. Returns the names of required ones that are missing, "" if all are there.
+std::string resolve();
+
+}  // namespace moonpool::triton
+
+namespace moonpool {
+
+// What ends a request or a load, with Triton's code and a text for the client.
+struct Failure : std::runtime_error {
+  Failure(int number, const std::string& text) : std::runtime_error(text), code(number) {}
+  int code;
+};
+
+// Throws what Triton says is wrong; nothing where it says nothing.
+void check(triton::Error* error);
+
+// For what cannot be helped any more: into the log.
+void complain(triton::Error* error, const char* doing) noexcept;
+
+// A line of the server's log, as if from a place in a model's source.
+void log_line(int level, std::string_view file, int line, std::string_view text) noexcept;
+void log(int level, std::string_view text) noexcept;
+
+// Runs what an entry point is for. No exception leaves it; what was thrown becomes Triton's error.
+template <typename Action>
+triton::Error* guarded(Action action) noexcept {
+  try {
+    action();
+    return nullptr;
+  } catch (const Failure& failure) {
+    return triton::ErrorNew(failure.code, failure.what());
+  } catch (const std::exception& error) {
+    return triton::ErrorNew(triton::kInternal, error.what());
+  }
+}
+
+}  // namespace moonpool

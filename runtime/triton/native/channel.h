@@ -1,0 +1,64 @@
+// Descriptors, and packets between processes: one SEQPACKET socket for each channel.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace moonpool {
+
+// Owns a file descriptor.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor();
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+// Room for one packet, used again for the next.
+class Packet {
+ public:
+  Packet();
+  std::string_view bytes() const { return {bytes_.get(), size_}; }
+
+ private:
+  friend class Channel;
+  std::unique_ptr<char[]> bytes_;
+  size_t size_ = 0;
+};
+
+// One end. One thread at a time may receive; any may send, as the kernel takes packets whole.
+class Channel {
+ public:
+  enum class Sent { kDone, kFull, kGone };
+  enum class Received { kDone, kNothing, kGone };
+
+  Channel() = default;
+  explicit Channel(Descriptor socket) : socket_(std::move(socket)) {}
+  int fd() const { return socket_.get(); }
+
+  // Hand a packet to the kernel, with a descriptor for the peer where there is one; never blocks.
+  Sent send(std::string_view packet, int descriptor = -1) const;
+  // The next packet. Waits for as long as `limit_waiting` allows, and not at all with `at_once`. A peer that sends more
+  // than a packet may hold is gone, too. Descriptors that come along are taken only into `descriptors`.
+  Received receive(Packet& packet, bool at_once, std::vector<Descriptor>* descriptors = nullptr) const;
+  void limit_waiting(int milliseconds) const;
+  // Whoever waits at either end sees the end of the channel, after what was sent. From any thread.
+  void shut() const;
+
+ private:
+  Descriptor socket_;
+};
+
+}  // namespace moonpool

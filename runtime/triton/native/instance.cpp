@@ -1,0 +1,171 @@
+#include "instance.h"
+
+#include <chrono>
+
+namespace moonpool {
+namespace {
+
+using wire::Kind;
+using wire::Word;
+
+constexpr const char* kKinds[] = {"AUTO", "CPU", "GPU", "MODEL"};
+constexpr const char* kLauncherGone = "The launcher of moonpool's stubs has ended";
+// Processes that may be gone before one takes a batch.
+constexpr int kAttempts = 3;
+
+int kind_of(triton::ModelInstance* instance) {
+  int kind;
+  check(triton::ModelInstanceKind(instance, &kind));
+  return kind;
+}
+
+}  // namespace
+
+Instance::Instance(triton::ModelInstance* instance, Model& model)
+    : model_(model), kind_(kKinds[kind_of(instance) & 3]), batch_(instance, model, kind_ != "CPU") {
+  const char* name;
+  check(triton::ModelInstanceName(instance, &name));
+  check(triton::ModelInstanceDeviceId(instance, &device_));
+  name_ = name;
+  start();
+}
+
+Instance::~Instance() {
+  if (!launcher_) return;
+  const bool is_finalized = stub_ && finalize(*stub_);
+  replace(nullptr);
+  launcher_->send<Word::END>(number_, is_finalized);
+  while (const auto letter = mailbox_->next()) {
+    if (letter->word == Word::ENDED) break;
+  }
+  launcher_->close(number_);
+}
+
+void Instance::execute(triton::Request** requests, uint32_t count) {
+  Stub* taken = &stub();
+  batch_.gather(requests, count);
+  if (batch_.is_empty()) return;
+  try {
+    for (int attempt = 1; !batch_.give(*taken); ++attempt) {
+      const Failure death = taken->death();
+      taken = nullptr;
+      if (attempt == kAttempts) throw death;
+      taken = &stub();
+    }
+    taken->set_executing(true);
+    batch_.finish(*taken);
+  } catch (const Failure& failure) {
+    batch_.fail(failure, taken);
+  } catch (const std::exception& violation) {
+    taken->distrust(violation.what());
+    batch_.fail(taken->death(), taken);
+  }
+  if (taken) taken->set_executing(false);
+  batch_.close();
+}
+
+void Instance::check_ready() {
+  std::shared_ptr<Stub> stub;
+  {
+    std::lock_guard lock(mutex_);
+    stub = stub_;
+  }
+  if (!stub) throw Failure(triton::kUnavailable, "'" + name_ + "' has no process");
+  stub->check_ready();
+}
+
+// The process that takes batches; waits for it where it is being started again.
+Stub& Instance::stub() {
+  if (stub_ && !stub_->has_ended()) return *stub_;
+  if (stub_) {
+    const Failure death = stub_->death();
+    const bool is_final = stub_->is_final();
+    replace(nullptr);
+    if (is_final) end_ = death;
+  }
+  if (end_) throw *end_;
+  if (mailbox_->is_closed()) {
+    start();
+  } else {
+    replace(started());
+  }
+  return *stub_;
+}
+
+// Have a launcher start the instance for the first time.
+void Instance::start() {
+  uint64_t model;
+  launcher_ = model_.launcher(&model);
+  launcher_->tell_log_levels();
+  number_ = Launcher::new_number();
+  mailbox_ = launcher_->open(number_);
+  launcher_->send<Word::INSTANCE>(number_, model, name_, kind_, static_cast<uint64_t>(device_));
+  try {
+    replace(started());
+  } catch (const Failure&) {
+    launcher_->close(number_);
+    launcher_ = nullptr;
+    throw;
+  }
+}
+
+// Waits for a process that takes batches.
+std::shared_ptr<Stub> Instance::started() {
+  std::shared_ptr<Stub> stub;
+  while (auto letter = mailbox_->next()) {
+    if (letter->word == Word::BORN) {
+      const wire::Born born(letter->fields);
+      stub = std::make_shared<Stub>(launcher_, *mailbox_, model_, born, std::move(letter->descriptors));
+    } else if (letter->word == Word::STARTED && stub) {
+      stub->begin(wire::Started(letter->fields), std::move(letter->descriptors.at(0)));
+      return stub;
+    } else if (letter->word == Word::DIED) {
+      stub = nullptr;
+      const wire::Died died(letter->fields);
+      if (died.restarts_in_ms) continue;
+      end_.emplace(static_cast<int>(died.code), std::string(died.message));
+      throw *end_;
+    } else if (letter->word == Word::INSTANCE_REFUSED) {
+      const wire::InstanceRefused refused(letter->fields);
+      throw Failure(static_cast<int>(refused.code), std::string(refused.message));
+    }
+  }
+  throw Failure(triton::kUnavailable, kLauncherGone);
+}
+
+// False where it has to be ended by others.
+bool Instance::finalize(Stub& stub) noexcept {
+  if (stub.has_ended()) return false;
+  Writer message;
+  wire::encode<Kind::FINALIZE>(message);
+  if (stub.work().send(message.bytes()) != Channel::Sent::kDone) return false;
+  const auto limit_ms = model_.finalize_timeout_ms();
+  const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms.value_or(0));
+  Packet packet;
+  Channel::Received received;
+  do {
+    received = stub.work().receive(packet, false);
+  } while (received == Channel::Received::kNothing && (!limit_ms || Clock::now() < deadline));
+  if (received != Channel::Received::kDone) {
+    log(triton::kWarning, "[" + name_ + "] did not finalize in time, or ended; it is ended now");
+    return false;
+  }
+  const auto finalized = decode(wire::kWork, wire::Side::STUB, packet.bytes());
+  if (!finalized || finalized.kind() != Kind::FINALIZED) return false;
+  const wire::Finalized said(finalized.fields);
+  if (!said.message.empty()) {
+    log(triton::kError, "[" + name_ + "] finalize failed: " + std::string(said.message) + "\n" +
+                            std::string(said.traceback));
+  }
+  return true;
+}
+
+void Instance::replace(std::shared_ptr<Stub> stub) {
+  {
+    std::lock_guard lock(mutex_);
+    stub_.swap(stub);
+  }
+  // Here the last one ends.
+}
+
+}  // namespace moonpool

@@ -1,0 +1,285 @@
+#include "launcher.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <fstream>
+
+#include "api.h"
+
+extern "C" char** environ;
+
+namespace moonpool {
+namespace {
+
+using wire::Word;
+
+constexpr auto kGreeting = std::chrono::seconds(60);
+constexpr int kEndMilliseconds = 10'000;
+// The descriptor that the launcher finds its channel at.
+constexpr int kChannelFd = 3;
+// Beside this library: the interpreter, and the program that it is to run, each on a line.
+constexpr const char* kSettings = "moonpool.txt";
+
+std::pair<std::string, std::string> settings() {
+  Dl_info here{};
+  dladdr(reinterpret_cast<void*>(&settings), &here);
+  std::string path = here.dli_fname ? here.dli_fname : "";
+  path.resize(path.rfind('/') + 1);
+  path += kSettings;
+  std::ifstream file(path);
+  std::string interpreter, program;
+  if (!std::getline(file, interpreter) || !std::getline(file, program)) {
+    throw Failure(triton::kUnavailable,
+                  path + " does not name an interpreter and a program; install the backend with "
+                         "`moonpool triton install`");
+  }
+  return {interpreter, program};
+}
+
+// The server's environment without what would make another Python of the launcher and its stubs.
+std::vector<char*> environment() {
+  std::vector<char*> kept;
+  for (char** each = environ; *each; ++each) {
+    if (std::strncmp(*each, "PYTHON", 6) != 0) kept.push_back(*each);
+  }
+  kept.push_back(nullptr);
+  return kept;
+}
+
+}  // namespace
+
+std::unique_ptr<Letter> Mailbox::next(std::optional<Clock::time_point> deadline) {
+  std::unique_lock lock(mutex_);
+  const auto is_over = [this] { return is_closed_ || !letters_.empty(); };
+  if (deadline) {
+    arrived_.wait_until(lock, *deadline, is_over);
+  } else {
+    arrived_.wait(lock, is_over);
+  }
+  if (letters_.empty()) return nullptr;
+  auto letter = std::move(letters_.front());
+  letters_.pop_front();
+  return letter;
+}
+
+std::unique_ptr<Letter> Mailbox::take() { return next(Clock::now()); }
+
+bool Mailbox::is_closed() {
+  std::lock_guard lock(mutex_);
+  return is_closed_;
+}
+
+void Mailbox::put(std::unique_ptr<Letter> letter) {
+  std::lock_guard lock(mutex_);
+  letters_.push_back(std::move(letter));
+  arrived_.notify_all();
+}
+
+void Mailbox::close() {
+  std::lock_guard lock(mutex_);
+  is_closed_ = true;
+  arrived_.notify_all();
+}
+
+Launcher::Launcher(const std::string& backend, const std::string& directory,
+                   const std::string& config) {
+  spawn();
+  listener_ = std::thread([this] { listen(); });
+  std::string wrong;
+  if (auto letter = greeting_.next(Clock::now() + kGreeting)) {
+    const wire::Hello hello(letter->fields);
+    if (hello.version == wire::kLauncherVersion && hello.protocol == wire::kProtocolVersion) {
+      send<Word::BACKEND>(backend, directory, config, "triton");
+      tell_log_levels();
+      return;
+    }
+    wrong = "it is of moonpool " + std::string(hello.moonpool) + ", and this library of another";
+  } else {
+    wrong = "it ended, or said nothing; the log has what it printed";
+  }
+  channel_.shut();
+  listener_.join();
+  throw Failure(triton::kUnavailable, "The launcher of moonpool's stubs could not be started: " + wrong);
+}
+
+Launcher::~Launcher() {
+  channel_.shut();
+  if (listener_.joinable()) listener_.join();
+}
+
+void Launcher::spawn() {
+  auto [interpreter, program] = settings();
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0) {
+    throw Failure(triton::kUnavailable, std::string("no socket: ") + std::strerror(errno));
+  }
+  channel_ = Channel(Descriptor(ends[0]));
+  Descriptor theirs(ends[1]);
+  posix_spawn_file_actions_t actions;
+  posix_spawnattr_t attributes;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawnattr_init(&attributes);
+  posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
+  posix_spawn_file_actions_adddup2(&actions, theirs.get(), kChannelFd);
+  // The server's sockets are not for anybody's stubs.
+  posix_spawn_file_actions_addclosefrom_np(&actions, kChannelFd + 1);
+  sigset_t none, all;
+  sigemptyset(&none);
+  sigfillset(&all);
+  posix_spawnattr_setsigmask(&attributes, &none);
+  posix_spawnattr_setsigdefault(&attributes, &all);
+  posix_spawnattr_setpgroup(&attributes, 0);
+  posix_spawnattr_setflags(&attributes,
+                           POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETPGROUP);
+  std::string isolated = "-I", number = std::to_string(kChannelFd);
+  char* arguments[] = {interpreter.data(), isolated.data(), program.data(), number.data(), nullptr};
+  std::vector<char*> variables = environment();
+  const int error = posix_spawn(&pid_, interpreter.c_str(), &actions, &attributes, arguments,
+                                variables.data());
+  posix_spawnattr_destroy(&attributes);
+  posix_spawn_file_actions_destroy(&actions);
+  if (error) {
+    throw Failure(triton::kUnavailable, interpreter + " cannot be started: " + std::strerror(error));
+  }
+  pidfd_ = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, pid_, 0)));
+}
+
+uint64_t Launcher::new_number() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+std::shared_ptr<Mailbox> Launcher::open(uint64_t number) {
+  auto mailbox = std::make_shared<Mailbox>();
+  std::lock_guard lock(mutex_);
+  if (is_gone_) mailbox->close();
+  mailboxes_[number] = mailbox;
+  return mailbox;
+}
+
+void Launcher::close(uint64_t number) {
+  std::lock_guard lock(mutex_);
+  mailboxes_.erase(number);
+}
+
+void Launcher::tell_log_levels() {
+  const unsigned levels = log_levels();
+  // With a bit that is never told, so that the first word is no repetition.
+  if (log_levels_.exchange(levels | 1u << 31) == (levels | 1u << 31)) return;
+  const auto has = [levels](int level) { return (levels >> level & 1) != 0; };
+  send<Word::LOGGING>(has(triton::kInfo), has(triton::kWarning), has(triton::kError),
+                      has(triton::kVerbose));
+}
+
+void Launcher::post(std::string_view packet) {
+  Channel::Sent sent;
+  if (packet.size() <= wire::kMaxPacketBytes) {
+    sent = channel_.send(packet);
+  } else {
+    Descriptor file(memfd_create("moonpool-message", MFD_CLOEXEC));
+    for (std::string_view left = packet; !left.empty();) {
+      const ssize_t written = ::write(file.get(), left.data(), left.size());
+      if (written <= 0) {
+        throw Failure(triton::kUnavailable, "no memory for a message to the launcher");
+      }
+      left.remove_prefix(static_cast<size_t>(written));
+    }
+    Writer writer;
+    wire::encode<Word::LONG>(writer, packet.size());
+    sent = channel_.send(writer.bytes(), file.get());
+  }
+  // One that does not read is of no use either.
+  if (sent == Channel::Sent::kFull) channel_.shut();
+}
+
+// On a thread of its own, until the launcher's end.
+void Launcher::listen() {
+  Packet packet;
+  std::string wrong;
+  while (auto letter = receive(packet, &wrong)) deliver(std::move(letter));
+  if (!wrong.empty()) log(triton::kError, "The launcher is not listened to any more: " + wrong);
+  bury();
+  std::lock_guard lock(mutex_);
+  is_gone_ = true;
+  greeting_.close();
+  for (auto& [number, mailbox] : mailboxes_) mailbox->close();
+}
+
+std::unique_ptr<Letter> Launcher::receive(Packet& packet, std::string* wrong) {
+  auto letter = std::make_unique<Letter>();
+  if (channel_.receive(packet, false, &letter->descriptors) != Channel::Received::kDone) {
+    return nullptr;
+  }
+  letter->packet = packet.bytes();
+  auto decoded = decode(wire::kLauncher, wire::End::LAUNCHER, letter->packet);
+  if (decoded && decoded.kind() == Word::LONG && !letter->descriptors.empty()) {
+    const Descriptor file = std::move(letter->descriptors.front());
+    letter->descriptors.erase(letter->descriptors.begin());
+    std::string whole(wire::Long(decoded.fields).size, '\0');
+    size_t at = 0;
+    for (ssize_t size = 1; at < whole.size() && size > 0; at += static_cast<size_t>(size)) {
+      size = std::max<ssize_t>(0, pread(file.get(), &whole[at], whole.size() - at, static_cast<off_t>(at)));
+    }
+    whole.resize(at);
+    letter->packet = std::move(whole);
+    decoded = decode(wire::kLauncher, wire::End::LAUNCHER, letter->packet);
+  }
+  if (!decoded || decoded.kind() == Word::LONG) {
+    *wrong = decoded ? "LONG that stands for nothing" : decoded.wrong;
+    return nullptr;
+  }
+  letter->word = decoded.kind();
+  letter->fields = decoded.fields;
+  return letter;
+}
+
+void Launcher::deliver(std::unique_ptr<Letter> letter) {
+  if (letter->word == Word::NOTE) {
+    const wire::Note note(letter->fields);
+    log_line(static_cast<int>(note.level), note.file, static_cast<int>(note.line), note.message);
+    return;
+  }
+  if (letter->word == Word::HELLO) {
+    greeting_.put(std::move(letter));
+    return;
+  }
+  // All others are led by the number of whom they are about.
+  const uint64_t number = Reader(letter->fields).uint();
+  std::lock_guard lock(mutex_);
+  const auto mailbox = mailboxes_.find(number);
+  if (mailbox != mailboxes_.end()) mailbox->second->put(std::move(letter));
+}
+
+// It ends by itself when its channel does; wait for that, and help where it takes too long.
+void Launcher::bury() {
+  channel_.shut();
+  pollfd end{pidfd_.get(), POLLIN, 0};
+  if (poll(&end, 1, kEndMilliseconds) == 0) {
+    log(triton::kWarning, "The launcher of moonpool's stubs does not end; killing it");
+    kill(pid_, SIGKILL);
+  }
+  while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
+unsigned log_levels() {
+  unsigned levels = 0;
+  for (int level = triton::kInfo; level <= triton::kVerbose; ++level) {
+    levels |= static_cast<unsigned>(triton::LogIsEnabled(level)) << level;
+  }
+  return levels;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,107 @@
+// What a stub and this process see together: the request side, which is written here, and the answers, written there.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+#include "region.h"
+#include "wire.h"
+
+namespace moonpool {
+
+// The stub has said what it may not: it is not listened to any more.
+struct Violation : std::runtime_error {
+  using runtime_error::runtime_error;
+};
+
+// Where regions for one stub come from. Any thread may call any method.
+class RegionSource {
+ public:
+  // Another region, of which the stub does not know yet; `present` is what there is of its kind. Throws Failure.
+  virtual std::shared_ptr<Region> create(uint64_t present, uint64_t needed) = 0;
+  // Tell the stub of a region, or to forget one. Both throw Violation.
+  virtual void announce(const Region& region, wire::Side writer) = 0;
+  virtual void retire(uint64_t region) = 0;
+
+ protected:
+  ~RegionSource() = default;
+};
+
+// Bytes that the stub named, and that stay mapped for as long as this lives. The stub may change them at any time.
+struct View {
+  std::shared_ptr<Region> region;
+  const char* bytes = nullptr;
+  uint64_t size = 0;
+};
+
+// What the stub may look at. A loan lasts for a batch, unless the stub says that the model keeps it, or until the stub
+// gives it back. Any thread may call any method.
+class Loans {
+ public:
+  Loans(std::shared_ptr<Region> first, RegionSource& source);
+
+  // A block to write into, lent for this batch; with `keep`, until the stub gives it back. Throws Failure.
+  Spot lend(uint64_t size, char** memory, bool keep = false);
+  uint64_t first_region() const { return first_region_; }
+  // What is lent at this place. Throws Violation where so much is not.
+  View look(const wire::Block& block);
+  // Somebody else looks at what is lent: until `let_go` its bytes are not used again, whatever the stub says.
+  void hold(Spot spot);
+  void let_go(Spot spot);
+  // The batch is over, and with it its loans, but for those that the model keeps. Throws Violation.
+  void end_batch(const List<wire::Place>& held);
+  // The stub gives back what it kept. Throws Violation.
+  void take_back(const wire::Place& place);
+  // Give up regions that were not used since the last time.
+  void tidy();
+  bool has_grown();
+
+ private:
+  struct Loan {
+    bool is_kept;
+    bool is_over;
+    unsigned holds;
+  };
+  using Each = std::map<Spot, Loan>::iterator;
+  void end(Each loan);
+
+  RegionSource& source_;
+  const uint64_t first_region_;
+  std::mutex mutex_;
+  Arena arena_;
+  std::map<Spot, Loan> loans_;
+  std::vector<Spot> batch_;
+};
+
+// Where the stub puts its answers. Any thread may call any method.
+class Answers {
+ public:
+  Answers(std::shared_ptr<Region> first, RegionSource& source);
+
+  bool has(uint64_t region);
+  // A block of an answer. Throws Violation for what is not the stub's to answer from.
+  View look(const wire::Block& block);
+  // Nobody needs this block any more; the stub is told with the next batch, or by a message of its own.
+  void release(Spot spot);
+  // The blocks to tell of, at most so many.
+  void take_released(std::vector<wire::Place>* places, size_t most);
+  // Whether there are so many that they are worth a message of their own.
+  bool has_many_released();
+  // Another region of at least so many bytes. Throws Failure where there is no memory.
+  void grow(uint64_t needed);
+  // The stub does not use a region any more. Throws Violation.
+  void retire(uint64_t region);
+  bool has_grown();
+
+ private:
+  RegionSource& source_;
+  std::mutex mutex_;
+  std::map<uint64_t, std::shared_ptr<Region>> regions_;
+  std::vector<wire::Place> released_;
+};
+
+}  // namespace moonpool

@@ -1,0 +1,123 @@
+#include "model.h"
+
+namespace moonpool {
+namespace {
+
+using wire::Word;
+
+constexpr uint32_t kConfigVersion = 1;
+
+// Owns a message of the server's.
+struct JsonText {
+  explicit JsonText(triton::Message* owned) : message(owned) {}
+  ~JsonText() { complain(triton::MessageDelete(message), "a message cannot be deleted"); }
+  JsonText(const JsonText&) = delete;
+  std::string text() const {
+    const char* base;
+    size_t size;
+    check(triton::MessageSerializeToJson(message, &base, &size));
+    return {base, size};
+  }
+  triton::Message* const message;
+};
+
+}  // namespace
+
+BackendState::BackendState(triton::Backend* backend) {
+  const char *name, *directory;
+  int kind;
+  triton::Message* config;
+  check(triton::BackendName(backend, &name));
+  check(triton::BackendArtifacts(backend, &kind, &directory));
+  // The server keeps this one.
+  check(triton::BackendConfig(backend, &config));
+  const char* base;
+  size_t size;
+  check(triton::MessageSerializeToJson(config, &base, &size));
+  name_ = name;
+  directory_ = directory;
+  config_.assign(base, size);
+}
+
+std::shared_ptr<Launcher> BackendState::launcher() {
+  std::lock_guard lock(mutex_);
+  if (!launcher_ || launcher_->is_gone()) {
+    launcher_.reset();
+    launcher_ = std::make_shared<Launcher>(name_, directory_, config_);
+  }
+  return launcher_;
+}
+
+Model::Model(triton::Model* model, BackendState& backend) : model_(model), backend_(backend) {
+  const char *name, *directory;
+  int kind;
+  bool completes;
+  check(triton::ModelName(model, &name));
+  check(triton::ModelVersion(model, &version_));
+  check(triton::ModelRepository(model, &kind, &directory));
+  check(triton::ModelServer(model, &server_));
+  check(triton::ModelAutoCompleteConfig(model, &completes));
+  name_ = name;
+  directory_ = directory;
+  std::lock_guard lock(mutex_);
+  const auto letter = introduce(completes);
+  const wire::ModelReady ready(letter->fields);
+  learn(ready);
+  if (ready.config) {
+    triton::Message* config;
+    check(triton::MessageNewFromSerializedJson(&config, ready.config->data(), ready.config->size()));
+    const JsonText owned(config);
+    check(triton::ModelSetConfig(model, kConfigVersion, config));
+  }
+}
+
+Model::~Model() {
+  std::lock_guard lock(mutex_);
+  if (!launcher_ || launcher_->is_gone()) return;
+  // Its files may be gone, and the same model be loaded again, as soon as this is over.
+  const auto mailbox = launcher_->open(number_);
+  launcher_->send<Word::END_MODEL>(number_);
+  mailbox->next();
+  launcher_->close(number_);
+}
+
+std::shared_ptr<Launcher> Model::launcher(uint64_t* number) const {
+  std::lock_guard lock(mutex_);
+  if (launcher_->is_gone()) introduce(false);
+  *number = number_;
+  return launcher_;
+}
+
+// Tell a launcher of the model, and hear what it makes of it.
+std::unique_ptr<Letter> Model::introduce(bool completes) const {
+  launcher_ = backend_.launcher();
+  launcher_->tell_log_levels();
+  number_ = Launcher::new_number();
+  const auto mailbox = launcher_->open(number_);
+  launcher_->send<Word::MODEL>(number_, name_, version_, directory_, config(), completes);
+  auto letter = mailbox->next();
+  launcher_->close(number_);
+  if (letter && letter->word == Word::MODEL_READY) return letter;
+  if (!letter) throw Failure(triton::kUnavailable, "The launcher of moonpool's stubs has ended");
+  const wire::ModelRefused refused(letter->fields);
+  throw Failure(static_cast<int>(refused.code), std::string(refused.message));
+}
+
+void Model::learn(const wire::ModelReady& ready) {
+  for (const std::string_view name : ready.inputs) inputs_.emplace_back(name);
+  for (const std::string_view name : ready.outputs) outputs_.emplace_back(name);
+  decoupled_ = ready.decoupled;
+  reschedules_ = ready.reschedules;
+  has_batches_ = ready.max_batch_size > 0;
+  execute_timeout_ms_ = ready.execute_timeout_ms;
+  finalize_timeout_ms_ = ready.finalize_timeout_ms;
+  region_limit_ = ready.region_limit.value_or(0);
+}
+
+std::string Model::config() const {
+  triton::Message* message;
+  check(triton::ModelConfig(model_, kConfigVersion, &message));
+  return JsonText(message).text();
+}
+
+}  // namespace moonpool

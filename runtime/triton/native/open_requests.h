@@ -1,0 +1,73 @@
+// Requests whose responses come apart from the answer to their batch.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "answer.h"
+#include "api.h"
+#include "memory.h"
+#include "wire.h"
+
+namespace moonpool {
+
+// Finds the request that a response is for. The thread that executes a batch and the one that reads the control channel
+// meet here: responses come before the answer to their batch and after it.
+class OpenRequests {
+ public:
+  // `reschedules`: a request may come back as long as it has not had its last response, and is not released before.
+  OpenRequests(const std::vector<std::string>& outputs, bool reschedules)
+      : answer_(outputs), reschedules_(reschedules) {}
+
+  // What the answer to a batch leaves to be done with a request.
+  enum class Left { kRespond, kRelease, kReschedule, kNothing };
+
+  // For the thread that executes: this batch is about to be sent.
+  void begin(uint64_t batch, const std::vector<triton::Request*>& requests);
+  // The batch was answered: what is left to do with one of its requests? Once for each. Throws Violation.
+  Left answered(size_t index, uint64_t state);
+  // The batch will not be answered: whether the request waits for a response still. Once for each, when nobody reads
+  // any more.
+  bool deserted(size_t index);
+  // No answer is waited for any more.
+  void end();
+
+  // For the thread that reads: a response. Throws Violation.
+  void take(const wire::Response& row, Answers& answers);
+  // No more will come: end what is open with an error.
+  void fail(const Failure& failure);
+
+  bool are_open();
+  // Those that nobody waits for any more, each told once.
+  void each_cancelled(const std::function<void(uint64_t batch, uint64_t index)>& tell);
+
+ private:
+  struct Pending {
+    triton::Request* request;
+    triton::ResponseFactory* factory;
+    bool is_ended;
+    bool is_again;
+    bool is_cancelled;
+  };
+  using Key = std::pair<uint64_t, uint64_t>;
+  Pending& find(const wire::Response& row);
+  void finish(const wire::Response& row);
+  void check_reschedules() const;
+  static void drop_factory(Pending& pending);
+
+  Answer answer_;
+  const bool reschedules_;
+  std::mutex mutex_;
+  uint64_t batch_ = 0;
+  std::vector<Pending> executing_;
+  std::map<Key, Pending> open_;
+};
+
+// Release a request: done with, or to be scheduled once more.
+void release(triton::Request* request, uint32_t flags = triton::kReleaseAll) noexcept;
+
+}  // namespace moonpool

@@ -1,0 +1,330 @@
+#include "stub.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace moonpool {
+namespace {
+
+using wire::Kind;
+using wire::Word;
+
+// How long a stub keeps memory that it grew by and does not need, and how often it is looked whether clients
+// have left.
+constexpr int kKeepMilliseconds = 5'000;
+constexpr int kLookMilliseconds = 50;
+// As in Triton.
+constexpr auto kReadiness = std::chrono::seconds(5);
+// Messages of one channel that are read before others have their turn.
+constexpr int kManyMessages = 64;
+constexpr size_t kMostLetGo = 1 << 20;
+// The launcher has given the stub regions of smaller numbers.
+constexpr uint64_t kFirstRegion = uint64_t{1} << 32;
+
+
+bool is_readable(const pollfd& end) { return (end.revents & (POLLIN | POLLHUP | POLLERR)) != 0; }
+
+}  // namespace
+
+Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model,
+           const wire::Born& born, std::vector<Descriptor> descriptors)
+    : launcher_(std::move(launcher)),
+      mailbox_(mailbox),
+      model_(model),
+      instance_(born.instance),
+      generation_(born.generation),
+      control_(std::move(descriptors.at(0))),
+      pidfd_(std::move(descriptors.at(2))),
+      wakes_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      next_region_(kFirstRegion),
+      loans_(std::make_shared<Region>(born.request_region, born.request_size,
+                                      std::move(descriptors.at(3))),
+             *this),
+      answers_(std::make_shared<Region>(born.response_region, born.response_size,
+                                        std::move(descriptors.at(4))),
+               *this),
+      open_requests_(model.outputs(), model.reschedules()),
+      calls_(Channel(std::move(descriptors.at(1))), model, loans_, answers_),
+      log_levels_(log_levels()),
+      listener_([this] { listen(); }) {}
+
+Stub::~Stub() {
+  {
+    std::lock_guard lock(mutex_);
+    is_stopping_ = true;
+  }
+  control_.shut();
+  wake();
+  if (listener_.joinable()) listener_.join();
+}
+
+void Stub::begin(const wire::Started& started, Descriptor work) {
+  std::unique_lock lock(mutex_);
+  work_ = Channel(std::move(work));
+  work_.limit_waiting(kLookMilliseconds);
+  has_is_ready_ = started.has_is_ready;
+  has_begun_ = true;
+  if (!has_ended_) return;
+  // Before anybody was to be told.
+  lock.unlock();
+  report();
+}
+
+void Stub::take_back_late() {
+  std::lock_guard lock(mutex_);
+  for (const wire::Place& place : let_go_) loans_.take_back(place);
+  let_go_.clear();
+}
+
+void Stub::tell_packet(std::string_view packet, int descriptor) {
+  if (control_.send(packet, descriptor) == Channel::Sent::kFull) {
+    throw Violation("it does not read its control channel");
+  }
+}
+
+void Stub::tell_log_levels() {
+  const unsigned levels = log_levels();
+  if (log_levels_.exchange(levels) == levels) return;
+  const auto has = [levels](int level) { return (levels >> level & 1) != 0; };
+  tell<Kind::LOGGING>(has(triton::kInfo), has(triton::kWarning), has(triton::kError),
+                      has(triton::kVerbose));
+}
+
+void Stub::tell_cancelled() {
+  open_requests_.each_cancelled(
+      [this](uint64_t batch, uint64_t index) { tell<Kind::CANCEL>(batch, index); });
+}
+
+void Stub::wake() const { eventfd_write(wakes_.get(), 1); }
+
+void Stub::check_ready() {
+  if (has_ended_) throw Failure(triton::kUnavailable, "the instance's process has ended");
+  if (!has_is_ready_) return;
+  std::unique_lock lock(mutex_);
+  // Those who ask at the same time share one question.
+  if (question_ == answered_question_) tell<Kind::READY>(++question_);
+  const uint64_t question = question_;
+  const bool is_answered = answered_.wait_for(
+      lock, kReadiness, [&] { return has_ended_ || answered_question_ >= question; });
+  if (!is_answered) {
+    throw Failure(triton::kUnavailable, "Timed out waiting for user-defined is_ready() response");
+  }
+  if (has_ended_) throw Failure(triton::kUnavailable, "the instance's process has ended");
+  if (reason_) throw Failure(triton::kUnavailable, *reason_);
+}
+
+void Stub::distrust(const std::string& why) noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    if (why_.empty()) why_ = why;
+  }
+  control_.shut();
+  wake();
+}
+
+void Stub::overdue() { launcher_->send<Word::OVERDUE>(instance_, generation_); }
+
+const Failure& Stub::death() {
+  if (listener_.joinable()) listener_.join();
+  return *death_;
+}
+
+std::shared_ptr<Region> Stub::create(uint64_t present, uint64_t needed) {
+  const uint64_t size = Arena::growth(present, needed, model_.region_limit());
+  auto region = Region::create(next_region_++, size);
+  // Somebody is to look whether it is still needed later.
+  wake();
+  return region;
+}
+
+void Stub::announce(const Region& region, wire::Side writer) {
+  Writer message;
+  wire::encode<Kind::REGION>(message, region.id(), region.size(), static_cast<uint64_t>(writer),
+                             wire::kNoDevice, Raw{});
+  tell_packet(message.bytes(), region.fd());
+}
+
+void Stub::retire(uint64_t region) { tell<Kind::RETIRE>(region); }
+
+// What follows is for the thread that listens.
+
+void Stub::listen() noexcept {
+  try {
+    listen_until_end();
+  } catch (const std::exception& error) {
+    distrust(error.what());
+  }
+  bool has_begun;
+  {
+    std::lock_guard lock(mutex_);
+    has_ended_ = true;
+    has_begun = has_begun_;
+    answered_.notify_all();
+    // Whoever waits for an answer wakes up, after what was sent before the end.
+    work_.shut();
+  }
+  control_.shut();
+  calls_.close();
+  if (has_begun) report();
+}
+
+void Stub::listen_until_end() {
+  pollfd ends[] = {{control_.fd(), POLLIN, 0},
+                   {calls_.fd(), POLLIN, 0},
+                   {wakes_.get(), POLLIN, 0},
+                   {pidfd_.get(), POLLIN, 0}};
+  for (;;) {
+    const int ready = poll(ends, std::size(ends), wait_milliseconds());
+    if (ready == 0) tidy();
+    if (ready <= 0) continue;
+    if (is_readable(ends[2])) {
+      eventfd_t count;
+      eventfd_read(wakes_.get(), &count);
+    }
+    const bool has_exited = is_readable(ends[3]);
+    if (is_readable(ends[0]) && !read_control()) return;
+    // A stub that asks nothing any more may still answer.
+    if (is_readable(ends[1]) && !calls_.read()) ends[1].fd = -1;
+    if (open_requests_.are_open()) tell_cancelled();
+    if (has_exited) {
+      // What it sent before its end is not lost.
+      while (read_control()) {
+        pollfd more{control_.fd(), POLLIN, 0};
+        if (poll(&more, 1, 0) <= 0) break;
+      }
+      return;
+    }
+  }
+}
+
+int Stub::wait_milliseconds() {
+  if (open_requests_.are_open()) return kLookMilliseconds;
+  return loans_.has_grown() || answers_.has_grown() ? kKeepMilliseconds : -1;
+}
+
+// False at the end of the channel.
+bool Stub::read_control() {
+  Packet packet;
+  std::string stored;
+  for (int i = 0; i < kManyMessages; ++i) {
+    const Channel::Received received = control_.receive(packet, true);
+    if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
+    auto message = decode(wire::kControl, wire::Side::STUB, packet.bytes());
+    if (message && message.kind() == Kind::INDIRECT) {
+      const wire::Indirect where(message.fields);
+      const View view = answers_.look({where.region, where.offset, where.size});
+      stored.assign(view.bytes, view.size);
+      answers_.release({where.region, where.offset});
+      message = decode(wire::kControl, wire::Side::STUB, stored);
+    }
+    if (!message) throw Violation(message.wrong);
+    handle(message);
+  }
+  return true;
+}
+
+void Stub::handle(const Decoded<Kind>& message) {
+  switch (message.kind()) {
+    case Kind::RESPONSES:
+      for (const wire::Response& row : wire::Responses(message.fields).responses) {
+        open_requests_.take(row, answers_);
+      }
+      if (answers_.has_many_released()) tell_released();
+      return;
+    case Kind::LOG: {
+      const wire::Log line(message.fields);
+      log_line(static_cast<int>(line.level), line.file, static_cast<int>(line.line), line.message);
+      return;
+    }
+    case Kind::GROW: {
+      const wire::Grow wish(message.fields);
+      grow(wish.size, wish.device);
+      return;
+    }
+    case Kind::RETIRE:
+      answers_.retire(wire::Retire(message.fields).region);
+      return;
+    case Kind::RELEASE: {
+      std::lock_guard lock(mutex_);
+      for (const wire::Place& place : wire::Release(message.fields).places) let_go_.push_back(place);
+      if (let_go_.size() > kMostLetGo) throw Violation("it releases more than it was given");
+      return;
+    }
+    case Kind::METRICS:
+      calls_.change_metrics(wire::Metrics(message.fields));
+      return;
+    case Kind::READINESS: {
+      const wire::Readiness answer(message.fields);
+      std::lock_guard lock(mutex_);
+      if (answer.question != question_) return;
+      answered_question_ = answer.question;
+      reason_ = answer.reason;
+      answered_.notify_all();
+      return;
+    }
+    default:
+      throw Violation(std::string(message.message->name) + " was not asked for");
+  }
+}
+
+void Stub::grow(uint64_t needed, int64_t device) {
+  // With word of all that is free again, which may be enough.
+  tell_released();
+  try {
+    if (device != wire::kNoDevice) {
+      throw Failure(triton::kUnsupported, "inside of tritonserver, outputs lie in ordinary memory");
+    }
+    answers_.grow(needed);
+  } catch (const Failure& failure) {
+    tell<Kind::REFUSED>(failure.what());
+  }
+}
+
+void Stub::tell_released() {
+  for (;;) {
+    answers_.take_released(&released_, wire::kMaxPlacesInPacket);
+    if (released_.empty()) return;
+    tell<Kind::RELEASE>(released_);
+  }
+}
+
+void Stub::tidy() {
+  if (open_requests_.are_open()) {
+    tell_cancelled();
+    return;
+  }
+  if (!is_executing_) take_back_late();
+  loans_.tidy();
+  tell_released();
+}
+
+// Tell the launcher of the end, and hear why it came.
+void Stub::report() noexcept {
+  std::string why;
+  {
+    std::lock_guard lock(mutex_);
+    if (is_stopping_) {
+      death_.emplace(triton::kUnavailable, "the model was unloaded");
+    }
+    why = why_;
+  }
+  if (!death_) {
+    launcher_->send<Word::LOST>(instance_, generation_, is_executing_.load(), why);
+    const auto letter = mailbox_.next();
+    if (letter && letter->word == Word::DIED) {
+      const wire::Died died(letter->fields);
+      death_.emplace(static_cast<int>(died.code), std::string(died.message));
+      is_final_ = !died.restarts_in_ms;
+    } else {
+      death_.emplace(triton::kUnavailable,
+                     "The launcher of moonpool's stubs has ended, and this stub with it");
+    }
+  }
+  open_requests_.fail(*death_);
+}
+
+}  // namespace moonpool
