@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -148,6 +149,9 @@ def main(benchmark: str, question: str, measure: Callable[[Report, bool], None])
     parser.add_argument("--quick", action="store_true", help="only see whether it works")
     parser.add_argument("--json", metavar="FILE", help="write JSON lines; - for standard output")
     arguments = parser.parse_args()
+    # Else every process would compile what an installed one reads.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     report = Report(benchmark, question, arguments.quick)
     measure(report, arguments.quick)
     lines = report.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.policy import Policy, is_contained
 from moonpool.runtime import environment_variables
 from moonpool.runtime.process import StubProcess
-from moonpool.runtime.sandbox import scratch, users
+from moonpool.runtime.sandbox import bytecode, scratch, users
 from moonpool.runtime.sandbox.gpu_access import access_to
 from moonpool.runtime.sandbox.grants import granted
 from moonpool.runtime.sandbox.paths import needed_paths
@@ -115,7 +115,11 @@ def plan_for(
     python = str(environment.python)
     if not common.is_contained:
         return Plan(common, python, variables, os.getcwd(), ())
+<<<<<<< HEAD
     access = access_to(gpus)
+=======
+    bytecode.keep()
+>>>>>>> d1c4313 (Contained instances find bytecode that they may not write; standard leaves the umask alone)
     user = users.take()
     own_folder = scratch.make(user)
     policy = common.changed(

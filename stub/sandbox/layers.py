@@ -10,7 +10,6 @@ A layer that is required and refused ends the stub: it never goes on without.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.policy import OFF
@@ -39,8 +38,7 @@ def apply(policy: Policy, *, launches: bool = False) -> Applied:
         limits.forbid_core_dumps()
         with refusing("no_new_privs"):
             identity.forbid_new_privileges()
-        os.umask(0o077)
-        applied.on += ["no_core_dumps", "no_new_privs", "umask"]
+        applied.on += ["no_core_dumps", "no_new_privs"]
     if policy.limits or policy.cpus or policy.nice:
         applied.on.append("limits")
     return applied

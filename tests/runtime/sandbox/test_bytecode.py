@@ -1,0 +1,76 @@
+"""Bytecode of moonpool's own files, which contained instances read and cannot write."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.util import cache_from_source
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import Config, hosted, options, tensor
+
+import moonpool
+from moonpool.runtime.sandbox import bytecode
+
+MODEL = """
+import sys, triton_python_backend_utils as pb_utils, numpy as np
+
+def compiled():
+    for name, module in list(sys.modules.items()):
+        if name.startswith("moonpool.") and getattr(module, "__cached__", None):
+            with open(module.__cached__, "rb"):
+                yield name
+
+class TritonPythonModel:
+    def execute(self, requests):
+        names = np.array([name.encode() for name in compiled()], object)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", names)]) for _ in requests]
+"""
+CONFIG: Config = {"input": [tensor("X", "FP32", 1)], "output": [tensor("Y", "STRING", -1)]}
+STUB = Path(bytecode.__file__).resolve().parents[2] / "stub"
+Keep = Callable[[], None]
+
+
+@pytest.fixture
+def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keep:
+    """`bytecode.keep` of a process in which it was not called yet, and whose bytecode lies in a folder of its own."""
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "kept"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    again = bytecode.keep.__wrapped__
+    monkeypatch.setattr(bytecode, "keep", again)
+    return again
+
+
+def test_all_files_of_a_stub_are_compiled(keep: Keep) -> None:
+    keep()
+
+    assert all(Path(cache_from_source(str(file))).exists() for file in STUB.rglob("*.py"))
+
+
+def test_where_python_writes_no_bytecode_none_is_written(
+    keep: Keep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    keep()
+
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.usefixtures("keep")
+def test_an_instance_that_may_write_none_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(kept))
+    (tmp_path / "model.py").write_text(MODEL)
+    config = CONFIG | options(SANDBOX="strict", SANDBOX_PATHS=kept)
+
+    with (
+        moonpool.Runtime() as runtime,
+        hosted(runtime, "compiled", tmp_path / "model.py", config),
+    ):
+        (names,) = runtime.infer("compiled", {"X": np.zeros(1, np.float32)}).values()
+
+    assert {b"moonpool.stub.loop", b"moonpool.stub.sandbox.seccomp"} <= set(names)
