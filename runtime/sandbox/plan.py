@@ -115,11 +115,8 @@ def plan_for(
     python = str(environment.python)
     if not common.is_contained:
         return Plan(common, python, variables, os.getcwd(), ())
-<<<<<<< HEAD
-    access = access_to(gpus)
-=======
     bytecode.keep()
->>>>>>> d1c4313 (Contained instances find bytecode that they may not write; standard leaves the umask alone)
+    access = access_to(gpus)
     user = users.take()
     own_folder = scratch.make(user)
     policy = common.changed(
