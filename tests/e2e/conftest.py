@@ -11,12 +11,23 @@ import pytest
 from tests.e2e.hosting import ECHO, MODELS, hosted
 
 import moonpool
+from moonpool.runtime.loading import HostingRules
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[moonpool.Runtime]:
+def completes() -> bool:
+    """Whether models of `runtime` are asked to complete their configuration, which takes every load another process.
+
+    Modules in which it matters say so with a fixture of their own.
+    """
+    return False
+
+
+@pytest.fixture(scope="module")
+def runtime(completes: bool) -> Iterator[moonpool.Runtime]:
     """A runtime for the whole module; its tests load and unload their models."""
     with moonpool.Runtime(drain_timeout_s=10.0) as runtime:
+        runtime.registry.rules = HostingRules(completes=completes)
         yield runtime
 
 

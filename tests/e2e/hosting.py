@@ -49,7 +49,7 @@ def is_running(pid: int) -> bool:
     """Whether there is such a process, and it has not ended: who reaps orphans takes their time."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

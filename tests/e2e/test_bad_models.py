@@ -23,6 +23,11 @@ PREFIX = "Failed to process the request(s) for model 'returns_0', message: "
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
 
+@pytest.fixture(scope="module")
+def completes() -> bool:
+    return True
+
+
 # What is wrong with the file
 
 FILES = {

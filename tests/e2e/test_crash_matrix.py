@@ -117,6 +117,11 @@ PATIENT = {"ENVIRONMENT": "FAULT_AT", "RESTART_WINDOW_S": 0.001, "MEMORY_LIMIT_B
 
 
 @pytest.fixture(scope="module")
+def completes() -> bool:
+    return True
+
+
+@pytest.fixture(scope="module")
 def victims(runtime: moonpool.Runtime) -> Iterator[None]:
     """The model that is told to die, and the same with a limit to its patience."""
     file = MODELS / "dies.py"

@@ -69,6 +69,11 @@ INTERPRETERS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def completes() -> bool:
+    return True
+
+
 @pytest.mark.parametrize("name", INTERPRETERS)
 def test_an_interpreter_that_is_none_is_told_in_a_sentence(
     runtime: moonpool.Runtime, tmp_path: Path, name: str

@@ -44,6 +44,11 @@ LIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def completes() -> bool:
+    return True
+
+
 @pytest.fixture(autouse=True)
 def _instead_of_the_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARKS", str(tmp_path))

@@ -116,6 +116,11 @@ FAULTS = [
 
 
 @pytest.fixture(scope="module")
+def completes() -> bool:
+    return True
+
+
+@pytest.fixture(scope="module")
 def instead_of_the_stub(
     sibling_model: None,  # noqa: ARG001 - to be loaded before
 ) -> Iterator[None]:

@@ -33,6 +33,11 @@ LEVELS = pytest.mark.parametrize("level", ["standard", "strict"])
 pytestmark = [pytest.mark.slow]
 
 
+@pytest.fixture(scope="module")
+def completes() -> bool:
+    return True
+
+
 @pytest.fixture(autouse=True)
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "marks"
@@ -42,6 +47,8 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         # At strict it is another user who writes there, or several of them.
         (folder / name).chmod(0o666)
     monkeypatch.setenv("MARKS", str(folder))
+    # With the threads of numpy, which must end before a fork.
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
     return folder
 
 

@@ -89,6 +89,11 @@ def told(stream: ResponseStream) -> Told:
 Serve = Callable[..., Any]
 
 
+@pytest.fixture(scope="module")
+def completes() -> bool:
+    return True
+
+
 @pytest.fixture
 def serve(runtime: moonpool.Runtime, tmp_path: Path) -> Serve:
     @contextmanager

@@ -1,14 +1,17 @@
-"""Fuzz one target for so many seconds with atheris: `python -m tests.fuzz.run TARGET SECONDS [FOLDER]`.
+"""Fuzz targets for so many seconds each with atheris: `python -m tests.fuzz.run SECONDS TARGET [TARGET ...]`.
 
-New inputs that reach new code go to the folder, where there is one; else they are forgotten. What is found stays in a
+New inputs that reach new code go to `--folder`, where there is one; else they are forgotten. What is found stays in a
 file `crash-TARGET-...` in the current folder, and the exit status is not 0.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import logging
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import atheris  # type: ignore[import-untyped]
@@ -16,11 +19,10 @@ import atheris  # type: ignore[import-untyped]
 CORPUS = Path(__file__).parent / "corpus"
 
 
-def main() -> None:
-    name, seconds, *folders = sys.argv[1:]
-    with atheris.instrument_imports(include=["moonpool"]):
-        from tests.fuzz.targets import TARGETS
-    logging.getLogger("moonpool").setLevel(logging.CRITICAL + 1)
+def fuzz(name: str, seconds: int, folder: str) -> None:
+    """Never returns: libFuzzer ends the process."""
+    from tests.fuzz.targets import TARGETS
+
     target = TARGETS[name]
     runs = 0
 
@@ -31,11 +33,31 @@ def main() -> None:
         if runs % 1000 == 0:
             gc.collect()
 
-    known = CORPUS / name
-    folders += [str(known)] if known.is_dir() else []
+    # The first one is written to.
+    folders = [folder, str(CORPUS / name)]
     options = [f"-max_total_time={seconds}", "-max_len=1024", "-timeout=20", "-rss_limit_mb=2048"]
     atheris.Setup([sys.argv[0], f"-artifact_prefix=crash-{name}-", *options, *folders], run)
     atheris.Fuzz()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run")
+    parser.add_argument("seconds", type=int)
+    parser.add_argument("targets", nargs="+")
+    parser.add_argument("--folder")
+    arguments = parser.parse_args()
+    # Instrumenting takes longer than a short run, so all targets have it done once.
+    with atheris.instrument_imports(include=["moonpool"]):
+        import tests.fuzz.targets  # noqa: F401
+    logging.getLogger("moonpool").setLevel(logging.CRITICAL + 1)
+    for name in arguments.targets:
+        with tempfile.TemporaryDirectory() as forgotten:
+            child = os.fork()
+            if child == 0:
+                fuzz(name, arguments.seconds, arguments.folder or forgotten)
+            _, status = os.waitpid(child, 0)
+            if status:
+                sys.exit(f"The target '{name}' ended with {os.waitstatus_to_exitcode(status)}.")
 
 
 if __name__ == "__main__":
