@@ -31,6 +31,14 @@ void* find(const char* name) {
   return server ? dlsym(server, name) : nullptr;
 }
 
+// What a server must have, for `moonpool triton check` to read.
+#define MOONPOOL_NAME(prefix, name, result, arguments) " " #prefix #name
+#define MOONPOOL_SKIP(prefix, name, result, arguments)
+extern "C" __attribute__((visibility("default"))) const char moonpool_required_functions[];
+const char moonpool_required_functions[] = MOONPOOL_TRITON_FUNCTIONS(MOONPOOL_NAME, MOONPOOL_SKIP);
+#undef MOONPOOL_SKIP
+#undef MOONPOOL_NAME
+
 }  // namespace
 
 std::string resolve() {
