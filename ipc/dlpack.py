@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from moonpool.ipc.tensors import BF16
+from moonpool.ipc.tensors import BF16, MAX_DIMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,31 +85,90 @@ _KINDS: tuple[tuple[bytes, type[_Managed | _Versioned], bytes], ...] = (
 )
 
 
+_api = ctypes.pythonapi
+_name = ctypes.c_char_p
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, _name)(("PyCapsule_IsValid", _api))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, _name)(
+    ("PyCapsule_GetPointer", _api)
+)
+_rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, _name)(("PyCapsule_SetName", _api))
+_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, _name, ctypes.c_void_p)(
+    ("PyCapsule_New", _api)
+)
+# For a capsule that is going: to name it as an object would bring it back.
+_is_valid_at = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, _name)(("PyCapsule_IsValid", _api))
+_pointer_at = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, _name)(
+    ("PyCapsule_GetPointer", _api)
+)
+
+
 class Foreign:
     """What a capsule says of a tensor. Once it is taken, the memory is valid until this is gone."""
 
     __slots__ = (
-        "_capsule", "_managed", "_used_name", "address", "bits", "code", "device_id",
+        "_capsule", "_is_ours", "_managed", "_used_name", "address", "bits", "code", "device_id",
         "device_type", "is_contiguous", "is_read_only", "lanes", "major", "shape",
     )  # fmt: skip
 
+    def __init__(self, capsule: object, managed: _Managed | _Versioned, used_name: bytes) -> None:
+        """For `look` alone."""
+        self._capsule = capsule
+        self._managed = managed
+        self._used_name = used_name
+        self._is_ours = False
+        is_versioned = isinstance(managed, _Versioned)
+        # 0 for a capsule of the first form.
+        self.major = managed.major if is_versioned else 0
+        self.is_read_only = is_versioned and bool(managed.flags & READ_ONLY)
+        tensor = managed.tensor
+        self.device_type, self.device_id = tensor.device_type, tensor.device_id
+        self.code, self.bits, self.lanes = tensor.code, tensor.bits, tensor.lanes
+        # A negative number of dimensions gives an empty slice, and no shape has more than the most.
+        self.shape: tuple[int, ...] = tuple(tensor.shape[: min(tensor.ndim, MAX_DIMS + 1)])
+        self.is_contiguous = _is_contiguous(tensor, self.shape)
+        self.address = int((tensor.data or 0) + tensor.byte_offset)
+
     def take(self) -> None:
         """Own the memory from now on. The capsule is used up."""
-        raise NotImplementedError
+        _rename(self._capsule, self._used_name)
+        self._capsule = None
+        self._is_ours = True
 
     @property
     def datatype(self) -> int | None:
         """The code in `ipc.tensors`; None where there is none."""
-        raise NotImplementedError
+        return DATATYPES.get((self.code, self.bits)) if self.lanes == 1 else None
 
     @property
     def size_bytes(self) -> int:
-        raise NotImplementedError
+        """Of a contiguous tensor."""
+        size = int(self.bits) // 8
+        for dimension in self.shape:
+            size *= dimension
+        return size
+
+    def __del__(self) -> None:
+        if self._is_ours and self._managed.deleter:
+            self._managed.deleter(ctypes.addressof(self._managed))
+
+
+def _is_contiguous(tensor: _Tensor, shape: tuple[int, ...]) -> bool:
+    if not tensor.strides or 0 in shape:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(tensor.strides[: len(shape)])):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def look(source: object) -> Foreign | None:
     """What a capsule says, None for what is no capsule of DLPack that was not used yet. Nothing is taken."""
-    raise NotImplementedError
+    for name, kind, used_name in _KINDS:
+        if _is_valid(source, name):
+            return Foreign(source, kind.from_address(_pointer(source, name)), used_name)
+    return None
 
 
 def capsule_of(source: Any, stream: int | None = None) -> object:
@@ -117,7 +176,44 @@ def capsule_of(source: Any, stream: int | None = None) -> object:
 
     Raises TypeError where that is no capsule, and whatever the method raises.
     """
-    raise NotImplementedError
+    named = {} if stream is None else {"stream": stream}
+    try:
+        # Only the later form can say that memory is read-only.
+        capsule = source.__dlpack__(max_version=(MAJOR, 0), **named)
+    except TypeError:
+        capsule = source.__dlpack__(**named)
+    if type(capsule).__name__ != "PyCapsule":
+        kind = type(capsule).__name__
+        raise TypeError(f"Object of type '{kind}' is not an instance of 'capsule'")
+    return capsule
+
+
+# What each capsule of ours keeps until its consumer is done, by the address of its struct.
+_kept: dict[int, tuple[object, ...]] = {}
+
+
+def _delete(address: int, kept: dict[int, tuple[object, ...]] = _kept) -> None:
+    kept.pop(address, None)
+
+
+def _end(
+    capsule: int,
+    names: tuple[bytes, ...] = (_KINDS[0][0], _KINDS[1][0]),
+    is_valid: Any = _is_valid_at,
+    pointer: Any = _pointer_at,
+    kept: dict[int, tuple[object, ...]] = _kept,
+) -> None:
+    """A capsule is going; if nobody used it, so is what it keeps."""
+    for name in names:
+        if is_valid(capsule, name):
+            kept.pop(pointer(capsule, name), None)
+
+
+_deleter = _Deleter(_delete)
+_destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_end)
+# Consumers may let go while the interpreter ends and this module is gone: the two must outlive it.
+for _lasting in (_deleter, _destructor):
+    _api.Py_IncRef(ctypes.py_object(_lasting))
 
 
 def make(
@@ -130,9 +226,35 @@ def make(
     *,
     is_read_only: bool = False,
 ) -> CapsuleType:
-    """A capsule over memory that `owner` keeps; it is kept until the capsule's consumer is done.
+    """A capsule over C-contiguous memory that `owner` keeps; it is kept until the capsule's consumer is done.
 
-    It is of the first form, "dltensor", unless `max_version` takes a later one. The first form has no word for read-only memory:
-    BufferError.
+    It is of the first form, "dltensor", unless `max_version` takes a later one. The first form has no word for
+    read-only memory: BufferError.
     """
-    raise NotImplementedError
+    is_versioned = max_version is not None and tuple(max_version) >= (MAJOR, 0)
+    if is_read_only and not is_versioned:
+        raise BufferError("The tensor is read-only, which DLPack before 1.0 has no word for.")
+    managed: Any = _Versioned() if is_versioned else _Managed()
+    dimensions = (ctypes.c_int64 * len(shape))(*shape)
+    strides = (ctypes.c_int64 * len(shape))()
+    step = 1
+    for i in range(len(shape) - 1, -1, -1):
+        strides[i] = step
+        step *= shape[i]
+    tensor = managed.tensor
+    tensor.data = address
+    tensor.device_type, tensor.device_id = device
+    tensor.ndim = len(shape)
+    tensor.code, tensor.bits = _TYPES[datatype]
+    tensor.lanes = 1
+    tensor.shape = ctypes.cast(dimensions, ctypes.POINTER(ctypes.c_int64))
+    tensor.strides = ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64))
+    managed.deleter = _deleter
+    if is_versioned:
+        managed.major = MAJOR
+        managed.flags = READ_ONLY if is_read_only else 0
+    place = ctypes.addressof(managed)
+    _kept[place] = (managed, dimensions, strides, owner)
+    name = _KINDS[1][0] if is_versioned else _KINDS[0][0]
+    destructor = ctypes.cast(_destructor, ctypes.c_void_p)
+    return _new(place, name, destructor)  # type: ignore[no-any-return]

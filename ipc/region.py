@@ -34,6 +34,17 @@ _SHARED = mmap.MAP_SHARED
 _PRESENT = _SHARED | getattr(mmap, "MAP_POPULATE", 0)  # from Python 3.10 on
 
 
+class Map(mmap.mmap):
+    """The memory of a region at an address of this process."""
+
+    # Called once, right before the memory is unmapped: with the last view of it, in any thread.
+    before_unmap: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.before_unmap is not None:
+            self.before_unmap()
+
+
 class SharedRegion(Region):
     """A sealed memfd, mapped for reading and writing."""
 
@@ -51,7 +62,7 @@ class SharedRegion(Region):
         self._sharing = threading.Lock()
         self.buffer = None
         try:
-            self.buffer = mmap.mmap(fd, size_bytes, _SHARED if size_bytes < _LARGE else _PRESENT)
+            self.buffer = Map(fd, size_bytes, _SHARED if size_bytes < _LARGE else _PRESENT)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise OutOfMemory(f"cannot map {size_bytes} bytes of shared memory: {error}") from error

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, Callable
+
+import numpy as np
+
+from moonpool.ipc import dlpack
+from moonpool.ipc.cuda import driver as api
+from moonpool.ipc.cuda.device import device, device_of
+from moonpool.ipc.errors import BadTensor
+from moonpool.ipc.tensors import BF16, DTYPES, NAMES, check_shape, code_of, size_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -11,68 +20,110 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.device import Device
     from moonpool.ipc.cuda.region import DeviceLease
 
+_ON_DEVICE = (dlpack.CUDA, dlpack.CUDA_MANAGED)
+# By the package that an array comes from: what says on which stream its work goes on, for a device.
+_CURRENT: dict[str, Callable[[Any, int], Any]] = {
+    "torch": lambda torch, ordinal: torch.cuda.current_stream(ordinal).cuda_stream,
+    "cupy": lambda cupy, _: cupy.cuda.get_current_stream().ptr,
+}
+
 
 class DeviceArray:
     """A C-contiguous array on a device. cupy, torch and others take it without a copy, by `__dlpack__` or
     `__cuda_array_interface__`, in the order of their own streams.
 
-    Its memory stays valid as long as it or anything made of it lives. A stream that it was handed out on must live as long,
-    too. Not to be changed by two threads at a time; else thread-safe.
+    Its memory stays valid as long as it or anything made of it lives. A stream that it was handed out on must live as
+    long, too. Thread-safe as far as the bytes are not changed by two threads.
     """
 
     __slots__ = (
-        "__weakref__",
-        "address",
-        "datatype",
-        "device",
-        "is_read_only",
-        "lease",
-        "owner",
-        "shape",
-        "stream",
-    )
+        "__weakref__", "address", "datatype", "device", "is_read_only", "lease", "owner", "shape", "stream",
+    )  # fmt: skip
 
-    address: int
-    shape: tuple[int, ...]
-    # The code in `ipc.tensors`.
-    datatype: int
-    device: Device
-    # The block of ours that it lies in; None for memory of somebody else, which `owner` keeps.
-    lease: DeviceLease | None
-    owner: object
-    # The stream of the owner's that made it; 0 where nothing has to be waited for. For foreign memory only.
-    stream: int
-    is_read_only: bool
+    def __init__(
+        self,
+        device: Device,
+        address: int,
+        datatype: int,
+        shape: tuple[int, ...],
+        *,
+        lease: DeviceLease | None = None,
+        owner: object = None,
+        stream: int = 0,
+        is_read_only: bool = False,
+    ) -> None:
+        """For `over` and `of` alone."""
+        self.device = device
+        self.address = address
+        # The code in `ipc.tensors`, and sizes in elements.
+        self.datatype = datatype
+        self.shape = shape
+        # The block of ours that it lies in; None for memory of somebody else, which `owner` keeps.
+        self.lease = lease
+        self.owner = owner
+        # Of foreign memory: the stream that its owner works on; 0 where there is nothing to wait for.
+        self.stream = stream
+        self.is_read_only = is_read_only
 
     @classmethod
     def over(
         cls, lease: DeviceLease, offset: int, datatype: int, shape: tuple[int, ...]
     ) -> DeviceArray:
         """An array in a block of ours, which the caller has checked."""
-        raise NotImplementedError
+        return cls(lease.mapping.device, lease.address + offset, datatype, shape, lease=lease)
 
     @classmethod
-    def of(cls, source: object, stream: int = 0) -> DeviceArray | None:
+    def of(cls, source: object, stream: int | None = None) -> DeviceArray | None:
         """What an object says of its device memory, without a copy; None for one that has none.
 
         `source` is a `DeviceArray`, has `__dlpack__` or `__cuda_array_interface__`, or is a capsule of DLPack.
-        Where it can, it is asked to be ready for `stream`; else `array.stream` says what to wait for. `enter` does either.
-        Raises `BadTensor` for what is not C-contiguous or has no datatype of ours, `CudaUnavailable`.
+        `stream` is one of ours on which the array will be touched, for sources that want to know it; all the same call
+        `enter` before that is done, and `leave` afterwards. Raises `BadTensor` for what is not C-contiguous or has no datatype of ours,
+        `CudaUnavailable`, and whatever the source raises.
         """
-        raise NotImplementedError
+        if isinstance(source, DeviceArray):
+            return source
+        if hasattr(source, "__dlpack__") and hasattr(source, "__dlpack_device__"):
+            if int(source.__dlpack_device__()[0]) not in _ON_DEVICE:
+                return None
+            return _of_capsule(dlpack.capsule_of(source, stream), source)
+        interface = getattr(source, "__cuda_array_interface__", None)
+        if interface is not None:
+            return _of_interface(interface, source)
+        return _of_capsule(source, source)
 
     @property
     def nbytes(self) -> int:
-        raise NotImplementedError
+        """What it takes."""
+        return size_bytes(self.datatype, self.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As numpy calls it."""
+        return DTYPES[self.datatype]
 
     @property
     def is_cpu(self) -> bool:
         """False: an array in ordinary memory is numpy's."""
         return False
 
-    def enter(self, stream: int) -> None:
-        """Let work that is queued on `stream` from now on come after all that was done to the array."""
-        raise NotImplementedError
+    def enter(self, stream: int, keeper: object = None) -> None:
+        """Let work that is queued on `stream` from now on come after all that was done to the array.
+
+        `keeper` is what keeps that stream, where it is not the caller's.
+        """
+        if self.lease is not None:
+            self.lease.use(stream, keeper)
+        elif self.stream:
+            self.device.order(self.stream, stream)
+
+    def leave(self, stream: int) -> None:
+        """Let what others queue from now on, on the streams that they had the array on, come after what is queued on `stream`."""
+        if self.lease is not None:
+            for other in list(self.lease.streams):
+                self.device.order(stream, other)
+        elif self.stream:
+            self.device.order(stream, self.stream)
 
     def settle(self) -> None:
         """Wait until all that was done to the array is over: for a user who does not say on which stream he works.
@@ -82,8 +133,22 @@ class DeviceArray:
         raise NotImplementedError
 
     def to_host(self) -> NDArray[Any]:
-        """A copy in ordinary memory; waits for it. BYTES never lie on a device."""
-        raise NotImplementedError
+        """A copy in ordinary memory; waits for it, and for all that was done to the array before."""
+        array = np.empty(self.shape, DTYPES[self.datatype])
+        stream = self.device.new_stream()
+        try:
+            # Not noted as a user of the block: it is done with it when this returns.
+            if self.lease is None:
+                self.enter(stream)
+            else:
+                if self.lease.lane is not None:
+                    self.lease.lane.enter(stream)
+                for other in list(self.lease.streams):
+                    self.device.order(other, stream)
+            self.device.read(array, self.address, stream)
+        finally:
+            self.device.close_stream(stream)
+        return array
 
     def __dlpack__(
         self,
@@ -94,13 +159,127 @@ class DeviceArray:
         copy: bool | None = None,
     ) -> CapsuleType:
         """As the array API's standard has it: None and 1 are the default stream, 2 the thread's, -1 waits for nothing."""
-        raise NotImplementedError
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(
+                f"The array is on device {self.device.ordinal} and not on {dl_device}."
+            )
+        if copy:
+            raise BufferError("The array is handed out as it is; copy what you get.")
+        if stream == 0:
+            raise BufferError("Stream 0 may be the default one or the thread's: say 1 or 2.")
+        if stream is None or stream > 0:
+            self.enter(api.LEGACY_STREAM if stream is None else stream)
+        elif self.lease is not None:
+            # Who waits for nothing works somewhere all the same.
+            self.lease.streams[api.LEGACY_STREAM] = None
+        return dlpack.make(
+            self,
+            self.address,
+            self.__dlpack_device__(),
+            self.datatype,
+            self.shape,
+            max_version,
+            is_read_only=self.is_read_only,
+        )
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        raise NotImplementedError
+        return (dlpack.CUDA, self.device.ordinal)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3. Its `stream` says what to wait for. It is not known who asks, so what the caller queues on the default stream,
-        or on streams that wait for that one, is waited for; others use `__dlpack__`."""
-        raise NotImplementedError
+        """Version 3.
+
+        It is not known who asks. He is told to wait for the default stream, which waits for what was done to the array; and what he
+        queues there, or on streams that wait for it as those that are not non-blocking do, is waited for. For others there is
+        `__dlpack__`.
+        """
+        if self.datatype == BF16:
+            raise AttributeError("BF16 has no name in __cuda_array_interface__; use __dlpack__")
+        self.enter(api.LEGACY_STREAM)
+        return {
+            "shape": self.shape,
+            "typestr": DTYPES[self.datatype].str,
+            "data": (self.address, self.is_read_only),
+            "strides": None,
+            "version": 3,
+            "stream": api.LEGACY_STREAM,
+        }
+
+    def __repr__(self) -> str:
+        return f"<DeviceArray {NAMES[self.datatype]} {list(self.shape)} on device {self.device.ordinal}>"
+
+
+def _of_capsule(capsule: object, source: object) -> DeviceArray | None:
+    foreign = dlpack.look(capsule)
+    if foreign is None or foreign.device_type not in _ON_DEVICE:
+        return None
+    if foreign.major > dlpack.MAJOR:
+        raise BadTensor(f"a capsule of DLPack {foreign.major} cannot be read")
+    datatype = foreign.datatype
+    if datatype is None:
+        raise BadTensor(
+            f"an array of DLPack's type {foreign.code} with {foreign.bits} bits and {foreign.lanes} lanes "
+            "is of no datatype"
+        )
+    check_shape(foreign.shape)
+    if not foreign.is_contiguous:
+        raise BadTensor(_NOT_CONTIGUOUS)
+    foreign.take()
+    here = device(foreign.device_id)
+    return DeviceArray(
+        here,
+        foreign.address,
+        datatype,
+        foreign.shape,
+        owner=foreign,
+        stream=_current_stream(source, here),
+        is_read_only=foreign.is_read_only,
+    )
+
+
+_NOT_CONTIGUOUS = "the array is not contiguous in C order; copy it first (torch: contiguous(), cupy: ascontiguousarray)"
+
+
+def _of_interface(interface: dict[str, Any], source: object) -> DeviceArray | None:
+    shape = tuple(int(size) for size in interface["shape"])
+    check_shape(shape)
+    dtype = np.dtype(interface["typestr"])
+    datatype = code_of(dtype)
+    _check_strides(interface.get("strides"), shape, dtype.itemsize)
+    if interface.get("mask") is not None:
+        raise BadTensor("an array with a mask is no tensor")
+    address, is_read_only = interface["data"]
+    size = size_bytes(datatype, shape)
+    here = device_of(int(address)) if size else device(0)
+    if here is None:
+        return None
+    stream = interface.get("stream")
+    return DeviceArray(
+        here,
+        int(address),
+        datatype,
+        shape,
+        owner=source,
+        # Before version 3 nobody said, and everybody used the default one.
+        stream=_current_stream(source, here) if stream is None else int(stream),
+        is_read_only=bool(is_read_only),
+    )
+
+
+def _check_strides(strides: Any, shape: tuple[int, ...], itemsize: int) -> None:
+    if strides is None or 0 in shape:
+        return
+    expected = itemsize
+    for size, stride in zip(reversed(shape), reversed(tuple(strides))):
+        if size != 1 and stride != expected:
+            raise BadTensor(_NOT_CONTIGUOUS)
+        expected *= size
+
+
+def _current_stream(source: object, where: Device) -> int:
+    """The stream that the source's library works on now; the default one where it does not say."""
+    package = type(source).__module__.partition(".")[0]
+    ask, module = _CURRENT.get(package), sys.modules.get(package)
+    if ask is None or module is None:
+        return api.LEGACY_STREAM
+    return int(ask(module, where.ordinal)) or api.LEGACY_STREAM

@@ -6,16 +6,26 @@ import ctypes
 import threading
 from collections import deque
 from ctypes import byref, c_int, c_size_t, c_void_p
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from moonpool.ipc.cuda import driver as api
 from moonpool.ipc.errors import CudaError, CudaUnavailable, OutOfMemory
+from moonpool.ipc.region import Map
 
 if TYPE_CHECKING:
-    from moonpool.ipc.cuda.region import Mapping
+    from collections.abc import Iterable
+    from typing import Callable
+
+    from numpy.typing import NDArray
+
+    from moonpool.ipc.cuda.mapping import Mapping
     from moonpool.ipc.memory import Region
 
 _lock = threading.Lock()
+_pinning = threading.Lock()
 _devices: dict[int, Device] = {}
 
 
@@ -65,6 +75,10 @@ def device_of(address: int) -> Device | None:
     return device(ordinal.value)
 
 
+def _nothing() -> None:
+    """What is to be done before memory is unmapped that could not be pinned."""
+
+
 class Device:
     """A device and its primary context, which torch and cupy use as well. Thread-safe.
 
@@ -92,6 +106,7 @@ class Device:
         self.granularity_bytes = self._granularity() if self.has_descriptors else 1 << 21
         # Events that are free to be recorded: taken and given back by any thread.
         self._events: deque[int] = deque()
+        self._own_stream = 0
         # Mappings that nobody refers to any more, and that work in flight may still touch.
         self.dying: deque[Mapping] = deque()
 
@@ -122,34 +137,138 @@ class Device:
 
         `first` is a stream of this device, `then` of any. Nobody waits here.
         """
-        raise NotImplementedError
+        if first == then:
+            return
+        event = self._take_event()
+        with self:
+            self.driver.cuEventRecord(event, first)
+            # What is waited for is settled in the call, so that the event may be recorded again at once.
+            self.driver.cuStreamWaitEvent(then, event, 0)
+        self._events.append(event)
 
     def finish(self, stream: int) -> None:
         """Wait until all that is queued on a stream by now is done. The processor sleeps meanwhile."""
-        raise NotImplementedError
+        event = self._take_event()
+        with self:
+            self.driver.cuEventRecord(event, stream)
+            self.driver.cuEventSynchronize(event)
+        self._events.append(event)
 
     def new_stream(self) -> int:
         """A stream that waits for no other one."""
-        raise NotImplementedError
+        stream = c_void_p()
+        with self:
+            self.driver.cuStreamCreate(byref(stream), api.NON_BLOCKING)
+        return stream.value or 0
 
     def close_stream(self, stream: int) -> None:
         """What is queued there is done all the same."""
-        raise NotImplementedError
+        with self:
+            self.driver.cuStreamDestroy_v2(stream)
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Queue a copy between any two addresses of devices, or of memory that is pinned."""
-        raise NotImplementedError
+        """Queue a copy between addresses of devices."""
+        if size_bytes:
+            with self:
+                self.driver.cuMemcpyAsync(target, source, size_bytes, stream)
 
     def pin(self, region: Region) -> bool:
         """Let copies to and from a region of ordinary memory run without a detour, until it is unmapped.
 
-        May be called many times. False where the driver refuses: copies work all the same.
+        May be called many times. False where it cannot be pinned: copies work all the same.
         """
-        raise NotImplementedError
+        memory = region.buffer
+        if not isinstance(memory, Map):
+            return False
+        with _pinning:
+            if memory.before_unmap is None:
+                memory.before_unmap = self._register(memory)
+            return memory.before_unmap is not _nothing
+
+    def _register(self, memory: Map) -> Callable[[], object]:
+        address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+        try:
+            with self:
+                self.driver.cuMemHostRegister_v2(address, len(memory), api.PORTABLE)
+        except (CudaError, OutOfMemory):
+            return _nothing
+        return partial(self._unregister, address)
+
+    def _unregister(self, address: int) -> None:
+        with self:
+            self.driver.cuMemHostUnregister(address)
+
+    def fill(self, address: int, value: int, size_bytes: int) -> None:
+        """Set all bytes there, and wait for it. Ordered after nothing, as `write` and `read` are."""
+        stream = self._stream()
+        with self:
+            self.driver.cuMemsetD8Async(address, value, size_bytes, stream)
+        self.finish(stream)
+
+    def write(self, address: int, array: NDArray[Any]) -> None:
+        """Copy a C-contiguous array to an address on the device, and wait for it."""
+        if array.nbytes:
+            stream, source = self._stream(), array.__array_interface__["data"][0]
+            with self:
+                self.driver.cuMemcpyHtoDAsync_v2(address, source, array.nbytes, stream)
+            self.finish(stream)
+
+    def read(self, array: NDArray[Any], address: int, stream: int = 0) -> None:
+        """Copy into a C-contiguous array from an address on the device, after what is queued on `stream`, and wait for it."""
+        if array.nbytes:
+            stream, target = stream or self._stream(), array.__array_interface__["data"][0]
+            with self:
+                self.driver.cuMemcpyDtoHAsync_v2(target, address, array.nbytes, stream)
+            self.finish(stream)
+
+    def _stream(self) -> int:
+        with _lock:
+            if not self._own_stream:
+                self._own_stream = self.new_stream()
+            return self._own_stream
+
+    def mark(self, streams: Iterable[int]) -> list[int]:
+        """Events that stand for what is queued on these streams by now; they go back with `are_done`."""
+        events = []
+        with self:
+            for stream in streams:
+                event = self._take_event()
+                self.driver.cuEventRecord(event, stream)
+                events.append(event)
+        return events
+
+    def are_done(self, events: list[int]) -> bool:
+        """Whether all that these events stand for is done. Takes back those of which it is. Never waits."""
+        with self:
+            while events:
+                try:
+                    self.driver.cuEventQuery(events[-1])
+                except CudaError as error:
+                    if error.number != api.NOT_READY:
+                        raise
+                    return False
+                self._events.append(events.pop())
+        return True
 
     def tidy(self) -> None:
         """Unmap what was let go of and is no longer in use. Never waits."""
-        raise NotImplementedError
+        for _ in range(len(self.dying)):
+            try:
+                mapping = self.dying.popleft()
+            except IndexError:  # another thread tidies, too
+                return
+            if not mapping.end():
+                self.dying.append(mapping)
+
+    def _take_event(self) -> int:
+        try:
+            return self._events.pop()
+        except IndexError:
+            event = c_void_p()
+            with self:
+                flags = api.DISABLE_TIMING | api.BLOCKING_SYNC
+                self.driver.cuEventCreate(byref(event), flags)
+            return event.value or 0
 
     def _has(self, attribute: int) -> bool:
         value = c_int()
@@ -157,4 +276,7 @@ class Device:
         return bool(value.value)
 
     def _granularity(self) -> int:
-        raise NotImplementedError
+        found = c_size_t()
+        properties = api.device_properties(self.ordinal)
+        self.driver.cuMemGetAllocationGranularity(byref(found), byref(properties), api.MINIMUM)
+        return found.value

@@ -20,6 +20,7 @@ from typing import Any
 from moonpool.ipc.errors import CudaError, CudaUnavailable, OutOfMemory
 
 LIBRARY = "libcuda.so.1"
+HANDLE_BYTES = 64
 
 # CUresult
 OUT_OF_MEMORY, INVALID_VALUE, NOT_READY = 2, 1, 600
@@ -31,11 +32,19 @@ HAS_UNIFIED_ADDRESSES, HAS_VIRTUAL_MEMORY, HAS_DESCRIPTORS = 41, 102, 103
 POINTER_KIND, POINTER_DEVICE = 2, 9
 # CUmemorytype
 DEVICE_MEMORY = 2
+# CUmemAllocationGranularity_flags, CUmemHostRegister flags, CUmemAccess_flags, CUipcMem_flags
+MINIMUM = 0
+PORTABLE = 1
+READ_WRITE = 3
+LAZY_PEER_ACCESS = 1
+# CUmemAllocationHandleType, CUmemAllocationType, CUmemLocationType
+DESCRIPTOR = 1
+_PINNED, _ON_DEVICE = 1, 1
 # CUstream_flags, CUevent_flags
 NON_BLOCKING = 0x1
 BLOCKING_SYNC, DISABLE_TIMING, INTERPROCESS = 0x1, 0x2, 0x4
 
-_HANDLE = c_ubyte * 64
+_HANDLE = c_ubyte * HANDLE_BYTES
 _ALLOCATION = ctypes.c_ulonglong
 _ADDRESS = ctypes.c_ulonglong
 
@@ -79,6 +88,17 @@ class Access(ctypes.Structure):
     """CUmemAccessDesc."""
 
     _fields_ = (("location", Location), ("flags", c_int))
+
+
+def device_properties(ordinal: int) -> AllocationProperties:
+    """Of memory on that device which can be shared by descriptor."""
+    location = Location(_ON_DEVICE, ordinal)
+    return AllocationProperties(type=_PINNED, handle_types=DESCRIPTOR, location=location)
+
+
+def device_access(ordinal: int) -> Access:
+    """Reading and writing from that device."""
+    return Access(Location(_ON_DEVICE, ordinal), READ_WRITE)
 
 
 _POINTER_OUT = POINTER(c_void_p)

@@ -1,24 +1,31 @@
 """What happens to device memory between this process and one peer, in order.
 
-Theory of operation. A *lane* is a stream of our own for one peer on one device, and an event that the peer can wait for. All
-that crosses is ordered through the stream:
+Theory of operation. A *lane* is a stream of our own for one peer on one device, and an event that the peer can wait for. All that
+crosses is ordered through the stream:
 
-- Before a message names blocks on the device, or gives them back, `publish` makes the lane wait for the streams that touched
-  them, and records the event.
+- Before a message names blocks on the device, or gives them back, `publish` makes the lane wait for the streams that
+  touched them, and records the event.
 - After a message that names or gives back such blocks, `receive` makes the lane wait for the peer's event.
-- Whoever touches a block on a stream of his own lets that stream wait for the lane with `enter`, and has it named to
-  the next `publish`.
+- Whoever touches a block on a stream of his own lets that stream wait for the lane first (`DeviceLease.use`, `enter`). When the
+  lease is gone, or with the next `publish` that names the stream, the lane waits for him.
 
-Nobody waits on the processor for any of it. An event that is recorded again only ever stands for more, so one for each direction is
-enough. A lane for each peer, and not one for all, because what waits for a slow or dead peer must hold up nobody else.
+Nobody waits on the processor for any of it. An event that is recorded again only ever stands for more, so one for each
+direction is enough. There is a lane for each peer, and not one for all, because what waits for a slow or dead peer must
+hold up nobody else. One that has no peer orders what callers do with memory of their own.
 
-Where the two processes cannot share events (each may find that out when it opens the other's), both wait for their own work before
-they send: `publish` returns when the work is done.
+Where the two processes cannot share events (each may find that out when it opens the other's), both wait for their own
+work before they send: `publish` returns when the work is done.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from contextlib import suppress
+from ctypes import byref, c_void_p
 from typing import TYPE_CHECKING, Any
+
+from moonpool.ipc.cuda import driver as api
+from moonpool.ipc.errors import CudaError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,54 +36,124 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """Thread-safe. Raises `CudaError` where the driver refuses."""
+    """Thread-safe. Raises `CudaError` where the driver refuses.
 
-    device: Device
-    stream: int
-    # For EVENT; empty where events cannot be shared.
-    handle: bytes
+    The stream lives as long as anything refers to the lane, also after `close`.
+    """
 
     def __init__(self, device: Device, *, shares_events: bool = True) -> None:
-        raise NotImplementedError
+        self.device = device
+        self.stream = device.new_stream()
+        # Streams that touched blocks whose leases are gone, each with what keeps it; appended by any thread.
+        self.touched: deque[tuple[int, object]] = deque()
+        self._own = self._peers = 0
+        # For EVENT; empty where events cannot be shared.
+        self.handle = b""
+        if shares_events:
+            self._make_event()
+
+    def _make_event(self) -> None:
+        event, handle, device = c_void_p(), api.IpcHandle(), self.device
+        try:
+            with device:
+                device.driver.cuEventCreate(byref(event), api.DISABLE_TIMING | api.INTERPROCESS)
+                self._own = event.value or 0
+                device.driver.cuIpcGetEventHandle(byref(handle), event)
+        except CudaError:  # not on this device, or not in this container
+            self._drop_own()
+        else:
+            self.handle = bytes(handle)
 
     def meet(self, handle: bytes) -> None:
         """Take in the peer's EVENT. Raises `CudaError` where it cannot be opened: then `meet(b"")`, and tell the peer so.
 
         An empty handle: from now on `publish` waits itself, and `receive` has nothing to do. `handle` is empty then, too.
         """
-        raise NotImplementedError
+        if not handle:
+            self._drop_own()
+            return
+        event, device = c_void_p(), self.device
+        if len(handle) != api.HANDLE_BYTES:
+            raise CudaError(f"the handle of an event has {len(handle)} bytes", "", 0)
+        with device:
+            opened = api.IpcHandle.from_buffer_copy(handle)
+            device.driver.cuIpcOpenEventHandle(byref(event), opened)
+        self._peers = event.value or 0
 
     def publish(self, streams: Iterable[int] = ()) -> None:
         """To be called right before a message that names blocks or gives them back.
 
-        The peer sees what was queued on these streams, and on the lane, by now; so do the streams of leases that were
-        dropped (`DeviceLease`).
+        The peer sees what was queued on these streams, and on the lane, by now; and what was queued on the streams of leases that
+        are gone.
         """
-        raise NotImplementedError
+        device = self.device
+        with device:
+            self.gather()
+            for stream in streams:
+                device.order(stream, self.stream)
+            if self._own:
+                device.driver.cuEventRecord(self._own, self.stream)
+        if not self._own:
+            device.finish(self.stream)
 
     def receive(self) -> None:
         """To be called right after a message that names blocks or gives them back."""
-        raise NotImplementedError
+        if self._peers:
+            with self.device:
+                self.device.driver.cuStreamWaitEvent(self.stream, self._peers, 0)
 
     def enter(self, stream: int) -> None:
         """Let a stream wait for all that was received or queued on the lane by now."""
-        raise NotImplementedError
+        self.gather()
+        self.device.order(self.stream, stream)
 
     def follow(self, other: Lane) -> None:
         """Let this lane wait for another one: what one peer made is handed to another."""
-        raise NotImplementedError
+        other.enter(self.stream)
+
+    def gather(self) -> None:
+        """Wait on the lane for the streams that touched blocks whose leases are gone."""
+        touched = self.touched
+        done: set[int] = set()
+        while touched:
+            try:
+                stream, _ = touched.popleft()
+            except IndexError:  # another thread gathers, too
+                return
+            if stream not in done:
+                done.add(stream)
+                # One that its user destroyed, against what was agreed, is nothing that can be waited for.
+                with suppress(CudaError):
+                    self.device.order(stream, self.stream)
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
         """Queue a copy on the lane, from device to device."""
-        raise NotImplementedError
+        self.device.copy(target, source, size_bytes, self.stream)
 
-    def to_host(self, array: NDArray[Any], address: int) -> None:
-        """Copy device memory into an array, which is C-contiguous, and wait for it. Fast where the array is pinned."""
-        raise NotImplementedError
+    def to_host(self, array: NDArray[Any], address: int, *, wait: bool = True) -> None:
+        """Copy device memory into an array, which is C-contiguous. Fast where the array is pinned (`Device.pin`).
 
-    def from_host(self, address: int, array: NDArray[Any]) -> None:
-        """Copy a C-contiguous array to device memory, and wait until the array may be written to again."""
-        raise NotImplementedError
+        Returns when the copy is done; without `wait`, it is done after `finish`, and the array must live until then.
+        """
+        device = self.device
+        if array.nbytes:
+            with device:
+                device.driver.cuMemcpyDtoHAsync_v2(
+                    _address(array), address, array.nbytes, self.stream
+                )
+            if wait:
+                device.finish(self.stream)
+
+    def from_host(self, address: int, array: NDArray[Any], *, wait: bool = True) -> None:
+        """Copy a C-contiguous array to device memory, as `to_host` does: the array may be written to again afterwards."""
+        device = self.device
+        if array.nbytes:
+            with device:
+                device.driver.cuMemcpyHtoDAsync_v2(
+                    address, _address(array), array.nbytes, self.stream
+                )
+            if wait:
+                device.finish(self.stream)
 
     def keep(self, thing: object) -> None:
         """Hold on to something until all that is queued on the lane by now is done: the source of a copy, say."""
@@ -84,8 +161,27 @@ class Lane:
 
     def finish(self) -> None:
         """Wait until all that is queued on the lane is done."""
-        raise NotImplementedError
+        self.device.finish(self.stream)
 
     def close(self) -> None:
         """The peer is gone. Arrays that were received stay valid. May be called many times."""
-        raise NotImplementedError
+        self._drop_own()
+        peers, self._peers = self._peers, 0
+        if peers:
+            with self.device:
+                self.device.driver.cuEventDestroy_v2(peers)
+
+    def _drop_own(self) -> None:
+        own, self._own, self.handle = self._own, 0, b""
+        if own:
+            with self.device:
+                self.device.driver.cuEventDestroy_v2(own)
+
+    def __del__(self) -> None:
+        if hasattr(self, "touched"):  # else the stream was never made
+            self.close()
+            self.device.close_stream(self.stream)
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,94 +1,142 @@
 """Regions in device memory, and leases on blocks of them.
 
-The memory contract is that of `ipc.memory`; what differs is that a lease is no array but an address, that bytes are
-copied by `write` and `read`, and that the last to let go of a lease may have work queued that still touches the block. So
-a lease knows the streams that it was handed out on, and its lane waits for them before the block is given back.
+The memory contract is that of `ipc.memory`; what differs is that a lease is no array but an address, that bytes are copied
+by `write` and `read`, and that whoever lets go of a lease may have queued work that still touches the block. So a lease knows
+the streams that it was handed out on, and its lane waits for them before anybody else touches the block.
 
 A region is made by the runtime and shared by descriptor, as a memfd is: it has no name, cannot be guessed, and works for any
-user and in any namespace. Where the device has no such descriptors, `handle` has the 64 bytes of the older way: whoever
-has read them can open the memory (same user and PID namespace), and its maker may close such a region only when every
-process that it was sent to has ended.
+user and in any namespace. Where the device has no such descriptors, `handle` has the 64 bytes of the older way: whoever has read
+them can open the memory (same user and PID namespace), and its maker may close such a region only when every process that it
+was sent to has ended. Why: docs/decisions/0019-device-memory-by-descriptor.md.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from ctypes import byref, c_int, c_ulonglong, c_void_p
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from moonpool.ipc.cuda import driver as api
+from moonpool.ipc.cuda.mapping import Mapping, Origin
+from moonpool.ipc.errors import Closed, CudaError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-
     from moonpool.ipc.cuda.device import Device
     from moonpool.ipc.cuda.lane import Lane
-
-
-class Mapping:
-    """Device memory at an address of this process. Unmapped when nobody refers to it and the device is done with it."""
-
-    device: Device
-    address: int
-    size_bytes: int
 
 
 class DeviceLease:
     """One block on a device, until the last reference to this is gone.
 
     `give_back` is called with `token` once, as that of `ipc.memory.Lease` is: it must not block nor take a lock. The streams that
-    used the block go to the lane before that, and its next `publish` waits for them. A stream must live as long
-    as the lease that it was named to.
+    used the block go to the lane before that. A stream must live as long as the lease that it was named to.
     """
 
     __slots__ = (
-        "__weakref__",
-        "address",
-        "give_back",
-        "lane",
-        "mapping",
-        "offset",
-        "region",
-        "size",
-        "streams",
-        "token",
-    )
+        "__weakref__", "address", "give_back", "lane", "mapping", "offset", "region", "size", "streams", "token",
+    )  # fmt: skip
 
-    # Where it lies, and how many bytes it has.
-    address: int
-    region: DeviceRegion
-    offset: int
-    size: int
-    # What has to be waited for before the block may be touched; None where nothing has.
-    lane: Lane | None
-    streams: set[int]
-    give_back: Callable[[object], object]
-    token: object
-    mapping: Mapping
+    def __init__(
+        self,
+        region: DeviceRegion,
+        offset: int,
+        size_bytes: int,
+        give_back: Callable[[object], object],
+        token: object,
+        lane: Lane | None,
+    ) -> None:
+        """For `DeviceRegion.lease` alone."""
+        self.mapping = region.open()
+        self.region = region
+        # Where it lies, and how many bytes it has.
+        self.address = self.mapping.address + offset
+        self.offset = offset
+        self.size = size_bytes
+        # What orders it; None where nobody else touches the region.
+        self.lane = lane
+        # The streams that may touch it, each with what keeps it; the lane's own is not among them.
+        self.streams: dict[int, object] = {}
+        self.give_back = give_back
+        self.token = token
 
-    def use(self, stream: int) -> None:
-        """From now on, work that is queued on `stream` may touch the block: it comes after all that was there before."""
-        raise NotImplementedError
+    def use(self, stream: int, keeper: object = None) -> None:
+        """From now on, work that is queued on `stream` may touch the block: it comes after all that was there before.
+
+        `keeper` is what keeps the stream, where its user is not known to.
+        """
+        lane, device = self.lane, self.mapping.device
+        if lane is not None:
+            lane.enter(stream)
+        for other in list(self.streams):
+            device.order(other, stream)
+        if lane is None or stream != lane.stream:
+            self.streams[stream] = keeper
+
+    def __del__(self) -> None:
+        try:
+            give_back = self.give_back
+        except AttributeError:  # it never came to be
+            return
+        if self.streams:
+            touched = self.mapping.touched if self.lane is None else self.lane.touched
+            touched.extend(self.streams.items())
+        give_back(self.token)
 
 
 class DeviceRegion(Region):
     """A piece of device memory. Never resized: growth is another region. It has no `buffer`."""
 
-    __slots__ = ("device", "fd", "handle", "is_private", "mapping")
+    __slots__ = ("_mapping", "_sharing", "device", "fd", "handle", "is_private")
 
-    device: Device
-    # The descriptor to be sent, -1 where there is none.
-    fd: int
-    # What stands for the descriptor where the device has none; else empty.
-    handle: bytes
     # Whether nobody but its two ends may see it.
     is_private: bool
-    mapping: Mapping | None
+
+    def __init__(
+        self, region_id: int, size_bytes: int, mapping: Mapping, fd: int, handle: bytes
+    ) -> None:
+        """For `create` and `adopt` alone."""
+        self.id = region_id
+        self.size_bytes = size_bytes
+        self.device = mapping.device
+        # The descriptor to be sent, -1 where there is none, and what stands for it where the device has none.
+        self.fd = fd
+        self.handle = handle
+        self.is_private = False
+        self.buffer = None
+        self._mapping: Mapping | None = mapping
+        self._sharing = threading.Lock()
 
     @classmethod
     def create(cls, region_id: int, size_bytes: int, device: Device) -> DeviceRegion:
         """A new region, all zeros, of `device.rounded(size_bytes)` bytes. Raises `OutOfMemory`, `CudaError`."""
-        raise NotImplementedError
+        device.tidy()
+        size_bytes = device.rounded(size_bytes)
+        try:
+            if device.has_descriptors:
+                mapping, fd = _create(device, size_bytes)
+                region = cls(region_id, size_bytes, mapping, fd, b"")
+            else:
+                mapping, handle = _create_legacy(device, size_bytes)
+                region = cls(region_id, size_bytes, mapping, -1, handle)
+        except OutOfMemory as error:
+            free, total = device.memory_info()
+            raise OutOfMemory(
+                f"cannot set aside {size_bytes} bytes on device {device.ordinal}: {free} of its {total} "
+                f"bytes are free ({error})"
+            ) from error
+        try:
+            # What others left in the memory is nobody's to see.
+            device.fill(mapping.address, 0, size_bytes)
+        except BaseException:
+            region.close()
+            raise
+        return region
 
     @classmethod
     def adopt(
@@ -98,12 +146,41 @@ class DeviceRegion(Region):
 
         Raises `RemoteProtocolError` where it is no memory of that device and size.
         """
-        raise NotImplementedError
+        try:
+            device.tidy()
+            if handle:
+                mapping = _open_legacy(device, size_bytes, handle)
+            else:
+                mapping = _import(device, size_bytes, fd)
+        except (CudaError, ValueError) as error:
+            raise RemoteProtocolError(
+                f"region {region_id} is no memory of {size_bytes} bytes on device {device.ordinal}: {error}"
+            ) from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return cls(region_id, size_bytes, mapping, -1, b"")
+
+    def open(self) -> Mapping:
+        """The memory at its address. Raises `Closed` after `close`."""
+        if self._mapping is None:
+            raise Closed(f"region {self.id} was closed")
+        return self._mapping
+
+    @property
+    def is_closed(self) -> bool:
+        return self._mapping is None
 
     @property
     def address(self) -> int:
         """Where it begins. Raises `Closed` after `close`."""
-        raise NotImplementedError
+        return self.open().address
+
+    def memory(self) -> memoryview:
+        """Raises TypeError: the processor cannot look at it."""
+        raise TypeError(
+            f"region {self.id} lies on device {self.device.ordinal}: use read and write"
+        )
 
     def lease(  # type: ignore[override]
         self,
@@ -117,26 +194,120 @@ class DeviceRegion(Region):
 
         Raises TypeError for what does not lie in the region, and `Closed` after `close`.
         """
-        raise NotImplementedError
+        if not 0 <= offset <= offset + size_bytes <= self.size_bytes:
+            raise TypeError(
+                f"{size_bytes} bytes at {offset} do not lie in a region of {self.size_bytes} bytes"
+            )
+        lease = DeviceLease(self, offset, size_bytes, give_back, token, lane)
+        if lane is not None:
+            lease.mapping.lanes.add(lane)
+        return lease
 
     def write(self, offset: int, array: np.ndarray) -> None:
         """Copy the bytes of an array, in C order, to `offset`, which the caller has checked; waits for the copy.
 
         Ordered after nothing. Raises `Closed` after `close`.
         """
-        raise NotImplementedError
+        mapping = self.open()
+        whole = np.ascontiguousarray(array)
+        self.device.write(mapping.address + offset, whole)
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Copy bytes out, which the caller has checked; waits for the copy. Ordered after nothing."""
-        raise NotImplementedError
+        """Copy bytes out, which the caller has checked; waits for the copy. Ordered after nothing.
+
+        Raises `Closed` after `close`.
+        """
+        array = np.empty(size_bytes, np.uint8)
+        self.device.read(array, self.open().address + offset)
+        return array.tobytes()
 
     def share(self, send: Callable[[DeviceRegion], object]) -> bool:
-        """As that of `SharedRegion`: `send` may hand `fd` or `handle` to a peer."""
-        raise NotImplementedError
+        """Let `send` hand `fd` or `handle` to a peer; False, and nothing is done, after `close` and `forget_fd`.
+
+        `send` must not block: nobody can close the region meanwhile.
+        """
+        with self._sharing:
+            if self.fd < 0 and not self.handle:
+                return False
+            send(self)
+            return True
 
     def forget_fd(self) -> None:
         """Close the descriptor and keep the memory: nobody else is to be sent this region."""
-        raise NotImplementedError
+        with self._sharing:
+            fd, self.fd, self.handle = self.fd, -1, b""
+            if fd >= 0:
+                os.close(fd)
 
     def close(self) -> None:
-        raise NotImplementedError
+        self._mapping = None
+        self.forget_fd()
+        self.device.tidy()
+
+
+def _create(device: Device, size_bytes: int) -> tuple[Mapping, int]:
+    driver = device.driver
+    allocation, fd = c_ulonglong(), c_int(-1)
+    properties = api.device_properties(device.ordinal)
+    driver.cuMemCreate(byref(allocation), size_bytes, byref(properties), 0)
+    try:
+        driver.cuMemExportToShareableHandle(byref(fd), allocation, api.DESCRIPTOR, 0)
+        os.set_inheritable(fd.value, False)
+        return _map(device, size_bytes, allocation), fd.value
+    except BaseException:
+        if fd.value >= 0:
+            os.close(fd.value)
+        raise
+    finally:
+        # The memory lives as long as it is mapped somewhere or a descriptor of it is open.
+        driver.cuMemRelease(allocation)
+
+
+def _import(device: Device, size_bytes: int, fd: int) -> Mapping:
+    driver = device.driver
+    allocation, properties = c_ulonglong(), api.AllocationProperties()
+    driver.cuMemImportFromShareableHandle(byref(allocation), c_void_p(fd), api.DESCRIPTOR)
+    try:
+        driver.cuMemGetAllocationPropertiesFromHandle(byref(properties), allocation)
+        if properties.location.id != device.ordinal:
+            raise ValueError(f"it lies on device {properties.location.id}")
+        return _map(device, size_bytes, allocation)
+    finally:
+        driver.cuMemRelease(allocation)
+
+
+def _map(device: Device, size_bytes: int, allocation: c_ulonglong) -> Mapping:
+    driver = device.driver
+    address = c_ulonglong()
+    access = api.device_access(device.ordinal)
+    is_mapped = False
+    driver.cuMemAddressReserve(byref(address), size_bytes, 0, 0, 0)
+    try:
+        driver.cuMemMap(address, size_bytes, 0, allocation, 0)
+        is_mapped = True
+        driver.cuMemSetAccess(address, size_bytes, byref(access), 1)
+    except BaseException:
+        if is_mapped:
+            driver.cuMemUnmap(address, size_bytes)
+        driver.cuMemAddressFree(address, size_bytes)
+        raise
+    return Mapping(device, address.value, size_bytes, Origin.MAPPED)
+
+
+def _create_legacy(device: Device, size_bytes: int) -> tuple[Mapping, bytes]:
+    address, handle = c_ulonglong(), api.IpcHandle()
+    with device:
+        device.driver.cuMemAlloc_v2(byref(address), size_bytes)
+        mapping = Mapping(device, address.value, size_bytes, Origin.ALLOCATED)
+        device.driver.cuIpcGetMemHandle(byref(handle), address)
+    return mapping, bytes(handle)
+
+
+def _open_legacy(device: Device, size_bytes: int, handle: bytes) -> Mapping:
+    if len(handle) != api.HANDLE_BYTES:
+        raise ValueError(f"its handle has {len(handle)} bytes")
+    address = c_ulonglong()
+    with device:
+        opened = api.IpcHandle.from_buffer_copy(handle)
+        device.driver.cuIpcOpenMemHandle_v2(byref(address), opened, api.LAZY_PEER_ACCESS)
+    return Mapping(device, address.value, size_bytes, Origin.OPENED)

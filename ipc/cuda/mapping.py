@@ -1,0 +1,65 @@
+"""Device memory at an address of this process, and its end."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moonpool.ipc.cuda.device import Device
+    from moonpool.ipc.cuda.lane import Lane
+
+
+class Origin(IntEnum):
+    """How the memory came here, which decides how it goes."""
+
+    MAPPED = 1
+    ALLOCATED = 2
+    OPENED = 3
+
+
+class Mapping:
+    """Unmapped when nobody refers to it any more and all that was queued for it is done.
+
+    To unmap memory that a kernel still touches breaks the context of the whole process. So what nobody refers to goes to the
+    device's list, and `Device.tidy` unmaps it when it may.
+    """
+
+    def __init__(self, device: Device, address: int, size_bytes: int, origin: Origin) -> None:
+        self.device = device
+        self.address = address
+        self.size_bytes = size_bytes
+        self._origin = origin
+        # All lanes that leases of it had, and streams of leases that had none.
+        self.lanes: set[Lane] = set()
+        self.touched: deque[tuple[int, object]] = deque()
+        self._events: list[int] | None = None
+
+    def end(self) -> bool:
+        """Unmap it; False, and it is still mapped, where work is queued that may touch it. For `Device.tidy`."""
+        device = self.device
+        if self._events is None:
+            for lane in self.lanes:
+                lane.gather()
+            streams = {lane.stream for lane in self.lanes} | {stream for stream, _ in self.touched}
+            self._events = device.mark(streams)
+            self.touched.clear()
+        if not device.are_done(self._events):
+            return False
+        driver = device.driver
+        with device:
+            if self._origin is Origin.MAPPED:
+                driver.cuMemUnmap(self.address, self.size_bytes)
+                driver.cuMemAddressFree(self.address, self.size_bytes)
+            elif self._origin is Origin.ALLOCATED:
+                driver.cuMemFree_v2(self.address)
+            else:
+                driver.cuIpcCloseMemHandle(self.address)
+        self.lanes.clear()
+        return True
+
+    def __del__(self) -> None:
+        # It lives on in the list, and this is called once.
+        if hasattr(self, "touched"):
+            self.device.dying.append(self)

@@ -1,0 +1,7 @@
+"""What the tests of devices share."""
+
+from __future__ import annotations
+
+from tests.gpu.cards import card, fake, fake_library, gpu
+
+__all__ = ["card", "fake", "fake_library", "gpu"]
