@@ -107,13 +107,10 @@ class DeviceArray:
         """False: an array in ordinary memory is numpy's."""
         return False
 
-    def enter(self, stream: int, keeper: object = None) -> None:
-        """Let work that is queued on `stream` from now on come after all that was done to the array.
-
-        `keeper` is what keeps that stream, where it is not the caller's.
-        """
+    def enter(self, stream: int) -> None:
+        """Let work that is queued on `stream` from now on come after all that was done to the array."""
         if self.lease is not None:
-            self.lease.use(stream, keeper)
+            self.lease.use(stream)
         elif self.stream:
             self.device.order(self.stream, stream)
 
@@ -125,30 +122,37 @@ class DeviceArray:
         elif self.stream:
             self.device.order(stream, self.stream)
 
-    def settle(self) -> None:
-        """Wait until all that was done to the array is over: for a user who does not say on which stream he works.
-
-        In a block of ours, the default stream counts as one that the block is used on.
-        """
-        raise NotImplementedError
-
     def to_host(self) -> NDArray[Any]:
         """A copy in ordinary memory; waits for it, and for all that was done to the array before."""
         array = np.empty(self.shape, DTYPES[self.datatype])
         stream = self.device.new_stream()
         try:
-            # Not noted as a user of the block: it is done with it when this returns.
-            if self.lease is None:
-                self.enter(stream)
-            else:
-                if self.lease.lane is not None:
-                    self.lease.lane.enter(stream)
-                for other in list(self.lease.streams):
-                    self.device.order(other, stream)
+            self._wait_on(stream)
             self.device.read(array, self.address, stream)
         finally:
             self.device.close_stream(stream)
         return array
+
+    def settle(self) -> None:
+        """Wait until all that was done to the array is over: for a user who does not say on which stream he works.
+
+        In a block of ours, the default stream counts as one that the block is used on.
+        """
+        stream = self.device.new_stream()
+        try:
+            self._wait_on(stream)
+            self.device.finish(stream)
+        finally:
+            self.device.close_stream(stream)
+        if self.lease is not None:
+            self.lease.streams[api.LEGACY_STREAM] = None
+
+    def _wait_on(self, stream: int) -> None:
+        """As `enter`, for a stream that is done with the array before anybody else goes on."""
+        if self.lease is not None:
+            self.lease.wait_on(stream)
+        elif self.stream:
+            self.device.order(self.stream, stream)
 
     def __dlpack__(
         self,

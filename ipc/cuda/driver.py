@@ -114,6 +114,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetName": (POINTER(c_char), c_int, c_int),
     "cuDeviceGetAttribute": (_INT_OUT, c_int, c_int),
     "cuDeviceTotalMem_v2": (_SIZE_OUT, c_int),
+    "cuDeviceGetPCIBusId": (POINTER(c_char), c_int, c_int),
+    "cuDeviceGetUuid_v2": (POINTER(c_ubyte), c_int),
     "cuDevicePrimaryCtxRetain": (_POINTER_OUT, c_int),
     "cuDevicePrimaryCtxGetState": (c_int, POINTER(c_uint), _INT_OUT),
     "cuCtxPushCurrent_v2": (c_void_p,),

@@ -23,6 +23,7 @@ from collections import deque
 from contextlib import suppress
 from ctypes import byref, c_void_p
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from moonpool.ipc.cuda import driver as api
 from moonpool.ipc.errors import CudaError
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.device import Device
 
 
+_lanes: WeakValueDictionary[int, Lane] = WeakValueDictionary()
+
+
+def lane_of(stream: int) -> Lane | None:
+    """The lane that a stream belongs to, if it is one's."""
+    return _lanes.get(stream)
+
+
 class Lane:
     """Thread-safe. Raises `CudaError` where the driver refuses.
 
@@ -44,8 +53,11 @@ class Lane:
     def __init__(self, device: Device, *, shares_events: bool = True) -> None:
         self.device = device
         self.stream = device.new_stream()
-        # Streams that touched blocks whose leases are gone, each with what keeps it; appended by any thread.
-        self.touched: deque[tuple[int, object]] = deque()
+        _lanes[self.stream] = self
+        # Streams that touched blocks whose leases are gone, each with its lane where it is one's; appended by any thread.
+        self.touched: deque[tuple[int, Lane | None]] = deque()
+        # What is needed until work on the lane is done, with the events that say so.
+        self._kept: deque[tuple[list[int], object]] = deque()
         self._own = self._peers = 0
         # For EVENT; empty where events cannot be shared.
         self.handle = b""
@@ -95,6 +107,8 @@ class Lane:
                 device.driver.cuEventRecord(self._own, self.stream)
         if not self._own:
             device.finish(self.stream)
+        if self._kept:
+            self._let_go()
 
     def receive(self) -> None:
         """To be called right after a message that names blocks or gives them back."""
@@ -157,7 +171,18 @@ class Lane:
 
     def keep(self, thing: object) -> None:
         """Hold on to something until all that is queued on the lane by now is done: the source of a copy, say."""
-        raise NotImplementedError
+        self._let_go()
+        self._kept.append((self.device.mark([self.stream]), thing))
+
+    def _let_go(self) -> None:
+        while self._kept:
+            try:
+                events, thing = self._kept.popleft()
+            except IndexError:  # another thread lets go, too
+                return
+            if not self.device.are_done(events):
+                self._kept.appendleft((events, thing))
+                return
 
     def finish(self) -> None:
         """Wait until all that is queued on the lane is done."""

@@ -33,7 +33,7 @@ class Mapping:
         self._origin = origin
         # All lanes that leases of it had, and streams of leases that had none.
         self.lanes: set[Lane] = set()
-        self.touched: deque[tuple[int, object]] = deque()
+        self.touched: deque[tuple[int, Lane | None]] = deque()
         self._events: list[int] | None = None
 
     def end(self) -> bool:

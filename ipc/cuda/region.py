@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moonpool.ipc.cuda import driver as api
+from moonpool.ipc.cuda.lane import lane_of
 from moonpool.ipc.cuda.mapping import Mapping, Origin
 from moonpool.ipc.errors import Closed, CudaError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Region
@@ -58,31 +59,33 @@ class DeviceLease:
         self.address = self.mapping.address + offset
         self.offset = offset
         self.size = size_bytes
-        # What orders it; None where nobody else touches the region.
+        # What orders it, which may be set later; None where nobody else touches the region.
         self.lane = lane
-        # The streams that may touch it, each with what keeps it; the lane's own is not among them.
-        self.streams: dict[int, object] = {}
+        # The streams that may touch it, each with its lane where it is one's; that of the lease's own lane is not among them.
+        self.streams: dict[int, Lane | None] = {}
         self.give_back = give_back
         self.token = token
 
-    def use(self, stream: int, keeper: object = None) -> None:
-        """From now on, work that is queued on `stream` may touch the block: it comes after all that was there before.
+    def use(self, stream: int) -> None:
+        """From now on, work that is queued on `stream` may touch the block: it comes after all that was there before."""
+        self.wait_on(stream)
+        if self.lane is None or stream != self.lane.stream:
+            self.streams[stream] = lane_of(stream)
 
-        `keeper` is what keeps the stream, where its user is not known to.
-        """
-        lane, device = self.lane, self.mapping.device
-        if lane is not None:
-            lane.enter(stream)
+    def wait_on(self, stream: int) -> None:
+        """Let `stream` wait for all that was done to the block, without being one that uses it."""
+        if self.lane is not None:
+            self.lane.enter(stream)
         for other in list(self.streams):
-            device.order(other, stream)
-        if lane is None or stream != lane.stream:
-            self.streams[stream] = keeper
+            self.mapping.device.order(other, stream)
 
     def __del__(self) -> None:
         try:
             give_back = self.give_back
         except AttributeError:  # it never came to be
             return
+        if self.lane is not None:
+            self.mapping.lanes.add(self.lane)
         if self.streams:
             touched = self.mapping.touched if self.lane is None else self.lane.touched
             touched.extend(self.streams.items())
@@ -198,10 +201,7 @@ class DeviceRegion(Region):
             raise TypeError(
                 f"{size_bytes} bytes at {offset} do not lie in a region of {self.size_bytes} bytes"
             )
-        lease = DeviceLease(self, offset, size_bytes, give_back, token, lane)
-        if lane is not None:
-            lease.mapping.lanes.add(lane)
-        return lease
+        return DeviceLease(self, offset, size_bytes, give_back, token, lane)
 
     def write(self, offset: int, array: np.ndarray) -> None:
         """Copy the bytes of an array, in C order, to `offset`, which the caller has checked; waits for the copy.

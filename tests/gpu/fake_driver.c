@@ -453,6 +453,21 @@ CUresult cuDeviceGetAttribute(int *found, int attribute, CUdevice device) {
     LEAVE(SUCCESS);
 }
 
+CUresult cuDeviceGetPCIBusId(char *name, int length, CUdevice device) {
+    ENTER(); NEEDS_INIT();
+    if (device < 0 || device >= device_count_here) LEAVE(INVALID_DEVICE);
+    snprintf(name, length, "0000:%02X:00.0", 16 + physical[device]);
+    LEAVE(SUCCESS);
+}
+
+CUresult cuDeviceGetUuid_v2(unsigned char *found, CUdevice device) {
+    ENTER(); NEEDS_INIT();
+    if (device < 0 || device >= device_count_here) LEAVE(INVALID_DEVICE);
+    memset(found, 0, 16);
+    found[15] = physical[device];
+    LEAVE(SUCCESS);
+}
+
 CUresult cuDeviceTotalMem_v2(size_t *found, CUdevice device) {
     ENTER(); NEEDS_INIT();
     if (device < 0 || device >= device_count_here) LEAVE(INVALID_DEVICE);
