@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ _PREFIX = "moonpool-scratch-"
 def make(user: int | None) -> str:
     """An empty folder for `user`, None for who this process is. Raises OSError.
 
-    Folders of runtimes that were killed go first.
+    Before the first one, folders of runtimes that were killed go.
     """
     _remove_leftovers(Path(tempfile.gettempdir()))
     folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
@@ -33,6 +34,7 @@ def remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@functools.cache
 def _remove_leftovers(place: Path) -> None:
     for folder in place.glob(f"{_PREFIX}*-*"):
         pid = folder.name[len(_PREFIX) :].split("-")[0]
