@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
 from tests.e2e.soaking import MODELS_BY_KIND, Soak, load_all, settle
+from tests.other_pythons import WHY_NONE, made
 from tests.waiting import wait_until
 
 import moonpool
@@ -119,15 +120,13 @@ def test_two_versions_of_the_protocol_are_told_apart(
         runtime.load("victim", FILE, config=SIGNATURE)
 
 
-ENVIRONMENTS = [
-    path for path in os.environ.get("MOONPOOL_TEST_ENVIRONMENTS", "").split(":") if path
-]
+ENVIRONMENTS = made()
 
 
-@pytest.mark.skipif(not ENVIRONMENTS, reason="MOONPOOL_TEST_ENVIRONMENTS names no environments")
-@pytest.mark.parametrize("path", ENVIRONMENTS)
-def test_a_model_runs_under_another_python(runtime: moonpool.Runtime, path: str) -> None:
-    config: Config = {"parameters": {"EXECUTION_ENV_PATH": {"string_value": path}}}
+@pytest.mark.skipif(not ENVIRONMENTS, reason=WHY_NONE)
+@pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.name)
+def test_a_model_runs_under_another_python(runtime: moonpool.Runtime, path: Path) -> None:
+    config: Config = {"parameters": {"EXECUTION_ENV_PATH": {"string_value": str(path)}}}
 
     with hosted(runtime, "victim", FILE, SIGNATURE | config):
         pid = ask(runtime)
@@ -137,12 +136,12 @@ def test_a_model_runs_under_another_python(runtime: moonpool.Runtime, path: str)
         assert np.int64(ask(runtime)) == pid
 
 
-@pytest.mark.skipif(not ENVIRONMENTS, reason="MOONPOOL_TEST_ENVIRONMENTS names no environments")
-@pytest.mark.parametrize("path", ENVIRONMENTS)
-def test_all_kinds_of_requests_are_answered_under_another_python(path: str) -> None:
+@pytest.mark.skipif(not ENVIRONMENTS, reason=WHY_NONE)
+@pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.name)
+def test_all_kinds_of_requests_are_answered_under_another_python(path: Path) -> None:
     """Batches, senders, streams, coroutines, requests between models, cancellations, errors."""
     with moonpool.Runtime() as runtime:
-        load_all(runtime, {"parameters": {"EXECUTION_ENV_PATH": {"string_value": path}}})
+        load_all(runtime, {"parameters": {"EXECUTION_ENV_PATH": {"string_value": str(path)}}})
         pids = [row["pid"] for name in MODELS_BY_KIND for row in runtime.instances(name)]
 
         Soak(runtime).all(1000)

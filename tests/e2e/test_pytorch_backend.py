@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.made import made_by, missing
 
 import moonpool
+from moonpool.runtime.loading import HostingRules
 
 pytestmark = missing("torch")
 
@@ -25,8 +26,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runtime(repository: Path) -> Iterator[moonpool.Runtime]:
-    # One after the other: each needs a processor for some seconds to import PyTorch.
+    # One after the other, and without completing: each process needs a processor for some seconds to import PyTorch.
     with moonpool.Runtime(repository, models=[]) as runtime:
+        runtime.registry.rules = HostingRules(completes=False)
         yield runtime
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests import other_pythons
 from tests.runtime.adders import CONFIG, rows, write_model
 from tests.runtime.recorder import PATIENCE_S
 
 from moonpool import Runtime
 
-# The oldest that is promised, and new ones; all between are tried in CI, by `tests/e2e/test_interpreters.py`.
+# The oldest that is promised, and new ones; all between are tried by
+# `tests/e2e/test_interpreters.py` where there are environments of them.
 VERSIONS = ("3.9", "3.13", "3.14")
 NATIVE = """
 import sys
@@ -51,6 +53,9 @@ def _interpreter(version: str) -> str | None:
 def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with numpy and nothing else."""
     version: str = request.param
+    made = other_pythons.of_version(version)
+    if made is not None:
+        return made
     python = _interpreter(version)
     if python is None or version == ".".join(map(str, sys.version_info[:2])):
         pytest.skip(f"there is no other Python {version}")
@@ -89,7 +94,7 @@ def test_models_of_both_kinds_run_under_another_python(environment: Path, tmp_pa
             assert runtime.infer("add", rows(i, 2))["SUM"].tolist() == [[i + 1, 3]]
         batch = [(np.full((n, 3), n, np.float32), [[f"é{n}"]] * n) for n in (2, 3)]
         futures = [runtime.submit("doubler", {"X": x, "NAME": texts}) for x, texts in batch]
-        minor = int(environment.name.partition(".")[2])
+        minor = int(environment.name.split(".")[1])
         for (x, texts), future in zip(batch, futures, strict=True):
             outputs = future.result(PATIENCE_S).outputs
             assert outputs["Y"].tolist() == (x * 2).tolist()
