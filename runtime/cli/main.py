@@ -15,7 +15,17 @@ import traceback
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli import bench, check, demo, infer, run_model, sandbox, serve, top
+from moonpool.runtime.cli import (
+    bench,
+    check,
+    demo,
+    infer,
+    run_model,
+    sandbox,
+    serve,
+    top,
+    triton,
+)
 from moonpool.runtime.cli.session import UsageError
 from moonpool.runtime.config_shape import suggestion
 from moonpool.runtime.output import harmless
@@ -28,7 +38,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 
-_COMMANDS = (demo, serve, top, infer, check, sandbox, run_model, bench)
+_COMMANDS = (demo, serve, top, infer, check, sandbox, triton, run_model, bench)
 _EPILOG = """\
 exit codes: 0 success, 1 failure, 2 wrong command line, 130 interrupted
 

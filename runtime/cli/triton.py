@@ -1,0 +1,86 @@
+"""`moonpool triton`: moonpool as a backend of a tritonserver."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.cli.session import UsageError
+from moonpool.runtime.cli.table import table
+from moonpool.runtime.output import harmless
+from moonpool.runtime.terminal import Terminal
+from moonpool.runtime.triton import installation
+
+if TYPE_CHECKING:
+    import argparse
+
+NAME = "triton"
+HELP = "run models in a tritonserver, as one of its backends"
+DESCRIPTION = """\
+Have a tritonserver run its Python models in moonpool's stubs. BACKENDS is the directory in which the server has its
+backends, often /opt/tritonserver/backends. docs/TRITON_BACKEND.md has the rest.
+
+  install     put the backend `moonpool` beside the others, for models with  backend: "moonpool"
+  overlay     make a directory in which moonpool is the backend `python`, and print its path;
+              nothing in BACKENDS is changed
+  check       say whether it will work, one line for each thing that is needed; exits with 1 if not
+  uninstall   remove what install and overlay have made for BACKENDS
+
+The server will start stubs with the interpreter that runs this command.
+"""
+EXAMPLES = """\
+examples:
+  moonpool triton install /opt/tritonserver/backends
+  tritonserver --backend-directory=$(moonpool triton overlay /opt/tritonserver/backends) ...
+"""
+_SHOWN = {True: ("yes", ""), False: ("no", "red"), None: ("?", "yellow")}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("install", "overlay", "check", "uninstall"))
+    parser.add_argument("backends", type=Path, metavar="BACKENDS")
+    parser.add_argument(
+        "--into", type=Path, metavar="DIR", help="overlay: where to make it (default: in ~/.cache)"
+    )
+    parser.add_argument(
+        "--library", type=Path, metavar="FILE", help="the library, if it is not moonpool's own"
+    )
+    parser.add_argument(
+        "--server", type=Path, metavar="FILE", help="check: the server's libtritonserver.so"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    for name, action in (("into", "overlay"), ("server", "check")):
+        if getattr(options, name) is not None and options.action != action:
+            raise UsageError(f"--{name} is for {action}")
+    backends: Path = options.backends.absolute()
+    if options.action == "check":
+        return _check(backends, options.library, options.server)
+    terminal = Terminal(sys.stdout)
+    if options.action == "uninstall":
+        for folder in installation.uninstall(backends):
+            terminal.line(f"removed {harmless(str(folder))}")
+        return 0
+    library = options.library or installation.find_library()
+    if options.action == "install":
+        folder = installation.install(backends, library)
+        terminal.line(f'models with  backend: "moonpool"  are run by {harmless(str(folder))}')
+    else:
+        into = options.into and options.into.absolute()
+        terminal.line(str(installation.overlay(backends, library, into)))
+    return 0
+
+
+def _check(backends: Path, library: Path | None, server: Path | None) -> int:
+    # Not for those who only infer.
+    from moonpool.runtime.triton.check import findings
+
+    found = list(findings(backends, library, server))
+    rows = [[each.subject, _SHOWN[each.works][0], harmless(each.what)] for each in found]
+    terminal = Terminal(sys.stdout)
+    for line, finding in zip(table(rows, align="<<<"), found, strict=True):
+        style = _SHOWN[finding.works][1]
+        terminal.line(terminal.paint(line, style) if style else line)
+    return 1 if any(finding.works is False for finding in found) else 0
