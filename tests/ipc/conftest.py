@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 from msgpack import fallback
+from tests.gpu.cards import card, fake, fake_library, gpu
 
 from moonpool.ipc import codec
 from moonpool.ipc.channel import Channel
+
+__all__ = ["_either_msgpack", "card", "ends", "fake", "fake_library", "gpu"]
 
 Ends = tuple[Channel, Channel]
 

@@ -1,6 +1,7 @@
 """What every kind of memory promises, tried on each kind there is.
 
-Whoever adds a kind adds a line to `KINDS`.
+Whoever adds a kind adds a line to `HOST` or to `DEVICE`. What is promised of memory that the processor can look at is tried on
+`host_region`, the rest on `region`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from moonpool.ipc.cuda.array import DeviceArray
+from moonpool.ipc.cuda.device import device
+from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
 from moonpool.ipc.errors import Closed
 from moonpool.ipc.heap import HeapRegion
 from moonpool.ipc.memory import Lease, Region, lease_of, offset_in
 from moonpool.ipc.region import SharedRegion
+from moonpool.ipc.tensors import code_of
 
 ID = 7
 SIZE_BYTES = 8192
@@ -44,19 +50,78 @@ def _adopted_and_forgotten() -> Region:
     return region
 
 
-KINDS: dict[str, Callable[[], Region]] = {
+def _on_device() -> Region:
+    return DeviceRegion.create(ID, SIZE_BYTES, device(0))
+
+
+def _adopted_on_device() -> Region:
+    made = DeviceRegion.create(ID, SIZE_BYTES, device(0))
+    region = DeviceRegion.adopt(ID, made.size_bytes, device(0), os.dup(made.fd), b"")
+    made.close()
+    return region
+
+
+def _on_device_in_the_older_way() -> Region:
+    device(0).has_descriptors = False
+    return DeviceRegion.create(ID, SIZE_BYTES, device(0))
+
+
+HOST: dict[str, Callable[[], Region]] = {
     "heap": _heap,
     "created": _created,
     "adopted": _adopted,
     "adopted, descriptor forgotten": _adopted_and_forgotten,
 }
+DEVICE: dict[str, Callable[[], Region]] = {
+    "on a device": _on_device,
+    "on a device, adopted": _adopted_on_device,
+    "on a device, in the older way": _on_device_in_the_older_way,
+}
+EVERY = [
+    *(pytest.param((make, None), id=name) for name, make in HOST.items()),
+    *(pytest.param((make, "fake"), id=f"{name}, fake") for name, make in DEVICE.items()),
+    *(
+        pytest.param((make, "card"), id=name, marks=pytest.mark.gpu)
+        for name, make in DEVICE.items()
+    ),
+]
 
 
-@pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
-def region(request: pytest.FixtureRequest) -> Iterator[Region]:
+@pytest.fixture(params=HOST.values(), ids=HOST)
+def host_region(request: pytest.FixtureRequest) -> Iterator[Region]:
     made: Region = request.param()
     yield made
     made.close()
+
+
+@pytest.fixture(params=EVERY)
+def region(request: pytest.FixtureRequest) -> Iterator[Region]:
+    make, where = request.param
+    if where is not None:
+        request.getfixturevalue(where)
+    made: Region = make()
+    yield made
+    made.close()
+
+
+def contents(region: Region, offset: int = 0, size_bytes: int | None = None) -> bytes:
+    """The bytes there; all from `offset` on, unless told."""
+    size_bytes = region.size_bytes - offset if size_bytes is None else size_bytes
+    if isinstance(region, DeviceRegion):
+        return region.read(offset, size_bytes)
+    return bytes(region.memory()[offset : offset + size_bytes])
+
+
+def viewed(lease: Lease | DeviceLease, dtype: type, count: int, offset: int = 0) -> Any:
+    """An array in a block."""
+    if isinstance(lease, DeviceLease):
+        return DeviceArray.over(lease, offset, code_of(np.dtype(dtype)), (count,))
+    return np.ndarray((count,), dtype, lease, offset)
+
+
+def values(array: Any) -> list[Any]:
+    """What an array holds."""
+    return list((array.to_host() if isinstance(array, DeviceArray) else array).tolist())
 
 
 class Returns:
@@ -75,16 +140,22 @@ def returned() -> Returns:
 
 
 def test_a_region_tells_its_number_and_its_size(region: Region) -> None:
-    assert (region.id, region.size_bytes) == (ID, SIZE_BYTES)
-    assert len(region.memory()) == SIZE_BYTES
+    assert region.id == ID
+    # A device gives out whole pages, and its pages are large.
+    assert region.size_bytes >= SIZE_BYTES
+    assert len(contents(region)) == region.size_bytes
+
+
+def test_the_processor_sees_all_of_a_region(host_region: Region) -> None:
+    assert (host_region.size_bytes, len(host_region.memory())) == (SIZE_BYTES, SIZE_BYTES)
 
 
 def test_a_new_region_is_all_zeros_and_writable(region: Region) -> None:
-    assert bytes(region.memory()) == bytes(SIZE_BYTES)
+    assert not any(contents(region))
 
-    region.memory()[-1] = 255
+    region.write(region.size_bytes - 1, np.array([255], np.uint8))
 
-    assert region.memory()[SIZE_BYTES - 1] == 255
+    assert contents(region, region.size_bytes - 1) == b"\xff"
 
 
 ARRAYS = {
@@ -108,15 +179,15 @@ def test_an_array_is_written_in_c_order(
     region.write(64, array)
 
     end = 64 + array.nbytes
-    assert bytes(region.memory()[64:end]) == array.tobytes()
-    assert bytes(region.memory()[:64]) == bytes(64)
-    assert not any(region.memory()[end:])
+    assert contents(region, 64, array.nbytes) == array.tobytes()
+    assert contents(region, 0, 64) == bytes(64)
+    assert not any(contents(region, end))
 
 
-def test_a_lease_is_the_bytes_of_its_block(region: Region, returned: Returns) -> None:
-    region.memory()[128:132] = b"moon"
+def test_a_lease_is_the_bytes_of_its_block(host_region: Region, returned: Returns) -> None:
+    host_region.memory()[128:132] = b"moon"
 
-    lease = region.lease(128, 64, returned, "block")
+    lease = host_region.lease(128, 64, returned, "block")
 
     assert lease.dtype == np.uint8
     assert (lease.shape, lease.nbytes) == ((64,), 64)
@@ -124,26 +195,26 @@ def test_a_lease_is_the_bytes_of_its_block(region: Region, returned: Returns) ->
 
 
 def test_what_is_written_through_a_view_of_a_lease_is_in_the_region(
-    region: Region, returned: Returns
+    host_region: Region, returned: Returns
 ) -> None:
-    lease = region.lease(64, 32, returned, "block")
+    lease = host_region.lease(64, 32, returned, "block")
     tensor = np.ndarray((2, 2), np.float32, lease, 16)
 
     tensor[...] = [[1, 2], [3, 4]]
 
-    assert np.frombuffer(region.memory(), np.float32, 4, 80).tolist() == [1, 2, 3, 4]
+    assert np.frombuffer(host_region.memory(), np.float32, 4, 80).tolist() == [1, 2, 3, 4]
 
 
 def test_a_lease_may_reach_to_the_last_byte(region: Region, returned: Returns) -> None:
-    lease = region.lease(SIZE_BYTES - 64, 64, returned, "last")
+    region.write(region.size_bytes - 1, np.array([9], np.uint8))
 
-    lease[-1] = 9
+    lease = region.lease(region.size_bytes - 64, 64, returned, "last")
 
-    assert region.memory()[SIZE_BYTES - 1] == 9
+    assert values(viewed(lease, np.uint8, 1, 63)) == [9]
 
 
 def test_a_lease_of_nothing_at_the_end_is_a_lease(region: Region, returned: Returns) -> None:
-    lease = region.lease(SIZE_BYTES, 0, returned, "empty")
+    lease = region.lease(region.size_bytes, 0, returned, "empty")
     assert lease.size == 0
     del lease
 
@@ -152,13 +223,13 @@ def test_a_lease_of_nothing_at_the_end_is_a_lease(region: Region, returned: Retu
 
 @pytest.mark.parametrize(
     ("offset", "size_bytes"),
-    [(0, SIZE_BYTES + 1), (SIZE_BYTES, 1), (SIZE_BYTES - 8, 9), (2**62, 64), (64, 2**62)],
+    [(0, 1), (0, 9), (-8, 9), (2**62, 64), (64, 2**62)],
 )
 def test_a_lease_beyond_the_region_is_refused_and_gives_nothing_back(
     region: Region, returned: Returns, offset: int, size_bytes: int
 ) -> None:
     with pytest.raises(TypeError):
-        region.lease(offset, size_bytes, returned, "block")
+        region.lease(region.size_bytes + offset, size_bytes, returned, "block")
     gc.collect()
 
     assert returned.tokens == []
@@ -179,8 +250,8 @@ def test_a_lease_gives_its_block_back_once_when_it_is_dropped(
 
 def test_a_lease_lives_as_long_as_its_last_view(region: Region, returned: Returns) -> None:
     lease = region.lease(0, 64, returned, "block")
-    first = np.ndarray((8,), np.float32, lease, 0)
-    second = np.ndarray((8,), np.float32, lease, 32)
+    first = viewed(lease, np.float32, 8)
+    second = viewed(lease, np.float32, 8, 32)
     del lease
     del first
     assert returned.tokens == []
@@ -207,9 +278,9 @@ def test_a_lease_lives_as_long_as_its_last_view(region: Region, returned: Return
          "broadcast", "dlpack"],
 )  # fmt: skip
 def test_views_of_views_hold_the_block(
-    region: Region, returned: Returns, derive: Callable[[object], object]
+    host_region: Region, returned: Returns, derive: Callable[[object], object]
 ) -> None:
-    lease = region.lease(0, 64, returned, "block")
+    lease = host_region.lease(0, 64, returned, "block")
     tensor = np.ndarray((16,), np.float32, lease)
     derived = derive(tensor[...][0:16])
     del lease, tensor
@@ -221,8 +292,10 @@ def test_views_of_views_hold_the_block(
     assert returned.tokens == ["block"]
 
 
-def test_slices_and_copies_of_a_lease_give_nothing_back(region: Region, returned: Returns) -> None:
-    lease = region.lease(0, 64, returned, "block")
+def test_slices_and_copies_of_a_lease_give_nothing_back(
+    host_region: Region, returned: Returns
+) -> None:
+    lease = host_region.lease(0, 64, returned, "block")
     copy = lease.copy()
     total = lease + lease
 
@@ -236,8 +309,8 @@ def test_slices_and_copies_of_a_lease_give_nothing_back(region: Region, returned
     assert returned.tokens == ["block"]
 
 
-def test_a_copy_does_not_hold_the_block(region: Region, returned: Returns) -> None:
-    lease = region.lease(0, 64, returned, "block")
+def test_a_copy_does_not_hold_the_block(host_region: Region, returned: Returns) -> None:
+    lease = host_region.lease(0, 64, returned, "block")
     tensor = np.ndarray((16,), np.float32, lease)
     copy = tensor.copy()
     del lease, tensor
@@ -273,11 +346,11 @@ def test_views_dropped_by_many_threads_give_the_block_back_once(
     region: Region, returned: Returns
 ) -> None:
     lease = region.lease(0, 64, returned, "block")
-    boxes = [[lease[i:], np.ndarray((4,), np.uint8, lease, i)] for i in range(8)]
+    boxes = [[viewed(lease, np.uint8, 64 - i, i), viewed(lease, np.uint8, 4, i)] for i in range(8)]
     del lease
     start = threading.Barrier(8)
 
-    def drop(box: list[np.ndarray]) -> None:
+    def drop(box: list[Any]) -> None:
         start.wait(10)
         box.clear()
 
@@ -293,8 +366,8 @@ def test_views_dropped_by_many_threads_give_the_block_back_once(
 def test_two_leases_on_one_block_each_give_it_back(region: Region, returned: Returns) -> None:
     first = region.lease(0, 64, returned, "first")
     second = region.lease(0, 64, returned, "second")
-    first[0] = 5
-    assert second[0] == 5
+    assert (first.region, first.offset, first.size) == (region, 0, 64)
+    assert (second.region, second.offset, second.size) == (region, 0, 64)
     del first
     assert returned.tokens == ["first"]
     del second
@@ -306,7 +379,7 @@ def test_a_closed_region_refuses(region: Region, returned: Returns) -> None:
     region.close()
 
     with pytest.raises(Closed, match=f"region {ID} was closed"):
-        region.memory()
+        contents(region, 0, 1)
     with pytest.raises(Closed, match=f"region {ID} was closed"):
         region.lease(0, 64, returned, "block")
     with pytest.raises(Closed, match=f"region {ID} was closed"):
@@ -323,22 +396,42 @@ def test_a_region_may_be_closed_many_times(region: Region) -> None:
 
 
 def test_the_memory_of_a_lease_stays_valid_after_close(region: Region, returned: Returns) -> None:
-    tensor = np.ndarray((8,), np.int64, region.lease(64, 64, returned, "block"))
-    tensor[...] = np.arange(8)
+    region.write(64, np.arange(8))
+    tensor = viewed(region.lease(64, 64, returned, "block"), np.int64, 8)
     region.close()
     gc.collect()
 
-    assert tensor.tolist() == list(range(8))
-    tensor[0] = 41
-    assert tensor.sum() == 41 + sum(range(8))
+    assert values(tensor) == list(range(8))
     assert returned.tokens == []
     del tensor
     assert returned.tokens == ["block"]
 
 
-def test_a_plain_view_of_a_closed_region_stays_valid(region: Region) -> None:
-    view = np.ndarray((SIZE_BYTES,), np.uint8, region.buffer)
-    region.close()
+def test_a_lease_may_be_written_to_after_its_region_was_closed(
+    host_region: Region, returned: Returns
+) -> None:
+    tensor = viewed(host_region.lease(64, 64, returned, "block"), np.int64, 8)
+    host_region.close()
+    gc.collect()
+
+    tensor[...] = np.arange(8)
+    tensor[0] = 41
+
+    assert tensor.sum() == 41 + sum(range(8))
+
+
+def test_two_leases_on_one_block_see_the_same_bytes(host_region: Region, returned: Returns) -> None:
+    first = host_region.lease(0, 64, returned, "first")
+    second = host_region.lease(0, 64, returned, "second")
+
+    first[0] = 5
+
+    assert second[0] == 5
+
+
+def test_a_plain_view_of_a_closed_region_stays_valid(host_region: Region) -> None:
+    view = np.ndarray((SIZE_BYTES,), np.uint8, host_region.buffer)
+    host_region.close()
     gc.collect()
 
     view[...] = 1
@@ -346,9 +439,9 @@ def test_a_plain_view_of_a_closed_region_stays_valid(region: Region) -> None:
 
 
 def test_the_lease_of_an_array_is_found_through_all_its_views(
-    region: Region, returned: Returns
+    host_region: Region, returned: Returns
 ) -> None:
-    lease = region.lease(64, 64, returned, "block")
+    lease = host_region.lease(64, 64, returned, "block")
     tensor = np.ndarray((4,), np.float32, lease, 16)
     plain = lease[4:].view(np.ndarray)
 
@@ -356,21 +449,21 @@ def test_the_lease_of_an_array_is_found_through_all_its_views(
         assert lease_of(array) is lease
 
 
-def test_ordinary_memory_has_no_lease(region: Region, returned: Returns) -> None:
-    lease = region.lease(0, 64, returned, "block")
+def test_ordinary_memory_has_no_lease(host_region: Region, returned: Returns) -> None:
+    lease = host_region.lease(0, 64, returned, "block")
     tensor = np.ndarray((4,), np.float32, lease)
 
     assert lease_of(np.zeros(3)) is None
     assert lease_of(np.zeros(3)[1:]) is None
-    assert lease_of(np.frombuffer(region.memory(), np.uint8)) is None
+    assert lease_of(np.frombuffer(host_region.memory(), np.uint8)) is None
     assert lease_of(tensor.copy()[1:]) is None
     assert lease_of((tensor + 1)[1:]) is None
     # Of the class, but without a block.
     assert lease_of(lease.copy()[1:].view(np.ndarray)) is None
 
 
-def test_the_offset_of_a_view_in_its_lease_is_told(region: Region, returned: Returns) -> None:
-    lease = region.lease(128, 64, returned, "block")
+def test_the_offset_of_a_view_in_its_lease_is_told(host_region: Region, returned: Returns) -> None:
+    lease = host_region.lease(128, 64, returned, "block")
     tensor = np.ndarray((12,), np.float32, lease, 16)
 
     assert offset_in(lease, lease) == 0
