@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests import sandbox_level
 from tests.chaos import seed
@@ -28,3 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     sandbox_level.pytest_configure(config)
     seed.draw(config)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, what has no such test is not imported: a machine with a device may lack what it needs."""
+    if config.option.markexpr != "gpu" or config.rootpath not in collection_path.parents:
+        return None
+    files = [collection_path] if collection_path.is_file() else collection_path.rglob("test_*.py")
+    return None if any("mark.gpu" in file.read_text() for file in files) else True
