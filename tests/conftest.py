@@ -37,4 +37,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "gpu" or config.rootpath not in collection_path.parents:
         return None
     files = [collection_path] if collection_path.is_file() else collection_path.rglob("test_*.py")
-    return None if any("mark.gpu" in file.read_text() for file in files) else True
+    return None if any(_has_gpu_tests(file.read_text()) for file in files) else True
+
+
+def _has_gpu_tests(source: str) -> bool:
+    # By the mark, or by the fixture that is a device of either kind.
+    return "mark.gpu" in source or "gpu: Device" in source

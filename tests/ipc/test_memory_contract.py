@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,7 +22,7 @@ from moonpool.ipc.errors import Closed
 from moonpool.ipc.heap import HeapRegion
 from moonpool.ipc.memory import Lease, Region, lease_of, offset_in
 from moonpool.ipc.region import SharedRegion
-from moonpool.ipc.tensors import code_of
+from moonpool.ipc.tensors import BF16, DTYPES, code_of
 
 ID = 7
 SIZE_BYTES = 8192
@@ -164,7 +163,7 @@ ARRAYS = {
     "nothing": np.empty((2, 0, 3), np.uint16),
     "two dimensions": np.arange(20, dtype=np.float16).reshape(4, 5),
     "read-only": np.frombuffer(b"abcdefgh", np.uint8),
-    "BF16": np.arange(6).astype(ml_dtypes.bfloat16),
+    "BF16": np.arange(6).astype(DTYPES[BF16]),
     "every other": np.arange(48, dtype=np.int16).reshape(6, 8)[::2, ::3],
     "columns first": np.asfortranarray(np.arange(20, dtype=np.float64).reshape(4, 5)),
 }
