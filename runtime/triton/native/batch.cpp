@@ -381,10 +381,8 @@ void Batch::respond(size_t i, const std::optional<wire::Remarks>& remarks) {
 
 void Batch::close() noexcept {
   const uint64_t end_ns = now_ns();
-  bool is_good = false;
   for (size_t i = 0; i < items_.size(); ++i) {
     const Item& item = items_[i];
-    is_good = is_good || item.is_good;
     if (item.left != OpenRequests::Left::kReschedule) {
       complain(triton::ModelInstanceReportStatistics(instance_, requests_[i], item.is_good, start_ns_,
                                                      sent_ns_, answered_ns_, end_ns),
@@ -394,11 +392,9 @@ void Batch::close() noexcept {
     const bool is_again = item.left == OpenRequests::Left::kReschedule;
     release(requests_[i], is_again ? triton::kReleaseReschedule : triton::kReleaseAll);
   }
-  if (is_good) {
-    complain(triton::ModelInstanceReportBatchStatistics(instance_, rows_, start_ns_, sent_ns_,
-                                                        answered_ns_, end_ns),
-             "statistics cannot be reported");
-  }
+  complain(triton::ModelInstanceReportBatchStatistics(instance_, rows_, start_ns_, sent_ns_,
+                                                      answered_ns_, end_ns),
+           "statistics cannot be reported");
 }
 
 void Batch::fail(const Failure& failure, Stub* stub) noexcept {

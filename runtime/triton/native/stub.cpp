@@ -22,8 +22,6 @@ constexpr auto kReadiness = std::chrono::seconds(5);
 // Messages of one channel that are read before others have their turn.
 constexpr int kManyMessages = 64;
 constexpr size_t kMostLetGo = 1 << 20;
-// The launcher has given the stub regions of smaller numbers.
-constexpr uint64_t kFirstRegion = uint64_t{1} << 32;
 
 
 bool is_readable(const pollfd& end) { return (end.revents & (POLLIN | POLLHUP | POLLERR)) != 0; }
@@ -40,7 +38,7 @@ Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& mo
       control_(std::move(descriptors.at(0))),
       pidfd_(std::move(descriptors.at(2))),
       wakes_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      next_region_(kFirstRegion),
+      next_region_(wire::kFirstRegion),
       loans_(std::make_shared<Region>(born.request_region, born.request_size,
                                       std::move(descriptors.at(3))),
              *this),
