@@ -86,7 +86,7 @@ EVERY = [
 ]
 
 
-@pytest.fixture(params=HOST.values(), ids=HOST)
+@pytest.fixture(params=list(HOST.values()), ids=list(HOST))
 def host_region(request: pytest.FixtureRequest) -> Iterator[Region]:
     made: Region = request.param()
     yield made
