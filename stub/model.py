@@ -38,6 +38,10 @@ class Model:
         self._instance = start["instance"]
         self._is_decoupled: bool = start["decoupled"]
         self._reschedules: bool = start["reschedules"]
+        if start["copies_gpu_to_numpy"]:
+            from moonpool.stub.device_tensor import DeviceTensor
+
+            DeviceTensor.copies_to_numpy = True
 
     @property
     def is_initialized(self) -> bool:
