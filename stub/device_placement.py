@@ -86,6 +86,7 @@ def _named(
     lane = devices.lane(ordinal)
     source.enter(lane.stream)
     lane.copy(block.address, source.address, source.nbytes)
+    source.leave(lane.stream)
     lane.keep(source)
     return _over(tensor, block)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
+from moonpool.ipc import dlpack
 from moonpool.ipc.cuda.array import DeviceArray
-from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.errors import BadTensor, MoonpoolError
 from moonpool.ipc.tensors import BF16, BYTES, code_of, size_bytes
+from moonpool.stub import pb_utils
 from moonpool.stub.errors import TritonModelException
 from moonpool.stub.tensor import BF16_TO_NUMPY, Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     import numpy as np
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
     from moonpool.ipc.cuda.region import DeviceLease
+    from moonpool.ipc.dlpack import Foreign
     from moonpool.stub.pb_utils import Memory
 
 _new = object.__new__
@@ -102,19 +107,50 @@ class DeviceTensor(Tensor):
         return self._device_array.address - lease.address
 
 
+def from_device(
+    name: str, source: Any, ordinal: int, check: Callable[[Foreign], object]
+) -> DeviceTensor:
+    """A tensor over what an object, or a capsule, has on a device.
+
+    `check` raises for what cannot be a tensor, in Triton's words. Raises `TritonModelException`.
+    """
+    if isinstance(source, DeviceTensor):
+        return DeviceTensor.over(name, source._device_array)
+    with _in_words(ordinal):
+        memory = pb_utils.memory_in_use()
+        stream = None if memory is None else memory.on_devices().lane(ordinal).stream
+        try:
+            array = DeviceArray.of(source, stream)
+        except BadTensor:
+            is_capsule = dlpack.look(source) is not None
+            foreign = dlpack.look(source if is_capsule else dlpack.capsule_of(source, stream))
+            if foreign is not None:
+                check(foreign)
+            raise
+    if array is None:
+        raise TritonModelException(f"What is to be '{name}' has no memory on device {ordinal}.")
+    return DeviceTensor.over(name, array)
+
+
+@contextlib.contextmanager
+def _in_words(ordinal: int) -> Iterator[None]:
+    try:
+        yield
+    except MoonpoolError as error:
+        raise TritonModelException(f"No tensor on device {ordinal}: {error}") from error
+
+
 def empty_array(
     memory: Memory | None, dims: tuple[int, ...], dtype: np.dtype[np.generic], device: int
 ) -> DeviceArray:
     """What `pb_utils.empty` gives on a device. Raises `TritonModelException`."""
     if memory is None:
         raise TritonModelException("There is memory on a device only in a model that is served.")
-    try:
+    with _in_words(device):
         datatype = code_of(dtype)
         if datatype == BYTES:
             raise TritonModelException("Strings cannot lie on a device.")
         lease = memory.empty_on(device, size_bytes(datatype, dims))
-    except MoonpoolError as error:
-        raise TritonModelException(f"No array on device {device}: {error}") from error
     return DeviceArray.over(lease, 0, datatype, dims)
 
 

@@ -1,7 +1,7 @@
-"""DLPack for tensors in ordinary memory: capsules out and in, without a copy.
+"""DLPack as models meet it: capsules out and in, without a copy, with Triton's words for what is refused.
 
-numpy speaks DLPack itself, but makes arrays of foreign memory read-only, has no BF16, and reports
-faults in its own words; so foreign capsules are read here, field by field.
+numpy speaks DLPack itself, but makes arrays of foreign memory read-only, has no BF16, and reports faults in its own words;
+so foreign capsules are read by `ipc.dlpack`.
 """
 
 from __future__ import annotations
@@ -12,99 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moonpool.ipc import dlpack as capsules
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES
-from moonpool.stub.errors import TritonModelException, as_text, not_offered, shown
+from moonpool.stub.errors import TritonModelException, as_text, shown
 from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import CapsuleType
 
-_CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
-_BFLOAT = 4
-# Of the versions of the protocol that have numbers, the one read here, and its first flag.
-_MAJOR = 1
-_READ_ONLY = 1
-# DLPack's type code and width to the datatype.
-_DATATYPES = {
-    (6, 8): 1,
-    (1, 8): 2,
-    (1, 16): 3,
-    (1, 32): 4,
-    (1, 64): 5,
-    (0, 8): 6,
-    (0, 16): 7,
-    (0, 32): 8,
-    (0, 64): 9,
-    (2, 16): 10,
-    (2, 32): 11,
-    (2, 64): 12,
-    (_BFLOAT, 16): BF16,
-}
+    from moonpool.ipc.dlpack import Foreign
 
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _Managed(ctypes.Structure):
-    _fields_ = (
-        ("tensor", _DLTensor),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
-    )
-
-
-class _Versioned(ctypes.Structure):
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
-    )
-
-
-# By the name of the capsule: what is in it, and its name once it has been used. A capsule keeps a pointer
-# to its name, so these live for ever.
-_KINDS: tuple[tuple[bytes, type[_Managed | _Versioned], bytes], ...] = (
-    (b"dltensor", _Managed, b"used_dltensor"),
-    (b"dltensor_versioned", _Versioned, b"used_dltensor_versioned"),
-)
-
-_api = ctypes.pythonapi
-_is_valid = _api.PyCapsule_IsValid
-_is_valid.argtypes, _is_valid.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_int
-_pointer = _api.PyCapsule_GetPointer
-_pointer.argtypes, _pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
-_rename = _api.PyCapsule_SetName
-_rename.argtypes, _rename.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_int
+_ON_DEVICE = (capsules.CUDA, capsules.CUDA_MANAGED)
+_ORDINARY = (capsules.CPU, capsules.CUDA_HOST)
 
 
 class _Foreign(np.ndarray):
-    """The bytes of a capsule; gives them back to their owner with the last view of them."""
+    """The bytes of a capsule; they go back to their owner with the last view of them."""
 
     # As an array class of its own it stays in the chain of `.base` of what is viewed from it.
-    __slots__ = ("managed",)
+    __slots__ = ("keeps",)
 
-    managed: _Managed | _Versioned
-
-    def __del__(self) -> None:
-        managed = getattr(self, "managed", None)
-        if managed is not None and managed.deleter:
-            managed.deleter(ctypes.addressof(managed))
+    keeps: Foreign
 
 
 def export(
@@ -121,13 +50,19 @@ def export(
         return _capsule(tensor._array, max_version, copy)
     if tensor._wire is None:
         raise TritonModelException("The tensor has no memory of its own.")
-    # numpy has no BF16: exported as 16-bit integers, then called by its name.
-    integers = tensor._wire.view(np.uint16).reshape(tuple(tensor._shape))
-    capsule = _capsule(integers, max_version, copy)
-    for name, kind, _ in _KINDS:
-        if _is_valid(capsule, name):
-            kind.from_address(_pointer(capsule, name)).tensor.code = _BFLOAT
-    return capsule
+    # numpy has no BF16.
+    raw = tensor._wire.copy() if copy else tensor._wire
+    if not raw.flags.writeable and not _is_later(max_version) and copy is None:
+        raw = raw.copy()
+    return capsules.make(
+        raw,
+        raw.__array_interface__["data"][0],
+        (capsules.CPU, 0),
+        BF16,
+        tensor._shape,
+        max_version,
+        is_read_only=not raw.flags.writeable,
+    )
 
 
 def _capsule(
@@ -135,14 +70,19 @@ def _capsule(
 ) -> CapsuleType:
     if copy:
         array = array.copy()
-    if max_version is not None and tuple(max_version) >= (_MAJOR, 0):
+    if _is_later(max_version):
         with contextlib.suppress(TypeError):  # numpy before 2.1
-            return array.__dlpack__(max_version=(_MAJOR, 0))  # type: ignore[misc]
+            return array.__dlpack__(max_version=(capsules.MAJOR, 0))  # type: ignore[misc]
     if not array.flags.writeable:
         if copy is False:
             raise BufferError("The tensor is read-only, which DLPack before 1.0 has no word for.")
         array = array.copy()
     return array.__dlpack__()  # type: ignore[misc]
+
+
+def _is_later(max_version: tuple[int, int] | None) -> bool:
+    """Whether whoever takes the capsule knows its later form."""
+    return max_version is not None and tuple(max_version) >= (capsules.MAJOR, 0)
 
 
 def load(name: str, source: object) -> Tensor:
@@ -157,80 +97,68 @@ def load(name: str, source: object) -> Tensor:
     if not name:
         raise TritonModelException("Tensor name cannot be an empty string.")
     if hasattr(source, "__dlpack__") and hasattr(source, "__dlpack_device__"):
-        _check_device(int(source.__dlpack_device__()[0]))
-        source = _capsule_of(source)
-    for capsule_name, kind, used_name in _KINDS:
-        if _is_valid(source, capsule_name):
-            managed = kind.from_address(_pointer(source, capsule_name))
-            return _adopt(name, source, managed, used_name)
-    raise TritonModelException(
-        "Provided tensor is not supported. Tensor must be a DLPack capsule "
-        "        or have `__dlpack__` and `__dlpack_device__` attributes"
-    )
+        device_type, ordinal = source.__dlpack_device__()
+        _check_device(int(device_type))
+        if device_type in _ON_DEVICE:
+            from moonpool.stub import device_tensor
 
+            return device_tensor.from_device(name, source, int(ordinal), checked)
+        source = capsules.capsule_of(source)
+    foreign = capsules.look(source)
+    if foreign is None:
+        raise TritonModelException(
+            "Provided tensor is not supported. Tensor must be a DLPack capsule "
+            "        or have `__dlpack__` and `__dlpack_device__` attributes"
+        )
+    datatype = checked(foreign)
+    if foreign.device_type in _ON_DEVICE:
+        from moonpool.stub import device_tensor
 
-def _capsule_of(source: Any) -> object:
-    try:
-        # Only the later form can say that memory is read-only.
-        capsule = source.__dlpack__(max_version=(_MAJOR, 0))
-    except TypeError:
-        capsule = source.__dlpack__()
-    if type(capsule).__name__ != "PyCapsule":
-        kind = type(capsule).__name__
-        raise TypeError(f"Object of type '{kind}' is not an instance of 'capsule'")
-    return capsule
+        return device_tensor.from_device(name, source, foreign.device_id, checked)
+    return _adopt(name, foreign, datatype)
 
 
 def _check_device(device_type: int) -> None:
-    if device_type in (_CUDA, _CUDA_MANAGED):
-        raise not_offered("tensors in GPU memory (Tensor.from_dlpack)")
-    if device_type not in (_CPU, _CUDA_HOST):
+    if device_type not in _ON_DEVICE + _ORDINARY:
         raise TritonModelException(f"DLDevice type {device_type} is not support by Python backend.")
 
 
-def _checked(tensor: _DLTensor) -> tuple[int, tuple[int, ...]]:
+def checked(tensor: Foreign) -> int:
+    """The datatype of what a capsule holds. Raises `TritonModelException` for what cannot be a tensor."""
+    if tensor.major not in (0, capsules.MAJOR):
+        raise TritonModelException(f"DLPack version {tensor.major} is not supported.")
     _check_device(tensor.device_type)
-    if tensor.code == _BFLOAT and tensor.bits != 16:
+    if tensor.code == capsules.BFLOAT and tensor.bits != 16:
         raise TritonModelException(f"Expected BF16 tensor to have 16 bits, but had: {tensor.bits}")
-    datatype = _DATATYPES.get((tensor.code, tensor.bits))
-    if datatype is None or tensor.lanes != 1:
+    datatype = tensor.datatype
+    if datatype is None:
         raise TritonModelException(f'DType code "{tensor.code}" is not supported.')
-    shape = tuple(tensor.shape[: tensor.ndim])
-    if tensor.strides and 0 not in shape:
-        expected = 1
-        for size, stride in zip(reversed(shape), reversed(tensor.strides[: tensor.ndim])):
-            if size != 1 and stride != expected:
-                raise TritonModelException(
-                    "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are "
-                    "stored in C-Order are supported."
-                )
-            expected *= size
-    return datatype, shape
+    if not tensor.is_contiguous:
+        raise TritonModelException(
+            "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are "
+            "stored in C-Order are supported."
+        )
+    if tensor.size_bytes and not tensor.address:
+        raise TritonModelException("DLPack tensor has elements but no memory.")
+    return datatype
 
 
-def _adopt(name: str, capsule: object, managed: _Managed | _Versioned, used_name: bytes) -> Tensor:
-    is_versioned = isinstance(managed, _Versioned)
-    if is_versioned and managed.major != _MAJOR:
-        raise TritonModelException(f"DLPack version {managed.major} is not supported.")
-    datatype, shape = _checked(managed.tensor)
-    memory = _memory(managed.tensor, shape)
-    _rename(capsule, used_name)
-    memory.managed = managed
-    if is_versioned and managed.flags & _READ_ONLY:
+def _adopt(name: str, foreign: Foreign, datatype: int) -> Tensor:
+    memory = _memory(foreign)
+    foreign.take()
+    memory.keeps = foreign
+    if foreign.is_read_only:
         memory.flags.writeable = False
     if datatype == BF16:
-        return Tensor.from_wire(name, datatype, shape, memory)
+        return Tensor.from_wire(name, datatype, foreign.shape, memory)
     # A plain array: what models get has no surprising class.
-    return Tensor.from_wire(name, datatype, shape, np.ndarray(shape, DTYPES[datatype], memory))
+    array: NDArray[np.generic] = np.ndarray(foreign.shape, DTYPES[datatype], memory)
+    return Tensor.from_wire(name, datatype, foreign.shape, array)
 
 
-def _memory(tensor: _DLTensor, shape: tuple[int, ...]) -> _Foreign:
-    size_bytes = tensor.bits // 8
-    for size in shape:
-        size_bytes *= size
+def _memory(foreign: Foreign) -> _Foreign:
+    size_bytes = foreign.size_bytes
     if size_bytes == 0:
         return _Foreign((0,), np.uint8)
-    if not tensor.data:
-        raise TritonModelException("DLPack tensor has elements but no memory.")
-    bytes_there = (ctypes.c_uint8 * size_bytes).from_address(tensor.data + tensor.byte_offset)
+    bytes_there: Any = (ctypes.c_uint8 * size_bytes).from_address(foreign.address)
     return _Foreign((size_bytes,), np.uint8, bytes_there)
