@@ -120,6 +120,18 @@ class DeviceMemory:
         for ordinal, lane in self._lanes.copy().items():
             lane.publish(touched.get(ordinal, ()))
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether something is kept only until a device is done with it."""
+        lanes = self._lanes.copy().values()
+        return any(lane.keeps or lane.device.dying for lane in lanes)
+
+    def tidy(self) -> None:
+        """Let go of what devices are done with."""
+        for lane in self._lanes.copy().values():
+            lane.let_go()
+            lane.device.tidy()
+
     # Blocks; the caller has the turn
 
     def arena(self, ordinal: int) -> Arena:

@@ -62,18 +62,22 @@ class Peer:
     @property
     def needs_care(self) -> bool:
         """Whether there is something to look after while no work comes."""
-        return bool(self.regions.has_grown or self.batch.kept or self.responses.are_open)
+        return self.regions.has_grown or self.is_waited_for
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the model may let go of something, or answer, at any moment."""
-        return bool(self.batch.kept or self.responses.are_open)
+        """Whether the model, or a device, may let go of something, or the model answer, at any moment."""
+        devices = self.regions.devices
+        is_device_busy = devices is not None and devices.is_waited_for
+        return bool(self.batch.kept or self.responses.are_open or is_device_busy)
 
     def tidy(self, *, give_up_memory: bool) -> None:
         """Tell what the model has let go of; give regions back that nothing lies in, if so wanted."""
         while places := self.batch.let_go_late(MAX_PLACES_IN_PACKET):
             self.regions.publish()
             self.control.send(Kind.RELEASE, places)
+        if self.regions.devices is not None:
+            self.regions.devices.tidy()
         if give_up_memory:
             self.regions.retire_idle()
 

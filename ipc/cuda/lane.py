@@ -108,7 +108,7 @@ class Lane:
         if not self._own:
             device.finish(self.stream)
         if self._kept:
-            self._let_go()
+            self.let_go()
 
     def receive(self) -> None:
         """To be called right after a message that names blocks or gives them back."""
@@ -171,10 +171,16 @@ class Lane:
 
     def keep(self, thing: object) -> None:
         """Hold on to something until all that is queued on the lane by now is done: the source of a copy, say."""
-        self._let_go()
+        self.let_go()
         self._kept.append((self.device.mark([self.stream]), thing))
 
-    def _let_go(self) -> None:
+    @property
+    def keeps(self) -> bool:
+        """Whether there is something that `let_go` may find to be done with."""
+        return bool(self._kept)
+
+    def let_go(self) -> None:
+        """Of what was kept, until work that is done by now. Never waits."""
         while self._kept:
             try:
                 events, thing = self._kept.popleft()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.gpu.cards import Fake, fake, fake_library
+from tests.waiting import wait_until
 
 from moonpool.ipc.codec import encode, unpack_layout
 from moonpool.ipc.cuda.array import DeviceArray
@@ -27,6 +29,7 @@ from moonpool.stub.placement import Placer
 from moonpool.stub.preferred_memory import preferred
 from moonpool.stub.regions import Regions
 from moonpool.stub.reply import Port
+from moonpool.stub.request import InferenceRequest
 from moonpool.stub.response import InferenceResponse
 from moonpool.stub.tensor import Tensor
 
@@ -44,6 +47,7 @@ class Peer:
         self.lanes: dict[int, Lane] = {}
         self.refuses = ""
         self.heard: list[tuple[object, ...]] = []
+        self.requests: list[InferenceRequest] = []
         self.send(SharedRegion.create(1, 1 << 16), Side.STUB)
         self.send(SharedRegion.create(2, 1 << 16), Side.RUNTIME)
         self.placer = Placer(self.regions, START)
@@ -112,6 +116,7 @@ class Peer:
         return np.frombuffer(raw, np.float32).reshape(row[2])
 
     def close(self) -> None:
+        self.requests.clear()
         self.regions.close()
         for lane in self.lanes.values():
             lane.close()
@@ -120,12 +125,14 @@ class Peer:
 
 
 @pytest.fixture
-def peer(fake: Fake) -> Any:
+def peer(fake: Fake) -> Iterator[Peer]:  # noqa: ARG001 - it drives the devices
     found = Peer()
     pb_utils.use_memory(found.regions)
     yield found
     pb_utils.use_memory(None)
     found.close()
+    # What an exception that was caught refers to is in a cycle.
+    gc.collect()
 
 
 def floats(*values: float) -> np.ndarray:
@@ -136,7 +143,9 @@ def foreign(array: np.ndarray, number: int = 0) -> DeviceArray:
     """Device memory that is none of moonpool's blocks."""
     region = DeviceRegion.create(99, array.nbytes, device(number))
     region.write(0, array)
-    return DeviceArray.over(region.lease(0, array.nbytes, lambda _: None, None), 0, 11, array.shape)
+    lease = region.lease(0, array.nbytes, lambda _: None, None)
+    region.close()
+    return DeviceArray.over(lease, 0, 11, array.shape)
 
 
 def test_inputs_on_a_device_are_seen_there(peer: Peer) -> None:
@@ -278,12 +287,29 @@ def test_tensors_on_a_device_go_to_other_models_and_come_back(peer: Peer) -> Non
     found = [peer.read(placed.blocks[row[3]], row).tolist() for row in rows]
     assert found == [[3], [1, 2], [4]]
     assert placed.blocks[placed.rows[1][3]] == [50, 4096, 8]
+    peer.regions.on_devices().tidy()
     back: list[object] = []
     outputs = read_outputs([[50, 4096, 8]], [["Y", 11, [2], 0, 0, 8]], peer.regions, back.append)
     assert not outputs[0].is_cpu()
     del outputs
     gc.collect()
     assert back == [(50, 4096)]
+
+
+def test_what_is_copied_on_a_device_is_kept_until_the_device_is_done(
+    peer: Peer, fake: Fake
+) -> None:
+    fake.delay(50_000)
+    blocks, rows = peer.answer(Tensor.from_dlpack("Y", foreign(floats(4, 5))))
+    devices = peer.regions.on_devices()
+    assert devices.is_waited_for
+
+    def is_done() -> bool:
+        devices.tidy()
+        return not devices.is_waited_for
+
+    wait_until(is_done, what="the device to be done with the copy")
+    assert peer.read(blocks[0], rows[0]).tolist() == [4, 5]
 
 
 def test_inputs_that_the_model_keeps_are_known_to_be_held(peer: Peer) -> None:
