@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,9 +109,11 @@ def settle(device: Device) -> None:
 
 
 @pytest.fixture(scope="session")
-def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake driver, built once."""
-    return build(tmp_path_factory.mktemp("fake-cuda"))
+def fake_library() -> Iterator[Path]:
+    """The fake driver, built once, where processes of any user find it."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-fake-cuda-") as folder:
+        os.chmod(folder, 0o755)
+        yield build(Path(folder))
 
 
 @pytest.fixture

@@ -670,12 +670,17 @@ CUresult cuIpcOpenEventHandle(Event **found, Handle handle) {
 
 /* ---- memory as of old ---- */
 
+/* The mode of the file says that it is device memory, and of which device: a contained process may not look into /proc. */
 static int new_memory(int ordinal, size_t size) {
-    char name[32];
-    snprintf(name, sizeof name, "fake-cuda-memory-%d", physical[ordinal]);
-    int fd = memfd_create(name, MFD_CLOEXEC);
-    if (fd >= 0 && ftruncate(fd, size)) { close(fd); fd = -1; }
+    int fd = memfd_create("fake-cuda-memory", MFD_CLOEXEC);
+    if (fd >= 0 && (ftruncate(fd, size) || fchmod(fd, S_ISVTX | S_IRUSR | S_IWUSR | physical[ordinal]))) { close(fd); fd = -1; }
     return fd;
+}
+
+static int device_in(mode_t mode) {
+    if (!S_ISREG(mode) || (mode & (S_ISVTX | S_IXUSR)) != S_ISVTX) return -INVALID_VALUE;
+    for (int i = 0; i < device_count_here; i++) if (physical[i] == (int)(mode & 077)) return i;
+    return -NOT_SUPPORTED;
 }
 
 CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
@@ -819,18 +824,13 @@ CUresult cuMemExportToShareableHandle(void *found, Allocation handle, int type, 
 
 CUresult cuMemImportFromShareableHandle(Allocation *found, void *descriptor, int type) {
     ENTER(); NEEDS_INIT();
-    char path[64], target[64] = "";
-    int fd = (int)(intptr_t)descriptor, number, ordinal = -1;
+    int fd = (int)(intptr_t)descriptor;
     struct stat facts;
-    if (type != 1 || fd < 0) LEAVE(INVALID_VALUE);
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    if (readlink(path, target, sizeof target - 1) < 0 || sscanf(target, "/memfd:fake-cuda-memory-%d", &number) != 1)
-        LEAVE(INVALID_VALUE);
-    for (int i = 0; i < device_count_here; i++) if (physical[i] == number) ordinal = i;
-    if (ordinal < 0) LEAVE(NOT_SUPPORTED);
+    if (type != 1 || fd < 0 || fstat(fd, &facts)) LEAVE(INVALID_VALUE);
+    int ordinal = device_in(facts.st_mode);
+    if (ordinal < 0) LEAVE(-ordinal);
     fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (fd < 0) LEAVE(OUT_OF_MEMORY);
-    if (fstat(fd, &facts)) { close(fd); LEAVE(INVALID_VALUE); }
     Object *object = calloc(1, sizeof *object);
     *object = (Object){.next = objects, .handle = next_handle++, .size = facts.st_size, .ordinal = ordinal, .fd = fd,
                        .is_imported = 1};
