@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 from moonpool.runtime.batcher import Queue, form
+from moonpool.runtime.errors import SequenceLost
 from moonpool.runtime.level import Request as BatchRequest
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ class Request(BatchRequest, Protocol):
 
 
 R = TypeVar("R", bound=Request)
+
+
+def lost(correlation_id: CorrelationId, model: str) -> SequenceLost:
+    """What everybody is told who goes on with a sequence whose instance ended."""
+    return SequenceLost(
+        f"sequence {correlation_id} of model '{model}' is lost, as the instance ended that had "
+        "its state; start it again"
+    )
 
 
 class Sequence(Generic[R]):

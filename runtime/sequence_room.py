@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.runtime.errors import ModelUnavailable
 from moonpool.runtime.request import AGAIN, LATER
+from moonpool.runtime.sequence import START, lost
 from moonpool.runtime.sequence_controls import SequenceControls
 from moonpool.runtime.sequences import Sequencer
 from moonpool.runtime.waiting_room import Plan, WaitingRoom
@@ -41,6 +42,9 @@ class SequenceRoom(WaitingRoom):
 
     def add(self, request: InferenceRequest, now_ns: int) -> None:
         self._controls.check(request.correlation_id)
+        # It was on its way into an instance that broke; its id may be another sequence's by now.
+        if request.attempts and not request.flags & START:
+            raise lost(request.correlation_id, self._model)
         if self._sequencer.add(request, now_ns):
             _log.warning(
                 "sequence %s for model '%s' has a conflict. The previous sequence did not end before "

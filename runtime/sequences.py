@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from moonpool.runtime.batcher import Queue
 from moonpool.runtime.config import DynamicBatching
-from moonpool.runtime.errors import InvalidRequest, SequenceLost, own
-from moonpool.runtime.sequence import END, START, R, Sequence, Table
+from moonpool.runtime.errors import InvalidRequest, own
+from moonpool.runtime.sequence import END, START, R, Sequence, Table, lost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -257,10 +257,7 @@ class Sequencer(Generic[R, S]):
         self._fill(now_ns)
 
     def _lose(self, sequence: Sequence[R], now_ns: int) -> None:
-        error = SequenceLost(
-            f"sequence {sequence.id} of model '{self._model}' is lost, as the instance ended that had "
-            "its state; start it again"
-        )
+        error = lost(sequence.id, self._model)
         self._fail(sequence, 0, error)
         self._forget(sequence)
         if sequence.waiting:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.desk import Caller, office, queued
+from tests.runtime.desk import Caller, Office, office, queued
 from tests.runtime.recorder import PATIENCE_S, counted, row
 from tests.runtime.test_interrupts import Interrupted, interrupted_once
 from tests.waiting import wait_until
@@ -78,6 +78,62 @@ def test_whoever_waits_behind_a_request_that_broke_the_instance_is_told(folder: 
         backend.is_quick = True
         backend.wait_for(2).answer()
         assert other.result() == 20
+
+
+@pytest.mark.parametrize("flags", [0, END], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize("is_started_again", [False, True])
+def test_what_finds_its_instance_gone_is_told_that_its_sequence_is_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flags: int, is_started_again: bool
+) -> None:
+    with office(folder, **sequences()) as (backend, runtime):
+        begun = ask(runtime, 1, 10, START)
+        backend.wait_for(1)
+        next_ones = [ask(runtime, 1, 11, flags)]
+        queued(runtime, 1)
+        if is_started_again:
+            next_ones.append(ask(runtime, 1, 12, START))
+            queued(runtime, 2)
+        breaking_once(backend, monkeypatch)
+        backend.is_quick = True
+        backend.desks[next(iter(backend.desks))].answer()
+        assert begun.result() == 10
+        lost, *again = [each.result() for each in next_ones]
+        assert isinstance(lost, SequenceLost)
+        # It goes into no other sequence that has the same id.
+        assert again == [12] * is_started_again
+        assert backend.sent == [[10], *([value] for value in again)]
+
+
+def test_what_goes_on_a_sequence_is_not_tried_again(folder: Path) -> None:
+    parameters = {"MOONPOOL_RETRY": {"string_value": "yes"}}
+    with office(folder, **sequences(), parameters=parameters) as (backend, runtime):
+        begun = ask(runtime, 1, 10, START)
+        backend.wait_for(1).answer()
+        assert begun.result() == 10
+        last = ask(runtime, 1, 11, END)
+        backend.wait_for(2).break_down(PeerGone("broken"))
+        assert isinstance(last.result(), SequenceLost)
+
+
+def test_what_starts_a_sequence_and_finds_its_instance_gone_starts_it_elsewhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with office(folder, **sequences()) as (backend, runtime):
+        backend.is_quick = True
+        breaking_once(backend, monkeypatch)
+        assert ask(runtime, 1, 10, START).result() == 10
+        assert ask(runtime, 1, 11, END).result() == 11
+
+
+def breaking_once(backend: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next batch finds the instance gone: it is not delivered."""
+    execute = backend.model_instance_execute
+
+    def breaks(*_: object) -> object:
+        monkeypatch.setattr(backend, "model_instance_execute", execute)
+        raise PeerGone("gone")
+
+    monkeypatch.setattr(backend, "model_instance_execute", breaks)
 
 
 def test_a_caller_that_left_leaves_its_sequence_as_it_was(folder: Path) -> None:
