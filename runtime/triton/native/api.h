@@ -10,8 +10,15 @@
 
 extern "C" {
 struct TRITONSERVER_Error;
+struct TRITONSERVER_InferenceRequest;
+struct TRITONSERVER_InferenceResponse;
 struct TRITONSERVER_InferenceTrace;
 struct TRITONSERVER_Message;
+struct TRITONSERVER_Metric;
+struct TRITONSERVER_MetricArgs;
+struct TRITONSERVER_MetricFamily;
+struct TRITONSERVER_Parameter;
+struct TRITONSERVER_ResponseAllocator;
 struct TRITONSERVER_Server;
 struct TRITONBACKEND_Backend;
 struct TRITONBACKEND_BackendAttribute;
@@ -28,7 +35,14 @@ namespace moonpool::triton {
 
 using Error = TRITONSERVER_Error;
 using Trace = TRITONSERVER_InferenceTrace;
+using InferenceRequest = TRITONSERVER_InferenceRequest;
+using InferenceResponse = TRITONSERVER_InferenceResponse;
 using Message = TRITONSERVER_Message;
+using Metric = TRITONSERVER_Metric;
+using MetricArgs = TRITONSERVER_MetricArgs;
+using MetricFamily = TRITONSERVER_MetricFamily;
+using Parameter = TRITONSERVER_Parameter;
+using ResponseAllocator = TRITONSERVER_ResponseAllocator;
 using Server = TRITONSERVER_Server;
 using Backend = TRITONBACKEND_Backend;
 using BackendAttribute = TRITONBACKEND_BackendAttribute;
@@ -59,6 +73,17 @@ enum ReleaseFlag : uint32_t { kReleaseAll = 1, kReleaseReschedule = 2 };
 enum ResponseFlag : uint32_t { kResponseFinal = 1 };
 constexpr int kBytes = 13;
 
+// What the server calls for a request of ours: to place an output, when that is not needed any more, when the request
+// is not, and with each response.
+using Allocate = Error*(ResponseAllocator*, const char* output, size_t size, int memory_type,
+                        int64_t memory_type_id, void* user, void** buffer, void** buffer_user,
+                        int* actual_type, int64_t* actual_id);
+using Deallocate = Error*(ResponseAllocator*, void* buffer, void* buffer_user, size_t size,
+                          int memory_type, int64_t memory_type_id);
+using Begin = Error*(ResponseAllocator*, void* user);
+using Released = void(InferenceRequest*, uint32_t flags, void* user);
+using Responded = void(InferenceResponse*, uint32_t flags, void* user);
+
 // Each function by its name without TRITONSERVER_ or TRITONBACKEND_. One that is OPTIONAL is null in a server that
 // is too old to have it.
 #define MOONPOOL_TRITON_FUNCTIONS(REQUIRED, OPTIONAL)                                                             \
@@ -71,6 +96,68 @@ constexpr int kBytes = 13;
   REQUIRED(TRITONSERVER_, MessageNewFromSerializedJson, Error*, (Message**, const char* text, size_t size))       \
   REQUIRED(TRITONSERVER_, MessageSerializeToJson, Error*, (Message*, const char** text, size_t* size))            \
   REQUIRED(TRITONSERVER_, MessageDelete, Error*, (Message*))                                                      \
+  REQUIRED(TRITONSERVER_, InferenceRequestAddInput, Error*,                                                       \
+           (InferenceRequest*, const char* name, int datatype, const int64_t* shape, uint64_t dims))              \
+  REQUIRED(TRITONSERVER_, InferenceRequestAddRequestedOutput, Error*, (InferenceRequest*, const char* name))      \
+  REQUIRED(TRITONSERVER_, InferenceRequestAppendInputData, Error*,                                                \
+           (InferenceRequest*, const char* name, const void*, size_t size, int memory_type,                       \
+            int64_t memory_type_id))                                                                              \
+  OPTIONAL(TRITONSERVER_, InferenceRequestCancel, Error*, (InferenceRequest*))                                    \
+  REQUIRED(TRITONSERVER_, InferenceRequestDelete, Error*, (InferenceRequest*))                                    \
+  REQUIRED(TRITONSERVER_, InferenceRequestNew, Error*,                                                            \
+           (InferenceRequest**, Server*, const char* model, int64_t version))                                     \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetBoolParameter, Error*, (InferenceRequest*, const char* name, bool))  \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetCorrelationId, Error*, (InferenceRequest*, uint64_t))                \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetCorrelationIdString, Error*, (InferenceRequest*, const char*))       \
+  OPTIONAL(TRITONSERVER_, InferenceRequestSetDoubleParameter, Error*,                                             \
+           (InferenceRequest*, const char* name, double))                                                         \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetFlags, Error*, (InferenceRequest*, uint32_t))                        \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetId, Error*, (InferenceRequest*, const char*))                        \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetIntParameter, Error*,                                                \
+           (InferenceRequest*, const char* name, int64_t))                                                        \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetReleaseCallback, Error*, (InferenceRequest*, Released*, void* user)) \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetResponseCallback, Error*,                                            \
+           (InferenceRequest*, ResponseAllocator*, void* allocator_user, Responded*, void* user))                 \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetStringParameter, Error*,                                             \
+           (InferenceRequest*, const char* name, const char*))                                                    \
+  REQUIRED(TRITONSERVER_, InferenceRequestSetTimeoutMicroseconds, Error*, (InferenceRequest*, uint64_t))          \
+  REQUIRED(TRITONSERVER_, InferenceResponseDelete, Error*, (InferenceResponse*))                                  \
+  REQUIRED(TRITONSERVER_, InferenceResponseError, Error*, (InferenceResponse*))                                   \
+  REQUIRED(TRITONSERVER_, InferenceResponseOutput, Error*,                                                        \
+           (InferenceResponse*, uint32_t index, const char** name, int* datatype, const int64_t** shape,          \
+            uint64_t* dims, const void**, size_t* size, int* memory_type, int64_t* memory_type_id,                \
+            void** buffer_user))                                                                                  \
+  REQUIRED(TRITONSERVER_, InferenceResponseOutputCount, Error*, (InferenceResponse*, uint32_t*))                  \
+  REQUIRED(TRITONSERVER_, InferenceResponseParameter, Error*,                                                     \
+           (InferenceResponse*, uint32_t index, const char** name, int* type, const void**))                      \
+  REQUIRED(TRITONSERVER_, InferenceResponseParameterCount, Error*, (InferenceResponse*, uint32_t*))               \
+  OPTIONAL(TRITONSERVER_, MetricArgsDelete, Error*, (MetricArgs*))                                                \
+  OPTIONAL(TRITONSERVER_, MetricArgsNew, Error*, (MetricArgs**))                                                  \
+  OPTIONAL(TRITONSERVER_, MetricArgsSetHistogram, Error*, (MetricArgs*, const double* buckets, uint64_t count))   \
+  REQUIRED(TRITONSERVER_, MetricDelete, Error*, (Metric*))                                                        \
+  REQUIRED(TRITONSERVER_, MetricFamilyDelete, Error*, (MetricFamily*))                                            \
+  REQUIRED(TRITONSERVER_, MetricFamilyNew, Error*,                                                                \
+           (MetricFamily**, int kind, const char* name, const char* description))                                 \
+  REQUIRED(TRITONSERVER_, MetricIncrement, Error*, (Metric*, double))                                             \
+  REQUIRED(TRITONSERVER_, MetricNew, Error*, (Metric**, MetricFamily*, const Parameter** labels, uint64_t count)) \
+  OPTIONAL(TRITONSERVER_, MetricNewWithArgs, Error*,                                                              \
+           (Metric**, MetricFamily*, const Parameter** labels, uint64_t count, const MetricArgs*))                \
+  OPTIONAL(TRITONSERVER_, MetricObserve, Error*, (Metric*, double))                                               \
+  REQUIRED(TRITONSERVER_, MetricSet, Error*, (Metric*, double))                                                   \
+  REQUIRED(TRITONSERVER_, MetricValue, Error*, (Metric*, double*))                                                \
+  REQUIRED(TRITONSERVER_, ParameterBytesNew, Parameter*, (const char* name, const void*, uint64_t size))          \
+  REQUIRED(TRITONSERVER_, ParameterDelete, void, (Parameter*))                                                    \
+  REQUIRED(TRITONSERVER_, ParameterNew, Parameter*, (const char* name, int type, const void*))                    \
+  REQUIRED(TRITONSERVER_, ResponseAllocatorNew, Error*, (ResponseAllocator**, Allocate*, Deallocate*, Begin*))    \
+  REQUIRED(TRITONSERVER_, ServerInferAsync, Error*, (Server*, InferenceRequest*, Trace*))                         \
+  REQUIRED(TRITONSERVER_, ServerLoadModel, Error*, (Server*, const char* name))                                   \
+  REQUIRED(TRITONSERVER_, ServerLoadModelWithParameters, Error*,                                                  \
+           (Server*, const char* name, const Parameter**, uint64_t count))                                        \
+  REQUIRED(TRITONSERVER_, ServerModelIsReady, Error*, (Server*, const char* name, int64_t version, bool*))        \
+  REQUIRED(TRITONSERVER_, ServerModelTransactionProperties, Error*,                                               \
+           (Server*, const char* name, int64_t version, uint32_t* flags, void** unused))                          \
+  REQUIRED(TRITONSERVER_, ServerUnloadModel, Error*, (Server*, const char* name))                                 \
+  REQUIRED(TRITONSERVER_, ServerUnloadModelAndDependents, Error*, (Server*, const char* name))                    \
   OPTIONAL(TRITONSERVER_, InferenceTraceContext, Error*, (Trace*, const char** context))                          \
   OPTIONAL(TRITONBACKEND_, BackendAttributeSetParallelModelInstanceLoading, Error*, (BackendAttribute*, bool))    \
   REQUIRED(TRITONBACKEND_, BackendArtifacts, Error*, (Backend*, int* kind, const char** location))                \

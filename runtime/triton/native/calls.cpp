@@ -1,40 +1,472 @@
 #include "calls.h"
 
-#include <string>
+#include <fnmatch.h>
+#include <poll.h>
 
-#include "api.h"
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "inference.h"
+#include "stub.h"
 
 namespace moonpool {
+namespace {
 
 using wire::Kind;
 
+// Questions that are read before others have their turn.
+constexpr int kTurn = 16;
+// What takes long, and runs on a thread each.
+constexpr size_t kMaxTasks = 64;
+// What a stub may leave unread: its model asked for all of it, but need not have the time to look at it.
+constexpr uint64_t kFullBytes = 64 << 20;
+// What fits a packet, whatever it says.
+constexpr size_t kShortMessage = 7'000;
+constexpr uint32_t kDecoupledFlag = 2;
+
+wire::Error told(const Failure& failure) {
+  const bool is_code = failure.code >= triton::kUnknown && failure.code <= triton::kCancelled;
+  return {static_cast<uint64_t>(is_code ? failure.code : triton::kInternal),
+          std::string_view(failure.what()).substr(0, kShortMessage)};
+}
+
+Calls::Write only(const Failure& failure) {
+  return [failure](Writer& writer) {
+    writer.array(0);
+    writer.array(0);
+    writer.nil();
+    write(writer, told(failure));
+  };
+}
+
+// The values of an answer that has none, or one.
+void nothing(Writer& writer) { writer.map(0); }
+template <class T>
+Calls::Write value_of(const char* name, T value) {
+  return [=](Writer& writer) {
+    writer.map(1);
+    write_all(writer, name, value);
+  };
+}
+
+// As Triton reads it; -1 for the latest.
+int64_t version_of(const std::string& text) {
+  if (text.empty()) return -1;
+  char* end;
+  errno = 0;
+  const long long number = std::strtoll(text.c_str(), &end, 10);
+  const bool is_number = end != text.c_str() && errno == 0;
+  if (is_number && number >= 0) return number;
+  throw Failure(triton::kInvalidArg,
+                "failed to get model version from specified version string '" + text + "'" +
+                    (is_number ? "" : " (details: stol)") +
+                    ", version should be an integral value > 0");
+}
+
+// Owns a parameter of a load.
+using Parameter = std::unique_ptr<triton::Parameter, void (*)(triton::Parameter*)>;
+
+void load_model(triton::Server* server, const std::string& name, const std::string& config,
+                const std::vector<std::pair<std::string, std::string>>& files) {
+  if (config.empty() && files.empty()) return check(triton::ServerLoadModel(server, name.c_str()));
+  std::vector<Parameter> owned;
+  if (!config.empty()) {
+    owned.emplace_back(triton::ParameterNew("config", triton::kString, config.c_str()),
+                       triton::ParameterDelete);
+  }
+  for (const auto& [path, contents] : files) {
+    owned.emplace_back(triton::ParameterBytesNew(path.c_str(), contents.data(), contents.size()),
+                       triton::ParameterDelete);
+  }
+  std::vector<const triton::Parameter*> parameters;
+  for (const Parameter& parameter : owned) parameters.push_back(parameter.get());
+  check(triton::ServerLoadModelWithParameters(server, name.c_str(), parameters.data(),
+                                              parameters.size()));
+}
+
+// A model that there is not is not ready either.
+bool is_ready(triton::Server* server, const std::string& name, int64_t version) {
+  bool is_ready = false;
+  triton::Error* error = triton::ServerModelIsReady(server, name.c_str(), version, &is_ready);
+  if (error) triton::ErrorDelete(error);
+  return !error && is_ready;
+}
+
+}  // namespace
+
+Calls::Calls(Channel channel, Stub& stub, const Model& model)
+    : channel_(std::move(channel)),
+      model_(model),
+      metrics_(model.may_ask().has_value()),
+      stub_(&stub) {}
+
+short Calls::events() {
+  std::lock_guard lock(mutex_);
+  return static_cast<short>(waiting_.empty() ? POLLIN : POLLIN | POLLOUT);
+}
+
 bool Calls::read() {
-  const Channel::Received received = channel_.receive(packet_, true);
-  if (received == Channel::Received::kNothing) return true;
-  if (received == Channel::Received::kGone) return false;
-  const auto question = decode(wire::kCalls, wire::Side::STUB, packet_.bytes());
-  if (!question) throw Violation(question.wrong);
-  handle(question);
+  {
+    std::lock_guard lock(mutex_);
+    if (waiting_bytes_ > 2 * kFullBytes) throw Violation("it leaves unread what it asked for");
+    while (!waiting_.empty()) {
+      if (channel_.send(waiting_.front()) == Channel::Sent::kFull) break;
+      waiting_bytes_ -= waiting_.front().size();
+      waiting_.pop_front();
+    }
+  }
+  for (int i = 0; i < kTurn; ++i) {
+    const Channel::Received received = channel_.receive(packet_, true);
+    if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
+    handle(decode(wire::kCalls, wire::Side::STUB, packet_.bytes()));
+  }
   return true;
 }
 
-void Calls::change_metrics(const wire::Metrics&) {}
+void Calls::close() {
+  std::map<uint64_t, std::shared_ptr<Inference>> open;
+  {
+    std::lock_guard lock(mutex_);
+    stub_ = nullptr;
+    open.swap(open_);
+    waiting_.clear();
+  }
+  channel_.shut();
+  for (const auto& [call, inference] : open) inference->cancel();
+  metrics_.drop_all();
+}
 
-void Calls::handle(const Decoded<Kind>& question) {
-  if (question.kind() == Kind::WITHDRAW || question.kind() == Kind::LET_GO) return;
-  if (question.kind() == Kind::INDIRECT) throw Violation("INDIRECT on the calls channel");
-  const uint64_t call = Reader(question.fields).uint();
-  const wire::Error error{triton::kUnsupported, "models cannot ask for anything here yet"};
-  const std::vector<wire::Block> none;
-  Writer writer;
-  if (question.kind() == Kind::INFER) {
-    wire::encode<Kind::REPLY>(writer, call, true, none, none, none, std::nullopt, error);
-  } else {
-    wire::encode<Kind::DONE>(writer, call, error, [](Writer& each) { each.map(0); });
+void Calls::handle(const Question& question) {
+  if (!question) throw Violation(question.wrong);
+  try {
+    perform(question);
+  } catch (const Failure& failure) {
+    const uint64_t call = Reader(question.fields).uint();
+    done(call, failure);
   }
-  if (channel_.send(writer.bytes()) == Channel::Sent::kFull) {
-    throw Violation("the stub does not read its calls channel");
+}
+
+// Throws Failure for what is answered with that in DONE.
+void Calls::perform(const Question& question) {
+  const Reader& fields = question.fields;
+  switch (question.kind()) {
+    case Kind::INFER:
+      return infer(wire::Infer(fields));
+    case Kind::WITHDRAW:
+      return withdraw(wire::Withdraw(fields).call);
+    case Kind::LET_GO:
+      return take_back(wire::LetGo(fields).places);
+    case Kind::INDIRECT:
+      return handle_stored(wire::Indirect(fields));
+    case Kind::LOAD_MODEL:
+      return load(wire::LoadModel(fields));
+    case Kind::UNLOAD_MODEL:
+      return unload(wire::UnloadModel(fields));
+    case Kind::IS_MODEL_READY:
+      return tell_ready(wire::IsModelReady(fields));
+    case Kind::NEW_METRIC: {
+      const wire::NewMetric asked(fields);
+      return done(asked.call, value_of("metric", metrics_.hold(asked)));
+    }
+    case Kind::METRIC_VALUE: {
+      const wire::MetricValue asked(fields);
+      return done(asked.call, value_of("value", metrics_.value(asked.metric)));
+    }
+    default:
+      throw Violation(std::string(question.message->name) + " was not asked for");
   }
+}
+
+void Calls::handle_stored(const wire::Indirect& where) {
+  const View view = stub_->answers().look({where.region, where.offset, where.size});
+  const std::string stored(view.bytes, view.size);
+  stub_->answers().release({where.region, where.offset});
+  const auto question = decode(wire::kCalls, wire::Side::STUB, stored);
+  if (question && question.kind() == Kind::INDIRECT) {
+    throw Violation("an indirect message in an indirect one");
+  }
+  handle(question);
+}
+
+// Requests to other models
+
+void Calls::infer(const wire::Infer& asked) {
+  check_new(asked.call);
+  take_back(asked.released);
+  auto inference = std::make_shared<Inference>(shared_from_this(), asked.call);
+  inference->hold(asked.blocks, stub_->loans(), stub_->answers());
+  bool are_many;
+  {
+    std::lock_guard lock(mutex_);
+    open_.emplace(asked.call, inference);
+    are_many = open_.size() > wire::kMaxCalls;
+  }
+  try {
+    if (are_many) {
+      throw Failure(triton::kUnavailable, std::to_string(wire::kMaxCalls) +
+                                              " requests of this model are open already");
+    }
+    start(*inference, asked);
+  } catch (const Failure& failure) {
+    fail(asked.call, Failure(failure.code, "Model " + std::string(asked.model) +
+                                               " - Error when running inference: " + failure.what()));
+  }
+}
+
+void Calls::start(Inference& inference, const wire::Infer& asked) {
+  const std::string name(asked.model);
+  check_may_ask(name);
+  if (!is_ready(model_.server(), name, asked.version)) {
+    throw Failure(triton::kUnavailable,
+                  "Failed for execute the inference request. Model '" + name + "' is not ready.");
+  }
+  uint32_t properties;
+  void* unused;
+  check(triton::ServerModelTransactionProperties(model_.server(), name.c_str(), asked.version,
+                                                 &properties, &unused));
+  if ((properties & kDecoupledFlag) != 0 && !asked.decoupled) {
+    throw Failure(triton::kUnsupported,
+                  "Model " + name +
+                      " is using the decoupled. The current BLS request call doesn't support models "
+                      "using the decoupled transaction policy. Please use 'decoupled=True' argument "
+                      "to the 'exec' or 'async_exec' calls for decoupled models.'");
+  }
+  inference.start(asked, model_.server());
+}
+
+void Calls::withdraw(uint64_t call) {
+  // It may have been answered while this was on its way.
+  std::shared_ptr<Inference> inference;
+  {
+    std::lock_guard lock(mutex_);
+    const auto open = open_.find(call);
+    if (open == open_.end()) return;
+    inference = open->second;
+  }
+  fail(call, Failure(triton::kCancelled, "Request cancelled"));
+  inference->cancel();
+}
+
+void Calls::take_back(const List<wire::Place>& places) {
+  for (const wire::Place& place : places) stub_->loans().take_back(place);
+}
+
+View Calls::lend(uint64_t size, Spot* spot) {
+  std::lock_guard lock(mutex_);
+  if (!stub_) throw Failure(triton::kUnavailable, "the model that asked has ended");
+  char* memory;
+  *spot = stub_->loans().lend(std::max<uint64_t>(size, 1), &memory, true);
+  return stub_->loans().look({spot->region, spot->offset, size});
+}
+
+void Calls::take_back(Spot spot) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!stub_) return;
+  try {
+    stub_->loans().take_back({spot.region, spot.offset});
+  } catch (const std::exception& error) {
+    stub_->distrust(error.what());
+  }
+}
+
+void Calls::release(const std::vector<Spot>& answers, const std::vector<Spot>& loans) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!stub_) return;
+  for (const Spot& spot : answers) stub_->answers().release(spot);
+  for (const Spot& spot : loans) stub_->loans().let_go(spot);
+}
+
+bool Calls::reply(uint64_t call, bool is_final, const Write& write) noexcept {
+  std::shared_ptr<Inference> ended;  // outlives the lock, which it takes at its own end
+  std::lock_guard lock(mutex_);
+  const auto open = open_.find(call);
+  if (!stub_ || open == open_.end()) return false;
+  const bool is_full = !is_final && waiting_bytes_ >= kFullBytes;
+  if (is_full) is_final = true;
+  if (is_final) {
+    ended = std::move(open->second);
+    open_.erase(open);
+  }
+  try {
+    if (!is_full) return send_reply(call, is_final, write);
+    ended->cancel();
+    send_reply(call, true, only(Failure(triton::kUnavailable,
+                                        "the model that asked leaves responses unread")));
+  } catch (const std::exception& error) {
+    stub_->distrust(error.what());
+  }
+  return false;
+}
+
+void Calls::fail(uint64_t call, const Failure& failure) noexcept {
+  reply(call, true, only(failure));
+}
+
+bool Calls::send_reply(uint64_t call, bool is_final, const Write& write) {
+  stub_->answers().take_released(&released_, wire::kMaxPlacesInPacket);
+  const auto send_with = [&](const Write& rest) {
+    begin<Kind::REPLY>(call);
+    write_all(message_, is_final, released_);
+    rest(message_);
+    send();
+  };
+  try {
+    send_with(write);
+    return true;
+  } catch (const Failure& failure) {  // it is larger than what memory there is
+    send_with(only(failure));
+    return false;
+  }
+}
+
+// Other models themselves
+
+void Calls::load(const wire::LoadModel& asked) {
+  const std::string name(asked.model), config(asked.config);
+  check_may_ask(name);
+  std::vector<std::pair<std::string, std::string>> files;
+  if (asked.files) {
+    for (const wire::LoadModelFiles& file : *asked.files) {
+      files.emplace_back(file.path, file.contents.bytes);
+    }
+  }
+  if (model_.may_ask() && !(config.empty() && files.empty())) {
+    throw Failure(triton::kUnsupported,
+                  "a model in a sandbox cannot bring the configuration of another inside of tritonserver");
+  }
+  spend_time(asked.call, [=, files = std::move(files), server = model_.server()] {
+    load_model(server, name, config, files);
+    return nothing;
+  });
+}
+
+void Calls::unload(const wire::UnloadModel& asked) {
+  const std::string name(asked.model);
+  if (name != model_.name()) check_may_ask(name);
+  spend_time(asked.call, [=, dependents = asked.dependents, server = model_.server()] {
+    check(dependents ? triton::ServerUnloadModelAndDependents(server, name.c_str())
+                     : triton::ServerUnloadModel(server, name.c_str()));
+    return nothing;
+  });
+}
+
+void Calls::tell_ready(const wire::IsModelReady& asked) {
+  const std::string name(asked.model);
+  const int64_t version = version_of(std::string(asked.version));
+  check_may_ask(name);
+  // It may be this very model, which is heard by this very thread.
+  spend_time(asked.call, [=, server = model_.server()] {
+    return value_of("ready", is_ready(server, name, version));
+  });
+}
+
+// Do what takes long on a thread of its own, and tell the stub when it is done. Throws Failure.
+void Calls::spend_time(uint64_t call, std::function<Write()> task) {
+  check_new(call);
+  {
+    std::lock_guard lock(mutex_);
+    if (tasks_.size() >= kMaxTasks) {
+      throw Failure(triton::kUnavailable,
+                    std::to_string(kMaxTasks) + " of these are on their way already");
+    }
+    tasks_.insert(call);
+  }
+  try {
+    std::thread([self = shared_from_this(), call, task = std::move(task)]() noexcept {
+      try {
+        const Write values = task();
+        self->end_task(call);
+        self->done(call, values);
+      } catch (const Failure& failure) {
+        self->end_task(call);
+        self->done(call, failure);
+      }
+    }).detach();
+  } catch (const std::system_error& error) {
+    end_task(call);
+    throw Failure(triton::kUnavailable, error.what());
+  }
+}
+
+void Calls::end_task(uint64_t call) noexcept {
+  std::lock_guard lock(mutex_);
+  tasks_.erase(call);
+}
+
+void Calls::done(uint64_t call, const Failure& failure) noexcept {
+  answer(call, [&](Writer& writer) {
+    write(writer, told(failure));
+    nothing(writer);
+  });
+}
+
+void Calls::done(uint64_t call, const Write& values) noexcept {
+  answer(call, [&](Writer& writer) {
+    writer.nil();
+    values(writer);
+  });
+}
+
+void Calls::answer(uint64_t call, const Write& rest) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!stub_) return;
+  try {
+    begin<Kind::DONE>(call);
+    rest(message_);
+    send();
+  } catch (const std::exception& error) {
+    stub_->distrust(error.what());
+  }
+}
+
+// What questions and answers have in common
+
+void Calls::check_new(uint64_t call) {
+  std::lock_guard lock(mutex_);
+  if (open_.count(call) > 0 || tasks_.count(call) > 0) {
+    throw Violation("call " + std::to_string(call) + " is open already");
+  }
+}
+
+void Calls::check_may_ask(const std::string& name) const {
+  const auto& patterns = model_.may_ask();
+  if (!patterns) return;
+  for (const std::string& pattern : *patterns) {
+    if (fnmatch(pattern.c_str(), name.c_str(), FNM_NOESCAPE) == 0) return;
+  }
+  throw Failure(triton::kUnavailable,
+                "the sandbox of model '" + model_.name() + "' does not let it ask for model '" + name +
+                    "'; MOONPOOL_SANDBOX_MODELS in its configuration names those that it may");
+}
+
+template <Kind kind>
+void Calls::begin(uint64_t call) {
+  message_.clear();
+  message_.array(1 + wire::field_count(kind));
+  write_all(message_, static_cast<uint64_t>(kind), call);
+}
+
+void Calls::send() {
+  std::string_view packet = message_.bytes();
+  if (packet.size() > wire::kMaxPacketBytes) {
+    char* memory;
+    const Spot spot = stub_->loans().lend(packet.size(), &memory, true);
+    std::memcpy(memory, packet.data(), packet.size());
+    wire::encode<Kind::INDIRECT>(indirect_, spot.region, spot.offset, packet.size());
+    packet = indirect_.bytes();
+  }
+  if (waiting_.empty()) {
+    // Its end is seen elsewhere.
+    if (channel_.send(packet) != Channel::Sent::kFull) return;
+    stub_->wake();
+  }
+  waiting_.emplace_back(packet);
+  waiting_bytes_ += packet.size();
 }
 
 }  // namespace moonpool

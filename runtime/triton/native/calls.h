@@ -1,34 +1,99 @@
-// What the model in a stub asks for: other models, metrics, loading and unloading.
+// What the model in a stub asks for, on the calls channel: other models, what is to be done with them, metrics.
 #pragma once
 
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "api.h"
 #include "channel.h"
 #include "memory.h"
+#include "metrics.h"
 #include "model.h"
 #include "wire.h"
 
 namespace moonpool {
 
-class Calls {
+class Inference;
+class Stub;
+
+// Questions are read by the thread that listens to the stub, and answered by whichever thread has the answer; what takes
+// long has a thread of its own. All of these may outlive the stub, and find then that nobody wants to know.
+class Calls : public std::enable_shared_from_this<Calls> {
  public:
-  Calls(Channel channel, const Model& model, Loans& loans, Answers& answers)
-      : channel_(std::move(channel)), model_(model), loans_(loans), answers_(answers) {}
+  using Write = std::function<void(Writer&)>;
+
+  Calls(Channel channel, Stub& stub, const Model& model);
+
+  // What follows is for the thread that listens.
 
   int fd() const { return channel_.fd(); }
+  // What to wait for: that the stub says something and, where it is behind, that it reads.
+  short events();
   // Take in what the stub has asked, at most some questions. False at the end of the channel. Throws Violation.
   bool read();
-  // The stub is gone: answer nothing any more.
-  void close() { channel_.shut(); }
+  // The stub is gone: what it asked for is not wanted any more.
+  void close();
   // What the model did to its metrics. Throws Violation.
-  void change_metrics(const wire::Metrics& changes);
+  void change_metrics(const wire::Metrics& changes) { metrics_.change(changes); }
+
+  // What follows is for requests to other models, on any thread.
+
+  // Memory for an output: the stub's until it lets go of it, or `take_back`. Throws Failure.
+  View lend(uint64_t size, Spot* spot);
+  void take_back(Spot spot) noexcept;
+  // What a request looked at in the stub's own memory, and in what the stub was lent.
+  void release(const std::vector<Spot>& answers, const std::vector<Spot>& loans) noexcept;
+  // Send a response, unless the call is over; whether it was sent. `write` adds what follows `released` in REPLY.
+  bool reply(uint64_t call, bool is_final, const Write& write) noexcept;
+  // End a call with an error, unless it is over.
+  void fail(uint64_t call, const Failure& failure) noexcept;
 
  private:
-  void handle(const Decoded<wire::Kind>& question);
+  using Question = Decoded<wire::Kind>;
+  void handle(const Question& question);
+  void perform(const Question& question);
+  void handle_stored(const wire::Indirect& where);
+  void infer(const wire::Infer& asked);
+  void start(Inference& inference, const wire::Infer& asked);
+  void withdraw(uint64_t call);
+  void take_back(const List<wire::Place>& places);
+  void load(const wire::LoadModel& asked);
+  void unload(const wire::UnloadModel& asked);
+  void tell_ready(const wire::IsModelReady& asked);
+  void spend_time(uint64_t call, std::function<Write()> task);
+  void end_task(uint64_t call) noexcept;
+  void done(uint64_t call, const Failure& failure) noexcept;
+  void done(uint64_t call, const Write& values) noexcept;
+  void answer(uint64_t call, const Write& rest) noexcept;
+  void check_new(uint64_t call);
+  void check_may_ask(const std::string& name) const;
 
-  Channel channel_;
-  [[maybe_unused]] const Model& model_;
-  [[maybe_unused]] Loans& loans_;
-  [[maybe_unused]] Answers& answers_;
+  // With the lock taken: a message is begun, completed and sent.
+  template <wire::Kind kind>
+  void begin(uint64_t call);
+  void send();
+  bool send_reply(uint64_t call, bool is_final, const Write& write);
+
+  const Channel channel_;
+  const Model& model_;
   Packet packet_;
+  Metrics metrics_;
+
+  std::mutex mutex_;  // guards what follows
+  Stub* stub_;        // null when it is gone
+  std::map<uint64_t, std::shared_ptr<Inference>> open_;
+  std::set<uint64_t> tasks_;
+  std::deque<std::string> waiting_;
+  uint64_t waiting_bytes_ = 0;
+  Writer message_, indirect_;
+  std::vector<wire::Place> released_;
 };
 
 }  // namespace moonpool

@@ -38,6 +38,7 @@ class Model {
   // The launcher, which knows the model under this number. Throws Failure.
   std::shared_ptr<Launcher> launcher(uint64_t* number) const;
 
+  const std::string& name() const { return name_; }
   triton::Server* server() const { return server_; }
   const std::vector<std::string>& inputs() const { return inputs_; }
   const std::vector<std::string>& outputs() const { return outputs_; }
@@ -49,6 +50,8 @@ class Model {
   std::optional<uint64_t> finalize_timeout_ms() const { return finalize_timeout_ms_; }
   // 0: none.
   uint64_t region_limit() const { return region_limit_; }
+  // Patterns of the names of models that it may ask for, where its sandbox lets it not ask for any.
+  const std::optional<std::vector<std::string>>& may_ask() const { return may_ask_; }
 
  private:
   void learn(const wire::ModelReady& ready);
@@ -64,6 +67,7 @@ class Model {
   bool decoupled_ = false, reschedules_ = false, has_batches_ = false;
   std::optional<uint64_t> execute_timeout_ms_, finalize_timeout_ms_;
   uint64_t region_limit_ = 0;
+  std::optional<std::vector<std::string>> may_ask_;
 
   // Guards what follows: the launcher that knows the model, and by which number.
   mutable std::mutex mutex_;

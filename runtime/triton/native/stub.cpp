@@ -46,7 +46,7 @@ Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& mo
                                         std::move(descriptors.at(4))),
                *this),
       open_requests_(model.outputs(), model.reschedules()),
-      calls_(Channel(std::move(descriptors.at(1))), model, loans_, answers_),
+      calls_(std::make_shared<Calls>(Channel(std::move(descriptors.at(1))), *this, model)),
       log_levels_(log_levels()),
       listener_([this] { listen(); }) {}
 
@@ -166,16 +166,17 @@ void Stub::listen() noexcept {
     work_.shut();
   }
   control_.shut();
-  calls_.close();
+  calls_->close();
   if (has_begun) report();
 }
 
 void Stub::listen_until_end() {
   pollfd ends[] = {{control_.fd(), POLLIN, 0},
-                   {calls_.fd(), POLLIN, 0},
+                   {calls_->fd(), POLLIN, 0},
                    {wakes_.get(), POLLIN, 0},
                    {pidfd_.get(), POLLIN, 0}};
   for (;;) {
+    ends[1].events = calls_->events();
     const int ready = poll(ends, std::size(ends), wait_milliseconds());
     if (ready == 0) tidy();
     if (ready <= 0) continue;
@@ -184,9 +185,10 @@ void Stub::listen_until_end() {
       eventfd_read(wakes_.get(), &count);
     }
     const bool has_exited = is_readable(ends[3]);
-    if (is_readable(ends[0]) && !read_control()) return;
+    // A question may be about what was said here before.
+    if ((is_readable(ends[0]) || is_readable(ends[1])) && !read_control()) return;
     // A stub that asks nothing any more may still answer.
-    if (is_readable(ends[1]) && !calls_.read()) ends[1].fd = -1;
+    if (ends[1].revents != 0 && !calls_->read()) ends[1].fd = -1;
     if (open_requests_.are_open()) tell_cancelled();
     if (has_exited) {
       // What it sent before its end is not lost.
@@ -253,7 +255,7 @@ void Stub::handle(const Decoded<Kind>& message) {
       return;
     }
     case Kind::METRICS:
-      calls_.change_metrics(wire::Metrics(message.fields));
+      calls_->change_metrics(wire::Metrics(message.fields));
       return;
     case Kind::READINESS: {
       const wire::Readiness answer(message.fields);

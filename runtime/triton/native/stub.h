@@ -96,7 +96,7 @@ class Stub final : public RegionSource {
   Loans loans_;
   Answers answers_;
   OpenRequests open_requests_;
-  Calls calls_;
+  const std::shared_ptr<Calls> calls_;
   std::vector<wire::Place> released_;
   std::atomic<bool> is_executing_{false};
   std::atomic<bool> has_ended_{false};

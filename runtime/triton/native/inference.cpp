@@ -1,0 +1,337 @@
+#include "inference.h"
+
+#include <cstring>
+
+#include "calls.h"
+
+namespace moonpool {
+namespace {
+
+constexpr size_t kMaxMessage = 65'536;
+constexpr size_t kMaxShownName = 80;
+constexpr uint32_t kMaxOutputs = 65'536;
+
+// Memory for an output of a response. It is the stub's as soon as the response was sent.
+struct Lent {
+  std::shared_ptr<Calls> calls;
+  Spot spot;
+  View view;
+  bool is_sent = false;
+};
+
+triton::Error* allocate(triton::ResponseAllocator*, const char*, size_t size, int, int64_t,
+                        void* calls, void** buffer, void** lent, int* memory_type,
+                        int64_t* memory_type_id) {
+  return guarded([&] {
+    auto made = std::make_unique<Lent>();
+    made->calls = static_cast<Calls*>(calls)->shared_from_this();
+    made->view = made->calls->lend(size, &made->spot);
+    *buffer = const_cast<char*>(made->view.bytes);
+    *memory_type = triton::kCpu;
+    *memory_type_id = 0;
+    *lent = made.release();
+  });
+}
+
+triton::Error* deallocate(triton::ResponseAllocator*, void*, void* buffer, size_t, int, int64_t) {
+  const std::unique_ptr<Lent> lent(static_cast<Lent*>(buffer));
+  if (!lent->is_sent) lent->calls->take_back(lent->spot);
+  return nullptr;
+}
+
+[[noreturn]] void refuse(std::string_view input, const std::string& why) {
+  throw Violation("input '" + std::string(input.substr(0, kMaxShownName)) + "' " + why);
+}
+
+// How many bytes a tensor of elements of a fixed size has; false where no memory has so many.
+bool size_of(const wire::NamedTensor& tensor, uint64_t* size) {
+  *size = wire::kItemBytes[tensor.datatype];
+  bool fits = true;
+  for (const uint64_t dimension : tensor.shape) {
+    if (dimension == 0) {
+      *size = 0;
+      return true;
+    }
+    fits = !__builtin_mul_overflow(*size, dimension, size) && fits;
+  }
+  return fits;
+}
+
+void set_parameter(triton::InferenceRequest* request, const Entry& entry) {
+  const std::string name(entry.name);
+  const Value& value = entry.value;
+  switch (value.form) {
+    case Form::kText:
+      check(triton::InferenceRequestSetStringParameter(request, name.c_str(),
+                                                       std::string(value.bytes).c_str()));
+      return;
+    case Form::kFlag:
+      check(triton::InferenceRequestSetBoolParameter(request, name.c_str(), value.number != 0));
+      return;
+    case Form::kNegative:
+      check(triton::InferenceRequestSetIntParameter(request, name.c_str(), value.negative));
+      return;
+    case Form::kUint:
+      if (value.number > INT64_MAX) break;
+      check(triton::InferenceRequestSetIntParameter(request, name.c_str(),
+                                                    static_cast<int64_t>(value.number)));
+      return;
+    case Form::kReal:
+      if (!triton::InferenceRequestSetDoubleParameter) break;
+      check(triton::InferenceRequestSetDoubleParameter(request, name.c_str(), value.real));
+      return;
+    default:
+      break;
+  }
+  throw Failure(triton::kInvalidArg, "Unsupported parameter type for parameter '" + name + "'.");
+}
+
+// A parameter of a response; its value is the response's.
+struct Parameter {
+  Parameter(triton::InferenceResponse* response, uint32_t index) {
+    check(triton::InferenceResponseParameter(response, index, &name, &type, &value));
+    if (type == triton::kParameterBytes) {
+      throw Failure(triton::kUnsupported,
+                    std::string("Unsupported parameter type for parameter '") + name + "'.");
+    }
+  }
+  void write(Writer& writer) const {
+    if (type == triton::kString) return writer.text(static_cast<const char*>(value));
+    if (type == triton::kInt) return writer.integer(*static_cast<const int64_t*>(value));
+    if (type == triton::kBool) return writer.flag(*static_cast<const bool*>(value));
+    writer.real(*static_cast<const double*>(value));
+  }
+
+  const char* name;
+  int type;
+  const void* value;
+};
+
+// What a response says, and where it lies.
+class Said {
+ public:
+  explicit Said(triton::InferenceResponse* response) {
+    if (!response) return;
+    if (triton::Error* error = triton::InferenceResponseError(response)) {
+      error_ = wire::Error{static_cast<uint64_t>(triton::ErrorCode(error)),
+                           std::string_view(triton::ErrorMessage(error)).substr(0, kMaxMessage)};
+      return;
+    }
+    uint32_t parameters, outputs;
+    check(triton::InferenceResponseParameterCount(response, &parameters));
+    check(triton::InferenceResponseOutputCount(response, &outputs));
+    if (parameters > wire::kMaxParameters || outputs > kMaxOutputs) {
+      throw Failure(triton::kUnsupported, "the response has more in it than a model can be told");
+    }
+    for (uint32_t i = 0; i < parameters; ++i) parameters_.emplace_back(response, i);
+    for (uint32_t i = 0; i < outputs; ++i) add(response, i);
+  }
+  // The rest of REPLY, behind `released`.
+  void write(Writer& writer) const {
+    moonpool::write(writer, blocks_);
+    writer.array(tensors_.size());
+    for (const Tensor& tensor : tensors_) tensor.write(writer);
+    if (parameters_.empty()) {
+      writer.nil();
+    } else {
+      writer.map(parameters_.size());
+    }
+    for (const Parameter& parameter : parameters_) {
+      writer.text(parameter.name);
+      parameter.write(writer);
+    }
+    moonpool::write(writer, error_);
+  }
+  // The stub has it, and the memory with it.
+  void was_sent() const {
+    for (Lent* lent : lent_) lent->is_sent = true;
+  }
+
+ private:
+  struct Tensor {
+    const char* name;
+    int datatype;
+    const int64_t* shape;
+    uint64_t dims, size, block;
+    void write(Writer& writer) const {
+      writer.array(6);
+      writer.text(name);
+      writer.integer(datatype);
+      writer.array(dims);
+      for (uint64_t i = 0; i < dims; ++i) writer.integer(shape[i]);
+      write_all(writer, block, uint64_t{0}, size);
+    }
+  };
+  void add(triton::InferenceResponse* response, uint32_t index) {
+    Tensor tensor;
+    const void* base;
+    size_t size;
+    int memory_type;
+    int64_t memory_type_id;
+    void* lent;
+    check(triton::InferenceResponseOutput(response, index, &tensor.name, &tensor.datatype,
+                                          &tensor.shape, &tensor.dims, &base, &size, &memory_type,
+                                          &memory_type_id, &lent));
+    if (!lent || tensor.dims > wire::kMaxDims) {
+      throw Failure(triton::kUnsupported, "an output of the response cannot be told of");
+    }
+    lent_.push_back(static_cast<Lent*>(lent));
+    tensor.size = size;
+    tensor.block = blocks_.size();
+    const Spot spot = lent_.back()->spot;
+    blocks_.push_back({spot.region, spot.offset, size});
+    tensors_.push_back(tensor);
+  }
+
+  std::vector<Parameter> parameters_;
+  std::vector<wire::Block> blocks_;
+  std::vector<Tensor> tensors_;
+  std::vector<Lent*> lent_;
+  std::optional<wire::Error> error_;
+};
+
+}  // namespace
+
+Inference::~Inference() {
+  if (request_) complain(triton::InferenceRequestDelete(request_), "a request cannot be deleted");
+  let_go();
+}
+
+void Inference::hold(const List<wire::Block>& blocks, Loans& loans, Answers& answers) {
+  for (const wire::Block& block : blocks) {
+    const Spot spot{block.region, block.offset};
+    if (answers.has(block.region)) {
+      blocks_.push_back(answers.look(block));
+      answers_.push_back(spot);
+    } else {
+      blocks_.push_back(loans.look(block));
+      loans.hold(spot);
+      loans_.push_back(spot);
+    }
+  }
+}
+
+void Inference::start(const wire::Infer& asked, triton::Server* server) {
+  make(asked, server);
+  // Each is let go of by the function that it is given to.
+  auto for_release = std::make_unique<std::shared_ptr<Inference>>(shared_from_this());
+  auto for_responses = std::make_unique<std::shared_ptr<Inference>>(shared_from_this());
+  check(triton::InferenceRequestSetReleaseCallback(request_, released, for_release.get()));
+  check(triton::InferenceRequestSetResponseCallback(request_, allocator(), calls_.get(), responded,
+                                                    for_responses.get()));
+  triton::InferenceRequest* const request = request_;
+  check(triton::ServerInferAsync(server, request, nullptr));
+  for_release.release();
+  for_responses.release();
+}
+
+void Inference::make(const wire::Infer& asked, triton::Server* server) {
+  const std::string model(asked.model);
+  check(triton::InferenceRequestNew(&request_, server, model.c_str(), asked.version));
+  for (const wire::NamedTensor& input : asked.inputs) add_input(input);
+  for (const std::string_view output : asked.outputs) {
+    check(triton::InferenceRequestAddRequestedOutput(request_, std::string(output).c_str()));
+  }
+  if (asked.timeout_us > 0) {
+    check(triton::InferenceRequestSetTimeoutMicroseconds(request_, asked.timeout_us));
+  }
+  if (asked.details) set_details(*asked.details);
+}
+
+void Inference::add_input(const wire::NamedTensor& input) {
+  uint64_t size;
+  if (input.block >= blocks_.size()) refuse(input.name, "does not lie in its block");
+  const View& block = blocks_[input.block];
+  if (input.offset > block.size || input.size > block.size - input.offset) {
+    refuse(input.name, "does not lie in its block");
+  }
+  if (input.datatype != triton::kBytes && (!size_of(input, &size) || size != input.size)) {
+    refuse(input.name, "of another shape has " + std::to_string(input.size) + " bytes");
+  }
+  shape_.clear();
+  for (const uint64_t dimension : input.shape) shape_.push_back(static_cast<int64_t>(dimension));
+  const std::string name(input.name);
+  check(triton::InferenceRequestAddInput(request_, name.c_str(), static_cast<int>(input.datatype),
+                                         shape_.data(), shape_.size()));
+  const char* bytes = block.bytes + input.offset;
+  if (input.datatype == triton::kBytes) {
+    // Whoever reads these goes by the sizes in them, which the stub could change after they were looked at.
+    copies_.emplace_back(bytes, input.size);
+    bytes = copies_.back().data();
+  }
+  check(triton::InferenceRequestAppendInputData(request_, name.c_str(), bytes, input.size,
+                                                triton::kCpu, 0));
+}
+
+void Inference::set_details(const wire::InferDetails& details) {
+  check(triton::InferenceRequestSetId(request_, std::string(details.request_id).c_str()));
+  const Value& correlation = details.correlation_id;
+  if (correlation.form == Form::kText) {
+    check(triton::InferenceRequestSetCorrelationIdString(request_,
+                                                         std::string(correlation.bytes).c_str()));
+  } else if (correlation.number != 0) {
+    check(triton::InferenceRequestSetCorrelationId(request_, correlation.number));
+  }
+  check(triton::InferenceRequestSetFlags(request_, static_cast<uint32_t>(details.flags)));
+  if (!details.parameters) return;
+  for (const Entry& entry : *details.parameters) set_parameter(request_, entry);
+}
+
+void Inference::cancel() noexcept {
+  std::lock_guard lock(mutex_);
+  if (!request_ || !triton::InferenceRequestCancel) return;
+  complain(triton::InferenceRequestCancel(request_), "a request cannot be cancelled");
+}
+
+void Inference::let_go() noexcept {
+  calls_->release(answers_, loans_);
+  answers_.clear();
+  loans_.clear();
+}
+
+triton::ResponseAllocator* Inference::allocator() {
+  // One for all, for as long as the process lives.
+  static triton::ResponseAllocator* const shared = [] {
+    triton::ResponseAllocator* made;
+    check(triton::ResponseAllocatorNew(&made, allocate, deallocate, nullptr));
+    return made;
+  }();
+  return shared;
+}
+
+void Inference::released(triton::InferenceRequest* request, uint32_t flags, void* holder) noexcept {
+  if ((flags & triton::kReleaseAll) == 0) return;
+  const std::unique_ptr<std::shared_ptr<Inference>> inference(
+      static_cast<std::shared_ptr<Inference>*>(holder));
+  {
+    std::lock_guard lock((*inference)->mutex_);
+    (*inference)->request_ = nullptr;
+  }
+  complain(triton::InferenceRequestDelete(request), "a request cannot be deleted");
+  (*inference)->let_go();
+}
+
+void Inference::responded(triton::InferenceResponse* response, uint32_t flags, void* holder) noexcept {
+  auto* const inference = static_cast<std::shared_ptr<Inference>*>(holder);
+  const bool is_final = (flags & triton::kResponseFinal) != 0;
+  (*inference)->respond(response, is_final);
+  if (response) complain(triton::InferenceResponseDelete(response), "a response cannot be deleted");
+  if (is_final) delete inference;
+}
+
+void Inference::respond(triton::InferenceResponse* response, bool is_final) {
+  // A response of a request that still goes on, and that says nothing.
+  if (!response && !is_final) return;
+  try {
+    const Said said(response);
+    if (calls_->reply(call_, is_final, [&](Writer& writer) { said.write(writer); })) {
+      said.was_sent();
+    }
+  } catch (const Failure& failure) {
+    calls_->fail(call_, failure);
+  } catch (const std::exception& error) {
+    calls_->fail(call_, Failure(triton::kInternal, error.what()));
+  }
+}
+
+}  // namespace moonpool
