@@ -66,6 +66,9 @@ class DeviceTensor(Tensor):
             self._strings = self._device_array.to_host()
         return self._strings
 
+    def _as_array(self) -> DeviceArray:  # type: ignore[override]
+        return self._device_array
+
     def to_dlpack(self) -> CapsuleType:
         """A DLPack capsule over the tensor's own memory, which it keeps alive.
 

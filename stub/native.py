@@ -14,8 +14,7 @@ from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
+    from typing import Any
 
     from moonpool.stub.hints import TensorType
     from moonpool.stub.model_config import Json, ModelConfig
@@ -113,7 +112,7 @@ class NativeAdapter:
 
     `config` is the complete configuration. The requests of a batch are joined, the model is called
     once, and what it returns is cut into the responses. Requests that differ in which inputs they
-    have, or in a dimension other than the first, are not joined with each other.
+    have, in where these lie, or in a dimension other than the first, are not joined with each other.
     """
 
     def __init__(self, model: Callable[..., object], config: Json) -> None:
@@ -172,7 +171,7 @@ class NativeAdapter:
             return [self._together([request])[0] for request in requests]
         groups: dict[object, list[int]] = {}
         for index, request in enumerate(requests):
-            key = tuple([(t._name, *t._shape[1:]) for t in request._inputs])
+            key = tuple([(t._name, t._is_on_device, *t._shape[1:]) for t in request._inputs])
             groups.setdefault(key, []).append(index)
         if len(groups) == 1:
             return self._together(requests)
@@ -182,9 +181,9 @@ class NativeAdapter:
         return [answers[index] for index in range(len(requests))]
 
     def _together(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
-        arrays: dict[str, NDArray[np.generic]] = {}
+        arrays: dict[str, Any] = {}
         for place, tensor in enumerate(requests[0]._inputs):
-            array = joined([request._inputs[place].as_numpy() for request in requests])
+            array = joined([request._inputs[place]._as_array() for request in requests])
             arrays[tensor._name] = (
                 array.reshape(array.shape[:-1]) if tensor._name in self._flat else array
             )
@@ -210,8 +209,16 @@ class NativeAdapter:
             close()
 
 
-def _response(arrays: Mapping[str, NDArray[np.generic]]) -> InferenceResponse:
-    return InferenceResponse([Tensor(name, array) for name, array in arrays.items()])
+def _response(arrays: Mapping[str, Any]) -> InferenceResponse:
+    return InferenceResponse([_tensor(name, array) for name, array in arrays.items()])
+
+
+def _tensor(name: str, array: Any) -> Tensor:
+    if isinstance(array, np.ndarray):
+        return Tensor(name, array)
+    from moonpool.stub.device_tensor import DeviceTensor
+
+    return DeviceTensor.over(name, array)
 
 
 def _listed(names: set[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -11,8 +11,6 @@ from moonpool.stub.errors import InvalidReturn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
     from moonpool.stub.model_config import Json
     from moonpool.stub.signature import Signature
@@ -38,8 +36,8 @@ class NativeOutputs:
             if name in self._expected and hint.dims is not None and len(hint.dims) == own:
                 self._expected[name] = self._expected[name]._replace(dims=())
 
-    def check(self, returned: object, rows: int | None) -> dict[str, NDArray[np.generic]]:
-        """The returned arrays as they travel; `rows` is None where the model takes no batches.
+    def check(self, returned: object, rows: int | None) -> dict[str, Any]:
+        """The returned arrays as they travel, numpy's or on a device; `rows` is None where the model takes no batches.
 
         Raises InvalidReturn, which says what is wrong with which output.
         """
@@ -60,9 +58,7 @@ class NativeOutputs:
             name: self._array(name, expected[name], value, rows) for name, value in returned.items()
         }
 
-    def _array(
-        self, name: str, expected: Expected, value: object, rows: int | None
-    ) -> NDArray[np.generic]:
+    def _array(self, name: str, expected: Expected, value: object, rows: int | None) -> Any:
         array = self._converted(name, expected, value)
         dims = expected.dims if rows is None else (rows, *expected.dims)
         shape = array.shape
@@ -74,18 +70,10 @@ class NativeOutputs:
             )
         return array if expected.dims else array.reshape((*shape, 1))
 
-    def _converted(self, name: str, expected: Expected, value: object) -> NDArray[np.generic]:
+    def _converted(self, name: str, expected: Expected, value: Any) -> Any:
         dtype = expected.dtype
         if not isinstance(value, np.ndarray):
-            # Numbers and lists have no dtype of their own; torch tensors and the like do.
-            plain = isinstance(value, (bool, int, float, str, bytes, list, tuple))
-            try:
-                value = np.asarray(value, (dtype or np.object_) if plain else None)
-            except Exception as error:
-                raise self._error(
-                    f"returned {_kind(value)} as output '{name}', and it cannot be made an array "
-                    f"of {expected.data_type}: {error}"
-                ) from error
+            value = self._made(name, expected, value)
         if dtype is None and value.dtype.kind == "U":
             return value.astype(np.object_)
         if value.dtype != dtype if dtype is not None else value.dtype.kind not in "OS":
@@ -96,6 +84,22 @@ class NativeOutputs:
             )
         return value
 
+    def _made(self, name: str, expected: Expected, value: Any) -> Any:
+        """An array of something else; one on a device stays there."""
+        # Numbers and lists have no dtype of their own; torch tensors and the like do.
+        plain = isinstance(value, (bool, int, float, str, bytes, list, tuple))
+        try:
+            if not plain and _lies_on_device(value):
+                from moonpool.stub.device_rows import array_on_device
+
+                return array_on_device(value)
+            return np.asarray(value, (expected.dtype or np.object_) if plain else None)
+        except Exception as error:
+            raise self._error(
+                f"returned {_kind(value)} as output '{name}', and it cannot be made an array "
+                f"of {expected.data_type}: {error}"
+            ) from error
+
     def _error(self, text: str) -> InvalidReturn:
         return InvalidReturn(f"model '{self._model}' {text}")
 
@@ -105,6 +109,15 @@ def _expected(tensor: Json) -> Expected:
     is_text = data_type == "TYPE_STRING"
     dtype = None if is_text else DTYPES[CODES[data_type[len("TYPE_") :]]]
     return Expected(data_type, dtype, tuple(int(dim) for dim in tensor["dims"]))
+
+
+def _lies_on_device(value: Any) -> bool:
+    from moonpool.ipc.dlpack import CUDA, CUDA_MANAGED
+
+    ask = getattr(value, "__dlpack_device__", None)
+    if ask is None:
+        return hasattr(value, "__cuda_array_interface__")
+    return int(ask()[0]) in (CUDA, CUDA_MANAGED)
 
 
 def _kind(value: object) -> str:

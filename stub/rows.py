@@ -10,12 +10,13 @@ from moonpool.ipc.memory import lease_of, offset_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
-    from numpy.typing import NDArray
 
-
-def joined(arrays: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
+def joined(arrays: Sequence[Any]) -> Any:
     """All rows of `arrays`, which have the same dtype and the same shape but for the first dimension.
+
+    They are numpy's, or all of them lie on a device.
 
     Without a copy where they lie back to back in one block of shared memory, as the runtime puts
     the requests of a batch; a copy otherwise.
@@ -23,6 +24,10 @@ def joined(arrays: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
     first = arrays[0]
     if len(arrays) == 1:
         return first
+    if not isinstance(first, np.ndarray):
+        from moonpool.stub import device_rows
+
+        return device_rows.joined(arrays)
     lease = lease_of(first)
     if lease is None:
         return np.concatenate(arrays)
@@ -36,10 +41,14 @@ def joined(arrays: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
     return np.ndarray((rows, *first.shape[1:]), first.dtype, lease, start)
 
 
-def cut(array: NDArray[np.generic], counts: Sequence[int]) -> list[NDArray[np.generic]]:
+def cut(array: Any, counts: Sequence[int]) -> list[Any]:
     """The first `counts[0]` rows of `array`, the next `counts[1]`, and so on, as views."""
     if len(counts) == 1:
         return [array]
+    if not isinstance(array, np.ndarray):
+        from moonpool.stub import device_rows
+
+        return device_rows.cut(array, counts)
     pieces = []
     start = 0
     for count in counts:

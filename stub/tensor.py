@@ -122,6 +122,9 @@ class Tensor:
             self._strings = self._decoded()
         return self._strings
 
+    # What moonpool's own models get.
+    _as_array = as_numpy
+
     def to_dlpack(self) -> CapsuleType:
         """A DLPack capsule over the tensor's own memory, which it keeps alive."""
         from moonpool.stub import dlpack

@@ -107,6 +107,23 @@ class DeviceArray:
         """False: an array in ordinary memory is numpy's."""
         return False
 
+    def part(self, offset: int, shape: tuple[int, ...]) -> DeviceArray:
+        """The same memory from `offset` on, in bytes, in another shape; the caller has checked that it lies in this one."""
+        return DeviceArray(
+            self.device,
+            self.address + offset,
+            self.datatype,
+            shape,
+            lease=self.lease,
+            owner=self.owner,
+            stream=self.stream,
+            is_read_only=self.is_read_only,
+        )
+
+    def reshape(self, shape: tuple[int, ...]) -> DeviceArray:
+        """The same memory in another shape; the caller has checked that it is as large."""
+        return self.part(0, shape)
+
     def enter(self, stream: int) -> None:
         """Let work that is queued on `stream` from now on come after all that was done to the array."""
         if self.lease is not None:

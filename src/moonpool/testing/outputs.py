@@ -26,6 +26,8 @@ class BadOutput(MoonpoolError):
 
 def copied(tensor: Tensor) -> NDArray[Any]:
     """The array of a client: another memory than the model's, BYTES as an object array of `bytes`."""
+    if not tensor.is_cpu():
+        return np.array(tensor._data.to_host())
     if tensor._wire is None:
         return np.array(tensor._array)
     raw = np.array(tensor._wire)
