@@ -69,8 +69,10 @@ static const struct { int number; const char *name, *text; } ERRORS[] = {
 
 typedef struct Context { int ordinal, is_active; } Context;
 
-/* What both processes of an event see of it. */
-typedef struct { _Atomic uint64_t magic, recorded, done; } Page;
+/* What both processes of an event see of it: how often it was recorded, and which of those are done. Each is a thing of its
+ * own, since an event may be recorded on a quick stream while an earlier record on a slow one is still waited for. */
+#define RECORDS 256
+typedef struct { _Atomic uint64_t magic, recorded, done[RECORDS]; } Page;
 
 typedef struct Event {
     struct Event *next;
@@ -262,9 +264,9 @@ static struct timespec in_us(long microseconds) {
 
 /* ---- work ---- */
 
-static int is_due(const Work *work) {
-    return work->kind != WAIT || atomic_load(&work->event->page->done) >= work->count;
-}
+static int is_done(Event *event, uint64_t count) { return atomic_load(&event->page->done[count % RECORDS]) >= count; }
+
+static int is_due(const Work *work) { return work->kind != WAIT || is_done(work->event, work->count); }
 
 /* Without the lock: the bytes are nobody's of ours. */
 static void perform(Work *work) {
@@ -274,10 +276,7 @@ static void perform(Work *work) {
 }
 
 static void finish(Stream *stream, Work *work) {
-    if (work->kind == RECORD) {
-        uint64_t done = atomic_load(&work->event->page->done);
-        while (done < work->count && !atomic_compare_exchange_weak(&work->event->page->done, &done, work->count)) {}
-    }
+    if (work->kind == RECORD) atomic_store(&work->event->page->done[work->count % RECORDS], work->count);
     if (work->event) { work->event->holds--; drop_event(work->event); }
     free(work->staged);
     free(work);
@@ -618,7 +617,7 @@ CUresult cuEventRecord(Event *event, Stream *handle) {
 CUresult cuEventQuery(Event *event) {
     ENTER(); NEEDS_CONTEXT();
     if (!is_event(event)) LEAVE(INVALID_HANDLE);
-    LEAVE(atomic_load(&event->page->done) < atomic_load(&event->page->recorded) ? NOT_READY : SUCCESS);
+    LEAVE(is_done(event, atomic_load(&event->page->recorded)) ? SUCCESS : NOT_READY);
 }
 
 CUresult cuEventSynchronize(Event *event) {
@@ -627,7 +626,7 @@ CUresult cuEventSynchronize(Event *event) {
     uint64_t target = atomic_load(&event->page->recorded);
     event->holds++;
     pthread_mutex_unlock(&lock);
-    while (atomic_load(&event->page->done) < target) usleep(50);
+    while (!is_done(event, target)) usleep(50);
     pthread_mutex_lock(&lock);
     event->holds--;
     drop_event(event);

@@ -1,0 +1,224 @@
+"""Device memory in two processes: each sees what the other did, in order, although nobody waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.gpu.cards import Fake
+from tests.gpu.late import DELAY_US, SIZE, fill, peek
+
+from moonpool.ipc.cuda.device import device
+from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.region import DeviceRegion
+
+# The other process: it gets the descriptor of a region and the handle of an event, and does what it is told.
+PEER = """
+import ctypes, os, socket
+import numpy as np
+from moonpool.ipc.cuda.device import device
+from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.region import DeviceRegion
+from moonpool.ipc.cuda.array import DeviceArray
+from moonpool.ipc.errors import MoonpoolError
+
+SIZE = 4096
+if sys.argv[2] != "0":
+    os.setgroups([])
+    os.setresgid(*[int(sys.argv[2])] * 3)
+    os.setresuid(*[int(sys.argv[2])] * 3)
+end = socket.socket(fileno=int(sys.argv[1]))
+packet, fds, _, _ = socket.recv_fds(end, 4096, 1)
+size, handle, memory = eval(packet)
+here = device(0)
+region = DeviceRegion.adopt(7, size, here, fds[0] if fds else -1, memory)
+lane = Lane(here)
+try:
+    lane.meet(handle)
+except MoonpoolError:
+    lane.meet(b"")
+stream = here.new_stream()
+end.send(lane.handle)
+
+def fill(value, stream):
+    with here:
+        here.driver.cuMemsetD8Async(region.address, value, SIZE, stream)
+
+def first():
+    return ctypes.c_uint8.from_address(region.address).value
+
+while True:
+    words = end.recv(4096)
+    if not words:
+        break
+    end.send(repr(eval(words)).encode())
+"""
+
+
+class Peer:
+    """The other process."""
+
+    def __init__(self, region: DeviceRegion, environment: dict[str, str], user: int) -> None:
+        self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._end.settimeout(40)
+        self.lane = Lane(region.device)
+        lines = f"import sys\nsys.path[:] = {sys.path!r}\n{PEER}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", lines, str(theirs.fileno()), str(user)],
+            pass_fds=[theirs.fileno()], env=environment,
+        )  # fmt: skip
+        theirs.close()
+        said = repr((region.size_bytes, self.lane.handle, region.handle)).encode()
+        fds = [region.fd] if region.fd >= 0 else []
+        region.share(lambda _: socket.send_fds(self._end, [said], fds))
+        self.handle = self._end.recv(4096)
+
+    def does(self, what: str) -> Any:
+        """Let it do something, and say what comes of it. It may not wait for ever."""
+        self._end.send(textwrap.dedent(what).encode())
+        return eval(self._end.recv(4096))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self._end.close()
+        self.process.wait(30)
+        self.lane.close()
+
+
+@pytest.fixture
+def peer_of(late: Fake) -> Iterator[Callable[..., Peer]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(region: DeviceRegion, user: int = 0, **settings: object) -> Peer:
+            environment = late.environment(FAKE_CUDA_DELAY_US=DELAY_US, **settings)
+            peer = Peer(region, environment, user)
+            stack.callback(peer.close)
+            return peer
+
+        yield start
+
+
+def test_a_peer_sees_the_bytes_after_it_received(
+    region: DeviceRegion, peer_of: Callable[..., Peer]
+) -> None:
+    peer = peer_of(region)
+    peer.lane.meet(peer.handle)
+
+    fill(region, 7, peer.lane.stream)
+    peer.lane.publish()
+    assert peer.does("first()") == 0
+    peer.does("(lane.receive(), lane.enter(stream), here.finish(stream))")
+
+    assert peer.does("first()") == 7
+
+
+def test_what_is_given_back_is_written_to_after_the_peer_read_it(
+    region: DeviceRegion, peer_of: Callable[..., Peer]
+) -> None:
+    peer = peer_of(region)
+    peer.lane.meet(peer.handle)
+    region.write(0, np.full(SIZE, 7, np.uint8))
+
+    # It reads late, and gives the block back at once.
+    peer.does(
+        "(globals().update(seen=np.zeros(SIZE, np.uint8)), lane.enter(stream), "
+        "[here.copy(region.address + SIZE, region.address, SIZE, stream)], lane.publish([stream]))"
+    )
+    peer.lane.receive()
+    fill(region, 8, peer.lane.stream)
+    peer.lane.finish()
+
+    assert peek(region) == 8
+    assert region.read(SIZE, 4) == b"\x07" * 4
+
+
+def test_both_wait_where_one_cannot_open_the_other_s_event(
+    region: DeviceRegion, peer_of: Callable[..., Peer]
+) -> None:
+    peer = peer_of(region, FAKE_CUDA_NO_EVENTS=1)
+    assert peer.handle == b""
+    peer.lane.meet(peer.handle)
+
+    fill(region, 7, peer.lane.stream)
+    peer.lane.publish()
+    assert peer.does("first()") == 7
+
+    peer.does("(fill(8, stream), lane.publish([stream]))")
+    assert peek(region) == 8
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
+def test_a_peer_of_another_user_gets_the_memory_and_both_wait(
+    region: DeviceRegion, peer_of: Callable[..., Peer]
+) -> None:
+    peer = peer_of(region, user=65534)
+    assert peer.handle == b""
+    peer.lane.meet(peer.handle)
+
+    fill(region, 7, peer.lane.stream)
+    peer.lane.publish()
+    peer.does("lane.receive(), here.finish(lane.stream)")
+
+    assert peer.does("first()") == 7
+
+
+def test_memory_outlives_the_peer_that_was_killed_with_it_open(
+    region: DeviceRegion, peer_of: Callable[..., Peer]
+) -> None:
+    peer = peer_of(region)
+    peer.lane.meet(peer.handle)
+    peer.does("(fill(7, lane.stream), lane.publish(), lane.finish())")
+    peer.kill()
+
+    peer.lane.receive()
+    peer.lane.finish()
+
+    assert region.read(0, 4) == b"\x07" * 4
+
+
+def test_the_lane_of_a_peer_that_died_at_work_holds_up_no_other_lane(
+    region: DeviceRegion, peer_of: Callable[..., Peer]
+) -> None:
+    peer, other = peer_of(region), peer_of(region)
+    for each in (peer, other):
+        each.lane.meet(each.handle)
+    peer.does("(fill(7, lane.stream), lane.publish())")
+    peer.lane.receive()
+    peer.kill()
+
+    other.does("(fill(8, lane.stream), lane.publish())")
+    other.lane.receive()
+    other.lane.finish()
+
+    assert peek(region) == 8
+
+
+def test_memory_of_the_older_kind_is_opened_once_by_its_handle(
+    late: Fake, peer_of: Callable[..., Peer]
+) -> None:
+    late.delay(0)
+    device(0).has_descriptors = False
+    region = DeviceRegion.create(7, SIZE, device(0))
+    assert (region.fd, len(region.handle)) == (-1, 64)
+    late.delay(DELAY_US)
+    peer = peer_of(region)
+    peer.lane.meet(peer.handle)
+
+    fill(region, 7, peer.lane.stream)
+    peer.lane.publish()
+    peer.does("(lane.receive(), here.finish(lane.stream))")
+
+    assert peer.does("first()") == 7
+    peer.close()
+    region.close()
