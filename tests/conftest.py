@@ -13,12 +13,14 @@ from tests.sandbox_level import (
     _models_share_the_folder_of_a_test,
     pytest_collection_modifyitems,
 )
+from tests.workers import pytest_xdist_make_scheduler
 
 __all__ = [
     "_leaves_nothing_behind",
     "_models_share_the_folder_of_a_test",
     "pytest_collection_modifyitems",
     "pytest_report_header",
+    "pytest_xdist_make_scheduler",
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import Counter
@@ -65,6 +64,9 @@ async def measure_async(
     call: Callable[[], Awaitable[object]], concurrency: int, seconds: float
 ) -> Window:
     """As `measure`, with tasks of one event loop."""
+    # Commands that have none import this, too.
+    import asyncio
+
     latencies_ns: list[int] = []
     errors: Counter[str] = Counter()
     begin_s = time.perf_counter()

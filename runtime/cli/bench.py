@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.bench import result as results
-from moonpool.runtime.bench.server import Server
 from moonpool.runtime.bench.subject import InProcess
 from moonpool.runtime.bench.sweep import Point, sweep
 from moonpool.runtime.cli import bench_options
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.bench.endpoint import Endpoint
     from moonpool.runtime.bench.interface import Interface
     from moonpool.runtime.bench.load import Load
+    from moonpool.runtime.bench.server import Server
     from moonpool.runtime.bench.subject import Subject
     from moonpool.runtime.cli.inputs import TakesInputs
 
@@ -127,6 +127,9 @@ def _subjects(
 
 
 def _server(stack: contextlib.ExitStack, options: Options, endpoint: Endpoint) -> Server:
+    # What it imports would take every command a fifth of its start.
+    from moonpool.runtime.bench.server import Server
+
     server = Server(
         endpoint,
         options.model,

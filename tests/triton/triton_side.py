@@ -29,6 +29,8 @@ from tritonclient.grpc import service_pb2_grpc
 
 CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
 TIMEOUT_S = 20.0
+# All models of the zoo are loaded at once.
+LOAD_TIMEOUT_S = 120.0
 # `I1121 19:19:08.019713 6297 model.py:12] "text"`; a stub that is not connected yet has no quotes.
 _LINE = re.compile(
     r"^([IWEF])\d{4} [\d:.]+ \d+ (model\.py:\d+)\]  ?(?:\"(.*?)\"|([^\"\n]+))$",
@@ -53,7 +55,7 @@ class TritonSide:
         """Load a model of the repository; what hinders it, if anything does."""
         with _failures() as failed:
             self._stub.RepositoryModelLoad(
-                pb.RepositoryModelLoadRequest(model_name=model), timeout=TIMEOUT_S
+                pb.RepositoryModelLoadRequest(model_name=model), timeout=LOAD_TIMEOUT_S
             )
         return _load_failure(failed[0]) if failed else None
 
