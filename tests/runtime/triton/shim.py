@@ -24,10 +24,10 @@ from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.triton.installation import LAUNCHER
 from moonpool.runtime.triton.messages import End, Word
 from moonpool.runtime.triton.post import Post
 
-LAUNCHER = Path(__file__).parents[3] / "runtime" / "triton" / "launcher.py"
 _TIMEOUT_S = 30.0
 _FP32 = 11
 

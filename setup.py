@@ -1,0 +1,73 @@
+"""Compiles the library for tritonserver into the wheel, where there is a compiler; all else is in pyproject.toml.
+
+A wheel that has the library is for one platform and any Python. One without it works for everything but Triton.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+NATIVE = Path("src/moonpool/runtime/triton/native")
+LIBRARY = "moonpool.runtime.triton.libtriton_moonpool"
+# `0`: leave it out.
+SWITCH = "MOONPOOL_BUILD_TRITON"
+
+
+def extensions() -> list[Extension]:
+    if os.environ.get(SWITCH) == "0":
+        return []
+    tools = ("make", os.environ.get("CXX", "g++"))
+    missing = ", ".join(tool for tool in tools if shutil.which(tool) is None)
+    if missing:
+        print(f"moonpool is built without its library for tritonserver: there is no {missing}")
+        return []
+    return [Extension(LIBRARY, sorted(map(str, NATIVE.glob("*.cpp"))))]
+
+
+class Build(build_ext):
+    """As its Makefile says. It is no module of Python's, and its name says nothing of one."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
+
+    @property
+    def is_in_tree(self) -> bool:
+        """Whether it is for a source tree, which compiles it where it is needed."""
+        return bool(self.inplace or getattr(self, "editable_mode", False))
+
+    def run(self) -> None:
+        if not self.is_in_tree:
+            super().run()
+
+    def get_outputs(self) -> list[str]:
+        return [] if self.is_in_tree else super().get_outputs()
+
+    def build_extension(self, extension: Extension) -> None:
+        made = Path(self.build_temp).absolute()
+        command = ["make", "-C", str(NATIVE), f"OUT={made}", f"-j{os.cpu_count() or 1}"]
+        if subprocess.run(command, check=False).returncode:
+            raise CompileError(
+                f"the library for tritonserver was not compiled; {SWITCH}=0 builds moonpool without it"
+            )
+        target = Path(self.get_ext_fullpath(extension.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(made / target.name, target)
+
+
+class Wheel(bdist_wheel):
+    """Any Python may have what is in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": Build, "bdist_wheel": Wheel})
