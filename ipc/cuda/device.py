@@ -228,13 +228,22 @@ class Device:
             return self._own_stream
 
     def mark(self, streams: Iterable[int]) -> list[int]:
-        """Events that stand for what is queued on these streams by now; they go back with `are_done`."""
+        """Events that stand for what is queued on these streams by now; they go back with `are_done`.
+
+        A stream that its user destroyed, against what was agreed, is nothing that could be waited for.
+        """
         events = []
         with self:
             for stream in streams:
                 event = self._take_event()
-                self.driver.cuEventRecord(event, stream)
-                events.append(event)
+                try:
+                    self.driver.cuEventRecord(event, stream)
+                except CudaError as error:
+                    if error.number != api.INVALID_HANDLE:
+                        raise
+                    self._events.append(event)
+                else:
+                    events.append(event)
         return events
 
     def are_done(self, events: list[int]) -> bool:
@@ -257,7 +266,12 @@ class Device:
                 mapping = self.dying.popleft()
             except IndexError:  # another thread tidies, too
                 return
-            if not mapping.end():
+            try:
+                is_done = mapping.end()
+            except CudaError:
+                # The context is broken, as whoever works there next is told; what it has goes with the process.
+                continue
+            if not is_done:
                 self.dying.append(mapping)
 
     def _take_event(self) -> int:

@@ -23,7 +23,7 @@ LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 
 # CUresult
-OUT_OF_MEMORY, INVALID_VALUE, NOT_READY = 2, 1, 600
+INVALID_VALUE, OUT_OF_MEMORY, INVALID_HANDLE, NOT_READY = 1, 2, 400, 600
 # Streams that have no object of their own: the default one, and each thread's.
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
 # CUdevice_attribute

@@ -20,7 +20,6 @@ work before they send: `publish` returns when the work is done.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 from ctypes import byref, c_void_p
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -136,9 +135,11 @@ class Lane:
                 return
             if stream not in done:
                 done.add(stream)
-                # One that its user destroyed, against what was agreed, is nothing that can be waited for.
-                with suppress(CudaError):
+                try:
                     self.device.order(stream, self.stream)
+                except CudaError as error:  # as in `Device.mark`
+                    if error.number != api.INVALID_HANDLE:
+                        raise
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
         """Queue a copy on the lane, from device to device."""

@@ -253,3 +253,19 @@ def test_memory_is_unmapped_when_all_that_was_queued_for_it_is_done(
 def _is_mapped(address: int) -> bool:
     starts = (line.split("-")[0] for line in Path("/proc/self/maps").read_text().splitlines())
     return f"{address:x}" in starts
+
+
+def test_a_stream_that_was_destroyed_too_early_breaks_nobody_else_s_work(
+    region: DeviceRegion, lane: Lane
+) -> None:
+    destroyed = region.device.new_stream()
+    first, second = block(region, lane), block(region)
+    first.use(destroyed)
+    second.use(destroyed)
+    region.device.close_stream(destroyed)
+    del first, second
+
+    lane.publish()
+    region.close()
+    settle(region.device)
+    assert not region.device.dying
