@@ -232,7 +232,7 @@ def _load() -> Driver:
         ) from error
     except AttributeError as error:
         raise CudaUnavailable(
-            f"NVIDIA's driver is too old ({error}); 525 is the least that moonpool is made for"
+            f"NVIDIA's driver is too old ({error}); update it, or let the model run with KIND_CPU"
         ) from error
     try:
         driver.cuInit(0)
