@@ -9,10 +9,10 @@
 
 `START` holds a JSON object: `mode` (`serve`, `complete` for auto_complete_config in a process of its own, or
 `template` for one from which others are forked, with `initializes`: whether it calls `initialize` before),
-`instance`, `args` (what `initialize` gets), `kind` (`triton` or `native`), `file`,
+`instance`, `device` (that of the instance, or NO_DEVICE), `args` (what `initialize` gets), `kind` (`triton` or `native`), `file`,
 `class_name`, `version_dir`, `model_dir`, `inputs` and `outputs` (names in the order of the
 configuration, which is how tensors are numbered on the wire), `shared` (whether peers may come),
-`tells_begin` (whether BEGUN is wanted then), `config` and `log` (which levels of LOG are wanted).
+`tells_begin` (whether BEGUN is wanted then), `copies_gpu_to_numpy`, `config` and `log` (which levels of LOG are wanted).
 """
 
 from __future__ import annotations

@@ -6,12 +6,14 @@ import gc
 
 import numpy as np
 import pytest
-from tests.gpu.cards import Fake, fake, fake_library
+from tests.gpu.cards import Fake, driven_by, fake, fake_library
 from tests.stub.device_peer import Peer, floats, foreign, peer
 from tests.waiting import wait_until
 
+from moonpool.ipc import dlpack
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.region import DeviceRegion
+from moonpool.ipc.dlpack import make
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.messages import DEVICE_MEMORY, ORDINARY_MEMORY, Kind
 from moonpool.ipc.region import SharedRegion
@@ -199,6 +201,47 @@ def test_inputs_that_the_model_keeps_are_known_to_be_held(peer: Peer) -> None:
     del kept
     gc.collect()
     assert batch.let_go_late(8) == [(50, 8192)]
+
+
+class OnDevice:
+    """Claims to be on a device."""
+
+    def __dlpack__(self, **_: object) -> object:
+        return make(self, 4096, (2, 0), 11, (2, 2))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+
+def test_where_there_is_no_driver_what_is_on_a_device_is_refused() -> None:
+    with driven_by("libcuda-of-nobody.so.1"):
+        for source in (OnDevice(), OnDevice().__dlpack__()):
+            with pytest.raises(TritonModelException, match=r"No tensor on device 0: .*libcuda"):
+                Tensor.from_dlpack("X", source)
+
+
+@pytest.mark.usefixtures("peer")
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"code": 5}, 'DType code "5" is not supported.'),
+        ({"code": 4, "bits": 32}, "Expected BF16 tensor to have 16 bits, but had: 32"),
+        ({"stride": 1}, "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are"),
+    ],
+)
+def test_what_cannot_be_a_tensor_on_a_device_is_refused_in_tritons_words(
+    fields: dict[str, int], text: str
+) -> None:
+    capsule = OnDevice().__dlpack__()
+    tensor = dlpack._Managed.from_address(dlpack._pointer(capsule, b"dltensor")).tensor
+    for field, value in fields.items():
+        if field == "stride":
+            tensor.strides[0] = value
+        else:
+            setattr(tensor, field, value)
+    with pytest.raises(TritonModelException) as caught:
+        Tensor.from_dlpack("X", capsule)
+    assert str(caught.value).startswith(text)
 
 
 def test_there_is_no_device_memory_outside_a_stub() -> None:
