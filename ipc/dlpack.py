@@ -120,7 +120,8 @@ class Foreign:
         # 0 for a capsule of the first form.
         self.major = managed.major if is_versioned else 0
         self.is_read_only = is_versioned and bool(managed.flags & READ_ONLY)
-        tensor = managed.tensor
+        # Of a form from the future nothing but its number is where it is expected.
+        tensor = managed.tensor if self.major <= MAJOR else _Tensor()
         self.device_type, self.device_id = tensor.device_type, tensor.device_id
         self.code, self.bits, self.lanes = tensor.code, tensor.bits, tensor.lanes
         # A negative number of dimensions gives an empty slice, and no shape has more than the most.

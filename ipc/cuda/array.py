@@ -232,10 +232,12 @@ class DeviceArray:
 
 def _of_capsule(capsule: object, source: object) -> DeviceArray | None:
     foreign = dlpack.look(capsule)
-    if foreign is None or foreign.device_type not in _ON_DEVICE:
+    if foreign is None:
         return None
     if foreign.major > dlpack.MAJOR:
         raise BadTensor(f"a capsule of DLPack {foreign.major} cannot be read")
+    if foreign.device_type not in _ON_DEVICE:
+        return None
     datatype = foreign.datatype
     if datatype is None:
         raise BadTensor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 import weakref
@@ -285,9 +286,13 @@ def test_a_capsule_is_looked_at_before_it_is_believed(
 @pytest.mark.skipif("later form" not in CAPSULES, reason="this numpy has only DLPack's first form")
 def test_a_form_from_the_future_is_refused() -> None:
     capsule = damaged(b"dltensor_versioned", dlpack._Versioned, major=2)
+    later = dlpack._Versioned.from_address(dlpack._pointer(capsule, b"dltensor_versioned"))
+    # What stands there now is something else's, and no address.
+    shape, later.tensor.shape = later.tensor.shape, ctypes.cast(8, type(later.tensor.shape))
 
     with pytest.raises(TritonModelException, match=r"DLPack version 2 is not supported\."):
         Tensor.from_dlpack("X", capsule)
+    later.tensor.shape = shape
 
 
 @pytest.mark.parametrize(
