@@ -7,39 +7,17 @@ watches the sockets of the stubs that execute for it.
 from __future__ import annotations
 
 import asyncio
-import os
-import select
 import weakref
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.errors import RequestTimedOut
 from moonpool.runtime.waiter import Waiter
+from moonpool.runtime.watched_sockets import WatchedSockets
 
 if TYPE_CHECKING:
-    from moonpool.runtime.backend import Pending
     from moonpool.runtime.execution import Execution
     from moonpool.runtime.request import InferenceRequest, Outcome
     from moonpool.runtime.scheduler import Scheduler
-
-
-class _Watched:
-    """One stub's socket in one loop, under a descriptor number that only the loop uses.
-
-    The socket's own number may be closed by another thread and be given to another file while the
-    loop still watches it; this one cannot.
-    """
-
-    __slots__ = ("_poll", "execution", "fd", "link")
-
-    def __init__(self, link: Pending) -> None:
-        self.link = link
-        self.fd = os.dup(link.fileno())
-        self.execution: Execution | None = None
-        self._poll = select.poll()
-        self._poll.register(self.fd, select.POLLIN)
-
-    def is_readable(self) -> bool:
-        return bool(self._poll.poll(0))
 
 
 class LoopDriver:
@@ -50,76 +28,47 @@ class LoopDriver:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._epoll: select.epoll | None = None
-        self._watched: dict[object, _Watched] = {}
-        self._by_fd: dict[int, _Watched] = {}
+        self._sockets = WatchedSockets()
+        loop.add_reader(self._sockets.epoll.fileno(), self._look)
 
     def drive(self, execution: Execution) -> None:
         """Wait for the answer of an execution, and claim it when it can be read.
 
         Not before: a loop may stop for good at any time, and then another can still claim it.
         """
-        if not execution.is_offered:
-            return
-        link = execution.pending
-        watched = self._watched.get(link)
-        if watched is None:
-            if self._epoll is None:
-                self._epoll = select.epoll()
-                self._loop.add_reader(self._epoll.fileno(), self._look)
-            watched = self._watched[link] = _Watched(link)
-            self._by_fd[watched.fd] = watched
-            self._epoll.register(watched.fd, select.EPOLLIN)
-        watched.execution = execution
+        if execution.is_offered:
+            self._sockets.of(execution.pending).execution = execution
 
     def _look(self) -> None:
-        if self._epoll is None:
-            return
-        for place, (fd, _) in enumerate(self._epoll.poll(0)):
-            watched = self._by_fd.get(fd)
+        for place, (fd, _) in enumerate(self._sockets.epoll.poll(0)):
+            watched = self._sockets.find(fd)
             # What came of those before may have read it meanwhile, and sent there again.
-            if watched is not None and (not place or watched.is_readable()):
-                self._readable(watched)
-
-    def _readable(self, watched: _Watched) -> None:
-        execution, watched.execution = watched.execution, None
-        if execution is not None and execution.claim(self):
-            execution.finish()
-        else:
-            # Somebody else's answer, or the end of the stub. Whoever comes next adds it again.
-            self._forget(watched)
-
-    def _forget(self, watched: _Watched) -> None:
-        del self._watched[watched.link], self._by_fd[watched.fd]
-        if self._epoll is not None:
-            self._epoll.unregister(watched.fd)
-        os.close(watched.fd)
+            if watched is None or (place and not watched.is_readable()):
+                continue
+            execution, watched.execution = watched.execution, None
+            if execution is not None and execution.claim(self):
+                execution.finish()
+            else:
+                # Somebody else's answer, or the end of the stub. Whoever comes next adds it again.
+                self._sockets.forget(watched)
 
     def hand_over(self, request: InferenceRequest) -> None:
         """A caller leaves; if this loop drives the execution that it is in, the reactor does from now on.
 
         The loop may be about to end, and the others in the batch still wait.
         """
-        for watched in list(self._watched.values()):
+        for watched in self._sockets.all():
             execution = watched.execution
             if execution is not None and request in execution.requests:
-                watched.execution = None
-                self._forget(watched)
+                self._sockets.forget(watched)
                 if execution.claim(self):
                     execution.drive_in_reactor()
 
     def close(self) -> None:
         """The loop has ended."""
-        for watched in self._watched.values():
-            if watched.execution is not None and watched.execution.claim(self):
-                watched.execution.drive_in_reactor()
-            os.close(watched.fd)
-        self._watched.clear()
-        self._by_fd.clear()
-        if self._epoll is not None:
-            self._epoll.close()
-            self._epoll = None
+        for execution in self._sockets.close():
+            if execution.claim(self):
+                execution.drive_in_reactor()
 
     def __del__(self) -> None:
         self.close()

@@ -28,6 +28,7 @@ from moonpool.runtime.config_values import (
     SYSCALLS,
     THREADS,
     TIMEOUT,
+    USUAL_WEIGHT,
     WEIGHT,
     YES_NO,
     Kind,
@@ -60,7 +61,7 @@ class ModelOptions:
     task_limit: int | None = None
     open_files: int | None = None
     cpus: tuple[int, ...] = ()
-    cpu_weight: int = 100
+    cpu_weight: int = USUAL_WEIGHT
     scratch_bytes: int = 64 << 20
     recycle_requests: int | None = None
     recycle_rss_bytes: int | None = None

@@ -147,6 +147,8 @@ PATHS = Kind("paths, separated by commas", _paths)
 PORTS = Kind("ports, separated by commas", _ports)
 SYSCALLS = Kind("names, separated by commas", _calls)
 CPUS = Kind("numbers and ranges", _cpus)
+# What every process has unless somebody says otherwise: `cpu.weight` of cgroups, `nice` 0.
+USUAL_WEIGHT = 100
 WEIGHT = Kind("1 to 10000", _weight)
 AS_NUMPY = Kind("error, copy", _choice({"error": False, "copy": True}))
 PREFORK = Kind("no, imports, initialize", _choice({w: w for w in ("no", "imports", "initialize")}))

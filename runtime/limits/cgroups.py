@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.limits import reached
+from moonpool.runtime.config_values import USUAL_WEIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -260,7 +261,7 @@ class Groups:
 
     def make(self, limits: Mapping[str, int], cpu_weight: int) -> Group | None:
         """A group for one instance; None where there are none, or nothing for it to do."""
-        place = self._find() if limits or cpu_weight != _USUAL_WEIGHT else None
+        place = self._find() if limits or cpu_weight != USUAL_WEIGHT else None
         if place is None:
             return None
         name = f"{_PREFIX}{os.getpid()}-{next(self._numbers)}"
@@ -271,6 +272,5 @@ class Groups:
             return None
 
 
-_USUAL_WEIGHT = 100
 # A process is in one group, whatever number of runtimes it has.
 GROUPS = Groups()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.policy import Policy, is_contained
 from moonpool.runtime import environment_variables
+from moonpool.runtime.config_values import USUAL_WEIGHT
 from moonpool.runtime.process import StubProcess
 from moonpool.runtime.sandbox import bytecode, scratch, users
 from moonpool.runtime.sandbox.gpu_access import access_to
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 # As the kernel weighs a step of `nice`.
 _NICE_RATIO = 1.25
-_USUAL_WEIGHT = 100
 
 
 @dataclass(frozen=True)
@@ -152,4 +152,4 @@ def _limits(model: Model) -> dict[str, int]:
 
 def _nice(weight: int) -> int:
     """How nice a process is that has so much of a processor beside one of the usual weight."""
-    return max(-20, min(19, -round(math.log(weight / _USUAL_WEIGHT, _NICE_RATIO))))
+    return max(-20, min(19, -round(math.log(weight / USUAL_WEIGHT, _NICE_RATIO))))

@@ -283,7 +283,7 @@ def test_a_loop_does_not_read_before_there_is_something_to_read(folder: Path) ->
         task = asyncio.create_task(ask(runtime, x(3)))
         await until(lambda: backend.batches)
         driver = aio._driver_of(asyncio.get_running_loop())
-        assert len(driver._watched) == 1
+        assert len(driver._sockets.all()) == 1
         # As when a thread has read its answer between the loop's look at the sockets and this.
         driver._look()
         backend.wait_for(1).answer()
@@ -375,7 +375,7 @@ def test_a_stub_that_ends_with_a_request_unread_is_watched_no_more(
         with pytest.raises(moonpool.StubDied):
             await asked
         driver = aio._driver_of(asyncio.get_running_loop())
-        await until(lambda: not driver._watched)
+        await until(lambda: not driver._sockets.all())
         await until(lambda: runtime.instances("plus")[0]["state"] == "READY")
 
     with Runtime() as runtime:

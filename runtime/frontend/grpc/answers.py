@@ -14,6 +14,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.watched_sockets import WatchedSockets
+
 if TYPE_CHECKING:
     from moonpool.runtime.backend import ModelInstance
     from moonpool.runtime.execution import Execution
@@ -28,19 +30,6 @@ _QUICK_NS = 600_000
 _SKIPS = 64
 
 
-class _Watched:
-    """A stub's socket under a number of its own, as the socket may be closed and the number given to another."""
-
-    __slots__ = ("execution", "fd", "link", "round")
-
-    def __init__(self, link: object, fd: int) -> None:
-        self.link = link
-        self.fd = os.dup(fd)
-        self.execution: Execution | None = None
-        # In which round of looking the execution came.
-        self.round = 0
-
-
 class Answers:
     """Drives executions. `drive` is for any thread."""
 
@@ -48,11 +37,9 @@ class Answers:
         """`turn` is held by whoever works off an event: see `grpc.core`."""
         self._turn = turn
         self._lock = threading.Lock()
-        self._by_link: dict[object, _Watched] = {}
-        self._by_fd: dict[int, _Watched] = {}
-        self._epoll = select.epoll()
+        self._sockets = WatchedSockets()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._sockets.epoll.register(self._wake_fd, select.EPOLLIN)
         self._is_closed = False
         self._round = 0
         # Of the polling thread: what it sent and nobody waits for yet, and how often slow models are passed over.
@@ -112,28 +99,22 @@ class Answers:
                 execution.drive_in_reactor()
 
     def _watch(self, execution: Execution) -> bool:
-        link = execution.pending
         with self._lock:
             if self._is_closed:
                 return False
             if not execution.is_offered:
                 return True
-            watched = self._by_link.get(link)
-            if watched is None:
-                try:
-                    watched = _Watched(link, link.fileno())
-                except OSError:  # the stub has ended, and was cleared away
-                    return False
-                self._by_link[link] = watched
-                self._by_fd[watched.fd] = watched
-                self._epoll.register(watched.fd, select.EPOLLIN)
+            try:
+                watched = self._sockets.of(execution.pending)
+            except OSError:  # the stub has ended, and was cleared away
+                return False
             watched.execution = execution
             watched.round = self._round
         return True
 
     def _run(self) -> None:
         while True:
-            ready = self._epoll.poll()
+            ready = self._sockets.epoll.poll()
             with self._lock:
                 self._round += 1
             for fd, _ in ready:
@@ -152,7 +133,7 @@ class Answers:
 
     def _take(self, fd: int) -> Execution | None:
         with self._lock:
-            watched = self._by_fd.get(fd)
+            watched = self._sockets.find(fd)
             if watched is None:
                 return None
             execution = watched.execution
@@ -162,13 +143,8 @@ class Answers:
             watched.execution = None
             if execution is None or not execution.is_offered:
                 # Somebody else's answer, or the end of the stub. Whoever comes next adds it again.
-                self._forget(watched)
+                self._sockets.forget(watched)
             return execution
-
-    def _forget(self, watched: _Watched) -> None:
-        del self._by_link[watched.link], self._by_fd[watched.fd]
-        self._epoll.unregister(watched.fd)
-        os.close(watched.fd)
 
     def close(self) -> None:
         """Wait no more; what is executing is left to the reactors of its models."""
@@ -178,10 +154,7 @@ class Answers:
             self._is_closed = True
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
-        for watched in list(self._by_link.values()):
-            execution = watched.execution
-            self._forget(watched)
-            if execution is not None and execution.claim(self):
+        for execution in self._sockets.close():
+            if execution.claim(self):
                 execution.drive_in_reactor()
-        self._epoll.close()
         os.close(self._wake_fd)
