@@ -28,6 +28,7 @@ _shared: list[tuple[str, bool]] = []
 # What no model has at `best-effort` and `strict` unless it was granted.
 WITHHELD = {
     "processes": "a model has no other processes, and no semaphores to share with them",
+    "descriptors": "a model sends none to anybody",
     "names of metrics": "no metric of a model's passes for one of the runtime's",
     "shared memory": "a model gets copies of what others have, and they of what it has",
 }

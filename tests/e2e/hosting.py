@@ -45,6 +45,13 @@ def hosted(
         runtime.unload(name)
 
 
+def open_to_all(*files: Path) -> None:
+    """Make them, for instances that write to them; at `strict` each of root's is a user of its own."""
+    for file in files:
+        file.touch()
+        file.chmod(0o666)
+
+
 def is_running(pid: int) -> bool:
     """Whether there is such a process, and it has not ended: who reaps orphans takes their time."""
     try:

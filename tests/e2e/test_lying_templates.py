@@ -8,8 +8,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.e2e.hosting import MODELS, Config, hosted, is_running, options, tensor
+from tests.e2e.hosting import (
+    MODELS,
+    Config,
+    hosted,
+    is_running,
+    open_to_all,
+    options,
+    tensor,
+)
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.e2e.test_prefork import MARKS
 from tests.waiting import wait_until
 
 import moonpool
@@ -51,6 +60,7 @@ def completes() -> bool:
 
 @pytest.fixture(autouse=True)
 def _instead_of_the_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_to_all(*(tmp_path / name for name in MARKS))
     monkeypatch.setenv("MARKS", str(tmp_path))
     monkeypatch.setenv("FAULT_BOOT", process._BOOT)
     monkeypatch.setattr(process, "_BOOT", str(LIAR))

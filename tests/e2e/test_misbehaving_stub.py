@@ -220,6 +220,7 @@ def test_a_stub_that_answers_without_reading_is_ended(runtime: moonpool.Runtime)
     comes_back(runtime, pid)
 
 
+@pytest.mark.needs("descriptors")
 @pytest.mark.usefixtures("rogue")
 def test_descriptors_that_a_stub_sends_are_dropped(runtime: moonpool.Runtime) -> None:
     ask(runtime)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.hosting import MODELS, Config, hosted, is_running, options, tensor
+from tests.e2e.hosting import MODELS, Config, hosted, is_running, open_to_all, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.waiting import Deadline, wait_until
 
@@ -30,6 +30,9 @@ FORGIVING = {"RESTART_WINDOW_S": 0.001}
 BOTH = pytest.mark.parametrize("prefork", ["imports", "initialize"])
 LEVELS = pytest.mark.parametrize("level", ["standard", "strict"])
 
+# The files that the model writes.
+MARKS = ("imports", "completions", "initializes", "finalizes")
+
 pytestmark = [pytest.mark.slow]
 
 
@@ -42,10 +45,7 @@ def completes() -> bool:
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "marks"
     folder.mkdir()
-    for name in ("imports", "completions", "initializes", "finalizes"):
-        (folder / name).touch()
-        # At strict it is another user who writes there, or several of them.
-        (folder / name).chmod(0o666)
+    open_to_all(*(folder / name for name in MARKS))
     monkeypatch.setenv("MARKS", str(folder))
     # With the threads of numpy, which must end before a fork.
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")

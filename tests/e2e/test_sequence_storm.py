@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.hosting import MODELS, hosted, options
+from tests.e2e.hosting import MODELS, hosted, open_to_all, options
 from tests.e2e.test_iterative import config as countdown
 from tests.e2e.test_sequences import END, PATIENCE_S, START, STRATEGIES, config
 from tests.waiting import wait_until
@@ -110,6 +110,7 @@ def test_generations_that_are_left_and_killed_leave_nothing(
     made = countdown(is_decoupled=is_decoupled, iterative_sequence=True)
     made |= UNTIRING
     counts: Counter[str] = Counter()
+    open_to_all(tmp_path / "log")
 
     def client(number: int) -> None:
         dice = random.Random(number)

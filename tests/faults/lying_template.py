@@ -18,7 +18,6 @@ BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.codec import encode  # noqa: E402
 from moonpool.ipc.messages import Kind  # noqa: E402
-from moonpool.stub import template  # noqa: E402
 from moonpool.stub.handshake import Handshake  # noqa: E402
 
 FAULT = os.environ["FAULT_IN_TEMPLATE"]
@@ -47,50 +46,68 @@ class Speaker:
         socket.send_fds(self._end, [b"\0"], [birth_fd])
 
 
-class LyingTemplate(template.Template):
-    _speaker: Speaker | None = None
+def lying(honest: type) -> type:
+    """The template that lies, made of the one that does not."""
 
-    def _fork(self, name: str, fds: list[int]) -> Handshake | None:
-        if FAULT == "forks a grandchild":
-            if not os.fork():
-                handshake = super()._fork(name, fds)
-                if handshake is None:
-                    signal.pause()
-                return handshake
-        elif FAULT == "has one child speak for all":
-            return self._fork_mutely(name, fds)
-        elif FAULT == "says it is the child":
-            say(fds[-1])
-        elif FAULT == "tells an end that nobody asked for":
-            self._handshake.control.send_waiting(encode(Kind.EXITED, 1, 0))
-        elif FAULT == "sends a message of the runtime":
-            self._handshake.control.send_waiting(encode(Kind.FORK, name))
-        elif FAULT == "dies":
-            os._exit(5)
-        elif FAULT == "says nothing":
+    class LyingTemplate(honest):  # type: ignore[misc]
+        _speaker: Speaker | None = None
+
+        def _fork(self, name: str, fds: list[int]) -> Handshake | None:
+            if FAULT == "forks a grandchild":
+                if not os.fork():
+                    handshake = self._fork_honestly(name, fds)
+                    if handshake is None:
+                        signal.pause()
+                    return handshake
+            elif FAULT == "has one child speak for all":
+                return self._fork_mutely(name, fds)
+            elif FAULT == "says it is the child":
+                say(fds[-1])
+            elif FAULT == "tells an end that nobody asked for":
+                self._handshake.control.send_waiting(encode(Kind.EXITED, 1, 0))
+            elif FAULT == "sends a message of the runtime":
+                self._handshake.control.send_waiting(encode(Kind.FORK, name))
+            elif FAULT == "dies":
+                os._exit(5)
+            elif FAULT == "says nothing":
+                return None
+            elif FAULT != "forks nothing":
+                return self._fork_honestly(name, fds)
+            for fd in fds:
+                os.close(fd)
             return None
-        elif FAULT != "forks nothing":
-            return super()._fork(name, fds)
-        for fd in fds:
-            os.close(fd)
-        return None
 
-    def _fork_mutely(self, name: str, fds: list[int]) -> Handshake | None:
-        """A real fork, but for who says that it is there."""
-        if self._speaker is None:
-            self._speaker = Speaker()
-        self._speaker.speak(fds[-1])
-        mute, other = socket.socketpair()
-        os.dup2(mute.fileno(), fds[-1])
-        with mute, other:
-            return super()._fork(name, fds)
+        def _fork_mutely(self, name: str, fds: list[int]) -> Handshake | None:
+            """A real fork, but for who says that it is there."""
+            if self._speaker is None:
+                self._speaker = Speaker()
+            self._speaker.speak(fds[-1])
+            mute, other = socket.socketpair()
+            os.dup2(mute.fileno(), fds[-1])
+            with mute, other:
+                return self._fork_honestly(name, fds)
 
-    def _tell_end(self, pid: int) -> None:
-        if FAULT == "tells a wrong end":
-            self._handshake.control.send_waiting(encode(Kind.EXITED, pid, 77))
-        elif FAULT != "never tells an end":
-            super()._tell_end(pid)
+        def _fork_honestly(self, name: str, fds: list[int]) -> Handshake | None:
+            handshake: Handshake | None = super()._fork(name, fds)
+            return handshake
+
+        def _tell_end(self, pid: int) -> None:
+            if FAULT == "tells a wrong end":
+                self._handshake.control.send_waiting(encode(Kind.EXITED, pid, 77))
+            elif FAULT != "never tells an end":
+                super()._tell_end(pid)
+
+    return LyingTemplate
 
 
-setattr(template, "Template", LyingTemplate)  # noqa: B010 - a type checker takes it for a type
+def serve(handshake: Handshake) -> None:
+    """As ever, but for the template, which is not there before the sandbox is on: it begins threads."""
+    from moonpool.stub import template
+
+    setattr(template, "Template", lying(template.Template))  # noqa: B010 - a type checker takes it for a type
+    honest_serve(handshake)
+
+
+honest_serve = Handshake.serve
+setattr(Handshake, "serve", serve)  # noqa: B010
 BOOT["main"]()
