@@ -102,7 +102,7 @@ class Shim:
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
         options: Mapping[str, str] | None = None,
-        backend: tuple[str, str] = ("python", "/"),
+        backend: tuple[str, str] = ("python", "/opt/tritonserver/backends/python"),
     ) -> None:
         channel, end = Channel.pair()
         # As a server's sockets are there.

@@ -4,80 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.runtime.triton.shim import Shim, Stub
+from tests.runtime.triton.conftest import Start, Write
+from tests.runtime.triton.doubles import CONFIG, DOUBLES, tensor, with_options
+from tests.runtime.triton.shim import Shim
 from tests.waiting import wait_until
 
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
 from moonpool.runtime.triton.messages import LAUNCHER_VERSION, Word
-
-Start = Callable[..., Stub]
-
-DOUBLES = """
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        values = [pb_utils.get_input_tensor_by_name(r, "X").as_numpy() for r in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", v * 2)]) for v in values]
-"""
-
-
-# As tritonserver writes it.
-def tensor(name: str) -> dict[str, Any]:
-    return {"name": name, "data_type": "TYPE_FP32", "dims": ["-1"]}
-
-
-CONFIG = {
-    "platform": "",
-    "backend": "python",
-    "runtime": "",
-    "max_batch_size": 0,
-    "input": [tensor("X")],
-    "output": [tensor("Y")],
-    "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1, "gpus": []}],
-    "default_model_filename": "model.py",
-    "parameters": {},
-}
-
-
-def with_options(**options: str) -> dict[str, Any]:
-    parameters = {key: {"string_value": value} for key, value in options.items()}
-    return {**CONFIG, "parameters": parameters}
-
-
-@pytest.fixture
-def shim() -> Iterator[Shim]:
-    shim = Shim()
-    yield shim
-    shim.close()
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], Path]:
-    def write(text: str, name: str = "m") -> Path:
-        (tmp_path / name / "1").mkdir(parents=True, exist_ok=True)
-        (tmp_path / name / "1" / "model.py").write_text(text)
-        return tmp_path / name
-
-    return write
-
-
-@pytest.fixture
-def start(shim: Shim, write: Callable[[str], Path]) -> Start:
-    """An instance of a model with this text."""
-
-    def start(text: str = DOUBLES, config: dict[str, Any] = CONFIG) -> Stub:
-        word, model, *said = shim.load(write(text), config)
-        assert word == Word.MODEL_READY, said
-        return shim.start(model)
-
-    return start
 
 
 def test_a_launcher_says_what_it_speaks(shim: Shim) -> None:
@@ -218,7 +155,7 @@ def test_a_batch_that_takes_too_long_is_ended(shim: Shim, start: Start) -> None:
     ],
 )
 def test_a_model_that_does_not_start_is_refused_with_its_own_words(
-    shim: Shim, write: Callable[[str], Path], text: str, expected: str
+    shim: Shim, write: Write, text: str, expected: str
 ) -> None:
     ready = shim.load(write(f"{text}\nclass TritonPythonModel: ...\n"), CONFIG)
     shim.begin_start(ready[1])
@@ -230,7 +167,7 @@ def test_a_model_that_does_not_start_is_refused_with_its_own_words(
 
 
 def test_a_stub_that_breaks_the_protocol_before_it_is_started_is_refused(
-    shim: Shim, write: Callable[[str], Path]
+    shim: Shim, write: Write
 ) -> None:
     ready = shim.load(write("import time\ntime.sleep(1000)\nclass TritonPythonModel: ..."), CONFIG)
     number = shim.begin_start(ready[1])
@@ -242,9 +179,7 @@ def test_a_stub_that_breaks_the_protocol_before_it_is_started_is_refused(
     assert message == "Stub process 'm_0' broke the protocol and was ended: LOG.level may not be 9"
 
 
-def test_an_instance_that_is_starting_can_be_ended(
-    shim: Shim, write: Callable[[str], Path]
-) -> None:
+def test_an_instance_that_is_starting_can_be_ended(shim: Shim, write: Write) -> None:
     ready = shim.load(write("import time\ntime.sleep(1000)\nclass TritonPythonModel: ..."), CONFIG)
     number = shim.begin_start(ready[1])
     shim.hear(Word.BORN)
@@ -261,14 +196,14 @@ def test_a_model_that_is_not_there_is_refused(shim: Shim, tmp_path: Path) -> Non
     assert message.startswith("Python model file not found in ")
 
 
-def test_an_option_that_there_is_not_is_refused(shim: Shim, write: Callable[[str], Path]) -> None:
+def test_an_option_that_there_is_not_is_refused(shim: Shim, write: Write) -> None:
     word, _, code, message = shim.load(write(DOUBLES), with_options(MOONPOOL_SANDBOXX="strict"))
 
     assert (word, code) == (Word.MODEL_REFUSED, 3)
     assert 'did you mean "MOONPOOL_SANDBOX"?' in message
 
 
-def test_a_model_completes_its_configuration(shim: Shim, write: Callable[[str], Path]) -> None:
+def test_a_model_completes_its_configuration(shim: Shim, write: Write) -> None:
     text = """
 class TritonPythonModel:
     @staticmethod
@@ -291,15 +226,11 @@ class TritonPythonModel:
     assert '"max_batch_size": 8' in config
 
 
-def test_a_model_that_completes_nothing_changes_nothing(
-    shim: Shim, write: Callable[[str], Path]
-) -> None:
+def test_a_model_that_completes_nothing_changes_nothing(shim: Shim, write: Write) -> None:
     assert shim.load(write(DOUBLES), CONFIG, completes=True)[2] is None
 
 
-def test_a_configuration_may_be_longer_than_a_packet(
-    shim: Shim, write: Callable[[str], Path]
-) -> None:
+def test_a_configuration_may_be_longer_than_a_packet(shim: Shim, write: Write) -> None:
     many = [tensor(f"X{number}") for number in range(4000)]
 
     ready = shim.load(write(DOUBLES), {**CONFIG, "input": many})

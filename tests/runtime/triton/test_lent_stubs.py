@@ -1,0 +1,241 @@
+"""What the processes are that a launcher starts for a tritonserver."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.runtime.triton.conftest import Start, Write
+from tests.runtime.triton.doubles import CONFIG, DOUBLES, with_options
+from tests.runtime.triton.shim import Shim
+
+from moonpool.ipc.codec import calls_codec, control_codec, encode
+from moonpool.ipc.messages import Kind, Side
+from moonpool.runtime.triton.messages import Word
+
+# Says what it sees where it is asked for it: in why it does not load.
+TELLS = """
+import json, os, sys
+class TritonPythonModel:
+    def initialize(self, args):
+        raise RuntimeError("[" + json.dumps({
+            "variables": dict(os.environ),
+            "files": [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                      if os.path.lexists(f"/proc/self/fd/{fd}")],
+            "python": sys.executable,
+            "path": sys.path,
+            "args": args,
+        }) + "]")
+"""
+
+
+@contextmanager
+def launched(**options: Any) -> Iterator[Shim]:
+    shim = Shim(**options)
+    try:
+        yield shim
+    finally:
+        shim.close()
+
+
+def told(shim: Shim, directory: Path, config: dict[str, Any] = CONFIG) -> dict[str, Any]:
+    """What a model with the text TELLS sees."""
+    ready = shim.load(directory, config)
+    assert ready[0] == Word.MODEL_READY, ready
+    shim.begin_start(ready[1], "m_0_0")
+    *_, message = shim.hear(Word.STARTED, Word.INSTANCE_REFUSED)
+    found: dict[str, Any] = json.loads(message[message.index("[") + 1 : message.rindex("]")])
+    return found
+
+
+def test_settings_of_the_servers_python_do_not_reach_a_model(write: Write) -> None:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    others = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere", "PYTHONSTARTUP": "/nowhere"}
+
+    with launched(environment={**own, **others, "LANG": "C.UTF-8"}) as shim:
+        seen = told(shim, write(TELLS))
+
+    assert [name for name in seen["variables"] if name.startswith("PYTHON")] == []
+    assert seen["variables"]["LANG"] == "C.UTF-8"
+    assert "/nowhere" not in seen["path"]
+
+
+def test_files_and_sockets_of_the_server_do_not_reach_a_model(write: Write, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, open(tmp_path / "open", "w") as file:
+        os.set_inheritable(listening.fileno(), True)
+        os.set_inheritable(file.fileno(), True)
+        theirs = {os.readlink(f"/proc/self/fd/{each.fileno()}") for each in (listening, file)}
+        with launched() as shim:
+            os.stat(f"/proc/{shim.process.pid}/fd")
+            seen = told(shim, write(TELLS))
+
+    assert set(seen["files"]) & theirs == set()
+
+
+def test_a_model_gets_the_arguments_that_triton_gives(shim: Shim, write: Write) -> None:
+    directory = write(TELLS)
+
+    arguments = told(shim, directory)["args"]
+
+    config = json.loads(arguments.pop("model_config"))
+    assert (config["name"], config["input"][0]["dims"]) == ("m", [-1])
+    assert arguments == {
+        "model_instance_device_id": "0",
+        "model_instance_kind": "CPU",
+        "model_instance_name": "m_0_0",
+        "model_name": "m",
+        "model_repository": str(directory),
+        "model_version": "1",
+    }
+
+
+def test_a_model_runs_in_the_environment_that_its_configuration_names(
+    shim: Shim, write: Write, tmp_path: Path
+) -> None:
+    environment = tmp_path / "environment"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python3").symlink_to(os.path.realpath(sys.executable))
+    (environment / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = environment / "lib" / version / "site-packages"
+    packages.mkdir(parents=True)
+    import numpy
+
+    (packages / "here.pth").write_text(str(Path(numpy.__file__).parents[1]))
+
+    seen = told(shim, write(TELLS), with_options(EXECUTION_ENV_PATH=str(environment)))
+
+    assert seen["python"].startswith(str(environment))
+
+
+def test_an_environment_that_is_not_there_is_refused(shim: Shim, write: Write) -> None:
+    options = with_options(EXECUTION_ENV_PATH="$$TRITON_MODEL_DIRECTORY/none")
+
+    word, _, _, message = shim.load(write(DOUBLES), options)
+
+    assert word == Word.MODEL_REFUSED
+    assert str(write(DOUBLES) / "none") in message
+
+
+def test_a_backend_that_is_a_python_file_serves_the_models_that_name_it(
+    tmp_path: Path,
+) -> None:
+    backend = tmp_path / "backends" / "doubler"
+    backend.mkdir(parents=True)
+    (backend / "model.py").write_text("from helper import *\n")
+    (backend / "helper.py").write_text(DOUBLES)
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    config = {**CONFIG, "backend": "doubler", "runtime": "model.py"}
+
+    with launched(backend=("doubler", str(backend))) as shim:
+        ready = shim.load(tmp_path / "m", config)
+
+        assert shim.start(ready[1]).infer([4]) == [8]
+
+
+def test_a_model_of_the_backend_moonpool_is_one_of_python(shim: Shim, write: Write) -> None:
+    config = {**CONFIG, "backend": "moonpool", "default_model_filename": ""}
+
+    ready = shim.load(write(DOUBLES), config)
+
+    assert shim.start(ready[1]).infer([4]) == [8]
+
+
+def test_a_stub_in_the_sandbox_strict_answers(start: Start) -> None:
+    stub = start(config=with_options(MOONPOOL_SANDBOX="strict"))
+
+    assert stub.infer([1]) == [2]
+    assert stub.started is not None
+    assert stub.started[4].startswith("strict (")
+    assert "seccomp" in stub.started[4]
+
+
+def test_the_servers_command_line_has_a_sandbox_for_all_models(write: Write) -> None:
+    with launched(options={"sandbox": "strict", "auto-complete-config": "true"}) as shim:
+        ready = shim.load(write(DOUBLES), CONFIG)
+
+        # Private, and it may ask for no other model.
+        assert ready[11:] == [True, []]
+        assert shim.start(ready[1]).infer([1]) == [2]
+
+
+def test_under_it_a_model_does_not_give_itself_more(write: Write) -> None:
+    more = with_options(MOONPOOL_SANDBOX_PATHS="/etc")
+
+    with launched(options={"sandbox": "strict"}) as shim:
+        assert shim.load(write(DOUBLES), more)[0] == Word.MODEL_REFUSED
+    with launched(options={"sandbox": "strict", "sandbox-grants": "other,m"}) as shim:
+        assert shim.load(write(DOUBLES), more)[0] == Word.MODEL_READY
+
+
+def test_a_sandbox_that_there_is_not_refuses_every_model(write: Write) -> None:
+    with launched(options={"sandbox": "srict"}) as shim:
+        word, _, code, message = shim.load(write(DOUBLES), CONFIG)
+
+    assert (word, code) == (Word.MODEL_REFUSED, 3)
+    assert message.startswith("--backend-config sandbox: must be one of off, standard, ")
+
+
+def test_what_a_model_says_while_it_initializes_goes_to_the_shim(start: Start) -> None:
+    stub = start(
+        DOUBLES
+        + """
+    def initialize(self, args):
+        pb_utils.Logger.log_warn("nearly there")
+"""
+    )
+
+    fields = control_codec(Side.RUNTIME).decode(stub.control.receive())
+
+    assert fields[:3] == [Kind.LOG, 1, "nearly there"]
+
+
+def test_a_model_makes_metrics_while_it_initializes(shim: Shim, write: Write) -> None:
+    text = (
+        DOUBLES
+        + """
+    def initialize(self, args):
+        self.family = pb_utils.MetricFamily("requests", "how many", pb_utils.MetricFamily.COUNTER)
+"""
+    )
+    ready = shim.load(write(text), CONFIG)
+    number = shim.begin_start(ready[1])
+    shim.hear(Word.BORN)
+    calls = shim.stubs[number].calls
+
+    kind, call, name, *_ = calls_codec(Side.RUNTIME).decode(calls.receive())
+    calls.send(encode(Kind.DONE, call, None, {"metric": 1}))
+
+    assert (kind, name) == (Kind.NEW_METRIC, "requests")
+    assert shim.hear(Word.STARTED, Word.INSTANCE_REFUSED)[0] == Word.STARTED
+
+
+def test_what_a_model_prints_goes_where_the_servers_output_goes(shim: Shim, start: Start) -> None:
+    start("print('printed by the model')\n" + DOUBLES)
+
+    assert shim.process.stderr is not None
+    assert select.select([shim.process.stderr], [], [], 10.0)[0]
+    assert b"[m_0] printed by the model\n" in shim.process.stderr.read1()  # type: ignore[attr-defined]
+
+
+def test_instances_are_forked_from_a_template(start: Start, shim: Shim) -> None:
+    stub = start("print('imported')\n" + DOUBLES, with_options(MOONPOOL_PREFORK="imports"))
+
+    assert stub.infer([1]) == [2]
+    stub.kill()
+    shim.lose(stub)
+    shim.hear(Word.STARTED)
+    assert shim.stubs[2].infer([2]) == [4]
+
+
+def test_options_that_only_a_runtime_can_act_on_are_told(shim: Shim, write: Write) -> None:
+    shim.load(write(DOUBLES), with_options(MOONPOOL_RETRY="yes"))
+
+    assert (1, "model 'm': MOONPOOL_RETRY has no effect in Triton") in shim.notes
