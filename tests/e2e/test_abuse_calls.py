@@ -42,6 +42,8 @@ def models(runtime: moonpool.Runtime) -> Iterator[None]:
         hosted(runtime, "streams", MODELS / "wrong.py", CONFIG | STREAMS),
     ):
         yield
+        # An unload would wait for the senders that it keeps.
+        do(runtime, "list(make('KEPT.clear()', 'streams').exec(True)); result = [said('done')]")
 
 
 def do(runtime: moonpool.Runtime, code: str) -> str:
