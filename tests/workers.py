@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-# Each has a tritonserver for a whole run, with dozens of models to load.
-WITH_SERVERS = ("tests/triton", "tests/triton/protocol")
+# Each has a server for a whole run, with models to load: dozens of them where it is tritonserver.
+WITH_SERVERS = (
+    "tests/server/clients",
+    "tests/server/hostile",
+    "tests/triton",
+    "tests/triton/protocol",
+)
 
 
 def unit_of(nodeid: str) -> str:
