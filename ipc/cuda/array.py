@@ -10,6 +10,7 @@ import numpy as np
 from moonpool.ipc import dlpack
 from moonpool.ipc.cuda import driver as api
 from moonpool.ipc.cuda.device import device, device_of
+from moonpool.ipc.cuda.lane import order
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.tensors import BF16, DTYPES, NAMES, check_shape, code_of, size_bytes
 
@@ -24,7 +25,7 @@ _ON_DEVICE = (dlpack.CUDA, dlpack.CUDA_MANAGED)
 # By the package that an array comes from: what says on which stream its work goes on, for a device.
 _CURRENT: dict[str, Callable[[Any, int], Any]] = {
     "torch": lambda torch, ordinal: torch.cuda.current_stream(ordinal).cuda_stream,
-    "cupy": lambda cupy, _: cupy.cuda.get_current_stream().ptr,
+    "cupy": lambda cupy, ordinal: cupy.cuda.get_current_stream(ordinal).ptr,
 }
 
 
@@ -135,19 +136,16 @@ class DeviceArray:
         """Let what others queue from now on, on the streams that they had the array on, come after what is queued on `stream`."""
         if self.lease is not None:
             for other in list(self.lease.streams):
-                self.device.order(stream, other)
+                order(self.device, stream, other)
         elif self.stream:
-            self.device.order(stream, self.stream)
+            order(self.device, stream, self.stream)
 
     def to_host(self) -> NDArray[Any]:
         """A copy in ordinary memory; waits for it, and for all that was done to the array before."""
         array = np.empty(self.shape, DTYPES[self.datatype])
-        stream = self.device.new_stream()
-        try:
+        with self.device.borrowed_stream() as stream:
             self._wait_on(stream)
             self.device.read(array, self.address, stream)
-        finally:
-            self.device.close_stream(stream)
         return array
 
     def settle(self) -> None:
@@ -155,12 +153,9 @@ class DeviceArray:
 
         In a block of ours, the default stream counts as one that the block is used on.
         """
-        stream = self.device.new_stream()
-        try:
+        with self.device.borrowed_stream() as stream:
             self._wait_on(stream)
             self.device.finish(stream)
-        finally:
-            self.device.close_stream(stream)
         if self.lease is not None:
             self.lease.streams[api.LEGACY_STREAM] = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
+from contextlib import contextmanager
 from ctypes import byref, c_int, c_size_t, c_void_p
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from moonpool.ipc.errors import CudaError, CudaUnavailable, OutOfMemory
 from moonpool.ipc.region import Map
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from typing import Callable
 
     from numpy.typing import NDArray
@@ -106,7 +107,7 @@ class Device:
         self.granularity_bytes = self._granularity() if self.has_descriptors else 1 << 21
         # Events that are free to be recorded: taken and given back by any thread.
         self._events: deque[int] = deque()
-        self._own_stream = 0
+        self._streams: deque[int] = deque()
         # Mappings that nobody refers to any more, and that work in flight may still touch.
         self.dying: deque[Mapping] = deque()
 
@@ -198,34 +199,41 @@ class Device:
         with self:
             self.driver.cuMemHostUnregister(address)
 
+    @contextmanager
+    def borrowed_stream(self) -> Iterator[int]:
+        """A stream for something that is waited for before this ends: to make one takes longer than most of such work."""
+        try:
+            stream = self._streams.pop()
+        except IndexError:
+            stream = self.new_stream()
+        try:
+            yield stream
+        finally:
+            self._streams.append(stream)
+
     def fill(self, address: int, value: int, size_bytes: int) -> None:
         """Set all bytes there, and wait for it. Ordered after nothing, as `write` and `read` are."""
-        stream = self._stream()
-        with self:
-            self.driver.cuMemsetD8Async(address, value, size_bytes, stream)
-        self.finish(stream)
+        with self.borrowed_stream() as stream:
+            with self:
+                self.driver.cuMemsetD8Async(address, value, size_bytes, stream)
+            self.finish(stream)
 
     def write(self, address: int, array: NDArray[Any]) -> None:
         """Copy a C-contiguous array to an address on the device, and wait for it."""
         if array.nbytes:
-            stream, source = self._stream(), array.__array_interface__["data"][0]
-            with self:
-                self.driver.cuMemcpyHtoDAsync_v2(address, source, array.nbytes, stream)
-            self.finish(stream)
+            source = array.__array_interface__["data"][0]
+            with self.borrowed_stream() as stream:
+                with self:
+                    self.driver.cuMemcpyHtoDAsync_v2(address, source, array.nbytes, stream)
+                self.finish(stream)
 
-    def read(self, array: NDArray[Any], address: int, stream: int = 0) -> None:
+    def read(self, array: NDArray[Any], address: int, stream: int) -> None:
         """Copy into a C-contiguous array from an address on the device, after what is queued on `stream`, and wait for it."""
         if array.nbytes:
-            stream, target = stream or self._stream(), array.__array_interface__["data"][0]
+            target = array.__array_interface__["data"][0]
             with self:
                 self.driver.cuMemcpyDtoHAsync_v2(target, address, array.nbytes, stream)
             self.finish(stream)
-
-    def _stream(self) -> int:
-        with _lock:
-            if not self._own_stream:
-                self._own_stream = self.new_stream()
-            return self._own_stream
 
     def mark(self, streams: Iterable[int]) -> list[int]:
         """Events that stand for what is queued on these streams by now; they go back with `are_done`.

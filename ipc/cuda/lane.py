@@ -43,6 +43,12 @@ def lane_of(stream: int) -> Lane | None:
     return _lanes.get(stream)
 
 
+def order(device: Device, first: int, then: int) -> None:
+    """`Device.order`, where `first` is a stream of that device, or of a lane on any."""
+    lane = _lanes.get(first)
+    (device if lane is None else lane.device).order(first, then)
+
+
 class Lane:
     """Thread-safe. Raises `CudaError` where the driver refuses.
 
@@ -101,7 +107,7 @@ class Lane:
         with device:
             self.gather()
             for stream in streams:
-                device.order(stream, self.stream)
+                order(device, stream, self.stream)
             if self._own:
                 device.driver.cuEventRecord(self._own, self.stream)
         if not self._own:
@@ -136,7 +142,7 @@ class Lane:
             if stream not in done:
                 done.add(stream)
                 try:
-                    self.device.order(stream, self.stream)
+                    order(self.device, stream, self.stream)
                 except CudaError as error:  # as in `Device.mark`
                     if error.number != api.INVALID_HANDLE:
                         raise

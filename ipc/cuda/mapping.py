@@ -34,18 +34,14 @@ class Mapping:
         # All lanes that leases of it had, and streams of leases that had none.
         self.lanes: set[Lane] = set()
         self.touched: deque[tuple[int, Lane | None]] = deque()
-        self._events: list[int] | None = None
+        self._events: list[tuple[Device, list[int]]] | None = None
 
     def end(self) -> bool:
         """Unmap it; False, and it is still mapped, where work is queued that may touch it. For `Device.tidy`."""
         device = self.device
         if self._events is None:
-            for lane in self.lanes:
-                lane.gather()
-            streams = {lane.stream for lane in self.lanes} | {stream for stream, _ in self.touched}
-            self._events = device.mark(streams)
-            self.touched.clear()
-        if not device.are_done(self._events):
+            self._events = self._marked()
+        if not all(where.are_done(events) for where, events in self._events):
             return False
         driver = device.driver
         with device:
@@ -58,6 +54,21 @@ class Mapping:
                 driver.cuIpcCloseMemHandle(self.address)
         self.lanes.clear()
         return True
+
+    def _marked(self) -> list[tuple[Device, list[int]]]:
+        """Events that stand for all that was queued by now and may touch the memory."""
+        streams = set()
+        for stream, lane in self.touched:
+            if lane is None:
+                streams.add(stream)
+            else:
+                self.lanes.add(lane)
+        self.touched.clear()
+        marked = [(self.device, self.device.mark(streams))]
+        for lane in self.lanes:
+            lane.gather()
+            marked.append((lane.device, lane.device.mark([lane.stream])))
+        return marked
 
     def __del__(self) -> None:
         # It lives on in the list, and this is called once.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moonpool.ipc.cuda import driver as api
-from moonpool.ipc.cuda.lane import lane_of
+from moonpool.ipc.cuda.lane import lane_of, order
 from moonpool.ipc.cuda.mapping import Mapping, Origin
 from moonpool.ipc.errors import Closed, CudaError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Region
@@ -77,7 +77,7 @@ class DeviceLease:
         if self.lane is not None:
             self.lane.enter(stream)
         for other in list(self.streams):
-            self.mapping.device.order(other, stream)
+            order(self.mapping.device, other, stream)
 
     def __del__(self) -> None:
         try:
@@ -218,7 +218,9 @@ class DeviceRegion(Region):
         Raises `Closed` after `close`.
         """
         array = np.empty(size_bytes, np.uint8)
-        self.device.read(array, self.open().address + offset)
+        address = self.open().address + offset
+        with self.device.borrowed_stream() as stream:
+            self.device.read(array, address, stream)
         return array.tobytes()
 
     def share(self, send: Callable[[DeviceRegion], object]) -> bool:

@@ -360,7 +360,7 @@ def test_a_library_is_asked_for_the_stream_that_it_works_on(
     stream = region.device.new_stream()
     current = types.SimpleNamespace(cuda_stream=stream, ptr=stream)
     cuda = types.SimpleNamespace(
-        current_stream=lambda _: current, get_current_stream=lambda: current
+        current_stream=lambda _: current, get_current_stream=lambda _: current
     )
     monkeypatch.setitem(sys.modules, package, types.SimpleNamespace(cuda=cuda))
     kind = type("Tensor", (Producer,), {"__module__": f"{package}._core"})

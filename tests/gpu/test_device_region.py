@@ -150,3 +150,43 @@ def test_a_thousand_rounds_leave_nothing_behind(fake: Fake) -> None:
     region.close()
     lane.close()
     settle(here)
+
+
+def test_blocks_and_lanes_of_two_devices_keep_their_order(fake: Fake) -> None:
+    words = fake.run(
+        """
+        import numpy as np
+        from moonpool.ipc.cuda.array import DeviceArray
+        from moonpool.ipc.cuda.device import device
+        from moonpool.ipc.cuda.lane import Lane
+        from moonpool.ipc.cuda.region import DeviceRegion
+        here, there = device(0), device(1)
+        regions = [DeviceRegion.create(number, 4096, each) for number, each in enumerate((here, there))]
+        source, target = [
+            DeviceArray.over(region.lease(0, 64, lambda _: None, None, Lane(region.device)), 0, 2, (64,))
+            for region in regions
+        ]
+        lane = Lane(there)
+        stream = here.new_stream()
+        source.enter(stream)
+        with here:
+            here.driver.cuMemsetD8Async(source.address, 7, 64, stream)
+        source.enter(lane.stream)
+        target.enter(lane.stream)
+        lane.copy(target.address, source.address, 64)
+        source.leave(lane.stream)
+        with here:
+            here.driver.cuMemsetD8Async(source.address, 9, 64, stream)
+        print(set(target.to_host().tolist()), set(source.to_host().tolist()))
+        del source, target, lane
+        for region in regions:
+            region.close()
+        while here.dying or there.dying:
+            here.tidy(), there.tidy()
+        here.close_stream(stream)
+        """,
+        FAKE_CUDA_DEVICES=2,
+        FAKE_CUDA_DELAY_US=10_000,
+    )
+
+    assert words == "{7} {9}"
