@@ -1,0 +1,124 @@
+"""A tritonserver that has this moonpool as one of its backends, and what it is made of."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpc_client
+from tests.runtime.triton.library import library
+from tests.triton.server import TritonServer
+from tests.waiting import wait_until
+from tritonclient.utils import np_to_triton_dtype
+
+from moonpool.runtime.triton import installation
+
+TIMEOUT_S = 60.0
+
+
+class HostingServer(TritonServer):
+    """Beside its own backends it has `moonpool`."""
+
+    def _lay_out_backend(self) -> None:
+        super()._lay_out_backend()
+        installation.install(self._backends, library())
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def launcher(self) -> int:
+        """The process that starts the stubs."""
+        (pid,) = children(self.pid)
+        return pid
+
+    def stub_of(self, model: str) -> int:
+        """The process of its only instance."""
+        names = {
+            each: Path(f"/proc/{each}/cmdline").read_text() for each in children(self.launcher)
+        }
+        (pid,) = [each for each, line in names.items() if f"{model}_0_0" in line]
+        return pid
+
+    def facts(self) -> dict[str, int]:
+        """What grows where something is left behind."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        (threads,) = re.findall(r"Threads:\s+(\d+)", status)
+        maps = Path(f"/proc/{self.pid}/maps").read_text()
+        return {
+            "threads": int(threads),
+            "files": len(os.listdir(f"/proc/{self.pid}/fd")),
+            "regions": maps.count("memfd:moonpool"),
+            "processes": len(children(self.launcher)),
+        }
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one has started and that are there still."""
+    found = []
+    for each in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(each))
+    return found
+
+
+class Client:
+    """One client's view of the server."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self.grpc = grpc_client.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
+
+    def load(self, model: str) -> None:
+        self.grpc.load_model(model, client_timeout=TIMEOUT_S)
+
+    def unload(self, model: str) -> None:
+        """Return when it is gone."""
+        self.grpc.unload_model(model, client_timeout=TIMEOUT_S)
+        wait_until(lambda: self._is_unloaded(model), TIMEOUT_S, f"{model} to be unloaded")
+
+    def _is_unloaded(self, model: str) -> bool:
+        index = self.grpc.get_model_repository_index(as_json=True)["models"]
+        (entry,) = [each for each in index if each["name"] == model]
+        return entry.get("reason") == "unloaded"
+
+    def infer(self, model: str, array: np.ndarray, **options: Any) -> np.ndarray:
+        """The only output. Raises InferenceServerException."""
+        inputs = [tensor(array)]
+        result = self.grpc.infer(model, inputs, client_timeout=TIMEOUT_S, **options)
+        return result.as_numpy("Y")
+
+    def order(self, what: str, model: str = "orders") -> int:
+        """Have the model do it; the number of its process. Raises InferenceServerException."""
+        return int(self.infer(model, np.array([what], object))[0])
+
+    def stream(self) -> SimpleQueue[Any]:
+        """Begin a stream; gets what the responses hold, and errors."""
+        answers: SimpleQueue[Any] = SimpleQueue()
+        self.grpc.start_stream(
+            lambda result, error: answers.put(error or int(result.as_numpy("Y")[0]))
+        )
+        return answers
+
+    def count(self, until: int) -> None:
+        """In the stream: the numbers up to this one; -1: for ever."""
+        self.grpc.async_stream_infer("counts", [tensor(np.array([until]))])
+
+    def close(self) -> None:
+        self.grpc.close()
+
+
+def tensor(array: np.ndarray) -> grpc_client.InferInput:
+    """The only input of every model."""
+    made = grpc_client.InferInput("X", list(array.shape), np_to_triton_dtype(array.dtype))
+    made.set_data_from_numpy(array)
+    return made

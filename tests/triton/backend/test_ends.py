@@ -1,0 +1,100 @@
+"""What ends in a tritonserver with moonpool's stubs: stubs, their launcher, models and the server itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.triton.backend.hosting import TIMEOUT_S, Client, HostingServer, children
+from tests.triton.server import interpreter
+from tests.waiting import wait_until
+from tritonclient.utils import InferenceServerException
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [("kill", "killed by SIGKILL"), ("exit", "exited with 3"), ("crash", "killed by SIGSEGV")],
+)
+def test_a_stub_that_dies_is_told_of_and_replaced(client: Client, order: str, why: str) -> None:
+    before = client.order("nothing")
+    with pytest.raises(InferenceServerException, match=why):
+        client.order(order)
+    assert client.order("nothing") != before
+
+
+def test_a_stub_that_dies_while_it_is_idle_costs_no_request(client: Client) -> None:
+    before = client.order("nothing")
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: _is_gone(before), TIMEOUT_S)
+    assert client.order("nothing") != before
+
+
+def test_a_batch_that_takes_too_long_is_ended(client: Client) -> None:
+    with pytest.raises(InferenceServerException, match="took longer than 1 s"):
+        client.order("sleep", "limited")
+    assert client.order("nothing", "limited") > 0
+
+
+def test_streams_of_a_stub_that_dies_end_with_an_error(
+    client: Client, server: HostingServer
+) -> None:
+    answers = client.stream()
+    client.count(-1)
+    assert answers.get(timeout=TIMEOUT_S) == 0
+    os.kill(server.stub_of("counts"), signal.SIGKILL)
+    while isinstance(answer := answers.get(timeout=TIMEOUT_S), int):
+        pass
+    assert "killed by SIGKILL" in str(answer)
+    client.grpc.stop_stream()
+
+
+def test_a_launcher_that_dies_is_replaced(client: Client, server: HostingServer) -> None:
+    before, stub = server.launcher, client.order("nothing")
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: _is_gone(stub), TIMEOUT_S, "its stubs to end")
+    wait_until(lambda: _answers(lambda: client.order("nothing")), TIMEOUT_S)
+    assert server.launcher != before
+    array = np.ones(5, np.uint8)
+    wait_until(lambda: _answers(lambda: client.infer("identity", array)), TIMEOUT_S)
+
+
+def test_models_leave_nothing_behind(client: Client, server: HostingServer) -> None:
+    found = []
+    for _ in range(3):
+        client.unload("identity")
+        found.append(server.facts())
+        client.load("identity")
+        client.infer("identity", np.ones(3 << 20, np.uint8))
+    assert found[1] == found[2]
+
+
+def test_nothing_outlives_the_server(repository: Path, tmp_path: Path) -> None:
+    server = HostingServer(interpreter(), repository, tmp_path, ["orders", "identity"])
+    server.start()
+    try:
+        launcher = server.launcher
+        left = [launcher, *children(launcher)]
+        assert len(left) == 3
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: all(map(_is_gone, left)), TIMEOUT_S, "the stubs to end")
+    finally:
+        server.stop()
+
+
+def _answers(ask: Callable[[], object]) -> bool:
+    try:
+        ask()
+    except InferenceServerException:
+        return False
+    return True

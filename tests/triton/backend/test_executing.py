@@ -1,0 +1,76 @@
+"""What clients of a tritonserver get from models in moonpool's stubs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from tests.triton.backend.hosting import TIMEOUT_S, Client, HostingServer, tensor
+from tests.waiting import wait_until
+from tritonclient.utils import InferenceServerException
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 3 << 20, 40 << 20, 7])
+def test_tensors_of_any_size_arrive_whole(client: Client, size: int) -> None:
+    array = np.random.default_rng(size).integers(0, 255, size, np.uint8)
+    assert np.array_equal(client.infer("identity", array), array)
+
+
+def test_requests_that_are_batched_get_each_its_own(client: Client) -> None:
+    def ask(number: int) -> bool:
+        array = np.full((1 + number % 2, 100 + number), number, np.uint8)
+        return np.array_equal(client.infer("batched", array), array)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert all(threads.map(ask, range(100)))
+
+
+def test_rows_are_counted_as_the_server_counts_them(client: Client) -> None:
+    def count() -> tuple[int, int]:
+        (stats,) = client.grpc.get_inference_statistics("batched").model_stats
+        return stats.inference_count, stats.execution_count
+
+    before = count()
+    client.infer("batched", np.zeros((3, 5), np.uint8))
+    assert [after - each for each, after in zip(before, count(), strict=True)] == [3, 1]
+
+
+def test_an_error_has_its_code_and_its_text(client: Client) -> None:
+    with pytest.raises(InferenceServerException, match=r"no$") as refused:
+        client.order("refuse")
+    assert refused.value.status() == "StatusCode.NOT_FOUND"
+    with pytest.raises(InferenceServerException, match="ValueError: as it was told"):
+        client.order("raise")
+
+
+def test_a_model_that_does_not_load_says_why(client: Client) -> None:
+    with pytest.raises(InferenceServerException, match="ImportError: of no use"):
+        client.load("broken")
+
+
+def test_responses_of_a_stream_come_in_order(client: Client) -> None:
+    answers = client.stream()
+    for _ in range(3):
+        client.count(100)
+    got = [answers.get(timeout=TIMEOUT_S) for _ in range(300)]
+    client.grpc.stop_stream()
+    assert sorted(got) == sorted([*range(100)] * 3)
+
+
+def test_a_stream_that_is_left_is_cancelled(client: Client, server: HostingServer) -> None:
+    said = server.log().count("was cancelled")
+    answers = client.stream()
+    client.count(-1)
+    assert answers.get(timeout=TIMEOUT_S) == 0
+    client.grpc.stop_stream(cancel_requests=True)
+    wait_until(lambda: server.log().count("was cancelled") > said, TIMEOUT_S, "the model to hear")
+
+
+def test_a_request_that_executes_is_cancelled(client: Client, server: HostingServer) -> None:
+    said, waited = server.log().count("was cancelled"), server.log().count("waits")
+    asked = client.grpc.async_infer("orders", [tensor(np.array(["wait"], object))], lambda *_: None)
+    wait_until(lambda: server.log().count("waits") > waited, TIMEOUT_S, "the model to get it")
+    asked.cancel()
+    wait_until(lambda: server.log().count("was cancelled") > said, TIMEOUT_S, "the model to hear")
+    assert client.order("nothing") > 0
