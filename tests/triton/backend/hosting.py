@@ -89,13 +89,14 @@ class Client:
     def _is_unloaded(self, model: str) -> bool:
         index = self.grpc.get_model_repository_index(as_json=True)["models"]
         (entry,) = [each for each in index if each["name"] == model]
-        return entry.get("reason") == "unloaded"
+        return str(entry.get("reason")) == "unloaded"
 
     def infer(self, model: str, array: np.ndarray, **options: Any) -> np.ndarray:
         """The only output. Raises InferenceServerException."""
         inputs = [tensor(array)]
         result = self.grpc.infer(model, inputs, client_timeout=TIMEOUT_S, **options)
-        return result.as_numpy("Y")
+        array: np.ndarray = result.as_numpy("Y")
+        return array
 
     def order(self, what: str, model: str = "orders") -> int:
         """Have the model do it; the number of its process. Raises InferenceServerException."""
