@@ -95,8 +95,8 @@ class Client:
         """The only output. Raises InferenceServerException."""
         inputs = [tensor(array)]
         result = self.grpc.infer(model, inputs, client_timeout=TIMEOUT_S, **options)
-        array: np.ndarray = result.as_numpy("Y")
-        return array
+        output: np.ndarray = result.as_numpy("Y")
+        return output
 
     def order(self, what: str, model: str = "orders") -> int:
         """Have the model do it; the number of its process. Raises InferenceServerException."""
