@@ -6,6 +6,7 @@ The layout is that of `dlpack.h`, https://github.com/dmlc/dlpack; capsules of bo
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.tensors import BF16, MAX_DIMS
@@ -217,6 +218,13 @@ for _lasting in (_deleter, _destructor):
     _api.Py_IncRef(ctypes.py_object(_lasting))
 
 
+_deleter_at = ctypes.cast(_deleter, ctypes.c_void_p).value
+_destructor_at = ctypes.cast(_destructor, ctypes.c_void_p).value
+# The structures above, for `struct`; they have no gaps.
+_MANAGED = struct.Struct("=QiiiBBHQQQQQ")
+_VERSIONED = struct.Struct("=IIQQQQiiiBBHQQQ")
+
+
 def make(
     owner: object,
     address: int,
@@ -235,27 +243,25 @@ def make(
     is_versioned = max_version is not None and tuple(max_version) >= (MAJOR, 0)
     if is_read_only and not is_versioned:
         raise BufferError("The tensor is read-only, which DLPack before 1.0 has no word for.")
-    managed: Any = _Versioned() if is_versioned else _Managed()
-    dimensions = (ctypes.c_int64 * len(shape))(*shape)
-    strides = (ctypes.c_int64 * len(shape))()
-    step = 1
-    for i in range(len(shape) - 1, -1, -1):
-        strides[i] = step
-        step *= shape[i]
-    tensor = managed.tensor
-    tensor.data = address
-    tensor.device_type, tensor.device_id = device
-    tensor.ndim = len(shape)
-    tensor.code, tensor.bits = _TYPES[datatype]
-    tensor.lanes = 1
-    tensor.shape = ctypes.cast(dimensions, ctypes.POINTER(ctypes.c_int64))
-    tensor.strides = ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64))
-    managed.deleter = _deleter
+    dims = len(shape)
+    form = _VERSIONED if is_versioned else _MANAGED
+    # All in one piece: to set the fields of structures one by one takes several times as long.
+    words = form.size // 8
+    memory = (ctypes.c_int64 * (words + 2 * dims))()
+    place = ctypes.addressof(memory)
+    shape_at, strides_at = place + 8 * words, place + 8 * (words + dims)
+    code, bits = _TYPES[datatype]
+    tensor = (address, *device, dims, code, bits, 1, shape_at, strides_at, 0)
     if is_versioned:
-        managed.major = MAJOR
-        managed.flags = READ_ONLY if is_read_only else 0
-    place = ctypes.addressof(managed)
-    _kept[place] = (managed, dimensions, strides, owner)
+        flags = READ_ONLY if is_read_only else 0
+        form.pack_into(memory, 0, MAJOR, 0, 0, _deleter_at, flags, *tensor)
+    else:
+        form.pack_into(memory, 0, *tensor, 0, _deleter_at)
+    step = 1
+    for i in range(dims - 1, -1, -1):
+        memory[words + i] = shape[i]
+        memory[words + dims + i] = step
+        step *= shape[i]
+    _kept[place] = (memory, owner)
     name = _KINDS[1][0] if is_versioned else _KINDS[0][0]
-    destructor = ctypes.cast(_destructor, ctypes.c_void_p)
-    return _new(place, name, destructor)  # type: ignore[no-any-return]
+    return _new(place, name, _destructor_at)  # type: ignore[no-any-return]

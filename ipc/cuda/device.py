@@ -138,14 +138,19 @@ class Device:
 
         `first` is a stream of this device, `then` of any. Nobody waits here.
         """
-        if first == then:
-            return
+        if first != then:
+            with self:
+                self.order_within(first, then)
+
+    def order_within(self, first: int, then: int) -> None:
+        """As `order` of two streams, for whoever is within `with device` already."""
         event = self._take_event()
-        with self:
+        try:
             self.driver.cuEventRecord(event, first)
             # What is waited for is settled in the call, so that the event may be recorded again at once.
             self.driver.cuStreamWaitEvent(then, event, 0)
-        self._events.append(event)
+        finally:
+            self._events.append(event)
 
     def finish(self, stream: int) -> None:
         """Wait until all that is queued on a stream by now is done. The processor sleeps meanwhile."""

@@ -105,9 +105,10 @@ class Lane:
         """
         device = self.device
         with device:
-            self.gather()
+            if self.touched:
+                self._gather()
             for stream in streams:
-                order(device, stream, self.stream)
+                self._wait_for(stream)
             if self._own:
                 device.driver.cuEventRecord(self._own, self.stream)
         if not self._own:
@@ -123,8 +124,13 @@ class Lane:
 
     def enter(self, stream: int) -> None:
         """Let a stream wait for all that was received or queued on the lane by now."""
-        self.gather()
-        self.device.order(self.stream, stream)
+        if stream == self.stream:
+            self.gather()
+            return
+        with self.device as device:
+            if self.touched:
+                self._gather()
+            device.order_within(self.stream, stream)
 
     def follow(self, other: Lane) -> None:
         """Let this lane wait for another one: what one peer made is handed to another."""
@@ -132,6 +138,11 @@ class Lane:
 
     def gather(self) -> None:
         """Wait on the lane for the streams that touched blocks whose leases are gone."""
+        if self.touched:
+            with self.device:
+                self._gather()
+
+    def _gather(self) -> None:
         touched = self.touched
         done: set[int] = set()
         while touched:
@@ -142,10 +153,18 @@ class Lane:
             if stream not in done:
                 done.add(stream)
                 try:
-                    order(self.device, stream, self.stream)
+                    self._wait_for(stream)
                 except CudaError as error:  # as in `Device.mark`
                     if error.number != api.INVALID_HANDLE:
                         raise
+
+    def _wait_for(self, stream: int) -> None:
+        """Within `with self.device`."""
+        owner = _lanes.get(stream)
+        if owner is not None and owner.device is not self.device:
+            owner.device.order(stream, self.stream)
+        elif stream != self.stream:
+            self.device.order_within(stream, self.stream)
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
         """Queue a copy on the lane, from device to device."""

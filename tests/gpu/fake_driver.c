@@ -146,13 +146,15 @@ static __thread int depth;
 #define MAX_NAMES 128
 static struct { const char *name; long count; } calls[MAX_NAMES];
 
-static void count(const char *name) {
-    for (int i = 0; i < MAX_NAMES; i++) {
-        if (calls[i].name == NULL) calls[i].name = name;
-        if (!strcmp(calls[i].name, name)) { calls[i].count++; return; }
-    }
-}
-#define ENTER() do { pthread_mutex_lock(&lock); count(__func__); } while (0)
+static int names;
+
+#define ENTER() \
+    static int slot_ = -1; \
+    do { \
+        pthread_mutex_lock(&lock); \
+        if (slot_ < 0) calls[slot_ = names++].name = __func__; \
+        calls[slot_].count++; \
+    } while (0)
 #define LEAVE(result) do { CUresult r_ = (result); pthread_mutex_unlock(&lock); return r_; } while (0)
 #define NEEDS_CONTEXT() do { if (!is_initialized) LEAVE(NOT_INITIALIZED); if (depth == 0) LEAVE(INVALID_CONTEXT); } while (0)
 #define NEEDS_INIT() do { if (!is_initialized) LEAVE(NOT_INITIALIZED); } while (0)
@@ -161,7 +163,7 @@ static void count(const char *name) {
 long fakeCalls(const char *name) {
     long found = 0;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < MAX_NAMES && calls[i].name; i++)
+    for (int i = 0; i < names; i++)
         if (!strcmp(calls[i].name, name)) found = calls[i].count;
     pthread_mutex_unlock(&lock);
     return found;

@@ -116,6 +116,24 @@ def test_a_block_that_is_used_again_waits_for_its_last_user(
     region.device.close_stream(other)
 
 
+def test_a_copy_of_the_lane_s_own_into_a_block_waits_for_its_last_user(
+    region: DeviceRegion, lane: Lane, stream: int
+) -> None:
+    lease = block(region, lane)
+    lease.use(stream)
+    fill(region, 7, stream)
+    fill(region, 6, stream)
+    del lease
+    again = block(region, lane)
+
+    again.use(lane.stream)
+    fill(region, 8, lane.stream)
+    lane.finish()
+    region.device.finish(stream)
+
+    assert peek(region) == 8
+
+
 def test_a_lane_follows_another_one(region: DeviceRegion, lane: Lane) -> None:
     other = Lane(region.device)
     fill(region, 7, other.stream)
