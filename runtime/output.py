@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("moonpool.stub")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
+# Of the record of what a model logged on purpose.
+LOGGED = {"is_logged": True}
 _READ_BYTES = 1 << 16
 _LINE_BYTES = 8192
 # Of a line that the model logs on purpose, which counts as several if it is long.
@@ -112,7 +114,8 @@ class Output:
             if not self._allowed(1 + len(text) // _LINE_BYTES):
                 self._budget.dropped += len(lines) - number - 1
                 return
-            _log.log(_LEVELS[level], "[%s] %s%s", self._instance, harmless(text), where)
+            line_of_log = "[%s] %s%s", self._instance, harmless(text), where
+            _log.log(_LEVELS[level], *line_of_log, extra=LOGGED)
 
     def _print(self, lines: list[bytes]) -> None:
         self._tail.extend(line[:_LINE_BYTES] for line in lines[-_TAIL_LINES:])

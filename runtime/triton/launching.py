@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.channel import Channel
@@ -76,7 +77,9 @@ class Launcher:
 
     def _begin(self, name: str, directory: str, config: str, server: str) -> None:
         _log.debug("backend '%s' of %s in %s", name, server, directory)
-        self._backend = LentBackend(self._stubs, name, directory)
+        # Where the models of every backend here may import from, as in Triton.
+        folder = Path(directory).parent / "python"
+        self._backend = LentBackend(self._stubs, name, str(folder))
         self._directory, self._config = directory, config
 
     def _change_log(self, info: bool, warning: bool, error: bool, verbose: bool) -> None:

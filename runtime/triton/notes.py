@@ -27,7 +27,7 @@ class Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)[:_MAX_CHARACTERS]
-            if record.name == _OUTPUT:
+            if record.name == _OUTPUT and not hasattr(record, "is_logged"):
                 sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()
             else:

@@ -197,6 +197,20 @@ def test_what_a_model_says_while_it_initializes_goes_to_the_shim(start: Start) -
     assert fields[:3] == [Kind.LOG, 1, "nearly there"]
 
 
+def test_what_a_model_logs_while_it_completes_is_for_the_servers_log(
+    shim: Shim, write: Write
+) -> None:
+    text = """
+    @staticmethod
+    def auto_complete_config(config):
+        pb_utils.Logger.log_warn("nothing is missing")
+        return config
+"""
+    shim.load(write(DOUBLES + text), CONFIG, completes=True)
+
+    assert (1, "[m_auto_complete] nothing is missing (model.py:11)") in shim.notes
+
+
 def test_a_model_makes_metrics_while_it_initializes(shim: Shim, write: Write) -> None:
     text = (
         DOUBLES
