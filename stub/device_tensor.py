@@ -110,6 +110,9 @@ class DeviceTensor(Tensor):
         return self._device_array.address - lease.address
 
 
+DeviceTensor.__name__ = DeviceTensor.__qualname__ = "Tensor"
+
+
 def from_device(
     name: str, source: Any, ordinal: int, check: Callable[[Foreign], object]
 ) -> DeviceTensor:
