@@ -74,6 +74,11 @@ class Region(ABC):
     # All of it, as what `np.ndarray(buffer=...)` takes; None after `close`. Views made of it keep it mapped.
     buffer: Buffer | None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.buffer is None
+
     def memory(self) -> memoryview:
         """All of it, writable. Raises `Closed` after `close`."""
         return memoryview(self._open())

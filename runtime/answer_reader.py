@@ -9,6 +9,8 @@ import numpy as np
 from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.errors import CODES, BadTensor, RemoteProtocolError
 from moonpool.ipc.memo import Memo
+from moonpool.ipc.tensors import BYTES
+from moonpool.ipc.tensors import CODES as DATATYPES
 from moonpool.runtime.allocator import allocate
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.layout import AnswerLayout, read_answer
@@ -32,6 +34,8 @@ class AnswerReader:
         """`is_confined`: what the model says of itself is not for everybody."""
         self._is_confined = is_confined
         self.output_names: list[str] = []
+        # Whether any block may be one of a device.
+        self.has_devices = False
         self._layouts: Memo[bytes, AnswerLayout] = Memo()
 
     def layout(self, packed: bytes, count: int) -> AnswerLayout:
@@ -76,24 +80,61 @@ class AnswerReader:
                 failure = ModelError(error[1], CODES[error[0]])
                 failure.is_confined = self._is_confined
                 return failure
-        arrays: dict[str, np.ndarray] = {}
+        arrays: dict[str, Any] = {}
+        if self.has_devices and request.is_for_host:
+            leases = [_on_host(lease) for lease in leases]
         if request.allocator is not None:
             try:
                 arrays = _allocated(request, outputs, leases)
             except Exception as error:  # an allocator may raise anything
                 return error
+        elif self.has_devices:
+            _view_anywhere(arrays, outputs, leases, wants_wire=request.wants_wire)
         else:
-            for name, datatype, shape, dtype, block, offset, size_bytes in outputs:
-                if request.wants_wire:
-                    raw = leases[block][offset : offset + size_bytes]
-                    arrays[name] = Wire(datatype, tuple(shape), raw)  # type: ignore[assignment]
-                elif dtype is None:
-                    raw = leases[block][offset : offset + size_bytes]
-                    arrays[name] = _strings(name, raw, shape)
-                else:
-                    arrays[name] = np.ndarray(shape, dtype, leases[block], offset)
+            _view(arrays, outputs, leases, wants_wire=request.wants_wire)
         details = request.details
         return Response(arrays, parameters, "" if details is None else details.request_id)
+
+
+def _view(
+    arrays: dict[str, Any], outputs: Sequence[Output], leases: Sequence[Lease], *, wants_wire: bool
+) -> None:
+    """Add the outputs as views on the leases."""
+    for name, datatype, shape, dtype, block, offset, size_bytes in outputs:
+        if wants_wire:
+            raw = leases[block][offset : offset + size_bytes]
+            arrays[name] = Wire(datatype, tuple(shape), raw)
+        elif dtype is None:
+            raw = leases[block][offset : offset + size_bytes]
+            arrays[name] = _strings(name, raw, shape)
+        else:
+            arrays[name] = np.ndarray(shape, dtype, leases[block], offset)
+
+
+def _view_anywhere(
+    arrays: dict[str, Any], outputs: Sequence[Output], leases: Sequence[Any], *, wants_wire: bool
+) -> None:
+    """As `_view`, where some leases may be of devices."""
+    from moonpool.ipc.cuda.array import DeviceArray
+
+    for output in outputs:
+        name, datatype, shape, _, block, offset, _ = output
+        lease = leases[block]
+        if isinstance(lease, np.ndarray):
+            _view(arrays, [output], leases, wants_wire=wants_wire)
+        elif datatype == BYTES:
+            raise RemoteProtocolError(f"output {name!r} is BYTES and lies on a device")
+        else:
+            arrays[name] = DeviceArray.over(lease, offset, datatype, tuple(shape))
+
+
+def _on_host(lease: Any) -> Any:
+    """The bytes of a block in ordinary memory, to which they are copied where they lie on a device."""
+    if isinstance(lease, np.ndarray):
+        return lease
+    from moonpool.ipc.cuda.array import DeviceArray
+
+    return DeviceArray.over(lease, 0, DATATYPES["UINT8"], (lease.size,)).to_host()
 
 
 def _strings(name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:

@@ -21,6 +21,8 @@ import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
+from moonpool.runtime.device_intake import DeviceIntake
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -178,6 +180,10 @@ class Backend(ABC):
         An answer is a `Response`, an exception, or `LATER`. An exception that is raised fails all requests of
         the batch; `PeerGone` and `RemoteProtocolError` say that the instance is broken and took nothing.
         """
+
+    def device_intake(self, model: Model) -> DeviceIntake:  # noqa: ARG002
+        """What is done with inputs that lie on devices; they are copied to ordinary memory unless this says otherwise."""
+        return DeviceIntake()
 
     def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:  # noqa: B027 - optional
         """Nobody waits any more for a request that the instance executes or has open. Does not block."""

@@ -14,8 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.codec import calls_codec
-from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone, RemoteProtocolError
+from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import MAX_CALLS, Kind, Side
+from moonpool.runtime.call_requests import SHORT_MESSAGE, fetch_apart, make_call_request, wire_error
 from moonpool.runtime.call_tensors import read_inputs, write_outputs
 from moonpool.runtime.calls import Call, Deadlines
 from moonpool.runtime.errors import (
@@ -28,8 +29,7 @@ from moonpool.runtime.errors import (
 from moonpool.runtime.flow import Flow
 from moonpool.runtime.metrics import BadMetric
 from moonpool.runtime.outbox import Outbox
-from moonpool.runtime.public_text import public_text
-from moonpool.runtime.request import Details, Response
+from moonpool.runtime.request import Response
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,11 +48,6 @@ BROKE = "broke the protocol and was ended"
 _TURN = 16
 # Calls with a later end have none.
 _MAX_TIMEOUT_US = 10**15
-_MAX_MESSAGE = 65536
-# What fits a packet, whatever it says, so that there is always room for it.
-_SHORT_MESSAGE = 7000
-# What most calls leave as it is, and then do not say.
-_UNTOLD = ("", 0, 0, None, None, 0, 0)
 # What takes long, and runs on a thread each.
 _MAX_TASKS = 64
 
@@ -87,7 +82,7 @@ class CallDesk:
         self._handlers: dict[int, Callable[[list[Any]], None]] = {
             Kind.INFER: self._infer,
             Kind.WITHDRAW: self._withdraw,
-            Kind.LET_GO: lambda fields: link.loans.take_back(fields[1]),
+            Kind.LET_GO: self._let_go,
             Kind.INDIRECT: self._indirect,
             Kind.LOAD_MODEL: self._load_model,
             Kind.UNLOAD_MODEL: self._unload_model,
@@ -155,57 +150,70 @@ class CallDesk:
     # Requests to other models
 
     def _infer(self, fields: list[Any]) -> None:
-        _, number, model, _, decoupled, timeout_us, released, blocks, rows, _, _ = fields
+        _, number, model, version, decoupled, timeout_us, released, blocks, rows, _, _ = fields
         self._check_new(number)
-        loans = self._link.loans
+        link = self._link
+        if link.lanes is not None:
+            link.lanes.receive()
         if released:
-            loans.take_back(released)
-        leases = [self._link.open(*block) for block in blocks]
-        call = Call(
-            number, model, self._answer, takes_many=decoupled, batch=self._link.replies.executing
-        )
+            link.loans.take_back(released)
+        leases = [link.open(*block) for block in blocks]
+        call = Call(number, model, self._answer, takes_many=decoupled, batch=link.replies.executing)
         self._calls[number] = call
         try:
             if len(self._calls) > MAX_CALLS:
                 raise ModelUnavailable(f"{MAX_CALLS} requests of this model are open already")
             inputs = read_inputs(rows, leases)
             del leases
-            execution = self._submit(call, fields, inputs)
+            hosted = self._find(model, version)
         except RemoteProtocolError:
             raise
         except MoonpoolError as error:
-            words = f"Model {model} - Error when running inference: {error}"
-            self._answer(call, ModelError(words, error.code), True)
+            self._refuse(call, error)
             return
-        if 0 < timeout_us < _MAX_TIMEOUT_US and number in self._calls:
+        if 0 < timeout_us < _MAX_TIMEOUT_US:
             self._end_at(call, time.monotonic() + timeout_us / 1e6)
+        if link.lanes is not None and hosted.signature.has_to_copy(inputs.values()):
+
+            def go_on(fetched: dict[str, Any] | MoonpoolError) -> None:
+                self._reactor.call_soon(lambda: self._submit(call, fields, hosted, fetched))
+
+            fetch_apart(hosted.signature, inputs, go_on)
+        else:
+            self._submit(call, fields, hosted, inputs)
+
+    def _submit(
+        self,
+        call: Call,
+        fields: list[Any],
+        hosted: HostedModel,
+        inputs: dict[str, Any] | MoonpoolError,
+    ) -> None:
+        if not self._is_open(call):
+            return
+        try:
+            if isinstance(inputs, MoonpoolError):
+                raise inputs
+            request = make_call_request(hosted, fields, inputs, self._link)
+            request.waiter = call
+            if request.details is not None and request.details.trace is not None:
+                self._link.replies.watch(request, hosted.model, request.details)
+            call.request, call.scheduler = request, hosted.scheduler
+            execution = hosted.scheduler.submit(request)
+        except MoonpoolError as error:
+            self._refuse(call, error)
+            return
         if execution is not None:
             execution.drive_in_reactor()
 
-    def _submit(self, call: Call, fields: list[Any], inputs: dict[str, Any]) -> Any:
-        _, _, model, version, decoupled, timeout_us, _, _, _, outputs, told = fields
-        hosted = self._find(model, version)
-        if hosted.model.config.decoupled and not decoupled:
-            raise ModelError(
-                f"Model {model} is using the decoupled. The current BLS request call doesn't support "
-                "models using the decoupled transaction policy. Please use 'decoupled=True' argument "
-                "to the 'exec' or 'async_exec' calls for decoupled models.'",
-                "UNSUPPORTED",
-            )
-        details = None
-        if told is not None or timeout_us:
-            request_id, correlation_id, flags, parameters, *rest = told or _UNTOLD
-            details = Details(
-                request_id, correlation_id, flags, timeout_us, 0, parameters, None, *rest
-            )
-        # As in Triton, who asks for no output gets all.
-        request = hosted.signature.request(inputs, outputs or None, details)
-        request.wants_wire = True
-        request.waiter = call
-        if details is not None and details.trace is not None:
-            self._link.replies.watch(request, hosted.model, details)
-        call.request, call.scheduler = request, hosted.scheduler
-        return hosted.scheduler.submit(request)
+    def _refuse(self, call: Call, error: MoonpoolError) -> None:
+        words = f"Model {call.model} - Error when running inference: {error}"
+        self._answer(call, ModelError(words, error.code), True)
+
+    def _let_go(self, fields: list[Any]) -> None:
+        if self._link.lanes is not None:
+            self._link.lanes.receive()
+        self._link.loans.take_back(fields[1])
 
     def _find(self, model: str, version: int) -> HostedModel:
         try:
@@ -235,17 +243,19 @@ class CallDesk:
             except Exception as failure:  # a backend may have answered with anything
                 self._unlend(blocks)
                 blocks, rows = [], []
-                error = _wire_error(failure)
+                error = wire_error(failure)
         elif outcome is not None:
-            error = _wire_error(outcome)
+            error = wire_error(outcome)
         del outcome
         released = self._link.take_released()
         try:
+            if self._link.lanes is not None:
+                self._link.lanes.publish()
             self._send(Kind.REPLY, call.number, is_last, released, blocks, rows, parameters, error)
         except MoonpoolError as failure:  # too large for what memory there is, or nothing to travel
             self._unlend(blocks)
             self._link.released.extend(released)
-            told = _wire_error(failure, _SHORT_MESSAGE)
+            told = wire_error(failure, SHORT_MESSAGE)
             self._send(Kind.REPLY, call.number, is_last, [], [], [], None, told)
         if not is_last and self._outbox.is_full:
             self._end(call, ModelUnavailable("the model that asked leaves responses unread"))
@@ -384,12 +394,5 @@ class CallDesk:
     def _done(
         self, number: int, error: BaseException | None, values: dict[str, Any] | None = None
     ) -> None:
-        told = None if error is None else _wire_error(error, _SHORT_MESSAGE)
+        told = None if error is None else wire_error(error, SHORT_MESSAGE)
         self._send(Kind.DONE, number, told, values or {})
-
-
-def _wire_error(error: BaseException, most: int = _MAX_MESSAGE) -> list[object]:
-    code = getattr(error, "code", "INTERNAL")
-    # Another model is as foreign as a client.
-    message = public_text(error)[:most].encode("utf-8", "replace").decode()
-    return [CODES.index(code) if code in CODES else CODES.index("INTERNAL"), message]

@@ -10,18 +10,20 @@ import numpy as np
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT
 from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE
+from moonpool.runtime import device_inputs
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.request import Wire
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from moonpool.ipc.memory import Lease
+    from moonpool.ipc.cuda.array import DeviceArray
+    from moonpool.ipc.cuda.region import DeviceLease
     from moonpool.runtime.loans import Loans
 
 
-def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Lease]) -> dict[str, Any]:
-    """The inputs of a call as a signature takes them: views on these leases.
+def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Any]) -> dict[str, Any]:
+    """The inputs of a call as a signature takes them: views on these leases, some of which may be of devices.
 
     Raises `RemoteProtocolError` for what does not lie in them, `InvalidRequest` for a name that is there twice.
     """
@@ -34,6 +36,9 @@ def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Lease]) -> dict[str,
         if datatype != BYTES and prod(shape) * ITEMSIZE[datatype] != size_bytes:
             raise RemoteProtocolError(f"input {name!r:.80} of shape {shape} has {size_bytes} bytes")
         dims = tuple(shape)
+        if not isinstance(leases[block], np.ndarray):
+            inputs[name] = _on_device(name, datatype, dims, leases[block], offset)
+            continue
         if datatype >= BYTES:
             raw = leases[block][offset : offset + size_bytes]
             inputs[name] = Wire(datatype, dims, raw)
@@ -48,17 +53,33 @@ def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Lease]) -> dict[str,
     return inputs
 
 
+def _on_device(
+    name: str, datatype: int, shape: tuple[int, ...], lease: DeviceLease, offset: int
+) -> DeviceArray:
+    from moonpool.ipc.cuda.array import DeviceArray
+
+    if datatype == BYTES:
+        raise RemoteProtocolError(f"input {name!r:.80} is BYTES and lies on a device")
+    return DeviceArray.over(lease, offset, datatype, shape)
+
+
 def write_outputs(
     outputs: Mapping[str, Any], loans: Loans, blocks: list[list[int]], rows: list[list[Any]]
 ) -> None:
     """Lend outputs to a stub until it lets go of them, and describe them.
 
-    Large ones stay where they are, if they may be seen there; the others are copied into one block.
-    Raises `OutOfMemory`; what was lent until then is in `blocks`.
+    Large ones stay where they are, if they may be seen there; the others are copied into one block, and those on
+    devices into one each. Raises `OutOfMemory`, `CudaError`; what was lent until then is in `blocks`.
     """
     copied: list[tuple[list[Any], Any]] = []
     total_bytes = 0
     for name, output in outputs.items():
+        if not isinstance(output, (Wire, np.ndarray)):
+            block_of, offset = device_inputs.lend_or_copy(output, loans, keep=True)
+            shape = list(output.shape)
+            rows.append([name, output.datatype, shape, len(blocks), offset, output.nbytes])
+            blocks.append(block_of)
+            continue
         datatype, dims, array = Wire.of(output)
         shape = list(dims)
         lent = loans.lend(array, keep=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.conversation import Overflow
+    from moonpool.ipc.cuda.region import DeviceRegion
     from moonpool.ipc.region import SharedRegion
     from moonpool.runtime.flow import Flow
 
@@ -52,14 +53,20 @@ class ControlChannel:
         with self._sending, _reading_peer():
             self.channel.send_fds(packet, *descriptors)
 
-    def send_region(self, region: SharedRegion, writer: Side) -> None:
-        """Announce a region with its descriptor. Raises what `send` does."""
+    def send_region(
+        self, region: SharedRegion | DeviceRegion, writer: Side, device: int = NO_DEVICE
+    ) -> None:
+        """Announce a region with its descriptor, on the device of that number. Raises what `send` does."""
         if isinstance(region, ClientRegion):
             packet = encode(Kind.LENT_REGION, region.id, region.size_bytes)
         else:
-            packet = encode(Kind.REGION, region.id, region.size_bytes, writer, NO_DEVICE, b"")
+            handle = b"" if device == NO_DEVICE else region.handle  # type: ignore[union-attr]
+            packet = encode(Kind.REGION, region.id, region.size_bytes, writer, device, handle)
         with self._sending, _reading_peer():
-            self.channel.send_fds(packet, region.fd)
+            if region.fd < 0:
+                self.channel.send(packet)
+            else:
+                self.channel.send_fds(packet, region.fd)
 
     def receive(self, most: int, overflow: Overflow, flow: Flow) -> Iterator[list[Any]]:
         """The messages that are there, at most so many. Raises `PeerGone`, `RemoteProtocolError`.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import operator
+import re
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, MAX_DEVICES, ORDINARY_MEMORY
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.request import Details
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from moonpool.runtime.request import Parameter
+    from moonpool.runtime.lanes import Lanes
+    from moonpool.runtime.request import InferenceRequest, Parameter
 
 _UINT32 = 2**32 - 1
 _UINT64 = 2**64 - 1
@@ -27,11 +30,13 @@ def details_of(
     priority: int,
     parameters: Mapping[str, Parameter] | None,
     trace_context: str | None = None,
+    outputs_in: str | None = None,
 ) -> Details | None:
     """The details of a request, None where all are as usual. Raises `InvalidRequest` for what the table of messages does not describe."""
     given = request_id or correlation_id or flags or timeout_us or priority or parameters
-    if not given and trace_context is None:
+    if not given and trace_context is None and outputs_in is None:
         return None
+    memory, device = (ANY_MEMORY, 0) if outputs_in is None else _memory(outputs_in)
     if isinstance(correlation_id, str):
         correlation: int | str = _text("correlation_id", correlation_id, _SHORT)
     else:
@@ -45,7 +50,20 @@ def details_of(
         _parameters(parameters or {}) or None,
         None,
         None if trace_context is None else _text("trace_context", trace_context, _SHORT),
+        memory,
+        device,
     )
+
+
+def _memory(outputs_in: str) -> tuple[int, int]:
+    """Where outputs are wanted, and on which device."""
+    if outputs_in == "cpu":
+        return ORDINARY_MEMORY, 0
+    found = re.fullmatch(r"gpu(?::([0-9]{1,4}))?", str(outputs_in), re.ASCII)
+    device = int(found[1] or 0) if found is not None else MAX_DEVICES
+    if device >= MAX_DEVICES:
+        raise InvalidRequest(f"outputs_in must be 'cpu', 'gpu' or 'gpu:1', not {outputs_in!r:.60}")
+    return DEVICE_MEMORY, device
 
 
 def with_parameters(details: Details | None, further: Mapping[str, Parameter]) -> Details | None:
@@ -54,6 +72,22 @@ def with_parameters(details: Details | None, further: Mapping[str, Parameter]) -
         return details
     details = details or Details()
     return details._replace(parameters=_parameters({**(details.parameters or {}), **further}))
+
+
+def outputs_told(request: InferenceRequest, lanes: Callable[[], Lanes]) -> Details | None:
+    """The details as a stub on a GPU is told them: with the number that it gives to the device where outputs are wanted,
+    and with a word where nobody could take them but in ordinary memory. `lanes` gives those to the stub.
+    """
+    details = request.details
+    memory = ANY_MEMORY if details is None else details.memory
+    if memory == ANY_MEMORY and request.is_for_host:
+        return (details or Details())._replace(memory=ORDINARY_MEMORY)
+    if details is None or memory != DEVICE_MEMORY:
+        return details
+    number = lanes().number_of(details.device)
+    if number is None:
+        return details._replace(memory=ANY_MEMORY, device=0)
+    return details._replace(device=number)
 
 
 def _number(name: str, value: object, high: int) -> int:

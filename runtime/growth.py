@@ -6,11 +6,12 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import MoonpoolError, OutOfMemory, ProtocolError
+from moonpool.ipc.errors import MoonpoolError, ProtocolError
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, NO_DEVICE, Kind, Side
 from moonpool.runtime.regions import new_region
 
 if TYPE_CHECKING:
+    from moonpool.ipc.cuda.region import DeviceRegion
     from moonpool.ipc.region import SharedRegion
     from moonpool.runtime.control_channel import ControlChannel
     from moonpool.runtime.link import Link
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool")
 # So many blocks of answers that callers let go of are worth a message of their own.
 _RELEASE_AT = 64
+# As REFUSED has room for.
+_MOST_WORDS = 4096
 
 
 class Growth:
@@ -32,53 +35,76 @@ class Growth:
 
     def grow(self, needed_bytes: int, device: int) -> None:
         """The stub needs another region of at least so many bytes, and waits. Raises `ProtocolError`."""
-        if device != NO_DEVICE:
-            raise ProtocolError(f"GROW on device {device}, which is not the stub's")
         if self._is_growing:
             raise ProtocolError("GROW came before the last one was answered")
         self._is_growing = True
-        # Setting memory aside takes a millisecond for every few megabytes.
-        threading.Thread(target=self._grow, args=(needed_bytes,), name="moonpool-grow").start()
+        # Setting memory aside takes a millisecond for every few megabytes, and a device's context a second.
+        threading.Thread(
+            target=self._grow, args=(needed_bytes, device), name="moonpool-grow"
+        ).start()
 
-    def _grow(self, needed_bytes: int) -> None:
+    def _grow(self, needed_bytes: int, device: int) -> None:
+        link = self._link
         try:
             # With word of all that is free again, which may be enough.
             self.release()
-            regions = list(self._link.response_regions.values())
+            region: SharedRegion | DeviceRegion
             try:
-                region = new_region(
-                    sum(each.size_bytes for each in regions), needed_bytes, self._limit_bytes
-                )
-            except OutOfMemory as error:
+                if device == NO_DEVICE:
+                    present_bytes = sum(
+                        each.size_bytes for each in [*link.response_regions.values()]
+                    )
+                    region = new_region(present_bytes, needed_bytes, self._limit_bytes)
+                else:
+                    region = self._new_on_device(needed_bytes, device)
+            except MoonpoolError as error:
                 self._is_growing = False
-                self._control.send(Kind.REFUSED, str(error))
+                self._control.send(Kind.REFUSED, str(error)[:_MOST_WORDS])
                 return
-            region.is_private = self._link.loans.is_private
+            region.is_private = link.loans.is_private
             if self._take_in(region):
                 self._is_growing = False
-                self._control.send_region(region, Side.STUB)
+                link.send_region(region, Side.STUB)
         except MoonpoolError as error:
             _log.debug("a stub is gone before it could grow: %s", error)
 
-    def _take_in(self, region: SharedRegion) -> bool:
+    def _new_on_device(self, needed_bytes: int, number: int) -> DeviceRegion:
+        from moonpool.runtime.device_regions import new_device_region
+
+        lanes = self._link.open_lanes()
+        gpu = lanes.gpu_of(number)
+        # The stub is told of the lane before the first region there.
+        lanes.lane(gpu)
+        regions = [*self._link.device_answers.values()]
+        present_bytes = sum(each.size_bytes for each in regions if each.device.ordinal == gpu)
+        return new_device_region(present_bytes, needed_bytes, self._limit_bytes, gpu)
+
+    def _take_in(self, region: SharedRegion | DeviceRegion) -> bool:
         """Own another region; False, and it is closed, where the stub has been given up."""
         with self._closing:
             if self._is_closed:
                 region.close()
             else:
-                self._link.response_regions[region.id] = region
+                self._link.add_answers(region)
             return not self._is_closed
 
     def retire(self, region_id: int) -> None:
         """The stub does not use a region any more. Raises `ProtocolError`."""
-        regions = self._link.response_regions
-        if region_id not in regions or len(regions) == 1:
+        regions, on_devices = self._link.response_regions, self._link.device_answers
+        if region_id in on_devices:
+            # Memory that others opened in the older way goes when they do.
+            if not on_devices[region_id].handle:
+                on_devices.pop(region_id).close()
+        elif region_id in regions and len(regions) > 1:
+            regions.pop(region_id).close()
+        else:
             raise ProtocolError(f"region {region_id} is not the stub's to retire")
-        regions.pop(region_id).close()
 
     def release(self) -> None:
         """Tell the stub what callers let go of, without waiting for a batch that tells it."""
         while released := self._link.take_released(MAX_PLACES_IN_PACKET):
+            if self._link.lanes is not None:
+                self._link.lanes.publish()
             self._control.send(Kind.RELEASE, released)
 
     def release_many(self) -> None:
@@ -88,7 +114,7 @@ class Growth:
 
     def tidy(self) -> None:
         """As `release`, if the stub could give a region back then."""
-        if len(self._link.response_regions) > 1:
+        if len(self._link.response_regions) > 1 or self._link.device_answers:
             self.release()
 
     def close(self) -> None:

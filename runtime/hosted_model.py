@@ -98,7 +98,7 @@ class HostedModel:
         for field in unused_fields(model.config.raw):
             _log.warning("model '%s': %s has no effect in moonpool yet", model.name, field)
         instances = self._instances()
-        self.signature = Signature(model.config)
+        self.signature = Signature(model.config, self._backend.device_intake(model))
         self.supervisor = Supervisor(
             self._backend, model, instances, self._reactor, self._hear, self._give_up
         )

@@ -6,15 +6,21 @@ channel (`runtime.control`) and hands blocks back through queues.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moonpool.ipc.conversation import Conversation, Overflow
-from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.errors import CudaUnavailable, RemoteProtocolError
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.messages import MAX_PLACES, OPEN, RESCHEDULED, Kind, Side
+from moonpool.ipc.region import SharedRegion
+from moonpool.runtime import device_inputs
 from moonpool.runtime.answer_reader import AnswerReader
+from moonpool.runtime.details import outputs_told
 from moonpool.runtime.layout import NOTHING, RequestLayout, lay_out
 from moonpool.runtime.loans import Loans
 from moonpool.runtime.regions import new_region
@@ -25,8 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from moonpool.ipc.channel import Channel
+    from moonpool.ipc.cuda.region import DeviceRegion
     from moonpool.ipc.memory import Lease
-    from moonpool.ipc.region import SharedRegion
+    from moonpool.runtime.lanes import Lanes
     from moonpool.runtime.regions import CallerMemory
     from moonpool.runtime.request import Answer, InferenceRequest, Outcome
 
@@ -46,7 +53,7 @@ class Link(Overflow):
     def __init__(
         self,
         channel: Channel,
-        send_region: Callable[[SharedRegion, Side], None],
+        send_region: Callable[[Any, Side], None],
         retire: Callable[[int], None],
         *,
         region_bytes: int,
@@ -54,12 +61,21 @@ class Link(Overflow):
         is_private: bool = False,
         is_loaded: bool = False,
         is_shared: bool = False,
+        make_lanes: Callable[[], Lanes] | None = None,
     ) -> None:
         """`retire` tells the stub to forget a region. `is_private` says that no other stub may see this one's memory,
         nor this one theirs; and that what its model says of errors is not for everybody.
 
         `is_loaded`: the stub takes batches from the beginning. `is_shared`: others send it batches, too.
+        `make_lanes`, if the stub may handle memory of devices, is called when it first does.
         """
+        self.send_region = send_region
+        self._make_lanes = make_lanes
+        self._opening = threading.Lock()
+        # None until memory of devices is handled.
+        self.lanes: Lanes | None = None
+        # Whether its model is on a GPU, and leaves its outputs there unless it is told otherwise.
+        self.is_on_gpu = False
         self._is_shared = is_shared
         after = Kind.LOADED if is_loaded else None
         self.conversation = Conversation(channel, Side.RUNTIME, self, after)
@@ -67,6 +83,8 @@ class Link(Overflow):
         self.replies = Replies()
         self._layouts: Memo[tuple[object, ...], RequestLayout] = Memo()
         self.response_regions: dict[int, SharedRegion] = {}
+        # The same on devices.
+        self.device_answers: dict[int, DeviceRegion] = {}
         # Places in response regions that callers let go of; they ride on the next EXECUTE.
         self.released: deque[object] = deque()
         self._release: Callable[[object], object] = self.released.append
@@ -79,7 +97,8 @@ class Link(Overflow):
         # The batch that was sent last, and when the stub came to it, as far as it has said so.
         self._begun: tuple[int, int | None] = (0, None)
         first = new_region(0, region_bytes, region_limit_bytes)
-        self.loans = Loans(send_region, first, region_limit_bytes, retire, is_private=is_private)
+        limit, lanes = region_limit_bytes, self.open_lanes
+        self.loans = Loans(send_region, first, limit, retire, is_private=is_private, lanes=lanes)
         try:
             answers = new_region(0, region_bytes, region_limit_bytes)
             answers.is_private = is_private
@@ -95,6 +114,32 @@ class Link(Overflow):
         """From now on, batches are for a model with these outputs."""
         self._reader.output_names = output_names
         self.loans.serve(caller_memory)
+
+    @property
+    def may_have_lanes(self) -> bool:
+        """Whether the stub may handle memory of devices."""
+        return self._make_lanes is not None
+
+    def open_lanes(self) -> Lanes:
+        """Those to this stub, from now on at the latest. Raises `CudaUnavailable`. From any thread."""
+        lanes = self.lanes
+        if lanes is None:
+            if self._make_lanes is None:
+                raise CudaUnavailable("this process handles no memory of devices with the stub")
+            with self._opening:
+                lanes = self.lanes
+                if lanes is None:
+                    lanes = self._make_lanes()
+                    self._reader.has_devices = True
+                    self.lanes = lanes
+        return lanes
+
+    def add_answers(self, region: SharedRegion | DeviceRegion) -> None:
+        """Let the stub answer from this region, too."""
+        if isinstance(region, SharedRegion):
+            self.response_regions[region.id] = region
+        else:
+            self.device_answers[region.id] = region
 
     def fileno(self) -> int:
         """Readable when `wait` will not block."""
@@ -125,12 +170,16 @@ class Link(Overflow):
             if layout.size_bytes:
                 blocks[0] = self._copy(requests, layout)
             details: list[object] | None = [request.details for request in requests]
+            if self.is_on_gpu:
+                details = [outputs_told(request, self.open_lanes) for request in requests]
             if not any(details):  # type: ignore[arg-type]
                 details = None
             self._batch += 1
             self._begun = (self._batch, None)
             self.replies.begin(self._batch, requests)
             packed, targets = layout.packed, self._targets or None
+            if self.lanes is not None:
+                self.lanes.publish()
             self.conversation.send(
                 _EXECUTE, self._batch, released, blocks, packed, details, targets
             )
@@ -150,6 +199,8 @@ class Link(Overflow):
 
     def let_go_of(self, places: Iterable[Sequence[int]]) -> None:
         """The model kept these until now. For the reactor. Raises `RemoteProtocolError` for too many."""
+        if self.lanes is not None:
+            self.lanes.receive()
         self._let_go.extend((each[0], each[1]) for each in places)
         if len(self._let_go) > self.loans.count:
             raise RemoteProtocolError("the stub releases more blocks than it was given")
@@ -188,16 +239,22 @@ class Link(Overflow):
         Notes which outputs are to be written into such memory, too.
         """
         found: dict[tuple[int, int], Place] = {}
+        on_devices: list[Any] = []
         self._targets = []
         for i, request in enumerate(requests):
             if request.has_views:
                 for output, lease in request.targets.items():
                     self._targets.append([i, output, *self.loans.lend_target(lease)])
                 for number, array in enumerate(request.arrays):
+                    if not isinstance(array, np.ndarray):
+                        on_devices.append((i, number, array))
+                        continue
                     lent = self.loans.lend(array)
                     if lent is not None:
                         found[i, number] = len(blocks), lent[1]
                         blocks.append(lent[0])
+        if on_devices:
+            device_inputs.place(on_devices, self.loans, blocks, found)
         return found
 
     def take_released(self, most: int = MAX_PLACES) -> list[object]:
@@ -218,6 +275,9 @@ class Link(Overflow):
         Raises `PeerGone`, and `RemoteProtocolError` for an answer that is not to be believed.
         """
         _, batch, held, released, blocks, packed, remarks, states = self.conversation.receive()
+        if self.lanes is not None:
+            self.lanes.receive()
+            device_inputs.hand_back(requests, self.lanes)
         reader = self._reader
         layout = reader.layout(packed, len(requests))
         count = len(layout.responses)
@@ -252,6 +312,9 @@ class Link(Overflow):
         """
         batch, index, flags, blocks, packed, remark = row
         request = self.replies.find(batch, index, is_last=bool(flags))
+        if self.lanes is not None:
+            self.lanes.receive()
+            device_inputs.hand_back([request], self.lanes)
         if packed is None and remark is None:
             if blocks or not flags:
                 raise RemoteProtocolError("a response that says nothing")
@@ -265,8 +328,8 @@ class Link(Overflow):
         outputs = layout.responses[0]
         return request, self._reader.outcome(request, outputs, remark, leases), flags
 
-    def _answer_lease(self, region_id: int, offset: int, size_bytes: int) -> Lease:
-        region = self.response_regions.get(region_id)
+    def _answer_lease(self, region_id: int, offset: int, size_bytes: int) -> Any:
+        region: Any = self.response_regions.get(region_id) or self.device_answers.get(region_id)
         if region is None:
             raise RemoteProtocolError(
                 f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
@@ -277,12 +340,16 @@ class Link(Overflow):
                 f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
                 f"which has {region.size_bytes}"
             )
-        return region.lease(offset, size_bytes, self._release, (region_id, offset))
+        place = (region_id, offset)
+        if self.lanes is not None and region_id in self.device_answers:
+            lane = self.lanes.lane(region.device.ordinal)
+            return region.lease(offset, size_bytes, self._release, place, lane)
+        return region.lease(offset, size_bytes, self._release, place)
 
     def open(self, region_id: int, offset: int, size_bytes: int) -> Lease:
         """A lease on a block of an answer: in a response region, or passed through from the request."""
-        if region_id in self.response_regions:
-            return self._answer_lease(region_id, offset, size_bytes)
+        if region_id in self.response_regions or region_id in self.device_answers:
+            return self._answer_lease(region_id, offset, size_bytes)  # type: ignore[no-any-return]
         return self.loans.open(region_id, offset, size_bytes)
 
     # Messages too large for a packet
@@ -294,7 +361,8 @@ class Link(Overflow):
         return block.region.id, block.offset, len(packet)
 
     def load(self, region: int, offset: int, size_bytes: int) -> bytes:
-        return self._answer_lease(region, offset, size_bytes).tobytes()
+        lease: Lease = self._answer_lease(region, offset, size_bytes)
+        return lease.tobytes()
 
     # Memory that nobody needs for now
 
@@ -312,8 +380,10 @@ class Link(Overflow):
         """Let go of all regions and of what callers lent; responses that are out stay valid."""
         self.loans.close()
         self.replies.close()
-        for region in list(self.response_regions.values()):
+        for region in [*self.response_regions.values(), *self.device_answers.values()]:
             region.close()
+        if self.lanes is not None:
+            self.lanes.close()
 
 
 def _deferred(answers: list[Answer], states: Sequence[int]) -> list[Answer]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.arena import Arena, Block
-from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.errors import CudaUnavailable, RemoteProtocolError
 from moonpool.ipc.memory import lease_of, offset_in
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from moonpool.ipc.cuda.array import DeviceArray
+    from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
     from moonpool.ipc.memory import Lease
+    from moonpool.runtime.lanes import Lanes
     from moonpool.runtime.regions import CallerMemory
 
     Place = tuple[int, int]
     # What is kept for as long as the stub may look at it.
-    Loan = Block | Lease
+    Loan = Block | Lease | DeviceLease
 
 # Memory of another stub is lent from this size on. What is smaller is copied, which costs less than
 # telling of it, and keeps the rows of a batch together.
@@ -45,26 +49,33 @@ class Loans:
 
     def __init__(
         self,
-        send_region: Callable[[SharedRegion, Side], None],
+        send_region: Callable[[Any, Side], None],
         first: SharedRegion,
         limit_bytes: int | None,
         retire: Callable[[int], None],
         *,
         is_private: bool = False,
+        lanes: Callable[[], Lanes] | None = None,
     ) -> None:
-        """`first` is announced to the stub by the caller; `retire` tells the stub to forget a region."""
+        """`first` is announced to the stub by the caller; `retire` tells the stub to forget a region.
+
+        `lanes` makes those to the stub, at the first call; it is called where device memory is handled.
+        """
         self._send_region = send_region
+        self._lanes = lanes
         self._retire = retire
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._arena = Arena(self._grow)
         self._arena.add(first)
-        self._regions = {first.id: first}
+        # What the runtime writes for the stub on devices, by their numbers.
+        self._arenas: dict[int, Arena] = {}
+        self._regions: dict[int, SharedRegion | DeviceRegion] = {first.id: first}
         self.first = first
         # Whether this stub and others must not see each other's memory.
         self.is_private = first.is_private = is_private
         self._caller_memory: CallerMemory | None = None
-        self._announced: dict[int, SharedRegion] = {}
+        self._announced: dict[int, SharedRegion | DeviceRegion] = {}
         # Of this batch; and what the model keeps, of earlier batches and of answers to its calls.
         self._lent: list[tuple[Place, Loan]] = []
         self._kept: dict[Place, list[Loan]] = {}
@@ -86,6 +97,16 @@ class Loans:
         self._send_region(region, Side.RUNTIME)
         return region
 
+    def _grow_on(self, gpu: int, needed_bytes: int) -> DeviceRegion:
+        from moonpool.runtime.device_regions import new_device_region
+
+        present_bytes = self._arenas[gpu].size_bytes
+        region = new_device_region(present_bytes, needed_bytes, self._limit_bytes, gpu)
+        region.is_private = self.is_private
+        self._regions[region.id] = region
+        self._send_region(region, Side.RUNTIME)
+        return region
+
     # Lending
 
     def allocate(self, size_bytes: int, *, keep: bool = False) -> Block:
@@ -99,6 +120,29 @@ class Loans:
             block = self._arena.allocate(size_bytes)
             self._note((block.region.id, block.offset), block, keep)
             return block
+
+    def allocate_on(self, gpu: int, size_bytes: int, *, keep: bool = False) -> Block:
+        """As `allocate`, on a device that the stub sees; what is written there goes over its lane.
+
+        Raises `OutOfMemory`, `CudaUnavailable`, `CudaError`.
+        """
+        # Before the first region there.
+        self.lanes.lane(gpu)
+        with self._lock:
+            self._collect()
+            arena = self._arenas.get(gpu)
+            if arena is None:
+                arena = self._arenas[gpu] = Arena(partial(self._grow_on, gpu))
+            block = arena.allocate(size_bytes)
+            self._note((block.region.id, block.offset), block, keep)
+            return block
+
+    @property
+    def lanes(self) -> Lanes:
+        """Those to the stub. Raises `CudaUnavailable` where there are to be none."""
+        if self._lanes is None:
+            raise CudaUnavailable("this stub is lent no memory of devices")
+        return self._lanes()
 
     def lend(self, array: np.ndarray, *, keep: bool = False) -> tuple[list[int], int] | None:
         """Lend the memory that an array lies in: its block, and the array's offset in that.
@@ -116,6 +160,28 @@ class Loans:
                 return None
             self._note((region.id, place_offset), lease, keep)  # type: ignore[union-attr]
         return [region.id, place_offset, size_bytes], offset_in(lease, array)  # type: ignore[union-attr]
+
+    def lend_on_device(
+        self, array: DeviceArray, *, keep: bool = False
+    ) -> tuple[list[int], int] | None:
+        """As `lend`, of an array on a device: what the stub does there comes after what was done to the array."""
+        lease = array.lease
+        if lease is None:
+            return None
+        region, lanes = lease.region, self.lanes
+        gpu = region.device.ordinal
+        if lanes.number_of(gpu) is None:
+            return None
+        is_callers = self._caller_memory is not None and self._caller_memory.has_on_device(lease)
+        if not is_callers and (self.is_private or region.is_private):
+            return None
+        lane = lanes.lane(gpu)
+        with self._lock:
+            if not self._announce(region):
+                return None
+            self._note((region.id, lease.offset), lease, keep)
+        lease.use(lane.stream)
+        return [region.id, lease.offset, lease.size], array.address - lease.address
 
     def _may_see(self, lease: Lease, array: np.ndarray) -> bool:
         if self._caller_memory is not None and self._caller_memory.find(lease) is not None:
@@ -136,7 +202,7 @@ class Loans:
             self._targets.append(((region.id, lease.offset), lease))
         return [region.id, lease.offset, lease.size]
 
-    def _announce(self, region: SharedRegion) -> bool:
+    def _announce(self, region: SharedRegion | DeviceRegion) -> bool:
         if region.id in self._announced or region.id in self._regions:
             return True
         # Clients may come and go faster than anybody tidies up.
@@ -164,6 +230,8 @@ class Loans:
             if loan is not None and size_bytes <= (
                 loan.size_bytes if type(loan) is Block else loan.size  # type: ignore[union-attr]
             ):
+                if not isinstance(loan.region, SharedRegion):
+                    return self._open_on_device(loan, size_bytes)  # type: ignore[arg-type,return-value]
                 if type(loan) is Block:
                     loan.holds += 1
                     return loan.region.lease(offset, size_bytes, self._give_back, loan)
@@ -172,6 +240,15 @@ class Loans:
             f"a block of {size_bytes} bytes at {offset} in region {region_id}, "
             "which is not the stub's to answer from"
         )
+
+    def _open_on_device(self, loan: Block | DeviceLease, size_bytes: int) -> DeviceLease:
+        # A lease knows the stub's lane since it was lent.
+        if type(loan) is not Block:
+            return loan  # type: ignore[return-value]
+        loan.holds += 1
+        region: DeviceRegion = loan.region  # type: ignore[assignment]
+        lane = self.lanes.lane(region.device.ordinal)
+        return region.lease(loan.offset, size_bytes, self._give_back, loan, lane)
 
     def _find_target(self, place: Place) -> Lease | None:
         return next((lease for lent, lease in self._targets if lent == place), None)
@@ -197,7 +274,13 @@ class Loans:
                 lent = self._keep_some(lent, held)
             for _, loan in lent:
                 if type(loan) is Block:
-                    self._arena.release(loan)
+                    (self._arena_of(loan) if self._arenas else self._arena).release(loan)
+
+    def _arena_of(self, block: Block) -> Arena:
+        if isinstance(block.region, SharedRegion):
+            return self._arena
+        region: DeviceRegion = block.region  # type: ignore[assignment]
+        return self._arenas[region.device.ordinal]
 
     def _keep_some(
         self, lent: list[tuple[Place, Loan]], held: Sequence[list[int]]
@@ -233,12 +316,12 @@ class Loans:
                 if not kept:
                     del self._kept[place]
                 if type(loan) is Block:
-                    self._arena.release(loan)
+                    self._arena_of(loan).release(loan)
 
     def _collect(self) -> None:
         while self._returned:
             block: Block = self._returned.popleft()  # type: ignore[assignment]
-            self._arena.release(block)
+            self._arena_of(block).release(block)
 
     # Memory that nobody needs for now
 
@@ -246,18 +329,29 @@ class Loans:
         """Give up regions that were not used since the last time."""
         with self._lock:
             self._collect()
-            idle = self._arena.idle()
-            for region_id, uses in idle.items():
-                if self._idle.get(region_id) == uses:
-                    self._arena.retire(region_id)
-                    self._retire(region_id)
-                    self._regions.pop(region_id).close()
-            self._idle = idle
+            self._idle = {
+                region_id: uses
+                for arena in (self._arena, *self._arenas.values())
+                for region_id, uses in arena.idle().items()
+                if not self._gave_up(arena, region_id, uses)
+            }
             self._forget_closed()
+
+    def _gave_up(self, arena: Arena, region_id: int, uses: int) -> bool:
+        """Whether a region is given up now, as it has been used as often as the last time and no more."""
+        region = self._regions[region_id]
+        # Memory that others opened in the older way goes when they do.
+        is_older = not isinstance(region, SharedRegion) and bool(region.handle)
+        if self._idle.get(region_id) != uses or is_older:
+            return False
+        arena.retire(region_id)
+        self._retire(region_id)
+        self._regions.pop(region_id).close()
+        return True
 
     def _forget_closed(self) -> None:
         """Let the stub forget regions that whoever made them has given up, and in which nothing is lent."""
-        closed = [region.id for region in self._announced.values() if region.buffer is None]
+        closed = [region.id for region in self._announced.values() if region.is_closed]
         if closed:
             in_use = {place[0] for place in self._kept} | {place[0] for place, _ in self._lent}
             for region_id in closed:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.policy import is_contained
 from moonpool.runtime.backend import Backend, Model, ModelInstance
 from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.device_intake import DeviceIntake
 from moonpool.runtime.environment import Environment, resolve
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.limits.processors import check_processors
@@ -129,6 +131,7 @@ class PythonBackend(Backend):
         model = instance.model
         stub = self.start_stub(instance, StubHandle)
         stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
+        stub.link.is_on_gpu = instance.kind == "GPU"
         stub.serve(instance.respond)
         stub.bounds.serves(instance.report_grown)
         stub.count_served = instance.report_served
@@ -169,6 +172,13 @@ class PythonBackend(Backend):
         link: Link = instance.state.link
         link.execute(requests)
         return link
+
+    def device_intake(self, model: Model) -> DeviceIntake:
+        # What is contained has the driver of a GPU only where its configuration names one.
+        options = model.options
+        can_see = model.config.uses_gpu or not is_contained(options.sandbox)
+        takes_devices = can_see and not options.force_cpu_only_input_tensors
+        return DeviceIntake(self.memory_of(model), takes_devices=takes_devices)
 
     def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:
         return self._stubs.audience.withdraw(instance.state, timeout_s)

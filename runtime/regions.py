@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from moonpool.ipc.arena import Block
+    from moonpool.ipc.cuda.region import DeviceLease
     from moonpool.ipc.memory import Lease
+    from moonpool.runtime.device_regions import DeviceCallerMemory
 
 _KEEP_S = 5.0
 _numbers = itertools.count(1)
@@ -46,6 +48,8 @@ class CallerMemory:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._regions: dict[int, SharedRegion] = {}
+        # The same on devices, by their numbers.
+        self._on_devices: dict[int, DeviceCallerMemory] = {}
         self._arena = Arena(self._create)
         # Blocks whose arrays are gone, appended by whichever thread dropped the last view.
         self._returned: deque[object] = deque()
@@ -83,6 +87,22 @@ class CallerMemory:
         block: Block = lease.token  # type: ignore[assignment]
         return self._regions[block.region.id], block
 
+    def on_device(self, gpu: int) -> DeviceCallerMemory:
+        """The same on a device. Raises `CudaUnavailable`, `CudaError`, `Closed`."""
+        from moonpool.runtime.device_regions import DeviceCallerMemory
+
+        with self._lock:
+            if self._closed:
+                raise Closed("the model was unloaded")
+            memory = self._on_devices.get(gpu)
+            if memory is None:
+                memory = self._on_devices[gpu] = DeviceCallerMemory(self._limit_bytes, gpu)
+            return memory
+
+    def has_on_device(self, lease: DeviceLease) -> bool:
+        """Whether a lease is one of ours on a device."""
+        return any(memory.gave(lease) for memory in self._on_devices.copy().values())
+
     def tidy(self, now_s: float) -> None:
         """Give up regions beyond the first that nothing has lain in for a while."""
         with self._lock:
@@ -113,3 +133,5 @@ class CallerMemory:
             self._closed = True
             for region in self._regions.values():
                 region.close()
+            for memory in self._on_devices.values():
+                memory.close()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from moonpool.ipc.bytes_tensor import encode_bytes
+from moonpool.ipc.messages import ORDINARY_MEMORY
 from moonpool.ipc.tensors import BF16, BYTES, NAMES, code_of
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ class InferenceRequest:
         "responses",
         "shapes",
         "signature",
+        "takes_devices",
         "targets",
         "timeout_us",
         "trace",
@@ -241,6 +243,8 @@ class InferenceRequest:
         self.userp: object = None
         # Whether outputs are wanted as `Wire`, by those who only pass them on.
         self.wants_wire = False
+        # And whether they may be arrays on devices then.
+        self.takes_devices = False
         # Who watches it; for most nobody does.
         self.trace: RequestTrace | None = None
         self.waiter: Waiter
@@ -260,6 +264,13 @@ class InferenceRequest:
     def request_id(self) -> str:
         """The name that its caller gave it, "" where it has none."""
         return "" if self.details is None else self.details.request_id
+
+    @property
+    def is_for_host(self) -> bool:
+        """Whether outputs are wanted in ordinary memory, wherever the model leaves them."""
+        if self.details is not None and self.details.memory == ORDINARY_MEMORY:
+            return True
+        return self.allocator is not None or (self.wants_wire and not self.takes_devices)
 
     @property
     def correlation_id(self) -> int | str:

@@ -33,6 +33,9 @@ class RequestOptions(TypedDict, total=False):
     allocator: ResponseAllocator | None
     """Says where the outputs go; it gets `userp`."""
     userp: object
+    outputs_in: str | None
+    """`cpu` for ordinary memory, `gpu` or `gpu:1` for a GPU where the model can; where the model leaves them by default.
+    On a GPU they are `DeviceArray`s."""
 
 
 def make_request(
@@ -49,10 +52,18 @@ def make_request(
     trace_context: str | None = None,
     allocator: ResponseAllocator | None = None,
     userp: object = None,
+    outputs_in: str | None = None,
 ) -> InferenceRequest:
     """A request with the options of `RequestOptions`. Raises `InvalidRequest`."""
     details = details_of(
-        request_id, correlation_id, flags, queue_timeout_us, priority, parameters, trace_context
+        request_id,
+        correlation_id,
+        flags,
+        queue_timeout_us,
+        priority,
+        parameters,
+        trace_context,
+        outputs_in,
     )
     request = signature.request(inputs, outputs, details)
     if allocator is not None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import signal
-import sys
-import time
 import weakref
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import own
+from moonpool.ipc.tensors import code_of
+from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.exposition import expose
 from moonpool.runtime.loading import Wanted
 from moonpool.runtime.model_registry import ModelRegistry
@@ -25,22 +22,21 @@ from moonpool.runtime.readiness import wait_for_answer
 from moonpool.runtime.repositories import ModelRepositories
 from moonpool.runtime.request import Response
 from moonpool.runtime.request_options import RequestOptions, make_request
+from moonpool.runtime.responses import response_of, wait_for_response
 from moonpool.runtime.stream import ResponseStream
-from moonpool.runtime.waiter import FutureWaiter, PunctualWaiter, ThreadWaiter
+from moonpool.runtime.waiter import FutureWaiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
-    from types import FrameType
 
     from numpy.typing import NDArray
 
+    from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.runtime.audience import Audience
     from moonpool.runtime.backend import Backend
     from moonpool.runtime.config import ModelConfig
     from moonpool.runtime.metrics_options import MetricsOptions
-    from moonpool.runtime.request import InferenceRequest, Outcome
-    from moonpool.runtime.scheduler import Scheduler
 
 # Not the runtimes: one that was forgotten has models that want to be finalized all the same.
 _open_registries: set[ModelRegistry] = set()
@@ -217,7 +213,9 @@ class Runtime:
                 model, inputs, version=version, timeout_s=timeout_s, **options
             ).outputs
         hosted = self._models.find(model, version)
-        return _wait(hosted.scheduler, hosted.signature.request(inputs), timeout_s).outputs
+        return wait_for_response(
+            hosted.scheduler, hosted.signature.request(inputs), timeout_s
+        ).outputs
 
     def request(
         self,
@@ -234,7 +232,7 @@ class Runtime:
         """
         hosted = self._models.find(model, version)
         request = make_request(hosted.signature, inputs, **options)
-        return _wait(hosted.scheduler, request, timeout_s)
+        return wait_for_response(hosted.scheduler, request, timeout_s)
 
     async def ainfer(
         self,
@@ -265,7 +263,7 @@ class Runtime:
 
         hosted = self._models.find(model, version)
         request = make_request(hosted.signature, inputs, **options)
-        return _result(await wait_for_outcome(hosted.scheduler, request, timeout_s))
+        return response_of(await wait_for_outcome(hosted.scheduler, request, timeout_s))
 
     def submit(
         self, model: str, inputs: Mapping[str, Any], *, version: int | None = None
@@ -301,22 +299,50 @@ class Runtime:
         request = make_request(hosted.signature, inputs, **options)
         return ResponseStream(hosted.scheduler, request, timeout_s)
 
+    @overload
     def empty(
         self, model: str, name: str, shape: int | Sequence[int], version: int | None = None
-    ) -> NDArray[Any]:
+    ) -> NDArray[Any]: ...
+
+    @overload
+    def empty(
+        self,
+        model: str,
+        name: str,
+        shape: int | Sequence[int],
+        version: int | None = None,
+        *,
+        device: int,
+    ) -> DeviceArray: ...
+
+    def empty(
+        self,
+        model: str,
+        name: str,
+        shape: int | Sequence[int],
+        version: int | None = None,
+        *,
+        device: int | None = None,
+    ) -> NDArray[Any] | DeviceArray:
         """An array for input `name`, in shared memory: write into it, and `infer` copies nothing.
 
         Its contents are what was there before. It may be used for many requests, also at the same time as long as
         nobody writes to it meanwhile; the model may write to it, too. All instances of the model can
-        read the region that it lies in. Raises `InvalidRequest`, `OutOfMemory`.
+        read the region that it lies in. On a `device` it is an array for cupy, torch and others to take.
+        Raises `InvalidRequest`, `OutOfMemory`, `CudaUnavailable`.
         """
         hosted = self._models.find(model, version)
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype, size_bytes = hosted.signature.empty_dtype(name, dims)
         backend = self._models.backends.of(hosted.model.config)
         if not isinstance(backend, PythonBackend):
+            if device is not None:
+                raise InvalidRequest(f"the backend of model '{model}' takes no arrays on devices")
             return np.empty(dims, dtype)
-        return backend.memory_of(hosted.model).empty(dims, dtype, size_bytes)
+        memory = backend.memory_of(hosted.model)
+        if device is None:
+            return memory.empty(dims, dtype, size_bytes)
+        return memory.on_device(device).empty(dims, code_of(dtype), size_bytes)
 
     # End
 
@@ -342,23 +368,6 @@ class Runtime:
         return f"<moonpool.Runtime with models {sorted(self._models.names())}>"
 
 
-@contextlib.contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises SystemExit in the main thread, so that `with Runtime` drains and finalizes.
-
-    SIGINT does that anyway, as KeyboardInterrupt. For programs of their own; main thread only.
-    """
-
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @atexit.register
 def _close_all() -> None:
     for models in list(_open_registries):
@@ -378,22 +387,3 @@ def _paths(
     repository: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 ) -> Sequence[str | os.PathLike[str]]:
     return [repository] if isinstance(repository, str | os.PathLike) else repository
-
-
-def _wait(scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None) -> Response:
-    """Submit a request and wait for its outcome on this thread."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    waiter = request.waiter = ThreadWaiter() if deadline is None else PunctualWaiter()
-    try:
-        outcome = waiter.wait(deadline, scheduler.submit(request))
-    except BaseException:
-        waiter.leave()
-        scheduler.leave(request)
-        raise
-    return _result(outcome)
-
-
-def _result(outcome: Outcome | None) -> Response:
-    if isinstance(outcome, Response):
-        return outcome
-    raise own(outcome)  # type: ignore[arg-type]

@@ -12,14 +12,16 @@ from moonpool.ipc.bytes_tensor import check_bytes, encode_bytes
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, ITEMSIZE, MAX_DIMS, NAMES, code_of
+from moonpool.runtime.device_intake import DeviceIntake, is_on_device
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.request import Details, InferenceRequest, Shapes, Tensor, Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
+    from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.runtime.config import ModelConfig, TensorConfig
 
 _PYTHON_VALUES = (list, tuple, int, float, bool, str, bytes)
@@ -55,8 +57,10 @@ class _Input:
 class Signature:
     """Checks requests against a model's configuration. Thread-safe."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, intake: DeviceIntake | None = None) -> None:
+        """`intake` is for inputs that lie on devices."""
         self._model = config.name
+        self._intake = intake or DeviceIntake()
         self._max_batch_size = config.max_batch_size
         self._inputs = {t.name: _Input(i, t) for i, t in enumerate(config.inputs)}
         self._in_order = list(self._inputs.values())
@@ -90,6 +94,11 @@ class Signature:
                 array = self._array(spec, inputs)
                 if array is None:
                     dims.append(None)
+                    continue
+                if _is_elsewhere(array):
+                    has_views = True
+                    arrays.append(array)
+                    dims.append(array.shape)
                     continue
             if array.base is not None:
                 has_views = True
@@ -197,8 +206,8 @@ class Signature:
             raise InvalidRequest(f"input '{name}' of shape {list(shape)} is too large")
         return dtype, size_bytes
 
-    def _array(self, spec: _Input, inputs: Mapping[str, object]) -> NDArray[Any] | None:
-        """The input as an array of its datatype; None for an optional one that is not given."""
+    def _array(self, spec: _Input, inputs: Mapping[str, object]) -> Any:
+        """The input as an array of its datatype, perhaps on a device; None for an optional one that is not given."""
         value = inputs.get(spec.name)
         if value is None:
             if spec.name in inputs:
@@ -209,9 +218,11 @@ class Signature:
         if type(value) is Wire:
             self._check_datatype(spec, value.datatype)
             if spec.code == BYTES:
-                return value  # type: ignore[return-value]
+                return value
             return value.raw.view(DTYPES[spec.code]).reshape(value.shape)
         if not isinstance(value, np.ndarray):
+            if is_on_device(value):
+                return self._from_device(spec, value)
             value = self._from_python(spec, value)
         try:
             code = code_of(value.dtype, spec.name)
@@ -227,6 +238,21 @@ class Signature:
                 f"inference input '{spec.name}' data-type is '{NAMES.get(code, '<invalid>')}', but model "
                 f"'{self._model}' expects '{NAMES[spec.code]}'"
             )
+
+    def has_to_copy(self, inputs: Iterable[object]) -> bool:
+        """Whether any of these inputs is to be `fetched` first, which waits for whoever makes it."""
+        if self._intake.takes_devices:
+            return False
+        return any(map(_is_elsewhere, inputs))
+
+    def fetched(self, value: Any) -> Any:
+        """An array in ordinary memory. Raises `OutOfMemory`, `CudaError`."""
+        return self._intake.to_host(value) if _is_elsewhere(value) else value
+
+    def _from_device(self, spec: _Input, value: object) -> DeviceArray | NDArray[Any]:
+        array = self._intake.take(value, f"input '{spec.name}' for model '{self._model}'")
+        self._check_datatype(spec, array.datatype)
+        return array if self._intake.takes_devices else self._intake.to_host(array)
 
     def _from_python(self, spec: _Input, value: object) -> NDArray[Any]:
         try:
@@ -306,6 +332,11 @@ class Signature:
                 f"expected {wanted} but got {len(inputs)} inputs for model '{self._model}'. Got input(s) [{got}], but missing required input(s) "
                 f"[{lacking}]. Please provide all required input(s)."
             )
+
+
+def _is_elsewhere(array: object) -> bool:
+    """Whether an array that a signature has looked at lies on a device."""
+    return not isinstance(array, (np.ndarray, Wire))
 
 
 def _shown(shape: Sequence[int]) -> str:

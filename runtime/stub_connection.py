@@ -5,11 +5,13 @@ The process that started the stub has more of it (`runtime.stub_handle`); a fron
 
 from __future__ import annotations
 
+import select
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError, ProtocolError, RemoteProtocolError
-from moonpool.ipc.messages import Kind
+from moonpool.ipc.messages import NO_DEVICE, Kind, Side
 from moonpool.ipc.policy import is_contained
+from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.flow import Flow
 from moonpool.runtime.growth import Growth
@@ -17,10 +19,12 @@ from moonpool.runtime.link import Link
 from moonpool.runtime.sandbox.privacy import forbid_looking_inside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from moonpool.ipc.channel import Channel
+    from moonpool.ipc.cuda.region import DeviceRegion
     from moonpool.runtime.config_options import ModelOptions
+    from moonpool.runtime.lanes import Lanes
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.request import InferenceRequest, Outcome
 
@@ -43,9 +47,14 @@ class StubConnection:
         *,
         is_loaded: bool = False,
         is_shared: bool = False,
+        gpus: Sequence[int] | None = (),
     ) -> None:
-        """Own the channels, also where this raises `OutOfMemory`. The rest is as for `Link`."""
+        """Own the channels, also where this raises `OutOfMemory`. `gpus` are those that the stub sees, None for all.
+
+        The rest is as for `Link`.
+        """
         self.control = control
+        self._gpus = gpus
         self._reactor = reactor
         self._on_response: Respond = _nothing
         self._is_closed = False
@@ -55,13 +64,14 @@ class StubConnection:
                 forbid_looking_inside()
             self.link = Link(
                 work,
-                control.send_region,
+                self._send_region,
                 lambda region_id: control.send(Kind.RETIRE, region_id),
                 region_bytes=options.region_bytes,
                 region_limit_bytes=options.region_limit_bytes,
                 is_private=is_private,
                 is_loaded=is_loaded,
                 is_shared=is_shared,
+                make_lanes=None if gpus == () else self._make_lanes,
             )
         except BaseException:
             work.close()
@@ -69,6 +79,34 @@ class StubConnection:
             raise
         self._flow = Flow(reactor, control.channel.fileno())
         self._growth = Growth(self.link, control, options.region_limit_bytes)
+
+    # Memory of devices
+
+    def _make_lanes(self) -> Lanes:
+        from moonpool.runtime.lanes import Lanes
+
+        def send_event(number: int, handle: bytes) -> None:
+            self.control.send(Kind.EVENT, number, handle)
+
+        return Lanes(send_event, self._read_events, self._gpus)
+
+    def _read_events(self, timeout_s: float) -> bool:
+        """Take in what the stub tells within so long; False where the reactor's thread is another one, and does."""
+        if not self._reactor.is_here:
+            return False
+        poll = select.poll()
+        poll.register(self.control.channel.fileno(), select.POLLIN)
+        poll.poll(timeout_s * 1000)
+        self.read(1)
+        return True
+
+    def _send_region(self, region: SharedRegion | DeviceRegion, writer: Side) -> None:
+        number: int | None = NO_DEVICE
+        if not isinstance(region, SharedRegion):
+            number = self.link.open_lanes().number_of(region.device.ordinal)
+        if number is None:
+            raise ValueError(f"the stub does not see the device of {region!r}")
+        self.control.send_region(region, writer, number)
 
     def serve(self, respond: Respond) -> None:
         """From now on, `respond` gets the responses that come apart from the answers to batches."""
@@ -112,6 +150,10 @@ class StubConnection:
             self.link.begun(fields[1])
         elif kind == Kind.GROW:
             self._growth.grow(*fields[1:])
+        elif kind == Kind.EVENT:
+            if self.link.lanes is None:
+                raise ProtocolError("EVENT came unasked")
+            self.link.lanes.meet(fields[1], fields[2])
         elif kind == Kind.RETIRE:
             self._growth.retire(fields[1])
         elif kind == Kind.RELEASE:

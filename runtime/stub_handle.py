@@ -93,7 +93,9 @@ class StubHandle(StubConnection):
         try:
             self._send(Kind.SANDBOX, self.bounds.policy.to_json())
             is_shared = stubs.audience.is_there
-            super().__init__(work, control, options, stubs.reactor, is_shared=is_shared)
+            super().__init__(
+                work, control, options, stubs.reactor, is_shared=is_shared, gpus=plan.gpus
+            )
             opened.append(self.link)
             fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)
             self.process: ChildProcess = (fork or plan.spawn)(name, *fds)

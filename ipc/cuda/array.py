@@ -140,9 +140,12 @@ class DeviceArray:
         elif self.stream:
             order(self.device, stream, self.stream)
 
-    def to_host(self) -> NDArray[Any]:
-        """A copy in ordinary memory; waits for it, and for all that was done to the array before."""
-        array = np.empty(self.shape, DTYPES[self.datatype])
+    def to_host(self, into: NDArray[Any] | None = None) -> NDArray[Any]:
+        """A copy in ordinary memory; waits for it, and for all that was done to the array before.
+
+        `into` is an array of the same shape and datatype, without gaps, to be filled and returned.
+        """
+        array = np.empty(self.shape, DTYPES[self.datatype]) if into is None else into
         with self.device.borrowed_stream() as stream:
             self._wait_on(stream)
             self.device.read(array, self.address, stream)

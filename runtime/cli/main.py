@@ -29,7 +29,7 @@ from moonpool.runtime.cli import (
 from moonpool.runtime.cli.session import UsageError
 from moonpool.runtime.config_shape import suggestion
 from moonpool.runtime.output import harmless
-from moonpool.runtime.runtime import exit_on_sigterm
+from moonpool.runtime.sigterm import exit_on_sigterm
 from moonpool.runtime.terminal import Terminal
 from moonpool.runtime.version import VERSION
 

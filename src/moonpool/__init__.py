@@ -5,6 +5,8 @@ codes in `.code`. The hints (`Float32`, `Batch`, `Outputs`, ...) are for models;
 `docs/NATIVE_MODELS.md`.
 """
 
+from typing import TYPE_CHECKING
+
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory
 from moonpool.runtime.allocator import ResponseAllocator
 from moonpool.runtime.backend import Backend, Model, ModelInstance
@@ -26,7 +28,8 @@ from moonpool.runtime.errors import (
 from moonpool.runtime.progress import Progress
 from moonpool.runtime.repository import RepositoryError
 from moonpool.runtime.request import Response
-from moonpool.runtime.runtime import Runtime, exit_on_sigterm
+from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.sigterm import exit_on_sigterm
 from moonpool.runtime.stream import ResponseStream
 from moonpool.runtime.version import VERSION
 
@@ -35,10 +38,24 @@ from moonpool.stub.hints import *  # noqa: F403
 
 __version__ = VERSION
 
+if TYPE_CHECKING:
+    from moonpool.ipc.cuda.array import DeviceArray
+else:
+
+    def __getattr__(name: str) -> object:
+        """What is about devices is not loaded before somebody asks for it."""
+        if name == "DeviceArray":
+            from moonpool.ipc.cuda.array import DeviceArray
+
+            return DeviceArray
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "Backend",
     "BadEnvironment",
     "ConfigError",
+    "DeviceArray",
     "ExecuteTimedOut",
     "InvalidRequest",
     "LoadFailed",

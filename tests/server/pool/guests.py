@@ -18,7 +18,7 @@ from moonpool.runtime.audience import Audience
 from moonpool.runtime.backend import Model
 from moonpool.runtime.frontend.pool.guest import GuestModel
 from moonpool.runtime.reactor import Reactor
-from moonpool.runtime.runtime import _wait
+from moonpool.runtime.responses import wait_for_response
 from moonpool.runtime.stub_handle import StubHandle
 
 SHARED = MODELS / "shared.py"
@@ -80,7 +80,7 @@ class Guest:
         """What the model makes of these values."""
         inputs = {"HOW": [how], "X": np.array(values, np.float32)}
         request = self.model.signature.request(inputs)
-        return _wait(self.model.scheduler, request, 20.0).outputs["Y"]
+        return wait_for_response(self.model.scheduler, request, 20.0).outputs["Y"]
 
     def has_sent(self) -> bool:
         """Whether a batch is with a stub."""
