@@ -93,10 +93,13 @@ def _copy(
 ) -> list[int]:
     """Queue the copies of arrays into one block, which is returned."""
     block, lane = loans.allocate_on(gpu, size_bytes, keep=keep), loans.lanes.lane(gpu)
+    # Others may have had the block, and not be done with it.
+    lane.gather()
     start = block.region.address + block.offset  # type: ignore[attr-defined]
     for array, offset in zip(arrays, offsets, strict=True):
         array.enter(lane.stream)
         lane.copy(start + offset, array.address, array.nbytes)
         # Who owns it may change it, or have it freed, as soon as the caller has his answer.
         array.leave(lane.stream)
+        lane.keep(array)
     return [block.region.id, block.offset, size_bytes]

@@ -95,11 +95,15 @@ class Lanes:
 
     def publish(self) -> None:
         """Before a message to the stub. Raises `CudaError`."""
+        if self._is_closed:
+            return
         for lane in self._lanes.copy().values():
             lane.publish()
 
     def receive(self) -> None:
         """After a message of the stub's. Raises `CudaError`, `RemoteProtocolError`, `PeerGone`."""
+        if self._is_closed:
+            return
         for gpu, lane in self._lanes.copy().items():
             if gpu not in self._met:
                 self._await(gpu)
@@ -115,6 +119,12 @@ class Lanes:
                 with self._changed:
                     self._changed.wait_for(lambda: gpu in self._met or self._is_closed, left_s)
 
+    def tidy(self) -> None:
+        """Let go of what the devices are done with by now."""
+        for lane in self._lanes.copy().values():
+            lane.let_go()
+            lane.device.tidy()
+
     def close(self) -> None:
         """The stub is gone; arrays that it made stay valid."""
         with self._changed:
@@ -122,3 +132,13 @@ class Lanes:
             self._changed.notify_all()
             for lane in self._lanes.values():
                 lane.close()
+            # Who has these refers to this, too.
+            self._send_event, self._read_events = _tell_nobody, _hear_nobody
+
+
+def _tell_nobody(_number: int, _handle: bytes) -> None:
+    """The stub is gone."""
+
+
+def _hear_nobody(_timeout_s: float) -> bool:
+    return False

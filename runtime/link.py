@@ -370,6 +370,8 @@ class Link(Overflow):
         """Give up request regions that were not used since the last time. Raises `RemoteProtocolError`."""
         self._take_back()
         self.loans.tidy()
+        if self.lanes is not None:
+            self.lanes.tidy()
 
     def size_bytes(self) -> int:
         """All shared memory of this stub."""
@@ -382,6 +384,7 @@ class Link(Overflow):
         self.replies.close()
         for region in [*self.response_regions.values(), *self.device_answers.values()]:
             region.close()
+        self._make_lanes = None
         if self.lanes is not None:
             self.lanes.close()
 

@@ -388,5 +388,7 @@ class Loans:
             self._lent.clear()
             self._kept.clear()
             self._targets.clear()
+            # Who makes them refers to this, too.
+            self._lanes = None
             for region in self._regions.values():
                 region.close()

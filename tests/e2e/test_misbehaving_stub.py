@@ -71,6 +71,7 @@ WORDS = {
     "control garbage": "a packet that is not msgpack",
     "control of the runtime": "REGION is not the peer's to send",
     "a work message for control": "a message of unknown kind",
+    "an event unasked": "EVENT came unasked",
     "retires the only region": "is not the stub's to retire",
     "retires what is none": "is not the stub's to retire",
     "an indirect notice beyond": "a block of 1099511627776 bytes",
@@ -321,6 +322,19 @@ def test_a_stub_that_asks_for_more_memory_than_there_is_is_refused(
     for _ in range(3):
         with pytest.raises(moonpool.ModelError, match=r"cannot set aside|are allowed"):
             ask(runtime, "grows beyond all")
+
+    assert pid_of(runtime) == pid
+
+
+@pytest.mark.usefixtures("rogue")
+def test_a_stub_that_asks_for_memory_of_a_device_that_is_not_there_is_refused(
+    runtime: moonpool.Runtime,
+) -> None:
+    pid = pid_of(runtime)
+
+    words = "no driver|no GPU|device 4000 cannot be used|handles no memory of devices"
+    with pytest.raises(moonpool.ModelError, match=words):
+        ask(runtime, "grows on a device")
 
     assert pid_of(runtime) == pid
 

@@ -255,6 +255,12 @@ def grow_beyond_all(peer: Peer) -> None:
     peer.answer(responses=[[[], None, [int(kind == Kind.REFUSED), reason]]])
 
 
+def grow_on_a_device(peer: Peer) -> None:
+    peer.tell(Kind.GROW, 4096, 4000)
+    kind, reason = peer.control_codec.decode(peer.control.recv(MAX_PACKET_BYTES))
+    peer.answer(responses=[[[], None, [int(kind == Kind.REFUSED), reason]]])
+
+
 def answers_twice(peer: Peer) -> None:
     peer.answer()
     peer.answer()
@@ -381,6 +387,8 @@ FAULTS: dict[str, Fault] = {
     "control of the runtime": lambda peer: peer.tell(Kind.REGION, 1, 1, 1, NO_DEVICE, b""),
     "a work message for control": lambda peer: peer.tell(Kind.FINALIZED, "", ""),
     "retires the only region": lambda peer: peer.tell(Kind.RETIRE, peer.answers_region),
+    "an event unasked": lambda peer: peer.tell(Kind.EVENT, 0, b""),
+    "an event of the wrong size": lambda peer: peer.tell(Kind.EVENT, 0, bytes(65)),
     "retires what is none": lambda peer: peer.tell(Kind.RETIRE, HUGE),
     "an indirect notice beyond": lambda peer: peer.tell(
         Kind.INDIRECT, peer.answers_region, 0, 1 << 40
@@ -443,6 +451,7 @@ LATER: dict[str, Fault] = {
     "floods its output": prints_newlines,
     "asks too often": asks_too_often,
     "grows beyond all": grow_beyond_all,
+    "grows on a device": grow_on_a_device,
     "keeps its input": lambda peer: peer.answer(held=[block[:2] for block in peer.blocks]),
 }
 

@@ -1,0 +1,105 @@
+"""A runtime with the fake driver, in this process and in its stubs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.e2e.hosting import MODELS
+from tests.gpu.cards import Fake, fake, fake_library
+
+import moonpool
+from moonpool.ipc.cuda.array import DeviceArray
+from moonpool.ipc.cuda.device import device
+from moonpool.ipc.cuda.region import DeviceRegion
+from moonpool.runtime import gpus
+from moonpool.runtime.regions import next_number
+
+__all__ = ["fake", "fake_library"]
+
+MODEL = MODELS / "on_device.py"
+
+
+def on_host(array: DeviceArray | NDArray[Any]) -> NDArray[Any]:
+    """The values, wherever they lie."""
+    return array.to_host() if isinstance(array, DeviceArray) else array
+
+
+class Host:
+    """Loads the model of these tests under any name, and sends it requests."""
+
+    def __init__(self, fake: Fake) -> None:
+        self.fake = fake
+        self.runtime = moonpool.Runtime()
+
+    def load(self, name: str = "m", *, kind: str = "GPU", **options: str) -> None:
+        """Under this name. `options` are parameters without their prefix."""
+        parameters = {f"MOONPOOL_{key}": value for key, value in options.items()}
+        force = parameters.pop("MOONPOOL_FORCE_CPU", "no")
+        parameters |= {"FORCE_CPU_ONLY_INPUT_TENSORS": force, "MOONPOOL_GPU_AS_NUMPY": "copy"}
+        x = {"data_type": "TYPE_FP32", "dims": [-1]}
+        config = {
+            "input": [{"name": "X", **x}, {"name": "HOW", "data_type": "TYPE_STRING", "dims": [1]}],
+            "output": [
+                {"name": "Y", **x},
+                {"name": "ON_CPU", "data_type": "TYPE_BOOL", "dims": [1]},
+            ],
+            "instance_group": [{"kind": f"KIND_{kind}"}],
+            "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+        }
+        self.runtime.load(name, MODEL, config=config)
+
+    def on_device(self, values: NDArray[np.float32], model: str = "m") -> DeviceArray:
+        """These values in the runtime's own memory on the device."""
+        array = self.runtime.empty(model, "X", values.shape, device=0)
+        array.settle()
+        array.device.write(array.address, values)
+        return array
+
+    def infer(self, x: object, how: str = "pass", model: str = "m", **options: Any) -> Any:
+        """What the model makes of X, and whether X was in ordinary memory for it."""
+        inputs = {"X": x, "HOW": np.array([how.encode()], object)}
+        outputs = self.runtime.infer(model, inputs, timeout_s=30, **options)
+        return outputs["Y"], bool(on_host(outputs["ON_CPU"])[0])
+
+
+@pytest.fixture
+def host(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """With a device that works at once, in this process and in others."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fake.library.parent))
+    gpus.usable_gpus.cache_clear()
+    host = Host(fake)
+    try:
+        yield host
+    finally:
+        host.runtime.close()
+        # Before the device is waited for: what nobody refers to any more is let go of.
+        del host.runtime
+        gc.collect()
+        gpus.usable_gpus.cache_clear()
+
+
+class Foreign:
+    """An array of somebody else's library, in memory of his own on the device."""
+
+    def __init__(self, values: NDArray[np.float32]) -> None:
+        where = device(0)
+        self._region = DeviceRegion.create(next_number(), where.rounded(values.nbytes), where)
+        self._region.forget_fd()
+        where.write(self._region.address, values)
+        self._shape = values.shape
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self._shape,
+            "typestr": "<f4",
+            "data": (self._region.address, False),
+            "strides": None,
+            "version": 3,
+            "stream": 1,
+        }

@@ -1,0 +1,78 @@
+"""Arrays on a device between models, on the fake driver."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.runtime.devices.conftest import Foreign, Host, on_host
+from tests.waiting import wait_until
+
+from moonpool.ipc.cuda.array import DeviceArray
+
+VALUES = np.arange(1, 17, dtype=np.float32)
+
+
+def seen(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Where the models that were asked put their answers."""
+    said = [record.message for record in caplog.records if "answered" in record.message]
+    return [text.split("] ")[-1].partition(" (")[0] for text in said]
+
+
+def test_a_tensor_stays_on_the_device_from_model_to_model(host: Host) -> None:
+    host.load("asks")
+    host.load("b")
+    x = host.on_device(VALUES, "asks")
+    copies = host.fake.calls("cuMemcpyAsync")
+
+    y, _ = host.infer(x, "ask b pass any", "asks")
+
+    assert host.fake.calls("cuMemcpyAsync") == copies
+    assert isinstance(y, DeviceArray)
+    assert (y.to_host() == VALUES).all()
+
+
+@pytest.mark.parametrize("force", ["yes", "no"])
+@pytest.mark.parametrize("kind", ["GPU", "CPU"])
+def test_whatever_the_memories_of_two_models_the_values_are_the_same(
+    host: Host, kind: str, force: str
+) -> None:
+    host.load("asks")
+    host.load("b", kind=kind, FORCE_CPU=force)
+
+    for how in ("pass", "host"):
+        for wanted in ("any", "cpu", "gpu"):
+            for x in (VALUES, Foreign(VALUES)):
+                y, _ = host.infer(x, f"ask b {how} {wanted}", "asks")
+
+                assert (on_host(y) == VALUES + (how == "host")).all()
+
+
+@pytest.mark.parametrize(("wanted", "there"), [("cpu", "on the CPU"), ("gpu", "on a GPU")])
+def test_the_memory_that_a_model_prefers_is_what_it_gets(
+    host: Host, wanted: str, there: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.load("asks")
+    host.load("b")
+    with caplog.at_level("INFO"):
+        host.infer(host.on_device(VALUES, "asks"), f"ask b pass {wanted}", "asks")
+        host.infer(VALUES, f"ask b pass {wanted}", "asks")
+
+        wait_until(lambda: len(seen(caplog)) == 2, what="what the model said of both")
+
+    assert seen(caplog) == [f"b answered {there}"] * 2
+
+
+def test_a_chain_of_models_waits_for_what_the_device_does_late(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "20000")
+    for name in ("a", "b"):
+        host.load(name)
+    host.load("home", FORCE_CPU="yes")
+    host.fake.delay(20_000)
+
+    y, _ = host.infer(Foreign(VALUES), "ask b add any", "a")
+    z, _ = host.infer(y, "ask home pass any", "a")
+
+    assert (y.to_host() == VALUES + 1).all()
+    assert (z == VALUES + 1).all()

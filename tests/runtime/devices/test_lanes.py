@@ -1,0 +1,104 @@
+"""What runtime and stub tell each other of devices, and what the runtime makes of a stub that lies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tests.gpu.cards import Fake
+from tests.waiting import wait_until
+
+from moonpool.ipc.errors import CudaUnavailable, RemoteProtocolError
+from moonpool.runtime import lanes as module
+from moonpool.runtime.lanes import Lanes
+
+
+class Ends:
+    """Lanes to a stub that says nothing by itself."""
+
+    def __init__(self, gpus: tuple[int, ...] | None = None) -> None:
+        self.told: list[tuple[int, bytes]] = []
+        self.lanes = Lanes(
+            lambda number, handle: self.told.append((number, handle)), lambda _: False, gpus
+        )
+
+
+@pytest.fixture
+def ends(fake: Fake) -> Iterator[Ends]:  # noqa: ARG001 - has to be there
+    ends = Ends()
+    yield ends
+    ends.lanes.close()
+
+
+def test_a_stub_that_sees_some_devices_numbers_those(fake: Fake) -> None:  # noqa: ARG001
+    lanes = Ends((3, 5)).lanes
+
+    assert [lanes.number_of(gpu) for gpu in (3, 5, 0)] == [0, 1, None]
+    assert [lanes.gpu_of(number) for number in (0, 1)] == [3, 5]
+    assert [lanes.nearest(gpu) for gpu in (5, 0)] == [5, 3]
+    with pytest.raises(RemoteProtocolError, match="device 2 is none of the stub's"):
+        lanes.gpu_of(2)
+    with pytest.raises(ValueError, match="does not see device 0"):
+        lanes.lane(0)
+
+
+def test_the_stub_is_told_of_a_lane_once(ends: Ends) -> None:
+    lane = ends.lanes.lane(0)
+
+    assert ends.lanes.lane(0) is lane
+    assert ends.told == [(0, lane.handle)]
+    with pytest.raises(CudaUnavailable, match="device 9 cannot be used"):
+        ends.lanes.lane(9)
+
+
+def test_what_the_stub_says_is_waited_for_until_its_event_is_known(ends: Ends) -> None:
+    ends.lanes.lane(0)
+    received = threading.Thread(target=ends.lanes.receive, name="receives")
+    received.start()
+
+    assert received.is_alive()
+    ends.lanes.meet(0, b"")
+
+    received.join(10)
+    assert not received.is_alive()
+
+
+def test_a_stub_that_never_says_its_event_is_not_waited_for_for_ever(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ARRIVAL_S", 0.01)
+    ends.lanes.lane(0)
+
+    with pytest.raises(RemoteProtocolError, match="does not say its EVENT"):
+        ends.lanes.receive()
+
+
+def test_who_waits_is_let_go_of_when_the_stub_is_gone(ends: Ends) -> None:
+    ends.lanes.lane(0)
+    waiting = threading.Thread(target=ends.lanes.receive, name="receives")
+    waiting.start()
+
+    ends.lanes.close()
+
+    wait_until(lambda: not waiting.is_alive(), what="the wait to end")
+
+
+def test_an_event_is_told_once_and_only_where_it_was_asked_for(ends: Ends) -> None:
+    with pytest.raises(RemoteProtocolError, match="unasked"):
+        ends.lanes.meet(0, b"")
+    ends.lanes.lane(0)
+    ends.lanes.meet(0, b"")
+    with pytest.raises(RemoteProtocolError, match="unasked"):
+        ends.lanes.meet(0, b"")
+
+
+def test_an_event_that_is_none_is_done_without_and_the_stub_is_told(ends: Ends) -> None:
+    lane = ends.lanes.lane(0)
+
+    ends.lanes.meet(0, bytes(64))
+
+    assert ends.told[1:] == [(0, b"")]
+    assert lane.handle == b""
+    ends.lanes.publish()
+    ends.lanes.receive()
