@@ -30,6 +30,7 @@ NAMES = (
     "serve",
     "frontends",
     "sandbox",
+    "triton",
 )
 RESULTS = Path(__file__).parent / "results"
 _TABLE = "RESULTS.md"

@@ -31,6 +31,7 @@ QUESTIONS = (
     "serve",
     "frontends",
     "sandbox",
+    "triton",
 )
 
 pytestmark = [

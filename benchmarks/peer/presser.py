@@ -131,17 +131,23 @@ class Own:
     """`moonpool bench`'s generator; connections are made anew for each window."""
 
     words = "pressed by moonpool bench's generator"
+    # Whether each request is answered by a stream of responses.
+    is_stream = False
+
+    def tensors(self, case: Case) -> list[Tensor]:
+        """What a request holds."""
+        return case.tensors()
 
     def press(self, case: Case, port: int, seconds: float) -> Sample:
         endpoint = Endpoint(case.protocol, "127.0.0.1", port)
         server = Server(endpoint, case.model, "", timeout_s=_TIMEOUT_S)
         try:
             server.prepare(
-                case.tensors(),
+                self.tensors(case),
                 processes=1,
                 most_connections=case.callers,
                 shared_memory=case.shared_memory,
-                is_stream=False,
+                is_stream=self.is_stream,
             )
             load = Concurrency(case.callers)
             server.window(load, seconds / 5)
