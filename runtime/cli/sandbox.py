@@ -62,6 +62,16 @@ def _lines(offers: Offers) -> Iterator[tuple[str, str]]:
     ]
     for line, offer in zip(table(rows, align="<<<"), offers.layers, strict=True):
         yield line, "" if offer.is_offered else "red" if offer.is_required else "yellow"
+    yield from _about_strict(offers)
+    for gpu in offers.gpus:
+        if gpu.why:
+            yield f"GPU {gpu.number} cannot be given to a contained model: {gpu.why}", "yellow"
+        else:
+            nodes = ", ".join(gpu.devices)
+            yield f"GPU {gpu.number} is given to contained models that name it, by {nodes}", ""
+
+
+def _about_strict(offers: Offers) -> Iterator[tuple[str, str]]:
     strict = offers.strict
     if not strict.works:
         yield f"strict does not work here: {strict.why}", "red"

@@ -20,10 +20,12 @@ from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import BEST_EFFORT, STRICT, Policy
+from moonpool.runtime.gpus import usable_gpus
 from moonpool.runtime.limits.cgroups import GROUPS
 from moonpool.runtime.process import exit_in_words
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.sandbox import users
+from moonpool.runtime.sandbox.gpu_access import access_to
 from moonpool.runtime.sandbox.inspection import differences
 
 _TRIAL = str(Path(__file__).resolve().parents[2] / "stub" / "sandbox" / "trial.py")
@@ -73,6 +75,15 @@ class Strict:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU, by CUDA's number: what a contained instance on it is given, or why it cannot be on it."""
+
+    number: int
+    devices: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Offers:
     """All of it, on this machine, for this user."""
 
@@ -81,6 +92,7 @@ class Offers:
     user: int
     layers: tuple[Offer, ...]
     strict: Strict
+    gpus: tuple[Gpu, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -96,7 +108,17 @@ def find_offers() -> Offers:
         user=os.geteuid(),
         layers=tuple(try_layer(layer) for layer in LAYERS),
         strict=try_strict(),
+        gpus=tuple(_gpu(number) for number in usable_gpus()[0]),
     )
+
+
+def _gpu(number: int) -> Gpu:
+    try:
+        devices = access_to([number]).devices
+    except MoonpoolError as error:
+        return Gpu(number, why=str(error))
+    missing = [device for device in devices if not os.path.exists(device)]
+    return Gpu(number, devices, f"there is no {', no '.join(missing)}" if missing else "")
 
 
 def try_layer(layer: str) -> Offer:

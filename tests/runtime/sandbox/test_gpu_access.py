@@ -15,6 +15,7 @@ from moonpool.runtime.environment import resolve
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.sandbox import gpu_access
 from moonpool.runtime.sandbox.gpu_access import GpuAccess, access_to
+from moonpool.runtime.sandbox.offers import Gpu, _gpu
 from moonpool.runtime.sandbox.plan import Plan, plan_for
 
 __all__ = ["fake", "fake_library"]
@@ -83,3 +84,14 @@ def test_a_contained_instance_on_the_cpu_is_given_no_device() -> None:
         assert plan.granted == ()
     finally:
         plan.release()
+
+
+def test_it_is_told_whether_a_gpu_could_be_given(
+    driver_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the nodes is there: the driver is a fake."""
+    monkeypatch.setattr(gpu_access, "_SHARED", ("/dev/null",))
+
+    assert _gpu(0) == Gpu(0, ("/dev/null", "/dev/nvidia3"), "there is no /dev/nvidia3")
+    (driver_folder / "information").unlink()
+    assert "is not known" in _gpu(0).why
