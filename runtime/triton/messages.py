@@ -128,6 +128,8 @@ LAUNCHER: dict[IntEnum, Message] = {
             "region_limit": Maybe(_ID),
             # Whether what its model says of errors is not for everybody, nor its memory for other stubs.
             "is_private": Flag(),
+            # Of what its instances log, in each of them; the rest is counted and left out.
+            "log_lines_per_s": _ID,
             # Which other models it may ask for, load and unload: patterns as of fnmatch(3); nil: all.
             "may_ask": Maybe(ListOf(_NAME, _MAX_PATTERNS)),
         },

@@ -91,6 +91,7 @@ class ServedModel:
             _milliseconds(options.finalize_timeout_s),
             options.region_limit_bytes,
             is_private,
+            options.log_lines_per_s,
             list(options.sandbox_models) if is_private else None,
         )
 

@@ -50,6 +50,7 @@ class Model {
   std::optional<uint64_t> finalize_timeout_ms() const { return finalize_timeout_ms_; }
   // 0: none.
   uint64_t region_limit() const { return region_limit_; }
+  uint64_t log_lines_per_s() const { return log_lines_per_s_; }
   // Patterns of the names of models that it may ask for, where its sandbox lets it not ask for any.
   const std::optional<std::vector<std::string>>& may_ask() const { return may_ask_; }
 
@@ -66,7 +67,7 @@ class Model {
   std::vector<std::string> inputs_, outputs_;
   bool decoupled_ = false, reschedules_ = false, has_batches_ = false;
   std::optional<uint64_t> execute_timeout_ms_, finalize_timeout_ms_;
-  uint64_t region_limit_ = 0;
+  uint64_t region_limit_ = 0, log_lines_per_s_ = 0;
   std::optional<std::vector<std::string>> may_ask_;
 
   // Guards what follows: the launcher that knows the model, and by which number.

@@ -22,6 +22,8 @@ constexpr auto kReadiness = std::chrono::seconds(5);
 // Messages of one channel that are read before others have their turn.
 constexpr int kManyMessages = 64;
 constexpr size_t kMostLetGo = 1 << 20;
+// Of the log: what is longer counts as several lines.
+constexpr size_t kLineBytes = 8192;
 
 
 bool is_readable(const pollfd& end) { return (end.revents & (POLLIN | POLLHUP | POLLERR)) != 0; }
@@ -47,6 +49,7 @@ Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& mo
                *this),
       open_requests_(model.outputs(), model.reschedules()),
       calls_(std::make_shared<Calls>(Channel(std::move(descriptors.at(1))), *this, model)),
+      log_lines_(static_cast<double>(model.log_lines_per_s())),
       log_levels_(log_levels()),
       listener_([this] { listen(); }) {}
 
@@ -235,11 +238,9 @@ void Stub::handle(const Decoded<Kind>& message) {
       }
       if (answers_.has_many_released()) tell_released();
       return;
-    case Kind::LOG: {
-      const wire::Log line(message.fields);
-      log_line(static_cast<int>(line.level), line.file, static_cast<int>(line.line), line.message);
+    case Kind::LOG:
+      log_of_model(wire::Log(message.fields));
       return;
-    }
     case Kind::GROW: {
       const wire::Grow wish(message.fields);
       grow(wish.size, wish.device);
@@ -269,6 +270,20 @@ void Stub::handle(const Decoded<Kind>& message) {
     default:
       throw Violation(std::string(message.message->name) + " was not asked for");
   }
+}
+
+// What is left out is counted, and told before the next line that is not.
+void Stub::log_of_model(const wire::Log& line) {
+  if (!log_lines_.spend(1 + static_cast<double>(line.message.size() / kLineBytes))) {
+    ++lines_left_out_;
+    return;
+  }
+  if (lines_left_out_) {
+    log(triton::kWarning, "model '" + model_.name() + "': " + std::to_string(lines_left_out_) +
+                              " lines of an instance were left out: too many a second");
+    lines_left_out_ = 0;
+  }
+  log_line(static_cast<int>(line.level), line.file, static_cast<int>(line.line), line.message);
 }
 
 void Stub::grow(uint64_t needed, int64_t device) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "api.h"
+#include "budget.h"
 #include "calls.h"
 #include "channel.h"
 #include "launcher.h"
@@ -79,6 +80,7 @@ class Stub final : public RegionSource {
   int wait_milliseconds();
   bool read_control();
   void handle(const Decoded<wire::Kind>& message);
+  void log_of_model(const wire::Log& line);
   void grow(uint64_t needed, int64_t device);
   void tell_released();
   void tidy();
@@ -98,6 +100,9 @@ class Stub final : public RegionSource {
   OpenRequests open_requests_;
   const std::shared_ptr<Calls> calls_;
   std::vector<wire::Place> released_;
+  // Lines that it may log, and how many more it did; for whoever listens.
+  Budget log_lines_;
+  uint64_t lines_left_out_ = 0;
   std::atomic<bool> is_executing_{false};
   std::atomic<bool> has_ended_{false};
   std::atomic<unsigned> log_levels_{0};

@@ -79,7 +79,7 @@ enum class Word : uint8_t {
   END = 67,  // instance, is_finalized
   END_MODEL = 68,  // model
   HELLO = 80,  // version, protocol, moonpool, pid
-  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, may_ask
+  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, may_ask
   MODEL_REFUSED = 82,  // model, code, message
   STARTED = 83,  // instance, generation, has_is_ready, sandbox
   INSTANCE_REFUSED = 84,  // instance, code, message
@@ -502,9 +502,10 @@ struct ModelReady {
   std::optional<uint64_t> finalize_timeout_ms{};
   std::optional<uint64_t> region_limit{};
   bool is_private{};
+  uint64_t log_lines_per_s{};
   std::optional<List<std::string_view>> may_ask{};
-  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, may_ask); }
-  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, may_ask); }
+  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, may_ask); }
+  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, may_ask); }
 };
 
 struct ModelRefused {
@@ -778,13 +779,14 @@ inline constexpr Spec kSpecs[] = {
     {"decoupled", Type::kFlag, false, 0, 0, 0, 0u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 200, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 200, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 201, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 201, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"finalize_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"region_limit", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
-    {"may_ask", Type::kList, true, 200, 1, 0, 4096u},
+    {"log_lines_per_s", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"may_ask", Type::kList, true, 201, 1, 0, 4096u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"code", Type::kInt, false, 0, 0, 0, 7u},
@@ -831,9 +833,9 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 247, 1, 0, 65536u},
     {"", Type::kList, false, 248, 1, 0, 65536u},
-    {"", Type::kRow, false, 249, 6, 0, 0u},
+    {"", Type::kList, false, 249, 1, 0, 65536u},
+    {"", Type::kRow, false, 250, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
     {"shape", Type::kList, false, 125, 1, 0, 32u},
@@ -898,24 +900,24 @@ constexpr Table<Word, 19> kLauncher = {{{
     {"BACKEND", 61, 1, 174, 4, 0u},
     {"LOGGING", 62, 1, 178, 4, 0u},
     {"MODEL", 63, 1, 182, 6, 0u},
-    {"MODEL_READY", 81, 2, 188, 12, 0u},
-    {"MODEL_REFUSED", 82, 2, 201, 3, 0u},
-    {"INSTANCE", 64, 1, 204, 5, 0u},
-    {"BORN", 89, 2, 209, 7, 0u},
-    {"STARTED", 83, 2, 216, 4, 0u},
-    {"INSTANCE_REFUSED", 84, 2, 220, 3, 0u},
-    {"LOST", 65, 1, 223, 4, 0u},
-    {"OVERDUE", 66, 1, 227, 2, 0u},
-    {"DIED", 85, 2, 229, 5, 0u},
-    {"END", 67, 1, 234, 2, 0u},
-    {"ENDED", 86, 2, 236, 1, 0u},
-    {"END_MODEL", 68, 1, 237, 1, 0u},
-    {"MODEL_ENDED", 87, 2, 237, 1, 0u},
-    {"HELLO", 80, 2, 238, 4, 0u},
-    {"NOTE", 88, 2, 242, 4, 0u},
+    {"MODEL_READY", 81, 2, 188, 13, 0u},
+    {"MODEL_REFUSED", 82, 2, 202, 3, 0u},
+    {"INSTANCE", 64, 1, 205, 5, 0u},
+    {"BORN", 89, 2, 210, 7, 0u},
+    {"STARTED", 83, 2, 217, 4, 0u},
+    {"INSTANCE_REFUSED", 84, 2, 221, 3, 0u},
+    {"LOST", 65, 1, 224, 4, 0u},
+    {"OVERDUE", 66, 1, 228, 2, 0u},
+    {"DIED", 85, 2, 230, 5, 0u},
+    {"END", 67, 1, 235, 2, 0u},
+    {"ENDED", 86, 2, 237, 1, 0u},
+    {"END_MODEL", 68, 1, 238, 1, 0u},
+    {"MODEL_ENDED", 87, 2, 238, 1, 0u},
+    {"HELLO", 80, 2, 239, 4, 0u},
+    {"NOTE", 88, 2, 243, 4, 0u},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 246;
+constexpr size_t kLayoutSpec = 247;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 

@@ -18,13 +18,12 @@ NATIVE = installation.FOLDER / "native"
 def library() -> Path:
     """The library of this moonpool: of the installation, or compiled in its source tree. Skips where there is no compiler."""
     if not (NATIVE / "Makefile").is_file():
-        try:
-            return installation.find_library()
-        except installation.NotInstallable as error:
-            pytest.skip(str(error))
+        return _found()
     if shutil.which("make") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("there is no C++ compiler, or no make")
     folder = NATIVE / "build"
+    if not os.access(NATIVE, os.W_OK):
+        return _found()  # what was compiled before
     folder.mkdir(exist_ok=True)
     # One process compiles, the others wait.
     with open(folder / ".lock", "w") as lock:
@@ -35,3 +34,10 @@ def library() -> Path:
     if made.returncode:
         pytest.fail(f"the library cannot be compiled:\n{made.stderr}", pytrace=False)
     return folder / "libtriton_moonpool.so"
+
+
+def _found() -> Path:
+    try:
+        return installation.find_library()
+    except installation.NotInstallable as error:
+        pytest.skip(str(error))

@@ -83,7 +83,7 @@ def test_a_stub_that_broke_the_protocol_is_killed_and_the_details_are_told(
 def test_ever_longer_pauses_lie_before_ever_more_restarts_until_there_are_no_more(
     shim: Shim, start: Start
 ) -> None:
-    options = {"MOONPOOL_MAX_RESTARTS": "2", "MOONPOOL_RESTART_BACKOFF_S": "0.01"}
+    options = {"MOONPOOL_MAX_RESTARTS": "2", "MOONPOOL_RESTART_BACKOFF_S": "2"}
     start(config=with_options(**options))
     pauses = []
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_ever_longer_pauses_lie_before_ever_more_restarts_until_there_are_no_mor
             shim.hear(Word.STARTED)
 
     assert pauses[0] == 0
-    assert 0 < pauses[1] <= 10
+    assert 0 < pauses[1] <= 2000
     assert pauses[2] is None
     assert "it is not started again, as it died 3 times" in message
 

@@ -38,6 +38,9 @@ class TritonPythonModel:
             while not request.is_cancelled():
                 time.sleep(0.01)
             pb_utils.Logger.log_info("was cancelled")
+        if order.startswith(b"log "):
+            for number in range(int(order[4:])):
+                pb_utils.Logger.log_info(f"line {number}")
         if order == b"raise":
             raise ValueError("as it was told")
         if order == b"refuse":
