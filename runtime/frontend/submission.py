@@ -1,7 +1,7 @@
-"""Requests of clients on their way into a scheduler, from an event loop or from a thread.
+"""Requests of clients on their way from an event loop into a scheduler.
 
-Both can be cancelled, as a client may go away at any time. Neither hands the answer from one thread to
-another: the loop, or the thread, waits on the stub's socket itself.
+They can be cancelled, as a client may go away at any time. No answer is handed from one thread to another: the loop
+waits on the stub's socket itself.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from moonpool.runtime.aio import LoopWaiter
-from moonpool.runtime.errors import ModelError
-from moonpool.runtime.waiter import ThreadWaiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,37 +70,3 @@ class LoopSubmission(LoopWaiter):
         """Both refer to this object: else tensors would stay in memory until a cycle is looked for."""
         self._is_over = True
         del self._on_outcome, self._request
-
-
-class ThreadSubmission:
-    """A request whose caller is a thread of its own."""
-
-    def __init__(self, scheduler: Scheduler, request: InferenceRequest) -> None:
-        self._scheduler = scheduler
-        self._request = request
-        self._waiter = request.waiter = ThreadWaiter()
-
-    def wait(self) -> Outcome:
-        """Send the request and wait for its outcome. Once; raises what `Scheduler.submit` raises."""
-        waiter, scheduler, request = self._waiter, self._scheduler, self._request
-        if request.left and waiter.outcome is not None:
-            return waiter.outcome
-        try:
-            outcome = waiter.wait(None, scheduler.submit(request))
-        except BaseException:
-            waiter.leave()
-            scheduler.leave(request)
-            raise
-        if request.left:
-            # It may have been appointed to wait for others in the moment in which it was cancelled.
-            waiter.leave()
-            scheduler.leave(request)
-        return outcome
-
-    def cancel(self) -> None:
-        """The client is gone: `wait` ends with an error as soon as it can. From any thread, also before `wait`."""
-        request = self._request
-        if self._waiter.outcome is None:
-            request.left = True
-            self._waiter.resolve(ModelError("Request cancelled", "CANCELLED"))
-            self._scheduler.cancel(request)

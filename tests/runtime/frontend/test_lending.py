@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import posix_ipc
 import pytest
+from tests.runtime.frontend.outcomes import outcome_of
 
 import moonpool
 from moonpool.ipc.tensors import CODES
@@ -18,7 +19,6 @@ from moonpool.runtime.client_region import is_clients
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.frontend.requests import make_request
 from moonpool.runtime.frontend.service import Service
-from moonpool.runtime.frontend.submission import ThreadSubmission
 from moonpool.runtime.request import Response, Wire
 
 _MODEL = """
@@ -84,7 +84,7 @@ class Client:
         x = self.service.read_shared(hosted.model, "X", FP32, [_COUNT], ("all", 0, _BYTES))
         request = make_request(hosted, {"X": x})
         self.service.lend_targets(hosted.model, request, {"Y": place})
-        outcome = ThreadSubmission(hosted.scheduler, request).wait()
+        outcome = outcome_of(hosted, request)
         outputs: dict[str, Any] = outcome.outputs if isinstance(outcome, Response) else {}
         if "Y" in outputs:
             self.service.write_shared("Y", outputs["Y"], place)
@@ -205,13 +205,13 @@ def test_a_client_that_cuts_its_memory_short_costs_the_stub_and_not_the_server(
     request = make_request(hosted, {"X": x})
     os.truncate(client.path, 4096)
 
-    outcome = ThreadSubmission(hosted.scheduler, request).wait()
+    outcome = outcome_of(hosted, request)
 
     assert "SIGBUS" in str(outcome)
     with pytest.raises(moonpool.InvalidRequest, match="shorter now"):
         client.infer(hosted)
     fine = make_request(hosted, {"X": ramp(0)})
-    assert isinstance(ThreadSubmission(hosted.scheduler, fine).wait(), Response)
+    assert isinstance(outcome_of(hosted, fine), Response)
 
 
 def test_regions_that_come_and_go_leave_nothing_in_the_stub(client: Client) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +16,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import Runtime
-from moonpool.runtime.errors import ModelError
-from moonpool.runtime.frontend.submission import LoopSubmission, ThreadSubmission
+from moonpool.runtime.frontend.submission import LoopSubmission
 from moonpool.runtime.request import InferenceRequest, Outcome
 
 BATCHING = {"max_batch_size": 8, "dynamic_batching": {}}
@@ -40,103 +38,9 @@ def sent(runtime: Runtime, value: float, on_outcome: Callable[[Outcome], object]
     return LoopSubmission(scheduler, request, on_outcome)
 
 
-def submitted(
-    runtime: Runtime, value: float
-) -> tuple[ThreadSubmission, list[Outcome], threading.Thread]:
-    """A submission whose caller waits on a thread of its own, and what came out of it."""
-    submission = ThreadSubmission(*made(runtime, value))
-    outcomes: list[Outcome] = []
-    thread = threading.Thread(target=lambda: outcomes.append(submission.wait()))
-    thread.start()
-    return submission, outcomes, thread
-
-
 def value(outcome: Outcome) -> float:
     assert isinstance(outcome, moonpool.Response)
     return float(outcome.outputs["Y"].flat[0])
-
-
-def is_cancelled(outcome: Outcome) -> bool:
-    return isinstance(outcome, ModelError) and outcome.code == "CANCELLED"
-
-
-def test_a_thread_gets_its_outcome(folder: Path) -> None:
-    with office(folder) as (backend, runtime):
-        backend.is_quick = True
-
-        assert value(ThreadSubmission(*made(runtime, 3)).wait()) == 3
-
-
-def test_a_thread_whose_client_left_in_the_queue_is_told_at_once(folder: Path) -> None:
-    with office(folder) as (backend, runtime):
-        _, first, busy = submitted(runtime, 1)
-        desk = backend.wait_for(1)
-        submission, outcomes, thread = submitted(runtime, 2)
-        wait_until(lambda: runtime.registry.find("m").scheduler.queued == 1)
-
-        submission.cancel()
-
-        thread.join(PATIENCE_S)
-        assert is_cancelled(outcomes[0])
-        desk.answer()
-        busy.join(PATIENCE_S)
-        assert value(first[0]) == 1
-        assert backend.sent == [[1.0]]
-
-
-def test_a_thread_that_waits_for_others_goes_on_when_its_client_left(folder: Path) -> None:
-    """The batch that it drives has others' requests in it."""
-    with office(folder, **BATCHING) as (backend, runtime):
-        _, _, busy = submitted(runtime, 1)
-        first = backend.wait_for(1)
-        callers = [submitted(runtime, number) for number in (2, 3)]
-        wait_until(lambda: runtime.registry.find("m").scheduler.queued == 2)
-        first.answer()
-        second = backend.wait_for(2)
-        for submission, _, _ in callers[:1]:
-            submission.cancel()
-        second.answer()
-
-        for _, _, thread in callers:
-            thread.join(PATIENCE_S)
-        busy.join(PATIENCE_S)
-        assert is_cancelled(callers[0][1][0])
-        assert value(callers[1][1][0]) == 3
-
-
-def test_a_model_is_told_of_a_client_that_left(folder: Path) -> None:
-    told: list[InferenceRequest] = []
-
-    with office(folder) as (backend, runtime):
-        backend.cancel = lambda _, request: told.append(request)  # type: ignore[assignment, method-assign]
-        submission, outcomes, thread = submitted(runtime, 1)
-        desk = backend.wait_for(1)
-
-        submission.cancel()
-
-        wait_until(lambda: told)
-        desk.answer()
-        thread.join(PATIENCE_S)
-        assert is_cancelled(outcomes[0])
-
-
-def test_a_client_that_left_before_it_was_sent_is_not_sent(folder: Path) -> None:
-    with office(folder) as (backend, runtime):
-        submission = ThreadSubmission(*made(runtime, 1))
-        submission.cancel()
-
-        assert is_cancelled(submission.wait())
-        assert backend.sent == []
-
-
-def test_cancelling_what_is_over_does_nothing(folder: Path) -> None:
-    with office(folder) as (backend, runtime):
-        backend.is_quick = True
-        submission = ThreadSubmission(*made(runtime, 1))
-        outcome = submission.wait()
-        submission.cancel()
-
-        assert value(outcome) == 1
 
 
 def test_a_loop_gets_outcomes_by_a_call(folder: Path) -> None:
@@ -219,8 +123,6 @@ def test_what_the_scheduler_refuses_is_raised(folder: Path) -> None:
         runtime.unload("m")
         with pytest.raises(moonpool.ModelUnavailable):
             LoopSubmission(scheduler, request, lambda _: None)
-        with pytest.raises(moonpool.ModelUnavailable):
-            ThreadSubmission(scheduler, request).wait()
 
     with office(folder) as (_, runtime):
         asyncio.run(main())

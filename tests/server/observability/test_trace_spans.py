@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, tensor
+from tests.runtime.frontend.outcomes import outcome_of
 from tests.server.observability.models import write
 
 import moonpool
 from moonpool.runtime.frontend.requests import make_request
-from moonpool.runtime.frontend.submission import ThreadSubmission
 from moonpool.runtime.frontend.trace_settings import trace_options
 from moonpool.runtime.frontend.traces import Traces
 from moonpool.runtime.request import Response
@@ -94,7 +94,7 @@ def ask(
     if trace is not None:
         trace.mark("GRPC_WAITREAD_START")
         trace.follow(request)
-    outcome = ThreadSubmission(found.scheduler, request).wait()
+    outcome = outcome_of(found, request)
     if trace is not None:
         trace.mark("GRPC_SEND_END")
         trace.end()

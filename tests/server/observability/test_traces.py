@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.runtime.frontend.outcomes import outcome_of
 from tests.server.observability.models import write
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool.runtime.frontend.requests import make_request
-from moonpool.runtime.frontend.submission import ThreadSubmission
 from moonpool.runtime.frontend.trace_settings import trace_options
 from moonpool.runtime.frontend.traces import Traces
 from moonpool.runtime.request import Details
@@ -50,7 +50,7 @@ def ask(runtime: moonpool.Runtime) -> Ask:
         if is_stream:
             assert len(list(ResponseStream(hosted.scheduler, request, 30))) == value
         else:
-            ThreadSubmission(hosted.scheduler, request).wait()
+            outcome_of(hosted, request)
         if trace is not None:
             trace.mark("HTTP_SEND_END")
             trace.end()
