@@ -93,13 +93,14 @@ async def _serve(make_handler: Callable[[asyncio.AbstractEventLoop], Any]) -> No
 
 
 async def _serve_inference() -> None:
-    from moonpool.runtime.frontend.http.server import serve_http
+    from moonpool.runtime.frontend.http.server import HttpServer
     from moonpool.runtime.frontend.service import Service
 
     with ExitStack() as stack:
         runtime = stack.enter_context(moonpool.Runtime())
         runtime.load("add_sub", MODELS / "add_sub")
-        server = await serve_http(Service(runtime), HttpOptions(port=0, metrics_port=None))
+        server = HttpServer(Service(runtime), HttpOptions(port=0, metrics_port=None))
+        await server.start()
         _say(server.ports["http"])
         with ThreadPoolExecutor(1) as pool:
             await asyncio.get_running_loop().run_in_executor(pool, sys.stdin.read)

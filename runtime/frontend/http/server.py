@@ -120,10 +120,6 @@ class HttpServer:
         self._parts.append((server, port))
         self.ports[name] = server.sockets[0].getsockname()[1]
 
-    def executors(self) -> tuple[tuple[ThreadPoolExecutor, int], ...]:
-        """The pools of threads, with how many each may have."""
-        return (self._executor, _THREADS), (self._patient, _PATIENT_THREADS)
-
     @property
     def connections(self) -> int:
         """How many there are, to all ports."""
@@ -166,10 +162,3 @@ def _tls(options: HttpOptions) -> ssl.SSLContext | None:
     context.load_cert_chain(options.certificate, options.private_key)
     context.set_alpn_protocols(["http/1.1"])
     return context
-
-
-async def serve_http(service: Service, options: HttpOptions) -> HttpServer:
-    """Listen on the ports of the options and serve; returns at once. Raises what `HttpServer.start` raises."""
-    server = HttpServer(service, options)
-    await server.start()
-    return server

@@ -14,7 +14,7 @@ import uvloop
 
 import moonpool
 from moonpool.runtime.frontend.http.options import HttpOptions
-from moonpool.runtime.frontend.http.server import HttpServer, serve_http
+from moonpool.runtime.frontend.http.server import HttpServer
 from moonpool.runtime.frontend.service import Service
 
 uvloop.new_event_loop().close()
@@ -52,17 +52,23 @@ class Serving:
         self._thread = threading.Thread(target=self.loop.run_forever, name="test-http")
         self._thread.start()
         try:
-            self.server: HttpServer = self.run(lambda: serve_http(self.service, self._options))
+            self.server: HttpServer = self.run(self._start)
         except BaseException:
             self._end()
             raise
         self.port = self.server.ports["http"]
         # All threads at once, so that none comes up in the middle of a test, which would have left it behind.
-        for executor, count in self.server.executors():
+        for executor in (self.server._executor, self.server._patient):
+            count = executor._max_workers
             together = threading.Barrier(count)
             for done in [executor.submit(together.wait, TIMEOUT_S) for _ in range(count)]:
                 done.result()
         return self
+
+    async def _start(self) -> HttpServer:
+        server = HttpServer(self.service, self._options)
+        await server.start()
+        return server
 
     def run(self, function: Callable[[], Any]) -> Any:
         """What a coroutine gives in the loop."""
