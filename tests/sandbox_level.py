@@ -30,6 +30,9 @@ WITHHELD = {
     "processes": "a model has no other processes, and no semaphores to share with them",
     "descriptors": "a model sends none to anybody",
     "names of metrics": "no metric of a model's passes for one of the runtime's",
+    "paths in errors": "an error of a model has no paths where others read it",
+    "a limit that is not named": "an error for want of memory names the limit",
+    "a folder of the test": "models that a run loads once may write to no folder of a later test",
     "shared memory": "a model gets copies of what others have, and they of what it has",
 }
 

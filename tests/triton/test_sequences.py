@@ -125,6 +125,7 @@ def test_requests_of_sequences_are_seen_and_refused_alike(both: Both, number: in
         assert said(ask(both.moonpool, model, "7s", 2)) == said(ask(both.triton, model, "7s", 2))
 
 
+@pytest.mark.needs("a folder of the test")
 @pytest.mark.parametrize("number", range(len(STRATEGIES)))
 def test_rescheduled_requests_come_again_alike(both: Both, tmp_path: Path, number: int) -> None:
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.triton.both import Both, agree
@@ -10,14 +11,20 @@ from tests.triton.both import Both, agree
 pytestmark = pytest.mark.triton
 
 
-def snippets() -> list[str]:
+def snippets() -> list[Any]:
     """The lines of `snippets/*.txt` but the headings; ` ;; ` ends a line of Python."""
     return [
-        line.replace(" ;; ", "\n")
+        _param(line.replace(" ;; ", "\n"))
         for file in sorted((Path(__file__).parent / "snippets").glob("*.txt"))
         for line in file.read_text(encoding="utf-8").splitlines()
         if line and not line.startswith("#")
     ]
+
+
+def _param(code: str) -> object:
+    """Those with an error of another model say where in the other one's files it was."""
+    tells_paths = "ValueError('on purpose')" in code and ").exec(" in code
+    return pytest.param(code, marks=pytest.mark.needs("paths in errors") if tells_paths else ())
 
 
 @pytest.mark.parametrize("code", snippets(), ids=lambda code: code.replace("\n", " ;; ")[:150])
