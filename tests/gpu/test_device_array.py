@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.gpu.cards import Fake
-from tests.gpu.late import SIZE, block, fill, peek
+from tests.gpu.late import SIZE, block, fill, fill_at_once, late, peek
 
 from moonpool.ipc import dlpack
 from moonpool.ipc.cuda.array import DeviceArray
@@ -327,7 +327,7 @@ def test_who_wrote_goes_on_after_those_that_read(region: DeviceRegion) -> None:
     fill(region, 7, lane.stream)
 
     array.leave(lane.stream)
-    fill(region, 8, stream)
+    fill_at_once(region, 8, stream)
     region.device.finish(stream)
 
     assert peek(region) == 8
@@ -343,9 +343,10 @@ def test_the_owner_of_foreign_memory_goes_on_after_our_copy(region: DeviceRegion
     fill(region, 7, stream)
 
     array.enter(lane.stream)
-    lane.copy(region.address + SIZE, array.address, SIZE)
+    with late():
+        lane.copy(region.address + SIZE, array.address, SIZE)
     array.leave(lane.stream)
-    fill(region, 9, stream)
+    fill_at_once(region, 9, stream)
     region.device.finish(stream)
 
     assert region.read(SIZE, 2) == b"\x07\x07"

@@ -155,38 +155,48 @@ def test_a_thousand_rounds_leave_nothing_behind(fake: Fake) -> None:
 def test_blocks_and_lanes_of_two_devices_keep_their_order(fake: Fake) -> None:
     words = fake.run(
         """
-        import numpy as np
+        import ctypes
         from moonpool.ipc.cuda.array import DeviceArray
         from moonpool.ipc.cuda.device import device
         from moonpool.ipc.cuda.lane import Lane
         from moonpool.ipc.cuda.region import DeviceRegion
+
+        def late(work):
+            driver = ctypes.CDLL("libcuda.so.1")
+            driver.fakeDelay(ctypes.c_long(150_000))
+            work()
+            driver.fakeDelay(ctypes.c_long(0))
+
+        def fill(array, value, stream):
+            with array.device as where:
+                where.driver.cuMemsetD8Async(array.address, value, 64, stream)
+
+        def array_of(region, lane):
+            return DeviceArray.over(region.lease(0, 64, lambda _: None, None, lane), 0, 2, (64,))
+
         here, there = device(0), device(1)
+        near, far = Lane(here), Lane(there)
         regions = [DeviceRegion.create(number, 4096, each) for number, each in enumerate((here, there))]
-        source, target = [
-            DeviceArray.over(region.lease(0, 64, lambda _: None, None, Lane(region.device)), 0, 2, (64,))
-            for region in regions
-        ]
-        lane = Lane(there)
+        source, target = array_of(regions[0], near), array_of(regions[1], far)
         stream = here.new_stream()
         source.enter(stream)
-        with here:
-            here.driver.cuMemsetD8Async(source.address, 7, 64, stream)
-        source.enter(lane.stream)
-        target.enter(lane.stream)
-        lane.copy(target.address, source.address, 64)
-        source.leave(lane.stream)
-        with here:
-            here.driver.cuMemsetD8Async(source.address, 9, 64, stream)
+        late(lambda: fill(source, 7, stream))
+        source.enter(far.stream)
+        target.enter(far.stream)
+        late(lambda: far.copy(target.address, source.address, 64))
+        source.leave(far.stream)
+        fill(source, 8, stream)
         print(set(target.to_host().tolist()), set(source.to_host().tolist()))
-        del source, target, lane
-        for region in regions:
-            region.close()
-        while here.dying or there.dying:
-            here.tidy(), there.tidy()
-        here.close_stream(stream)
+
+        # The block is used again while the other device still reads it.
+        late(lambda: far.copy(target.address, source.address, 64))
+        del source
+        again = array_of(regions[0], near)
+        again.enter(near.stream)
+        fill(again, 9, near.stream)
+        print(set(target.to_host().tolist()), set(again.to_host().tolist()))
         """,
         FAKE_CUDA_DEVICES=2,
-        FAKE_CUDA_DELAY_US=10_000,
     )
 
-    assert words == "{7} {9}"
+    assert words.splitlines() == ["{7} {8}", "{8} {9}"]

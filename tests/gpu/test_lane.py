@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.gpu.cards import Fake, settle
-from tests.gpu.late import SIZE, block, fill, peek
+from tests.gpu.late import SIZE, block, fill, fill_at_once, peek
 
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.lane import Lane, lane_of
@@ -42,16 +42,16 @@ def test_work_is_late_so_that_what_is_not_ordered_shows(region: DeviceRegion, st
 
 
 def test_a_stream_waits_for_another_one_and_nobody_else_does(
-    region: DeviceRegion, stream: int, late: Fake
+    region: DeviceRegion, stream: int, fake: Fake
 ) -> None:
     other = region.device.new_stream()
     fill(region, 7, stream)
-    waits = late.calls("cuEventSynchronize") + late.calls("cuStreamSynchronize")
+    waits = fake.calls("cuEventSynchronize") + fake.calls("cuStreamSynchronize")
 
     region.device.order(stream, other)
-    fill(region, 8, other)
+    fill_at_once(region, 8, other)
 
-    assert late.calls("cuEventSynchronize") + late.calls("cuStreamSynchronize") == waits
+    assert fake.calls("cuEventSynchronize") + fake.calls("cuStreamSynchronize") == waits
     region.device.finish(other)
     assert peek(region) == 8
     region.device.close_stream(other)
@@ -108,7 +108,7 @@ def test_a_block_that_is_used_again_waits_for_its_last_user(
     again = block(region, lane)
 
     again.use(other)
-    fill(region, 8, other)
+    fill_at_once(region, 8, other)
     region.device.finish(stream)
     region.device.finish(other)
 
@@ -127,7 +127,7 @@ def test_a_copy_of_the_lane_s_own_into_a_block_waits_for_its_last_user(
     again = block(region, lane)
 
     again.use(lane.stream)
-    fill(region, 8, lane.stream)
+    fill_at_once(region, 8, lane.stream)
     lane.finish()
     region.device.finish(stream)
 
@@ -155,19 +155,19 @@ def test_publishing_waits_where_events_are_not_shared(region: DeviceRegion, lane
 
 
 def test_publishing_does_not_wait_where_events_are_shared(
-    region: DeviceRegion, lane: Lane, late: Fake
+    region: DeviceRegion, lane: Lane, fake: Fake
 ) -> None:
-    waits = late.calls("cuEventSynchronize")
+    waits = fake.calls("cuEventSynchronize")
     fill(region, 7, lane.stream)
 
     lane.publish()
 
-    assert late.calls("cuEventSynchronize") == waits
+    assert fake.calls("cuEventSynchronize") == waits
     assert peek(region) == 0
     lane.finish()
 
 
-def test_where_events_cannot_be_made_for_others_there_is_no_handle(late: Fake) -> None:
+def test_where_events_cannot_be_made_for_others_there_is_no_handle(fake: Fake) -> None:
     program = """
         from moonpool.ipc.cuda.device import device
         from moonpool.ipc.cuda.lane import Lane
@@ -175,7 +175,7 @@ def test_where_events_cannot_be_made_for_others_there_is_no_handle(late: Fake) -
         print(lane.handle, len(Lane(device(0), shares_events=False).handle))
         """
 
-    assert late.run(program, FAKE_CUDA_NO_EVENTS=1) == "b'' 0"
+    assert fake.run(program, FAKE_CUDA_NO_EVENTS=1) == "b'' 0"
 
 
 @pytest.mark.parametrize("handle", [b"x" * 64, b"x" * 63, b"x"])
@@ -200,7 +200,7 @@ def test_copies_from_and_to_ordinary_memory_wait_unless_told_not_to(
 
 
 def test_a_copy_into_pinned_memory_is_done_after_finish(
-    region: DeviceRegion, lane: Lane, late: Fake
+    region: DeviceRegion, lane: Lane, fake: Fake
 ) -> None:
     shared = SharedRegion.create(8, 1 << 16)
     assert region.device.pin(shared)
@@ -213,10 +213,10 @@ def test_a_copy_into_pinned_memory_is_done_after_finish(
     lane.finish()
     assert (back == 7).all()
 
-    pinned = late.live()["ranges"]
+    pinned = fake.live()["ranges"]
     del back
     shared.close()
-    assert late.live()["ranges"] == pinned - 1
+    assert fake.live()["ranges"] == pinned - 1
 
 
 def test_what_is_kept_is_let_go_of_when_the_copy_is_done(region: DeviceRegion, lane: Lane) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.gpu.cards import Fake
-from tests.gpu.late import DELAY_US, SIZE, fill, peek
+from tests.gpu.late import LATE_US, SIZE, fill, fill_at_once, peek
 
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import Lane
@@ -35,6 +35,7 @@ if sys.argv[2] != "0":
     os.setgroups([])
     os.setresgid(*[int(sys.argv[2])] * 3)
     os.setresuid(*[int(sys.argv[2])] * 3)
+fake, LATE_US = ctypes.CDLL("libcuda.so.1"), int(sys.argv[3])
 end = socket.socket(fileno=int(sys.argv[1]))
 packet, fds, _, _ = socket.recv_fds(end, 4096, 1)
 size, handle, memory = eval(packet)
@@ -48,9 +49,14 @@ except MoonpoolError:
 stream = here.new_stream()
 end.send(lane.handle)
 
+def late(work):
+    fake.fakeDelay(ctypes.c_long(LATE_US))
+    work()
+    fake.fakeDelay(ctypes.c_long(0))
+
 def fill(value, stream):
     with here:
-        here.driver.cuMemsetD8Async(region.address, value, SIZE, stream)
+        late(lambda: here.driver.cuMemsetD8Async(region.address, value, SIZE, stream))
 
 def first():
     return ctypes.c_uint8.from_address(region.address).value
@@ -72,7 +78,7 @@ class Peer:
         self.lane = Lane(region.device)
         lines = f"import sys\nsys.path[:] = {sys.path!r}\n{PEER}"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", lines, str(theirs.fileno()), str(user)],
+            [sys.executable, "-c", lines, str(theirs.fileno()), str(user), str(LATE_US)],
             pass_fds=[theirs.fileno()], env=environment,
         )  # fmt: skip
         theirs.close()
@@ -97,11 +103,11 @@ class Peer:
 
 
 @pytest.fixture
-def peer_of(late: Fake) -> Iterator[Callable[..., Peer]]:
+def peer_of(fake: Fake) -> Iterator[Callable[..., Peer]]:
     with contextlib.ExitStack() as stack:
 
         def start(region: DeviceRegion, user: int = 0, **settings: object) -> Peer:
-            environment = late.environment(FAKE_CUDA_DELAY_US=DELAY_US, **settings)
+            environment = fake.environment(**settings)
             peer = Peer(region, environment, user)
             stack.callback(peer.close)
             return peer
@@ -133,10 +139,11 @@ def test_what_is_given_back_is_written_to_after_the_peer_read_it(
     # It reads late, and gives the block back at once.
     peer.does(
         "(globals().update(seen=np.zeros(SIZE, np.uint8)), lane.enter(stream), "
-        "[here.copy(region.address + SIZE, region.address, SIZE, stream)], lane.publish([stream]))"
+        "late(lambda: here.copy(region.address + SIZE, region.address, SIZE, stream)), "
+        "lane.publish([stream]))"
     )
     peer.lane.receive()
-    fill(region, 8, peer.lane.stream)
+    fill_at_once(region, 8, peer.lane.stream)
     peer.lane.finish()
 
     assert peek(region) == 8
@@ -205,13 +212,11 @@ def test_the_lane_of_a_peer_that_died_at_work_holds_up_no_other_lane(
 
 
 def test_memory_of_the_older_kind_is_opened_once_by_its_handle(
-    late: Fake, peer_of: Callable[..., Peer]
+    peer_of: Callable[..., Peer],
 ) -> None:
-    late.delay(0)
     device(0).has_descriptors = False
     region = DeviceRegion.create(7, SIZE, device(0))
     assert (region.fd, len(region.handle)) == (-1, 64)
-    late.delay(DELAY_US)
     peer = peer_of(region)
     peer.lane.meet(peer.handle)
 
