@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.gpu.cards import Fake, fake, fake_library
-from tests.gpu.late import DELAY_US
 from tests.stub.device_peer import Peer, floats, peer
 
 from moonpool.ipc.cuda.array import DeviceArray
@@ -22,6 +21,8 @@ from moonpool.stub import pb_utils
 from moonpool.stub.tensor import Tensor
 
 __all__ = ["fake", "fake_library", "peer"]
+
+DELAY_US = 20_000
 
 
 class Library:
