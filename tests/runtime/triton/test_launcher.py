@@ -239,6 +239,38 @@ def test_a_configuration_may_be_longer_than_a_packet(shim: Shim, write: Write) -
     assert shim.start(ready[1]).started is not None
 
 
+def test_deaths_and_loads_leave_nothing_behind_in_the_launcher(shim: Shim, write: Write) -> None:
+    def held() -> tuple[int, int, int]:
+        files = os.listdir(f"/proc/{shim.process.pid}/fd")
+        threads = os.listdir(f"/proc/{shim.process.pid}/task")
+        maps = Path(f"/proc/{shim.process.pid}/maps").read_text()
+        return len(files), len(threads), maps.count("memfd:moonpool")
+
+    def live() -> None:
+        ready = shim.load(write(DOUBLES), CONFIG, completes=True)
+        stub = shim.start(ready[1])
+        number = shim.number_of(stub)
+        stub.kill()
+        shim.lose(stub)
+        shim.hear(Word.STARTED)
+        stub = shim.stubs[number]
+        assert stub.infer([1]) == [2]
+        stub.finalize()
+        shim.end(stub)
+        shim.tell(Word.END_MODEL, ready[1])
+        shim.hear(Word.MODEL_ENDED)
+
+    live()
+    before = held()
+    for _ in range(3):
+        live()
+
+    def is_as_before() -> bool:
+        return all(now <= then for now, then in zip(held(), before, strict=True))
+
+    wait_until(is_as_before, what=f"no more files, threads and regions than {before}")
+
+
 def test_stubs_end_with_the_launcher(shim: Shim, start: Start) -> None:
     stub = start()
 
