@@ -61,6 +61,8 @@ class HostingRules:
     sandbox: str | None = None
     completes: bool = True
     grants: frozenset[str] = frozenset()
+    # How it is said on the command line that a model is one of these.
+    grant_option: str = "--sandbox-grants="
 
     def apply_to(self, model: Model) -> None:
         """Have a model that is not loaded yet keep them."""
@@ -71,7 +73,7 @@ class HostingRules:
             and is_contained(self.sandbox)
             and model.name not in self.grants
         ):
-            check_ungranted(model)
+            check_ungranted(model, self.grant_option)
         model.completes = self.completes
 
     def level_of(self, config: ModelConfig, options: ModelOptions) -> str:

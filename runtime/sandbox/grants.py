@@ -46,29 +46,30 @@ def check_may_ask(asker: Model, name: str) -> None:
         )
 
 
-def check_ungranted(model: Model) -> None:
+def check_ungranted(model: Model, option: str) -> None:
     """Raises `ConfigError` where the configuration gives the model more than its level does.
 
-    Under a level that holds for a whole server, a model is not to open its own door.
+    Under a level that holds for a whole server, a model is not to open its own door. `option` of the server, with the
+    model's name at its end, lets it.
     """
     options = model.options
     usual = hardened(replace(type(options)(), sandbox=options.sandbox))
     for key, attribute in _GRANTS.items():
         if getattr(options, attribute) != getattr(usual, attribute):
-            raise _ungranted(model, f"parameters[{key}]", "more than its sandbox does")
+            raise _ungranted(model, option, f"parameters[{key}]", "more than its sandbox does")
     if model.config.uses_gpu:
-        raise _ungranted(model, "instance_group", "a GPU")
+        raise _ungranted(model, option, "instance_group", "a GPU")
     for key, (attribute, bound) in _LIMITS.items():
         most = getattr(usual, bound)
         if _exceeds(getattr(options, attribute), most):
-            raise _ungranted(model, f"parameters[{key}]", f"more than {most}")
+            raise _ungranted(model, option, f"parameters[{key}]", f"more than {most}")
 
 
-def _ungranted(model: Model, field: str, more: str) -> ConfigError:
+def _ungranted(model: Model, option: str, field: str, more: str) -> ConfigError:
     return model.config.source.error(
         field,
         f"this server lets no model give itself {more}; to let '{model.name}', start it with "
-        f"--sandbox-grants={model.name}",
+        f"{option}{model.name}",
     )
 
 

@@ -102,7 +102,7 @@ class Launcher:
         self, number: int, name: str, version: int, directory: str, config: str, completes: bool
     ) -> None:
         try:
-            rules = rules_of(self._config)
+            rules = rules_of(self._backend.name, self._config)
             served = ServedModel(name, version, directory, config, self._directory)
             rules.apply_to(served.model)
             served.model.completes = completes

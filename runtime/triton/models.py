@@ -35,7 +35,7 @@ _COMPLETED = (
 _WITHOUT_EFFECT = ("retry", "recycle_requests", "recycle_rss_bytes")
 
 
-def rules_of(backend_config: str) -> HostingRules:
+def rules_of(backend: str, backend_config: str) -> HostingRules:
     """What `--backend-config=python,sandbox=strict` and its like say. Raises `ConfigError`.
 
     `backend_config` is the JSON text of TRITONBACKEND_BackendConfig; what it says besides is for others.
@@ -48,7 +48,11 @@ def rules_of(backend_config: str) -> HostingRules:
             field="--backend-config sandbox",
         )
     names = str(options.get("sandbox-grants", "")).split(",")
-    return HostingRules(sandbox=level, grants=frozenset(filter(None, names)))
+    return HostingRules(
+        sandbox=level,
+        grants=frozenset(filter(None, names)),
+        grant_option=f"--backend-config={backend},sandbox-grants=",
+    )
 
 
 class ServedModel:

@@ -170,7 +170,9 @@ def test_under_it_a_model_does_not_give_itself_more(write: Write) -> None:
     more = with_options(MOONPOOL_SANDBOX_PATHS="/etc")
 
     with launched(options={"sandbox": "strict"}) as shim:
-        assert shim.load(write(DOUBLES), more)[0] == Word.MODEL_REFUSED
+        word, _, _, message = shim.load(write(DOUBLES), more)
+    assert word == Word.MODEL_REFUSED
+    assert message.endswith("start it with --backend-config=python,sandbox-grants=m")
     with launched(options={"sandbox": "strict", "sandbox-grants": "other,m"}) as shim:
         assert shim.load(write(DOUBLES), more)[0] == Word.MODEL_READY
 
