@@ -41,6 +41,8 @@ class Host:
         parameters = {f"MOONPOOL_{key}": value for key, value in options.items()}
         force = parameters.pop("MOONPOOL_FORCE_CPU", "no")
         parameters |= {"FORCE_CPU_ONLY_INPUT_TENSORS": force, "MOONPOOL_GPU_AS_NUMPY": "copy"}
+        # How the driver of the stubs is to behave.
+        parameters["MOONPOOL_ENVIRONMENT"] = "FAKE_*"
         x = {"data_type": "TYPE_FP32", "dims": [-1]}
         config = {
             "input": [{"name": "X", **x}, {"name": "HOW", "data_type": "TYPE_STRING", "dims": [1]}],
