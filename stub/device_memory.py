@@ -62,12 +62,17 @@ class DeviceMemory:
         return lane
 
     def meet(self, ordinal: int, handle: bytes) -> None:
-        """The peer's event. Answers with ours. On the control thread."""
+        """The peer's event, which is answered with ours; empty where it cannot be, or, said once more, ours could not be opened.
+
+        On the control thread.
+        """
         lane = self.lane(ordinal)
         try:
             lane.meet(handle)
         except CudaError:  # each waits for its own work then
             lane.meet(b"")
+        if ordinal in self._met:
+            return
         self._tell(Kind.EVENT, ordinal, lane.handle)
         with self._changed:
             self._met.add(ordinal)

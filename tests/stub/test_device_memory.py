@@ -132,6 +132,14 @@ def test_a_wish_for_a_device_without_room_or_that_is_not_there_leaves_outputs_wh
     assert peer.read(blocks[0], rows[0]).tolist() == [1]
 
 
+def test_a_peer_that_cannot_open_our_event_is_not_answered_again(peer: Peer) -> None:
+    peer.lend(X=floats(1))
+    events = [each for each in peer.heard if each[0] == Kind.EVENT]
+    peer.regions.on_devices().meet(0, b"")
+    assert [each for each in peer.heard if each[0] == Kind.EVENT] == events
+    assert peer.regions.on_devices().lane(0).handle == b""
+
+
 def test_strings_stay_in_ordinary_memory(peer: Peer) -> None:
     text = Tensor("Y", np.array([b"a"], np.object_))
     blocks, _ = peer.answer(text, memory=DEVICE_MEMORY)
