@@ -1,0 +1,54 @@
+"""Who is told of work on a device waits for it, on the device: only one side is late, so that nothing else makes it right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import MODELS
+from tests.runtime.devices.conftest import Foreign, Host, on_host
+
+VALUES = np.arange(1, 17, dtype=np.float32)
+DELAY_US = 30_000
+
+
+def load_library(host: Host, **options: str) -> None:
+    """A model that leaves its output to a library with a stream of its own."""
+    given = {"FORCE_CPU_ONLY_INPUT_TENSORS": "no", **options}
+    x = {"data_type": "TYPE_FP32", "dims": [-1]}
+    host.runtime.load(
+        "library",
+        MODELS / "gpu_library.py",
+        config={
+            "input": [{"name": "X", **x}],
+            "output": [{"name": "Y", **x}],
+            "instance_group": [{"kind": "KIND_GPU"}],
+            "parameters": {key: {"string_value": value} for key, value in given.items()},
+        },
+    )
+
+
+def test_a_model_waits_for_what_the_runtime_does_late(host: Host) -> None:
+    host.load()
+    host.infer(Foreign(VALUES), "host")
+    x = Foreign(VALUES + 5)
+    host.fake.delay(DELAY_US)
+    y, on_cpu = host.infer(x, "host")
+    host.fake.delay(0)
+    assert not on_cpu
+    assert (on_host(y) == VALUES + 6).all()
+
+
+@pytest.mark.parametrize("wanted", ["where they are", "ordinary"])
+def test_a_caller_waits_for_what_a_model_s_library_does_late(
+    host: Host, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", str(DELAY_US))
+    load_library(host, MOONPOOL_ENVIRONMENT="FAKE_*")
+    host.fake.delay(0)
+    options = {} if wanted == "where they are" else {"outputs_in": "cpu"}
+    for step in range(2):
+        x = host.runtime.empty("library", "X", VALUES.shape, device=0)
+        x.device.write(x.address, VALUES + step)
+        y = host.runtime.infer("library", {"X": x}, timeout_s=30, **options)["Y"]
+        assert isinstance(y, np.ndarray) == (wanted == "ordinary")
+        assert (on_host(y) == VALUES + step).all()
