@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
@@ -178,6 +179,12 @@ class DeviceMemory:
         self._arenas[region.device.ordinal].release(block)
 
     # The end
+
+    def finish(self) -> None:
+        """Wait until devices have done what the peer may wait for: with this process its events would be gone."""
+        for lane in self._lanes.copy().values():
+            with suppress(CudaError):  # a device that has failed does nothing more
+                lane.finish()
 
     def desert(self) -> None:
         """The peer is gone: nobody is to wait for it."""

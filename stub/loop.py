@@ -221,6 +221,7 @@ class Stub:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        self._peers.finish()
         self._main.conversation.send(Kind.FINALIZED, message, traceback)
         # Not sys.exit: threads that the model left behind would keep the process.
         os._exit(0)

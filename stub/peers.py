@@ -82,6 +82,12 @@ class Peers:
                 peer.tidy(give_up_memory=idle_s >= _KEEP_S)
         return [self._all[fd] for fd, _ in self._poll.poll()]
 
+    def finish(self) -> None:
+        """Before the process ends: wait until devices have done what others wait for."""
+        for peer in self._all.values():
+            if peer.regions.devices is not None:
+                peer.regions.devices.finish()
+
     def leave_to_parent(self) -> None:
         """In a process that the model forked: the runtime speaks with the one process only."""
         for peer in self._all.values():
