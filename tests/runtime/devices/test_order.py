@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS
@@ -45,7 +47,7 @@ def test_a_caller_waits_for_what_a_model_s_library_does_late(
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", str(DELAY_US))
     load_library(host, MOONPOOL_ENVIRONMENT="FAKE_*")
     host.fake.delay(0)
-    options = {} if wanted == "where they are" else {"outputs_in": "cpu"}
+    options: dict[str, Any] = {} if wanted == "where they are" else {"outputs_in": "cpu"}
     for step in range(2):
         x = host.runtime.empty("library", "X", VALUES.shape, device=0)
         x.device.write(x.address, VALUES + step)
