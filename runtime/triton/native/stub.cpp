@@ -211,12 +211,11 @@ int Stub::wait_milliseconds() {
 
 // False at the end of the channel.
 bool Stub::read_control() {
-  Packet packet;
   std::string stored;
   for (int i = 0; i < kManyMessages; ++i) {
-    const Channel::Received received = control_.receive(packet, true);
+    const Channel::Received received = control_.receive(packet_, true);
     if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
-    auto message = decode(wire::kControl, wire::Side::STUB, packet.bytes());
+    auto message = decode(wire::kControl, wire::Side::STUB, packet_.bytes());
     if (message && message.kind() == Kind::INDIRECT) {
       const wire::Indirect where(message.fields);
       const View view = answers_.look({where.region, where.offset, where.size});

@@ -103,6 +103,7 @@ class Stub final : public RegionSource {
   // Lines that it may log, and how many more it did; for whoever listens.
   Budget log_lines_;
   uint64_t lines_left_out_ = 0;
+  Packet packet_;
   std::atomic<bool> is_executing_{false};
   std::atomic<bool> has_ended_{false};
   std::atomic<unsigned> log_levels_{0};
