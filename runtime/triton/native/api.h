@@ -159,6 +159,7 @@ using Responded = void(InferenceResponse*, uint32_t flags, void* user);
   REQUIRED(TRITONSERVER_, ServerUnloadModel, Error*, (Server*, const char* name))                                 \
   REQUIRED(TRITONSERVER_, ServerUnloadModelAndDependents, Error*, (Server*, const char* name))                    \
   OPTIONAL(TRITONSERVER_, InferenceTraceContext, Error*, (Trace*, const char** context))                          \
+  OPTIONAL(TRITONSERVER_, InferenceTraceSpawnChildTrace, Error*, (Trace*, Trace** child))                         \
   OPTIONAL(TRITONBACKEND_, BackendAttributeSetParallelModelInstanceLoading, Error*, (BackendAttribute*, bool))    \
   REQUIRED(TRITONBACKEND_, BackendArtifacts, Error*, (Backend*, int* kind, const char** location))                \
   REQUIRED(TRITONBACKEND_, BackendConfig, Error*, (Backend*, Message**))                                          \

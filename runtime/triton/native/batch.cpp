@@ -37,7 +37,7 @@ void Batch::write(Stub& stub, const wire::Block& block) {
         writer.array(1);
         block.write(writer);
       },
-      Raw{requests_.layout()}, [this](Writer& writer) { requests_.write_details(writer); }, std::nullopt);
+      Raw{requests_.layout()}, [this](Writer& writer) { requests_.write_details(writer, number_); }, std::nullopt);
   if (message_.bytes().size() <= wire::kMaxPacketBytes) return;
   char* memory;
   const uint64_t size = message_.bytes().size();

@@ -236,7 +236,9 @@ void Calls::start(Inference& inference, const wire::Infer& asked) {
                       "using the decoupled transaction policy. Please use 'decoupled=True' argument "
                       "to the 'exec' or 'async_exec' calls for decoupled models.'");
   }
-  inference.start(asked, model_.server());
+  const auto trace = asked.details ? asked.details->trace : std::nullopt;
+  inference.start(asked, model_.server(),
+                  trace ? stub_->open_requests().child_trace(*trace) : nullptr);
 }
 
 void Calls::withdraw(uint64_t call) {

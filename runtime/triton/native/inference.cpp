@@ -211,7 +211,7 @@ void Inference::hold(const List<wire::Block>& blocks, Loans& loans, Answers& ans
   }
 }
 
-void Inference::start(const wire::Infer& asked, triton::Server* server) {
+void Inference::start(const wire::Infer& asked, triton::Server* server, triton::Trace* trace) {
   make(asked, server);
   // Each is let go of by the function that it is given to.
   auto for_release = std::make_unique<std::shared_ptr<Inference>>(shared_from_this());
@@ -220,7 +220,7 @@ void Inference::start(const wire::Infer& asked, triton::Server* server) {
   check(triton::InferenceRequestSetResponseCallback(request_, allocator(), calls_.get(), responded,
                                                     for_responses.get()));
   triton::InferenceRequest* const request = request_;
-  check(triton::ServerInferAsync(server, request, nullptr));
+  check(triton::ServerInferAsync(server, request, trace));
   for_release.release();
   for_responses.release();
 }

@@ -26,7 +26,8 @@ class Inference : public std::enable_shared_from_this<Inference> {
   // Look at the memory that the stub names. Throws Violation.
   void hold(const List<wire::Block>& blocks, Loans& loans, Answers& answers);
   // Give the request to the server; responses come from then on. Throws Failure, and Violation.
-  void start(const wire::Infer& asked, triton::Server* server);
+  // `trace` is for the request to own, or null.
+  void start(const wire::Infer& asked, triton::Server* server, triton::Trace* trace);
   // Nobody wants its responses any more.
   void cancel() noexcept;
 

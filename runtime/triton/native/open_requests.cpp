@@ -17,6 +17,29 @@ void OpenRequests::begin(uint64_t batch, const std::vector<triton::Request*>& re
   }
 }
 
+std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index) {
+  const char* context = nullptr;
+  if (triton::InferenceTraceContext) check(triton::InferenceTraceContext(trace, &context));
+  if (context && *context) return std::string(context).substr(0, wire::kShort);
+  return "#" + std::to_string(batch) + "." + std::to_string(index);
+}
+
+triton::Trace* OpenRequests::child_trace(std::string_view name) {
+  triton::Trace* child = nullptr;
+  const auto look = [&](const Pending& pending, uint64_t batch, uint64_t index) {
+    triton::Trace* trace = nullptr;
+    if (child || !pending.request) return;
+    check(triton::RequestTrace(pending.request, &trace));
+    if (!trace || name_of(trace, batch, index) != name) return;
+    check(triton::InferenceTraceSpawnChildTrace(trace, &child));
+  };
+  if (!triton::RequestTrace || !triton::InferenceTraceSpawnChildTrace) return nullptr;
+  std::lock_guard lock(mutex_);
+  for (size_t index = 0; index < executing_.size(); ++index) look(executing_[index], batch_, index);
+  for (const auto& [key, pending] : open_) look(pending, key.first, key.second);
+  return child;
+}
+
 OpenRequests::Left OpenRequests::answered(size_t index, uint64_t state) {
   std::lock_guard lock(mutex_);
   Pending& pending = executing_[index];

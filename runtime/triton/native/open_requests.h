@@ -5,6 +5,8 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -42,6 +44,8 @@ class OpenRequests {
   void fail(const Failure& failure);
 
   bool are_open();
+  // A trace for a request that the model makes on behalf of the one of this name; null where that is not traced.
+  triton::Trace* child_trace(std::string_view name);
   // Those that nobody waits for any more, each told once.
   void each_cancelled(const std::function<void(uint64_t batch, uint64_t index)>& tell);
 
@@ -66,6 +70,9 @@ class OpenRequests {
   std::vector<Pending> executing_;
   std::map<Key, Pending> open_;
 };
+
+// What a trace is called towards the model: its context, or what only this process knows.
+std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index);
 
 // Release a request: done with, or to be scheduled once more.
 void release(triton::Request* request, uint32_t flags = triton::kReleaseAll) noexcept;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "open_requests.h"
+
 namespace moonpool {
 namespace {
 
@@ -141,20 +143,14 @@ Requests::Details Requests::details_of(triton::Request* request) const {
     throw Failure(triton::kInvalidArg, "the request has more parameters than any may have");
   }
   check(triton::RequestOutputCount(request, &details.outputs));
-  triton::Trace* trace = nullptr;
-  if (triton::RequestTrace && triton::InferenceTraceContext) {
-    check(triton::RequestTrace(request, &trace));
-    const char* context = nullptr;
-    if (trace) check(triton::InferenceTraceContext(trace, &context));
-    details.trace = text(context).substr(0, wire::kShort);
-  }
+  if (triton::RequestTrace) check(triton::RequestTrace(request, &details.trace));
   return details;
 }
 
 bool Requests::are_usual(const Details& details) const {
   return details.id.empty() && details.correlation == 0 && details.correlation_text.empty() &&
          details.flags == 0 && details.timeout_us == 0 && details.parameters == 0 &&
-         details.outputs == model_.outputs().size() && details.trace.empty() && !is_on_device_;
+         details.outputs == model_.outputs().size() && !details.trace && !is_on_device_;
 }
 
 // The rows of one input lie back to back across the requests, so that a model which wants them stacked has them
@@ -213,7 +209,7 @@ void Requests::copy(char* block) const {
   }
 }
 
-void Requests::write_details_of(Writer& writer, size_t i) const {
+void Requests::write_details_of(Writer& writer, uint64_t batch, size_t i) const {
   const Details& details = items_[i].details;
   if (!items_[i].has_details) return writer.nil();
   writer.array(kDetails);
@@ -242,20 +238,20 @@ void Requests::write_details_of(Writer& writer, size_t i) const {
       writer.integer(known - names.begin());
     }
   }
-  if (details.trace.empty()) {
-    writer.nil();
+  if (details.trace) {
+    writer.text(name_of(details.trace, batch, i));
   } else {
-    writer.text(details.trace);
+    writer.nil();
   }
   writer.uint(is_on_device_ ? kOrdinaryMemory : kAnyMemory);
   writer.uint(0);
 }
 
-void Requests::write_details(Writer& writer) const {
+void Requests::write_details(Writer& writer, uint64_t batch) const {
   const auto has_details = [](const Item& item) { return item.has_details; };
   if (std::none_of(items_.begin(), items_.end(), has_details)) return writer.nil();
   writer.array(items_.size());
-  for (size_t i = 0; i < items_.size(); ++i) write_details_of(writer, i);
+  for (size_t i = 0; i < items_.size(); ++i) write_details_of(writer, batch, i);
 }
 
 }  // namespace moonpool

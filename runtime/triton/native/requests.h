@@ -29,7 +29,7 @@ class Requests {
   void copy(char* block) const;
   // The block's layout, and the details of each request, in the words of EXECUTE.
   std::string_view layout() const { return layout_.bytes(); }
-  void write_details(Writer& writer) const;
+  void write_details(Writer& writer, uint64_t batch) const;
 
  private:
   struct Tensor {
@@ -43,9 +43,10 @@ class Requests {
     uint64_t first_size;
   };
   struct Details {
-    std::string_view id, correlation_text, trace;
+    std::string_view id, correlation_text;
     uint64_t correlation, timeout_us;
     uint32_t flags, parameters, outputs;
+    triton::Trace* trace;
   };
   struct Item {
     size_t first, count;  // of its tensors
@@ -56,7 +57,7 @@ class Requests {
   void gather_input(triton::Request* request, uint32_t number);
   Details details_of(triton::Request* request) const;
   bool are_usual(const Details& details) const;
-  void write_details_of(Writer& writer, size_t i) const;
+  void write_details_of(Writer& writer, uint64_t batch, size_t i) const;
 
   const Model& model_;
   const bool is_on_device_;
