@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import compileall
 import functools
+import os
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 _FOLDERS = [Path(__file__).resolve().parents[2] / name for name in ("ipc", "stub")]
@@ -20,6 +22,15 @@ def keep() -> None:
     Does nothing where Python is not to write bytecode, or where the folders cannot be written to. Any thread may
     call it.
     """
-    if not sys.dont_write_bytecode:
-        for folder in _FOLDERS:
+    for folder in () if sys.dont_write_bytecode else _FOLDERS:
+        # Else all of it would be compiled in vain.
+        if _may_write(Path(cache_from_source(str(folder / "__init__.py"))).parent):
             compileall.compile_dir(folder, quiet=2)
+
+
+def _may_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)

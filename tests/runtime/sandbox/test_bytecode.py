@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import sys
 from collections.abc import Callable
 from importlib.util import cache_from_source
@@ -56,6 +57,17 @@ def test_where_python_writes_no_bytecode_none_is_written(
     keep()
 
     assert not (tmp_path / "kept").exists()
+
+
+def test_where_it_cannot_be_kept_nothing_is_compiled(
+    keep: Keep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(compileall, "compile_dir", lambda *_, **__: compiled.append(_))
+    (tmp_path / "kept").touch()
+    keep()
+
+    assert compiled == []
 
 
 @pytest.mark.usefixtures("keep")
