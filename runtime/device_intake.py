@@ -43,7 +43,7 @@ class DeviceIntake:
             raise InvalidRequest(f"{subject} cannot be read where it lies: {error}") from error
         if array is None:
             raise InvalidRequest(f"{subject} does not lie where it says that it does")
-        return array
+        return array if self._memory is None else self._memory.own(array)
 
     def to_host(self, array: DeviceArray) -> NDArray[Any]:
         """A copy in memory that stubs of the model can read. Waits for all that was done to the array before.

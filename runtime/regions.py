@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from moonpool.ipc.arena import Block
+    from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.ipc.cuda.region import DeviceLease
     from moonpool.ipc.memory import Lease
     from moonpool.runtime.device_regions import DeviceCallerMemory
@@ -98,6 +99,12 @@ class CallerMemory:
             if memory is None:
                 memory = self._on_devices[gpu] = DeviceCallerMemory(self._limit_bytes, gpu)
             return memory
+
+    def own(self, array: DeviceArray) -> DeviceArray:
+        """An array as one that `on_device` gave, where it lies in that memory; else as it is."""
+        memory = self._on_devices.get(array.device.ordinal)
+        found = None if memory is None or array.lease is not None else memory.lease_over(array)
+        return found or array
 
     def has_on_device(self, lease: DeviceLease) -> bool:
         """Whether a lease is one of ours on a device."""

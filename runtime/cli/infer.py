@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
             as_arrays(values, config),
             version=options.version,
             timeout_s=options.timeout,
+            outputs_in="cpu",
         )
         if options.output_dir is not None:
             _write(outputs, Path(options.output_dir))

@@ -60,6 +60,7 @@ class StubModel(LoadedModel):
             queue_timeout_us=request.timeout_us,
             parameters=request.parameters,
             trace_context=request.trace_context,
+            outputs_in="cpu",
         ) as stream:
             execution = _Execution(stream)
             request.executions.add(execution)

@@ -63,6 +63,31 @@ def test_arrays_of_other_libraries_are_copied_once_on_the_device(host: Host) -> 
     assert (y.to_host() == VALUES).all()
 
 
+def test_what_a_library_made_of_the_runtimes_memory_is_lent_as_well(host: Host) -> None:
+    host.load()
+
+    class View:
+        """The second half of an array, as a library has it."""
+
+        def __init__(self, array: DeviceArray) -> None:
+            whole = array.__cuda_array_interface__
+            self.owner, self.address = array, whole["data"][0] + 32
+            changes = {"shape": (8,), "data": (self.address, False)}
+            self.__cuda_array_interface__ = {**whole, **changes}
+
+    x = View(host.on_device(VALUES))
+    before = copies(host)
+
+    y, _ = host.infer(x)
+
+    assert copies(host) == before
+    assert y.address == x.address
+    assert (y.to_host() == VALUES[8:]).all()
+    del x, y
+    gc.collect()
+    assert host.memory_used() == 0
+
+
 def test_without_a_word_models_get_inputs_in_ordinary_memory_copied_once(host: Host) -> None:
     host.load(FORCE_CPU="yes")
     x = host.on_device(VALUES)
