@@ -307,7 +307,7 @@ class TestVariables:
             ("PYTHONOPTIMIZE", "2"),
             ("PYTHONDEVMODE", "1"),
             ("PYTHONMALLOC", "debug"),
-            ("PYTHONTRACEMALLOC", "5"),
+            ("PYTHONTRACEMALLOC", "1"),
             ("PYTHONWARNINGS", "error"),
             ("PYTHONIOENCODING", "ascii"),
             ("PYTHONUTF8", "0"),
