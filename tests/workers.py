@@ -11,6 +11,7 @@ WITH_SERVERS = (
     "tests/server/clients",
     "tests/server/hostile",
     "tests/triton",
+    "tests/triton/backend",
     "tests/triton/protocol",
 )
 
