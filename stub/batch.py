@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.cuda.region import DeviceLease
     from moonpool.ipc.memory import Lease, Region
+    from moonpool.stub.device_memory import DeviceMemory
     from moonpool.stub.regions import Regions
     from moonpool.stub.reply import Port
 
@@ -128,13 +129,14 @@ class Batch:
         leases: list[Lease | DeviceLease],
         origin: tuple[Port, int, int],
     ) -> InferenceRequest:
-        if self._regions.devices is None:
+        devices = self._regions.devices
+        if devices is None:
             tensors = []
             for name, datatype, shape, block, offset, dtype, dims in inputs:
                 array = np.ndarray(dims, dtype, leases[block], offset)
                 tensors.append(Tensor.from_wire(name, datatype, shape, array))
         else:
-            tensors = [_tensor(leases, *row) for row in inputs]
+            tensors = [_tensor(devices, leases, *row) for row in inputs]
         (
             request_id,
             correlation_id,
@@ -220,6 +222,7 @@ class Batch:
 
 
 def _tensor(
+    devices: DeviceMemory,
     leases: list[Lease | DeviceLease],
     name: str,
     datatype: int,
@@ -233,6 +236,4 @@ def _tensor(
     lease = leases[block]
     if isinstance(lease, np.ndarray):
         return Tensor.from_wire(name, datatype, shape, np.ndarray(dims, dtype, lease, offset))
-    from moonpool.stub.device_tensor import on_device
-
-    return on_device(name, datatype, shape, lease, offset)
+    return devices.tensor(name, datatype, shape, lease, offset)

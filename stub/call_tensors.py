@@ -64,6 +64,8 @@ class Placed:
         lease = tensor._lease()
         if lease is None or lease.region is None or not self._regions.has(lease.region):
             return False
+        if not isinstance(lease, np.ndarray):
+            self._regions.on_devices().touch(lease)
         block = self._regions.block(lease.region.id, lease.offset)
         if block is not None:
             self.ours.append(block)
@@ -106,9 +108,8 @@ def read_outputs(
     for name, datatype, shape, block, offset, size_bytes in rows:
         lease = leases[block]
         if not isinstance(lease, np.ndarray):
-            from moonpool.stub.device_tensor import on_device
-
-            tensors.append(on_device(name, datatype, tuple(shape), lease, offset))
+            devices = regions.on_devices()
+            tensors.append(devices.tensor(name, datatype, tuple(shape), lease, offset))
             continue
         if datatype >= BYTES:
             array: np.ndarray = np.ndarray((size_bytes,), np.uint8, lease, offset)

@@ -9,18 +9,19 @@ the first region on that device.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from moonpool.ipc.arena import Arena
+from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
 from moonpool.ipc.errors import CudaError, RemoteProtocolError
 from moonpool.ipc.messages import Kind
+from moonpool.stub.device_tensor import DeviceTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # The runtime sends EVENT before the message that needs it; the wait covers threads' switching.
 _ARRIVAL_S = 30.0
+# Leases that are remembered before those that are gone are looked for.
+_FEW = 64
 
 
 class DeviceMemory:
@@ -47,8 +50,9 @@ class DeviceMemory:
         self._is_deserted = False
         # The streams that touched blocks which are about to be named, by device.
         self._touched: dict[int, set[int]] = {}
-        self._leases: WeakValueDictionary[int, DeviceLease] = WeakValueDictionary()
-        self._numbers = itertools.count()
+        # Those that live, and some that are gone.
+        self._leases: list[ref[DeviceLease]] = []
+        self._most_leases = _FEW
 
     # Order
 
@@ -99,13 +103,23 @@ class DeviceMemory:
                 lease.lane = self.receive(lease.mapping.device.ordinal)
                 self.remember(lease)
 
+    def tensor(
+        self, name: str, datatype: int, shape: tuple[int, ...], lease: DeviceLease, offset: int
+    ) -> DeviceTensor:
+        """A tensor in a block that the runtime lent."""
+        return DeviceTensor.over(name, DeviceArray.over(lease, offset, datatype, shape))
+
     def remember(self, lease: DeviceLease) -> None:
         """Let `lease_at` find it, as long as it lives."""
-        self._leases[next(self._numbers)] = lease
+        with self._changed:
+            self._leases.append(ref(lease))
+            if len(self._leases) > self._most_leases:
+                self._leases = [known for known in self._leases if known() is not None]
+                self._most_leases = max(_FEW, 2 * len(self._leases))
 
     def lease_at(self, address: int, size_bytes: int) -> DeviceLease | None:
         """The living lease that this memory is in, if any: others make arrays of our blocks, and hand them back."""
-        for known in self._leases.valuerefs():
+        for known in self._leases.copy():
             lease = known()
             if lease is not None:
                 start = address - lease.address
@@ -115,14 +129,17 @@ class DeviceMemory:
 
     def touch(self, lease: DeviceLease) -> None:
         """The next message names this block: whoever used it did so before."""
-        with self._changed:
-            ordinal = lease.mapping.device.ordinal
-            self._touched.setdefault(ordinal, set()).update(lease.streams)
+        if lease.streams:
+            with self._changed:
+                ordinal = lease.mapping.device.ordinal
+                self._touched.setdefault(ordinal, set()).update(lease.streams)
 
     def publish(self) -> None:
         """Before a message that names blocks on any device, or gives them back."""
-        with self._changed:
-            touched, self._touched = self._touched, {}
+        touched = self._touched
+        if touched:
+            with self._changed:
+                touched, self._touched = self._touched, {}
         for ordinal, lane in self._lanes.copy().items():
             lane.publish(touched.get(ordinal, ()))
 

@@ -76,7 +76,6 @@ def _named(
     devices = regions.on_devices()
     lease = source.lease or devices.lease_at(source.address, source.nbytes)
     if lease is not None and device in (None, source.device.ordinal) and may_name(lease):
-        devices.touch(lease)
         if source.lease is None:
             offset = source.address - lease.address
             source = DeviceArray.over(lease, offset, source.datatype, source.shape)

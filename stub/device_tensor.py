@@ -120,8 +120,6 @@ def from_device(
 
     `check` raises for what cannot be a tensor, in Triton's words. Raises `TritonModelException`.
     """
-    if isinstance(source, DeviceTensor):
-        return DeviceTensor.over(name, source._device_array)
     with _in_words(ordinal):
         memory = pb_utils.memory_in_use()
         stream = None if memory is None else memory.on_devices().lane(ordinal).stream
@@ -158,10 +156,3 @@ def empty_array(
             raise TritonModelException("Strings cannot lie on a device.")
         lease = memory.empty_on(device, size_bytes(datatype, dims))
     return DeviceArray.over(lease, 0, datatype, dims)
-
-
-def on_device(
-    name: str, datatype: int, shape: tuple[int, ...], lease: DeviceLease, offset: int
-) -> DeviceTensor:
-    """A tensor in a block that the runtime lent."""
-    return DeviceTensor.over(name, DeviceArray.over(lease, offset, datatype, shape))

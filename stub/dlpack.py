@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
     from moonpool.ipc.dlpack import Foreign
+    from moonpool.stub.device_tensor import DeviceTensor
 
 _ON_DEVICE = (capsules.CUDA, capsules.CUDA_MANAGED)
 _ORDINARY = (capsules.CPU, capsules.CUDA_HOST)
@@ -96,6 +97,9 @@ def load(name: str, source: object) -> Tensor:
     name = as_text(name)
     if not name:
         raise TritonModelException("Tensor name cannot be an empty string.")
+    if isinstance(source, Tensor) and source._is_on_device:
+        there = cast("DeviceTensor", source)
+        return there.over(name, there._device_array)
     if hasattr(source, "__dlpack__") and hasattr(source, "__dlpack_device__"):
         device_type, ordinal = source.__dlpack_device__()
         _check_device(int(device_type))

@@ -151,9 +151,10 @@ class Placer:
         targets: Mapping[int, Target] = _NO_TARGETS,
     ) -> Plan:
         """As `place`, for outputs of which some may lie in a region already, or are to go to one of a client's, or to a device."""
-        is_for_device = wish is not None and not wish.is_ordinary
-        if is_for_device or any(tensor._is_on_device for tensor in outputs):
-            outputs = self._moved(outputs, passable, ORDINARY if targets else wish)
+        if targets:
+            wish = ORDINARY
+        if wish is not None and not (wish.is_ordinary and all(t.is_cpu() for t in outputs)):
+            outputs = self._moved(outputs, passable, wish)
         rows: list[list[Any]] = []
         copied: list[list[Any]] = []
         arrays: list[np.ndarray] = []
@@ -171,6 +172,11 @@ class Placer:
                 delivered.append((target, data))
                 continue
             lease = self._shared(tensor, passable, ours)
+            if tensor._is_on_device:
+                if lease is None:
+                    outputs = self._moved(outputs, passable, None)
+                    return self._place_apart(outputs, blocks, passable, None, targets)
+                self._regions.on_devices().touch(lease)  # type: ignore[arg-type]
             if lease is None:
                 copied.append(row)
                 arrays.append(data)

@@ -18,7 +18,7 @@ from moonpool.ipc.region import SharedRegion
 from moonpool.stub.lent_region import LentRegion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from moonpool.ipc.arena import Block
     from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
@@ -230,11 +230,12 @@ class Regions(Overflow):
             block = self.devices.find(region_id, offset)
         return block
 
-    def hold(self, blocks: Iterable[Block]) -> None:
+    def hold(self, blocks: Sequence[Block]) -> None:
         """The runtime holds these blocks, too, until it gives them back."""
-        with self._turn:
-            for block in blocks:
-                block.holds += 1
+        if blocks:
+            with self._turn:
+                for block in blocks:
+                    block.holds += 1
 
     def empty(self, size_bytes: int) -> Lease:
         """A block as a lease of the model's."""

@@ -45,6 +45,7 @@ class InferenceResponse:
         for tensor in output_tensors:
             if type(tensor) is not Tensor:
                 _check_tensors(output_tensors, error, parameters)
+                break
         self._outputs = list(output_tensors)
         self._error = error
         self._parameters = None if parameters is None else checked(parameters)
