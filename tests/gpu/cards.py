@@ -55,9 +55,9 @@ class Fake:
         """How often a function was called in this process."""
         return int(self._functions.fakeCalls(name.encode()))
 
-    def delay(self, microseconds: int) -> None:
-        """From now on, work on streams starts so much after it was queued."""
-        self._functions.fakeDelay(ctypes.c_long(microseconds))
+    def delay(self, microseconds: int, *, by_chance: bool = False) -> None:
+        """From now on, work on streams starts so much after it was queued: all of it, or every other piece."""
+        self._functions.fakeDelay(ctypes.c_long(microseconds), ctypes.c_int(by_chance))
 
     def live(self) -> dict[str, int]:
         """How many things of each kind there are in this process."""

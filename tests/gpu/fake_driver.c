@@ -11,6 +11,7 @@
  * FAKE_CUDA_DEVICES         how many devices there are (1)
  * FAKE_CUDA_MEMORY_BYTES    what each has, for each process (1 GiB)
  * FAKE_CUDA_DELAY_US        see above (0)
+ * FAKE_CUDA_BY_CHANCE       only every other piece of work is late, by chance: where all is late alike, much is in order that nobody ordered
  * FAKE_CUDA_NO_DESCRIPTORS  memory cannot be exported as a descriptor
  * FAKE_CUDA_NO_EVENTS       events cannot be shared between processes
  * CUDA_VISIBLE_DEVICES      as for the real one, with numbers alone
@@ -129,6 +130,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_condattr_t monotonic;
 static int is_initialized, device_count_here, physical[MAX_DEVICES];
 static long delay_us;
+static int by_chance;
 static size_t memory_bytes, used_bytes[MAX_DEVICES];
 static Context contexts[MAX_DEVICES];
 static Stream legacy[MAX_DEVICES];
@@ -180,10 +182,11 @@ void fakeLive(long found[4]) {
     pthread_mutex_unlock(&lock);
 }
 
-/* From now on, work starts so many microseconds after it was queued. */
-void fakeDelay(long microseconds) {
+/* From now on, work starts so many microseconds after it was queued; all of it, or every other piece. */
+void fakeDelay(long microseconds, int is_by_chance) {
     pthread_mutex_lock(&lock);
     delay_us = microseconds;
+    by_chance = is_by_chance;
     pthread_mutex_unlock(&lock);
 }
 
@@ -334,13 +337,22 @@ static void wait_for(Stream *stream, Stream *other) {
     stream->queued++;
 }
 
+static long next_delay(void) {
+    static unsigned state;
+    if (!by_chance) return delay_us;
+    if (!state) state = getpid() * 2654435761u | 1;
+    state = state * 1664525u + 1013904223u;
+    return state >> 31 ? delay_us : 0;
+}
+
 static void enqueue(Stream *stream, Work *work) {
     int is_legacy = stream == &legacy[stream->context->ordinal];
     for (Stream *each = streams; is_legacy && each; each = each->next)
         if (each->context == stream->context && !(each->flags & 1)) wait_for(stream, each);
     if (!is_legacy && !(stream->flags & 1)) wait_for(stream, &legacy[stream->context->ordinal]);
     if (work->event) work->event->holds++;
-    if (delay_us == 0 && !stream->first && is_due(work)) {
+    long delay = work->kind == WAIT ? 0 : next_delay();
+    if (delay == 0 && !stream->first && is_due(work)) {
         stream->queued++;
         pthread_mutex_unlock(&lock);
         perform(work);
@@ -348,7 +360,7 @@ static void enqueue(Stream *stream, Work *work) {
         finish(stream, work);
         return;
     }
-    work->start = in_us(work->kind == WAIT ? 0 : delay_us);
+    work->start = in_us(delay);
     work->next = NULL;
     *stream->last = work;
     stream->last = &work->next;
@@ -412,6 +424,7 @@ CUresult cuInit(unsigned flags) {
         }
     }
     delay_us = setting("FAKE_CUDA_DELAY_US", delay_us);
+    by_chance = setting("FAKE_CUDA_BY_CHANCE", by_chance);
     memory_bytes = setting("FAKE_CUDA_MEMORY_BYTES", 1l << 30);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);

@@ -25,11 +25,11 @@ LATE_US = 150_000
 def late() -> Iterator[None]:
     """What is queued meanwhile starts late. The fake driver alone can do that."""
     fake = ctypes.CDLL(driver.LIBRARY)
-    fake.fakeDelay(ctypes.c_long(LATE_US))
+    fake.fakeDelay(ctypes.c_long(LATE_US), 0)
     try:
         yield
     finally:
-        fake.fakeDelay(ctypes.c_long(0))
+        fake.fakeDelay(ctypes.c_long(0), 0)
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_a_process_without_descriptors_left_makes_no_region_and_keeps_none(fake:
 
 
 def test_many_threads_order_and_copy_at_the_same_time(fake: Fake) -> None:
-    fake.delay(200)
+    fake.delay(2000, by_chance=True)
     here = device(0)
     region = DeviceRegion.create(7, 1 << 20, here)
     wrong: list[int] = []
@@ -163,9 +163,9 @@ def test_blocks_and_lanes_of_two_devices_keep_their_order(fake: Fake) -> None:
 
         def late(work):
             driver = ctypes.CDLL("libcuda.so.1")
-            driver.fakeDelay(ctypes.c_long(150_000))
+            driver.fakeDelay(ctypes.c_long(150_000), 0)
             work()
-            driver.fakeDelay(ctypes.c_long(0))
+            driver.fakeDelay(ctypes.c_long(0), 0)
 
         def fill(array, value, stream):
             with array.device as where:

@@ -50,9 +50,9 @@ stream = here.new_stream()
 end.send(lane.handle)
 
 def late(work):
-    fake.fakeDelay(ctypes.c_long(LATE_US))
+    fake.fakeDelay(ctypes.c_long(LATE_US), 0)
     work()
-    fake.fakeDelay(ctypes.c_long(0))
+    fake.fakeDelay(ctypes.c_long(0), 0)
 
 def fill(value, stream):
     with here:

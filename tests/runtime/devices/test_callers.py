@@ -158,16 +158,16 @@ def test_what_the_device_does_late_is_waited_for(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "20000")
+    monkeypatch.setenv("FAKE_CUDA_BY_CHANCE", "1")
     host.load()
-    host.fake.delay(20_000)
-    x = Foreign(VALUES)
+    host.fake.delay(20_000, by_chance=True)
 
-    for _ in range(3):
-        y, _ = host.infer(x)
+    for i in range(12):
+        y, _ = host.infer(Foreign(VALUES + i))
         z, _ = host.infer(y, "add")
 
-        assert (y.to_host() == VALUES).all()
-        assert (z.to_host() == VALUES + 1).all()
+        assert (y.to_host() == VALUES + i).all()
+        assert (z.to_host() == VALUES + i + 1).all()
 
 
 def test_requests_with_arrays_of_all_kinds_are_one_batch(host: Host) -> None:
