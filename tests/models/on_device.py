@@ -1,6 +1,7 @@
 """A model for a device that computes on the processor: what is on the device is copied to it and back.
 
-HOW says what becomes of X: `pass` it through, `add` one in new memory on the device, `host` for that in ordinary memory,
+HOW says what becomes of X: `pass` it through, `add` one in new memory on the device, `copy` it there and wait for nothing,
+`host` for one more in ordinary memory,
 `keep` it and pass through what was kept before, `ask NAME` to have another model pass it, `die`.
 """
 
@@ -9,13 +10,15 @@ import os
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from moonpool.ipc.cuda.array import DeviceArray
+
 GPU = pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 0)
 CPU = pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU)
 
 
 class TritonPythonModel:
     def initialize(self, _):
-        self.kept = None
+        self.kept = self.stream = None
 
     def execute(self, requests):
         return [self.answer(request) for request in requests]
@@ -43,15 +46,29 @@ class TritonPythonModel:
             made.settle()
             made.device.write(made.address, x.as_numpy() + 1)
             return pb_utils.Tensor.from_dlpack("Y", made)
+        if how == "copy":
+            return self.copy(x)
         if how == "keep":
             self.kept, x = x, self.kept or x
         if x.is_cpu():
             return pb_utils.Tensor("Y", x.as_numpy())
         return pb_utils.Tensor.from_dlpack("Y", x)
 
+    def copy(self, x):
+        """As a library does it: on a stream of its own, which nobody waits for."""
+        made = pb_utils.empty(x.shape(), np.float32, device=0)
+        if self.stream is None:
+            self.stream = made.device.new_stream()
+        source = DeviceArray.of(x, self.stream)
+        made.enter(self.stream)
+        made.device.copy(made.address, source.address, made.nbytes, self.stream)
+        return pb_utils.Tensor.from_dlpack("Y", made)
+
     def ask(self, name, how, wanted, x):
         preferred = {"gpu": GPU, "cpu": CPU}.get(wanted)
         options = {} if preferred is None else {"preferred_memory": preferred}
+        if how == "copy":
+            x = pb_utils.Tensor.from_dlpack("X", self.copy(x))
         request = pb_utils.InferenceRequest(
             model_name=name,
             requested_output_names=["Y"],

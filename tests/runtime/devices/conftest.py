@@ -99,8 +99,16 @@ class Foreign:
         where = device(0)
         self._region = DeviceRegion.create(next_number(), where.rounded(values.nbytes), where)
         self._region.forget_fd()
-        where.write(self._region.address, values)
-        self._shape = values.shape
+        # As late as the fake driver is: who takes the array waits for the stream.
+        with where:
+            source = values.__array_interface__["data"][0]
+            where.driver.cuMemcpyHtoDAsync_v2(self._region.address, source, values.nbytes, 1)
+        self._shape, self._size_bytes = values.shape, values.nbytes
+
+    def overwrite(self) -> None:
+        """Queue what changes all of it, on the stream that it is worked with."""
+        with device(0) as where:
+            where.driver.cuMemsetD8Async(self._region.address, 0xFF, self._size_bytes, 1)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
