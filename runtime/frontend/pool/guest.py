@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
+from moonpool.ipc.policy import is_contained
 from moonpool.runtime.backend import Backend, ModelInstance
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.errors import ModelUnavailable, StubDied
@@ -113,6 +114,8 @@ class GuestModel:
             self._reactor,
             is_loaded=True,
             is_shared=True,
+            # Which GPU is a contained one's own only the main process knows.
+            gpus=() if is_contained(self.model.options.sandbox) else None,
         )
         instance = ModelInstance(self._backend, self.model, name, "CPU", 0)
         instance.state = connection
