@@ -52,6 +52,7 @@ class Launcher:
             Word.INSTANCE: self._start,
             Word.LOST: self._lose,
             Word.OVERDUE: self._exceed,
+            Word.RENEW: self._renew,
             Word.END: self._end,
             Word.END_MODEL: self._unload,
         }
@@ -152,6 +153,10 @@ class Launcher:
     def _exceed(self, number: int, generation: int) -> None:
         if number in self._instances:
             self._instances[number].exceed(generation)
+
+    def _renew(self, number: int, generation: int, served: int) -> None:
+        if number in self._instances:
+            self._instances[number].renew(generation, served)
 
     def _end(self, number: int, is_finalized: bool) -> None:
         instance = self._instances.pop(number)

@@ -32,7 +32,7 @@ class LentBackend(PythonBackend):
     def model_instance_finalize(self, instance: ModelInstance) -> None:
         lent = _lent(instance)
         if lent.is_healthy:
-            lent.stub.leave(is_finalized=lent.is_finalized)
+            lent.stub.leave(lent.leaves_in_s)
         else:
             lent.stub.end()
 

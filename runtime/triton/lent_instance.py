@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import PeerGone, ProtocolError
@@ -18,7 +19,7 @@ from moonpool.runtime.restart import GiveUp
 from moonpool.runtime.states import InstanceState
 from moonpool.runtime.supervisor import Supervisor
 from moonpool.runtime.triton.error_codes import code_of
-from moonpool.runtime.triton.lent_stub import LentStub
+from moonpool.runtime.triton.lent_stub import EXIT_S, LentStub
 from moonpool.runtime.triton.messages import Word
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _log = logging.getLogger("moonpool")
 _S = InstanceState
 # How often a start that is to be given up is looked at.
 _LOOK_S = 0.1
+# For a model that may take as long as it likes to finalize.
+_LONG_S = 86_400.0
 
 
 class LentInstance(ModelInstance):
@@ -49,8 +52,8 @@ class LentInstance(ModelInstance):
         super().__init__(backend, model, name, kind, device_id)
         # Of its present process, or the last one.
         self.generation = 0
-        # Whether that has said FINALIZED.
-        self.is_finalized = False
+        # How long that may take to end by itself, as it was told to; None: it was not.
+        self.leaves_in_s: float | None = None
         # Why the last one ended, or did not start.
         self.reason: BaseException = LoadFailed(f"'{name}' was not started")
         self._number = number
@@ -101,9 +104,18 @@ class LentInstance(ModelInstance):
         if generation == self.generation and limit_s is not None:
             self.backend.abort(self, took_too_long(self.name, limit_s))
 
+    def renew(self, generation: int, served: int) -> None:
+        """The process is being finalized, as it has served long enough: start another one."""
+        if generation != self.generation or self._seat.machine.state is not _S.READY:
+            return
+        self.served = served
+        timeout_s = self.model.options.finalize_timeout_s
+        self.leaves_in_s = EXIT_S + (_LONG_S if timeout_s is None else timeout_s)
+        self._supervisor.begin(self._seat, partial(self._supervisor.renew, self._seat), "recycle")
+
     def end(self, *, is_finalized: bool) -> None:
         """End the process, and start no other; waits."""
-        self.is_finalized = is_finalized
+        self.leaves_in_s = EXIT_S if is_finalized else None
         while not self._was_started.wait(_LOOK_S):
             # It may have nothing yet that could be broken off.
             self._supervisor.give_up_starting()
@@ -125,10 +137,17 @@ class LentInstance(ModelInstance):
         if state == _S.READY:
             stub = self.stub
             has_check, sandbox = stub.readiness.has_check, str(stub.confinement)
+            self.leaves_in_s = None
             fds = (stub.lend_work(),)
             self._tell(Word.STARTED, self.generation, has_check, sandbox, fds=fds)
+            if self.model.config.sequence_batching is None:
+                stub.bounds.serves(partial(self._grown, self.generation))
         elif state == _S.BACKING_OFF:
             self._tell_death()
+
+    def _grown(self, generation: int, rss_bytes: int) -> None:
+        self._supervisor.recycling.outgrown(self, rss_bytes)
+        self._tell(Word.GROWN, generation)
 
     def _tell_death(self) -> None:
         reason = as_moonpool_error(self.reason)

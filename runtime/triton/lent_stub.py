@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("moonpool")
 # How long a process that has finalized its model may take to be gone.
-_EXIT_S = 1.0
+EXIT_S = 1.0
 
 
 class LentStub(StubHandle):
@@ -60,10 +60,10 @@ class LentStub(StubHandle):
     def tell(self, *message: object) -> None:
         """Whoever has the channel tells it."""
 
-    def leave(self, *, is_finalized: bool) -> None:
-        """Wait for a process that is ending, or end it."""
-        if not is_finalized:
+    def leave(self, within_s: float | None) -> None:
+        """Wait so long for a process that is ending by itself; None: end it."""
+        if within_s is None:
             self._stop(grace_s=GRACE_S)
-        elif self.process.wait(_EXIT_S) is None:
-            _log.warning("[%s] finalized, but the process does not end; killing it", self.name)
+        elif self.process.wait(within_s) is None:
+            _log.warning("[%s] is finalized, but its process does not end; killing it", self.name)
         self.end()

@@ -7,6 +7,7 @@ a number again; all that concerns one instance is in order. Every question has o
     MODEL     →  MODEL_READY or MODEL_REFUSED
     INSTANCE  →  BORN, then STARTED; or INSTANCE_REFUSED, perhaps after BORN
     LOST      →  DIED; then, unless DIED says that it is over, BORN and STARTED, or DIED, perhaps after BORN
+    RENEW     →  BORN and STARTED; or DIED, as after LOST
     END       →  ENDED;  END_MODEL  →  MODEL_ENDED
 
 A *generation* is one process of an instance, counted from 1; also a start that fails uses one up. With BORN the shim becomes the
@@ -56,6 +57,7 @@ class Word(IntEnum):
     OVERDUE = 66
     END = 67
     END_MODEL = 68
+    RENEW = 69
     # From the launcher.
     HELLO = 80
     MODEL_READY = 81
@@ -67,6 +69,7 @@ class Word(IntEnum):
     MODEL_ENDED = 87
     NOTE = 88
     BORN = 89
+    GROWN = 90
 
 
 # Of a message that lies in a file.
@@ -130,6 +133,8 @@ LAUNCHER: dict[IntEnum, Message] = {
             "is_private": Flag(),
             # Of what its instances log, in each of them; the rest is counted and left out.
             "log_lines_per_s": _ID,
+            # After so many requests an instance is to be renewed.
+            "recycle_requests": Maybe(Int(1)),
             # Which other models it may ask for, load and unload: patterns as of fnmatch(3); nil: all.
             "may_ask": Maybe(ListOf(_NAME, _MAX_PATTERNS)),
         },
@@ -169,6 +174,11 @@ LAUNCHER: dict[IntEnum, Message] = {
     ),
     # It takes longer than `execute_timeout_ms` for a batch: end it. LOST is still to be said when it ends.
     Word.OVERDUE: Message(_SHIM, {"instance": _ID, "generation": Int(1)}),
+    # Its process has more memory than it may keep: the instance is to be renewed.
+    Word.GROWN: Message(_LAUNCHER, {"instance": _ID, "generation": Int(1)}),
+    # It has executed so many requests, which is enough, has none now, and is sent FINALIZE after this. LOST is not
+    # said of it.
+    Word.RENEW: Message(_SHIM, {"instance": _ID, "generation": Int(1), "served": _ID}),
     # Why the process ended, or could not be started again: the error of the requests that it had. It is started again
     # after so many milliseconds; nil: never, and then `message` is that of later requests, too.
     Word.DIED: Message(

@@ -31,8 +31,10 @@ _COMPLETED = (
     "dynamic_batching",
     "sequence_batching",
 )
-# Options that the server itself would have to act on.
-_WITHOUT_EFFECT = ("retry", "recycle_requests", "recycle_rss_bytes")
+# Options that the server itself would have to act on: of all models, and of those that keep something from one
+# request of a sequence to the next.
+_WITHOUT_EFFECT = ("retry",)
+_WITHOUT_EFFECT_IN_SEQUENCES = ("recycle_requests", "recycle_rss_bytes")
 
 
 def rules_of(backend: str, backend_config: str) -> HostingRules:
@@ -96,13 +98,15 @@ class ServedModel:
             options.region_limit_bytes,
             is_private,
             options.log_lines_per_s,
+            None if sequences is not None else options.recycle_requests,
             list(options.sandbox_models) if is_private else None,
         )
 
     def warn(self) -> None:
         """Log which of the model's options nobody acts on here."""
         usual = ModelOptions()
-        for attribute in _WITHOUT_EFFECT:
+        has_sequences = self.model.config.sequence_batching is not None
+        for attribute in _WITHOUT_EFFECT + _WITHOUT_EFFECT_IN_SEQUENCES * has_sequences:
             if getattr(self.model.options, attribute) != getattr(usual, attribute):
                 option = f"MOONPOOL_{attribute.upper()}"
                 _log.warning("model '%s': %s has no effect in Triton", self.model.name, option)

@@ -32,6 +32,7 @@ Instance::Instance(triton::ModelInstance* instance, Model& model)
 
 Instance::~Instance() {
   if (!launcher_) return;
+  if (stub_) stub_->leave();
   const bool is_finalized = stub_ && finalize(*stub_);
   replace(nullptr);
   launcher_->send<Word::END>(number_, is_finalized);
@@ -62,6 +63,25 @@ void Instance::execute(triton::Request** requests, uint32_t count) {
   }
   if (taken) taken->set_executing(false);
   batch_.close();
+  if (!taken) return;
+  served_ += count;
+  if (is_due(*taken)) renew(*taken);
+}
+
+// Whether a process has served long enough. One that has requests open serves on.
+bool Instance::is_due(Stub& stub) const {
+  const auto most = model_.recycle_requests();
+  const bool is_enough = most && served_ >= *most;
+  return (is_enough || mailbox_->grown_generation() == stub.generation()) && !stub.has_ended() &&
+         !stub.open_requests().are_open();
+}
+
+// The next process is started while nobody waits for it yet.
+void Instance::renew(Stub& stub) noexcept {
+  launcher_->send<Word::RENEW>(number_, stub.generation(), served_);
+  stub.leave();
+  finalize(stub);
+  replace(nullptr);
 }
 
 void Instance::check_ready() {
@@ -161,6 +181,7 @@ bool Instance::finalize(Stub& stub) noexcept {
 }
 
 void Instance::replace(std::shared_ptr<Stub> stub) {
+  served_ = 0;
   {
     std::lock_guard lock(mutex_);
     stub_.swap(stub);

@@ -32,12 +32,16 @@ class Instance {
   void start();
   std::shared_ptr<Stub> started();
   bool finalize(Stub& stub) noexcept;
+  bool is_due(Stub& stub) const;
+  void renew(Stub& stub) noexcept;
   void replace(std::shared_ptr<Stub> stub);
 
   const Model& model_;
   std::string name_, kind_;
   int32_t device_ = 0;
   uint64_t number_ = 0;
+  // Requests that its present process has executed.
+  uint64_t served_ = 0;
   std::shared_ptr<Launcher> launcher_;
   std::shared_ptr<Mailbox> mailbox_;
   Batch batch_;

@@ -259,7 +259,12 @@ void Launcher::deliver(std::unique_ptr<Letter> letter) {
   const uint64_t number = Reader(letter->fields).uint();
   std::lock_guard lock(mutex_);
   const auto mailbox = mailboxes_.find(number);
-  if (mailbox != mailboxes_.end()) mailbox->second->put(std::move(letter));
+  if (mailbox == mailboxes_.end()) return;
+  if (letter->word == Word::GROWN) {
+    mailbox->second->grown_generation_ = wire::Grown(letter->fields).generation;
+  } else {
+    mailbox->second->put(std::move(letter));
+  }
 }
 
 // It ends by itself when its channel does; wait for that, and help where it takes too long.

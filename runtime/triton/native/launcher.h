@@ -37,6 +37,8 @@ class Mailbox {
   // Without waiting.
   std::unique_ptr<Letter> take();
   bool is_closed();
+  // The last process of the instance that has more memory than it may keep.
+  uint64_t grown_generation() const { return grown_generation_; }
 
  private:
   friend class Launcher;
@@ -47,6 +49,7 @@ class Mailbox {
   std::condition_variable arrived_;
   std::deque<std::unique_ptr<Letter>> letters_;
   bool is_closed_ = false;
+  std::atomic<uint64_t> grown_generation_{0};
 };
 
 // One launcher. Its end is the end of its stubs, and ours is the end of it. Any thread may call any method.

@@ -112,6 +112,7 @@ void Model::learn(const wire::ModelReady& ready) {
   execute_timeout_ms_ = ready.execute_timeout_ms;
   finalize_timeout_ms_ = ready.finalize_timeout_ms;
   region_limit_ = ready.region_limit.value_or(0);
+  recycle_requests_ = ready.recycle_requests;
   log_lines_per_s_ = ready.log_lines_per_s;
   if (!ready.may_ask) return;
   may_ask_.emplace();

@@ -51,6 +51,8 @@ class Model {
   // 0: none.
   uint64_t region_limit() const { return region_limit_; }
   uint64_t log_lines_per_s() const { return log_lines_per_s_; }
+  // None: a process serves for as long as it lives.
+  std::optional<uint64_t> recycle_requests() const { return recycle_requests_; }
   // Patterns of the names of models that it may ask for, where its sandbox lets it not ask for any.
   const std::optional<std::vector<std::string>>& may_ask() const { return may_ask_; }
 
@@ -66,7 +68,7 @@ class Model {
   triton::Server* server_ = nullptr;
   std::vector<std::string> inputs_, outputs_;
   bool decoupled_ = false, reschedules_ = false, has_batches_ = false;
-  std::optional<uint64_t> execute_timeout_ms_, finalize_timeout_ms_;
+  std::optional<uint64_t> execute_timeout_ms_, finalize_timeout_ms_, recycle_requests_;
   uint64_t region_limit_ = 0, log_lines_per_s_ = 0;
   std::optional<std::vector<std::string>> may_ask_;
 

@@ -54,13 +54,15 @@ Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& mo
       listener_([this] { listen(); }) {}
 
 Stub::~Stub() {
-  {
-    std::lock_guard lock(mutex_);
-    is_stopping_ = true;
-  }
+  leave();
   control_.shut();
   wake();
   if (listener_.joinable()) listener_.join();
+}
+
+void Stub::leave() {
+  std::lock_guard lock(mutex_);
+  is_stopping_ = true;
 }
 
 void Stub::begin(const wire::Started& started, Descriptor work) {

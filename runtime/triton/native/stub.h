@@ -63,6 +63,8 @@ class Stub final : public RegionSource {
 
   // End it, for this reason; the first one counts. From any thread.
   void distrust(const std::string& why) noexcept;
+  // Its end is not to be told any more.
+  void leave();
   // Ask for its end because a batch takes too long.
   void overdue();
   bool has_ended() const { return has_ended_; }

@@ -78,8 +78,9 @@ enum class Word : uint8_t {
   OVERDUE = 66,  // instance, generation
   END = 67,  // instance, is_finalized
   END_MODEL = 68,  // model
+  RENEW = 69,  // instance, generation, served
   HELLO = 80,  // version, protocol, moonpool, pid
-  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, may_ask
+  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, recycle_requests, may_ask
   MODEL_REFUSED = 82,  // model, code, message
   STARTED = 83,  // instance, generation, has_is_ready, sandbox
   INSTANCE_REFUSED = 84,  // instance, code, message
@@ -88,6 +89,7 @@ enum class Word : uint8_t {
   MODEL_ENDED = 87,  // model
   NOTE = 88,  // level, message, file, line
   BORN = 89,  // instance, generation, pid, request_region, request_size, response_region, response_size
+  GROWN = 90,  // instance, generation
 };
 
 constexpr uint64_t kProtocolVersion = 3;
@@ -503,9 +505,10 @@ struct ModelReady {
   std::optional<uint64_t> region_limit{};
   bool is_private{};
   uint64_t log_lines_per_s{};
+  std::optional<uint64_t> recycle_requests{};
   std::optional<List<std::string_view>> may_ask{};
-  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, may_ask); }
-  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, may_ask); }
+  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, recycle_requests, may_ask); }
+  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, recycle_requests, may_ask); }
 };
 
 struct ModelRefused {
@@ -543,6 +546,13 @@ struct InstanceRefused {
   std::string_view message{};
   explicit InstanceRefused(Reader reader) { read_all(reader, instance, code, message); }
   void write(Writer& writer) const { write_all(writer, instance, code, message); }
+};
+
+struct Grown {
+  uint64_t instance{};
+  uint64_t generation{};
+  explicit Grown(Reader reader) { read_all(reader, instance, generation); }
+  void write(Writer& writer) const { write_all(writer, instance, generation); }
 };
 
 struct Died {
@@ -779,14 +789,15 @@ inline constexpr Spec kSpecs[] = {
     {"decoupled", Type::kFlag, false, 0, 0, 0, 0u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 201, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 201, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 202, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 202, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"finalize_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"region_limit", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
     {"log_lines_per_s", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
-    {"may_ask", Type::kList, true, 201, 1, 0, 4096u},
+    {"recycle_requests", Type::kInt, true, 0, 0, 1, 9223372036854775807u},
+    {"may_ask", Type::kList, true, 202, 1, 0, 4096u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"code", Type::kInt, false, 0, 0, 0, 7u},
@@ -818,6 +829,11 @@ inline constexpr Spec kSpecs[] = {
     {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"served", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
     {"code", Type::kInt, false, 0, 0, 0, 7u},
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"restarts_in_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
@@ -833,9 +849,9 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 248, 1, 0, 65536u},
-    {"", Type::kList, false, 249, 1, 0, 65536u},
-    {"", Type::kRow, false, 250, 6, 0, 0u},
+    {"", Type::kList, false, 254, 1, 0, 65536u},
+    {"", Type::kList, false, 255, 1, 0, 65536u},
+    {"", Type::kRow, false, 256, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
     {"shape", Type::kList, false, 125, 1, 0, 32u},
@@ -895,29 +911,31 @@ constexpr Table<Kind, 11> kCalls = {{{
     {"INDIRECT", 9, 0, 21, 3, 0u},
 }}, kSpecs};
 
-constexpr Table<Word, 19> kLauncher = {{{
+constexpr Table<Word, 21> kLauncher = {{{
     {"LONG", 60, 0, 173, 1, 0u},
     {"BACKEND", 61, 1, 174, 4, 0u},
     {"LOGGING", 62, 1, 178, 4, 0u},
     {"MODEL", 63, 1, 182, 6, 0u},
-    {"MODEL_READY", 81, 2, 188, 13, 0u},
-    {"MODEL_REFUSED", 82, 2, 202, 3, 0u},
-    {"INSTANCE", 64, 1, 205, 5, 0u},
-    {"BORN", 89, 2, 210, 7, 0u},
-    {"STARTED", 83, 2, 217, 4, 0u},
-    {"INSTANCE_REFUSED", 84, 2, 221, 3, 0u},
-    {"LOST", 65, 1, 224, 4, 0u},
-    {"OVERDUE", 66, 1, 228, 2, 0u},
-    {"DIED", 85, 2, 230, 5, 0u},
-    {"END", 67, 1, 235, 2, 0u},
-    {"ENDED", 86, 2, 237, 1, 0u},
-    {"END_MODEL", 68, 1, 238, 1, 0u},
-    {"MODEL_ENDED", 87, 2, 238, 1, 0u},
-    {"HELLO", 80, 2, 239, 4, 0u},
-    {"NOTE", 88, 2, 243, 4, 0u},
+    {"MODEL_READY", 81, 2, 188, 14, 0u},
+    {"MODEL_REFUSED", 82, 2, 203, 3, 0u},
+    {"INSTANCE", 64, 1, 206, 5, 0u},
+    {"BORN", 89, 2, 211, 7, 0u},
+    {"STARTED", 83, 2, 218, 4, 0u},
+    {"INSTANCE_REFUSED", 84, 2, 222, 3, 0u},
+    {"LOST", 65, 1, 225, 4, 0u},
+    {"OVERDUE", 66, 1, 229, 2, 0u},
+    {"GROWN", 90, 2, 231, 2, 0u},
+    {"RENEW", 69, 1, 233, 3, 0u},
+    {"DIED", 85, 2, 236, 5, 0u},
+    {"END", 67, 1, 241, 2, 0u},
+    {"ENDED", 86, 2, 243, 1, 0u},
+    {"END_MODEL", 68, 1, 244, 1, 0u},
+    {"MODEL_ENDED", 87, 2, 244, 1, 0u},
+    {"HELLO", 80, 2, 245, 4, 0u},
+    {"NOTE", 88, 2, 249, 4, 0u},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 247;
+constexpr size_t kLayoutSpec = 253;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 

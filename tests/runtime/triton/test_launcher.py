@@ -114,6 +114,50 @@ def test_a_restart_that_fails_is_a_death_of_its_own(
     assert "no disk" in message
 
 
+def test_a_process_that_has_served_long_enough_is_replaced(shim: Shim, start: Start) -> None:
+    stub = start(config=with_options(MOONPOOL_MAX_RESTARTS="0", MOONPOOL_RECYCLE_REQUESTS="2"))
+    number = shim.number_of(stub)
+
+    shim.tell(Word.RENEW, number, 1, 2)
+    stub.finalize()
+
+    assert shim.hear(Word.STARTED, Word.DIED)[:3] == [Word.STARTED, number, 2]
+    assert shim.stubs[number].infer([1]) == [2]
+    because = "it has executed 2 requests; MOONPOOL_RECYCLE_REQUESTS is 2"
+    assert (0, f"[m_0] is started anew: {because}") in shim.notes
+
+
+def test_a_process_that_does_not_finalize_in_time_is_replaced_all_the_same(
+    shim: Shim, start: Start
+) -> None:
+    stub = start(config=with_options(MOONPOOL_FINALIZE_TIMEOUT_S="0.1"))
+
+    shim.tell(Word.RENEW, shim.number_of(stub), 1, 2)
+
+    assert shim.hear(Word.STARTED, Word.DIED)[:3] == [Word.STARTED, 2, 2]
+
+
+def test_an_instance_that_is_being_replaced_can_be_ended(shim: Shim, start: Start) -> None:
+    stub = start()
+    number = shim.number_of(stub)
+
+    shim.tell(Word.RENEW, number, 1, 2)
+    stub.finalize()
+    shim.tell(Word.END, number, False)
+
+    assert shim.hear(Word.ENDED) == [Word.ENDED, number]
+
+
+def test_a_process_that_holds_too_much_memory_is_told_of(shim: Shim, start: Start) -> None:
+    text = "KEPT = []\n" + DOUBLES.replace(
+        "requests):\n", "requests):\n        KEPT.append(b'x' * (150 << 20))\n"
+    )
+    stub = start(text, with_options(MOONPOOL_RECYCLE_RSS_BYTES="100M"))
+    stub.infer([1])
+
+    assert shim.hear(Word.GROWN) == [Word.GROWN, 2, 1]
+
+
 def test_what_is_said_of_an_earlier_generation_is_passed_by(shim: Shim, start: Start) -> None:
     first = start()
     first.kill()

@@ -162,7 +162,7 @@ def test_the_servers_command_line_has_a_sandbox_for_all_models(write: Write) -> 
         ready = shim.load(write(DOUBLES), CONFIG)
 
         # Private, and it may ask for no other model.
-        assert ready[11:] == [True, 1000, []]
+        assert ready[11:] == [True, 1000, None, []]
         assert shim.start(ready[1]).infer([1]) == [2]
 
 

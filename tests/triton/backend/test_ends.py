@@ -41,6 +41,13 @@ def test_a_stub_that_dies_while_it_is_idle_costs_no_request(client: Client) -> N
     assert client.order("nothing") != before
 
 
+def test_a_process_that_has_served_long_enough_is_replaced_between_requests(
+    client: Client,
+) -> None:
+    processes = [client.order("nothing", "renewed") for _ in range(9)]
+    assert [processes.count(each) for each in dict.fromkeys(processes)] == [3, 3, 3]
+
+
 def test_a_batch_that_takes_too_long_is_ended(client: Client) -> None:
     with pytest.raises(InferenceServerException, match="took longer than 1 s"):
         client.order("sleep", "limited")

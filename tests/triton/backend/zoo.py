@@ -83,6 +83,7 @@ def _config(x: str, y: str, dims: int, more: str = "") -> str:
 
 
 _LIMIT = 'parameters { key: "MOONPOOL_EXECUTE_TIMEOUT_S" value { string_value: "1" } }'
+_RENEWAL = 'parameters { key: "MOONPOOL_RECYCLE_REQUESTS" value { string_value: "3" } }'
 MODELS = {
     "identity": (_config("TYPE_UINT8", "TYPE_UINT8", -1), IDENTITY),
     "batched": (
@@ -96,6 +97,7 @@ MODELS = {
     ),
     "orders": (_config("TYPE_STRING", "TYPE_INT64", 1), ORDERS),
     "limited": (_config("TYPE_STRING", "TYPE_INT64", 1, _LIMIT), ORDERS),
+    "renewed": (_config("TYPE_STRING", "TYPE_INT64", 1, _RENEWAL), ORDERS),
     "counts": (
         _config("TYPE_INT64", "TYPE_INT64", 1, "model_transaction_policy { decoupled: true }"),
         COUNTS,
