@@ -14,6 +14,7 @@ from moonpool.ipc.conversation import Overflow
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.messages import Kind
 from moonpool.stub.calls import Calls
+from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
 from moonpool.stub.request import InferenceRequest
 from moonpool.stub.stub_host import StubHost
 
@@ -53,6 +54,22 @@ def test_what_was_let_go_of_is_not_forgotten_where_a_request_cannot_be_sent(
     response = cast(Any, host.infer(request, False))
     assert "no room for" in response.error().message()
     assert calls.take_let_go() == [(1, 64)]
+
+
+@pytest.mark.parametrize("number", [-1, 4096])
+def test_a_device_that_no_message_has_room_for_is_an_error_of_the_request(
+    ends: tuple[Calls, Channel], number: int
+) -> None:
+    control = cast(Any, type("Control", (), {"metric_changes": None}))
+    host = StubHost(ends[0], cast(Any, NoMemory()), control, "m")
+    host.serves = True
+    wish = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_GPU, number)
+    request = InferenceRequest(
+        model_name="b", inputs=[], requested_output_names=["Y"], preferred_memory=wish
+    )
+    response = cast(Any, host.infer(request, False))
+    wrong = f"the device of the preferred_memory of the request cannot be {number}"
+    assert wrong in response.error().message()
 
 
 def test_a_reply_that_crosses_the_end_of_its_call_is_let_go_of(

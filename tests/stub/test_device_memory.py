@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,13 +17,17 @@ from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.dlpack import make
 from moonpool.ipc.errors import OutOfMemory
-from moonpool.ipc.messages import DEVICE_MEMORY, ORDINARY_MEMORY, Kind
+from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, ORDINARY_MEMORY, Kind
 from moonpool.ipc.region import SharedRegion
 from moonpool.stub import pb_utils
 from moonpool.stub.call_tensors import Placed, read_outputs
 from moonpool.stub.device_tensor import DeviceTensor
 from moonpool.stub.errors import TritonModelException
+from moonpool.stub.preferred_memory import preferred
+from moonpool.stub.response import InferenceResponse
+from moonpool.stub.responses import Responses
 from moonpool.stub.tensor import Tensor
+from moonpool.testing.outputs import copied
 
 __all__ = ["fake", "fake_library", "peer"]
 
@@ -196,6 +202,29 @@ def test_what_is_copied_on_a_device_is_kept_until_the_device_is_done(
 
     wait_until(is_done, what="the device to be done with the copy")
     assert peer.read(blocks[0], rows[0]).tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("wished", [ANY_MEMORY, ORDINARY_MEMORY])
+def test_a_response_apart_from_its_batch_is_published_before_it_is_sent(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, wished: int
+) -> None:
+    place = pb_utils.empty((2,), np.float32, device=0)
+    steps: list[Any] = []
+    monkeypatch.setattr(peer.regions.on_devices(), "publish", lambda: steps.append("published"))
+    control = cast(Any, SimpleNamespace(respond=steps.append))
+    responses = Responses(peer.placer, control, {"decoupled": True})
+    reply = responses.reply(1, 0, ["Y"])
+    reply.preferred_memory = preferred(wished, 0)
+    reply.send(InferenceResponse([Tensor.from_dlpack("Y", place)]), final=True)
+    assert steps[0] == "published"
+    (region, _, _), *_ = steps[1][3]
+    assert isinstance(peer.made[region], DeviceRegion) == (wished == ANY_MEMORY)
+
+
+@pytest.mark.usefixtures("peer")
+def test_a_test_of_a_model_sees_what_it_made_on_a_device() -> None:
+    tensor = Tensor.from_dlpack("Y", foreign(floats(1, 2)))
+    assert copied(tensor).tolist() == [1, 2]
 
 
 def test_inputs_that_the_model_keeps_are_known_to_be_held(peer: Peer) -> None:
