@@ -31,6 +31,7 @@ NAMES = (
     "frontends",
     "sandbox",
     "triton",
+    "gpu",
 )
 RESULTS = Path(__file__).parent / "results"
 _TABLE = "RESULTS.md"

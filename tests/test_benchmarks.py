@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.gpu.cards import Fake, fake, fake_library
+
+__all__ = ["fake", "fake_library"]
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -32,7 +35,10 @@ QUESTIONS = (
     "frontends",
     "sandbox",
     "triton",
+    "gpu",
 )
+# What these measure is not on every machine; then they say so, and there are no figures.
+DEPENDENT = ("triton", "gpu")
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,13 +47,13 @@ pytestmark = [
 ]
 
 
-def run(*arguments: str) -> str:
-    """The output of `python -m ARGUMENTS`."""
+def run(*arguments: str, **variables: str) -> str:
+    """The output of `python -m ARGUMENTS`, with these variables besides."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -70,11 +76,29 @@ def test_a_benchmark_answers_its_question(name: str) -> None:
     assert (first["kind"], first["benchmark"], first["quick"]) == ("run", name, True)
     assert first["machine"].keys() >= {"cpu", "cores", "kernel", "python", "numpy", "date", "load"}  # type: ignore[attr-defined]
     assert last["kind"] == "noise"
-    assert figures
-    assert [line for line in figures if not line["p10"] <= line["median"] <= line["p90"]] == []  # type: ignore[operator]
-    assert any(line["headline"] for line in figures)
     # What could not be measured says so, instead of a figure.
-    assert all(line["reason"] for line in lines if line["kind"] == "skipped")
+    skipped = [line for line in lines if line["kind"] == "skipped"]
+    assert all(line["reason"] for line in skipped)
+    assert [line for line in figures if not line["p10"] <= line["median"] <= line["p90"]] == []  # type: ignore[operator]
+    assert any(line["headline"] for line in figures) or (name in DEPENDENT and skipped)
+
+
+def test_trips_to_a_gpu_are_measured_where_there_is_one(fake: Fake) -> None:
+    found = run(
+        "benchmarks.gpu", "--quick", "--json", "-", LD_LIBRARY_PATH=str(fake.library.parent)
+    )
+    figures = {
+        (line["name"], line["column"]) for line in lines_of(found) if line["kind"] == "figure"
+    }
+
+    assert {
+        ("there and back, by handle", "1 MB"),
+        ("by handle over events alone", "1 MB"),
+        ("by handle over through ordinary memory", "1 MB"),
+        ("by handle over on the CPU", "16 B"),
+        ("by handle over 16 B by handle", "1 MB"),
+        ("time of an array that is not moonpool's over a copy alone", "1 MB"),
+    } <= figures
 
 
 def test_every_benchmark_is_among_those_that_are_tested() -> None:

@@ -1,0 +1,55 @@
+"""torch.multiprocessing with tensors on a GPU: the tensor goes over a queue, one as large comes back."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from benchmarks.peer.peer import Unavailable
+
+
+class TorchDeviceQueues:
+    """The other process has its answers all along, so nothing is computed or copied."""
+
+    def __init__(self, ordinal: int, sizes: list[int]) -> None:
+        """Raises Unavailable."""
+        try:
+            self._torch: Any = importlib.import_module("torch")
+        except ImportError as error:
+            raise Unavailable(f"{error}; pip install torch") from error
+        if not self._torch.cuda.is_available():
+            raise Unavailable("this torch sees no GPU")
+        processes = importlib.import_module("torch.multiprocessing").get_context("spawn")
+        self._asked, self._answered = processes.Queue(), processes.Queue()
+        self._tensors = {size: _bytes(self._torch, ordinal, size) for size in sizes}
+        arguments = (self._asked, self._answered, ordinal, sizes)
+        self._process = processes.Process(target=serve, args=arguments)
+        self._process.start()
+
+    def call(self, size: int) -> None:
+        """A tensor of so many bytes there, and one back."""
+        self._asked.put(self._tensors[size])
+        self._answered.get()
+
+    def close(self) -> None:
+        """End the other process."""
+        self._asked.put(None)
+        self._process.join()
+        self._process.close()
+        for queue in (self._asked, self._answered):
+            queue.close()
+            queue.join_thread()
+
+
+def serve(asked: Any, answered: Any, ordinal: int, sizes: list[int]) -> None:
+    """In the other process."""
+    torch: Any = importlib.import_module("torch")
+    answers = {size: _bytes(torch, ordinal, size) for size in sizes}
+    while (tensor := asked.get()) is not None:
+        answered.put(answers[tensor.numel()])
+        # Told back to its owner before the next one comes.
+        del tensor
+
+
+def _bytes(torch: Any, ordinal: int, size: int) -> Any:
+    return torch.ones(size, dtype=torch.uint8, device=f"cuda:{ordinal}")
