@@ -43,5 +43,5 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _has_gpu_tests(source: str) -> bool:
-    # By the mark, or by the fixture that is a device of either kind.
-    return "mark.gpu" in source or "gpu: Device" in source
+    # By the mark, or by the fixtures that are a device of either kind.
+    return "mark.gpu" in source or "tests.gpu" in source

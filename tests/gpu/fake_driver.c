@@ -301,7 +301,8 @@ static void *run(void *argument) {
         Work *work = stream->first;
         pthread_mutex_unlock(&lock);
         clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &work->start, NULL);
-        while (!is_due(work)) usleep(50);
+        /* What is waited for may never come: its process may be gone. */
+        for (int pause_us = 50; !is_due(work); pause_us += pause_us < 5000 ? 10 : 0) usleep(pause_us);
         perform(work);
         pthread_mutex_lock(&lock);
         stream->first = work->next;

@@ -343,7 +343,7 @@ def test_the_owner_of_foreign_memory_goes_on_after_our_copy(region: DeviceRegion
     fill(region, 7, stream)
 
     array.enter(lane.stream)
-    with late():
+    with late(region.device, lane.stream):
         lane.copy(region.address + SIZE, array.address, SIZE)
     array.leave(lane.stream)
     fill_at_once(region, 9, stream)

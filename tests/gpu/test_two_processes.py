@@ -9,33 +9,33 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.gpu.cards import Fake
-from tests.gpu.late import LATE_US, SIZE, fill, fill_at_once, peek
+from tests.gpu.late import SIZE, fill, fill_at_once, is_fake, peek
 
-from moonpool.ipc.cuda.device import device
+from moonpool.ipc.cuda import driver
+from moonpool.ipc.cuda.device import Device
 from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceRegion
 
 # The other process: it gets the descriptor of a region and the handle of an event, and does what it is told.
 PEER = """
-import ctypes, os, socket
-import numpy as np
-from moonpool.ipc.cuda.device import device
-from moonpool.ipc.cuda.lane import Lane
-from moonpool.ipc.cuda.region import DeviceRegion
-from moonpool.ipc.cuda.array import DeviceArray
-from moonpool.ipc.errors import MoonpoolError
+import os, socket
+from tests.gpu.late import SIZE, fill, fill_at_once, late, peek
 
-SIZE = 4096
 if sys.argv[2] != "0":
     os.setgroups([])
     os.setresgid(*[int(sys.argv[2])] * 3)
     os.setresuid(*[int(sys.argv[2])] * 3)
-fake, LATE_US = ctypes.CDLL("libcuda.so.1"), int(sys.argv[3])
+from moonpool.ipc.cuda.device import device
+from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.region import DeviceRegion
+from moonpool.ipc.errors import MoonpoolError
+
 end = socket.socket(fileno=int(sys.argv[1]))
 packet, fds, _, _ = socket.recv_fds(end, 4096, 1)
 size, handle, memory = eval(packet)
@@ -47,19 +47,11 @@ try:
 except MoonpoolError:
     lane.meet(b"")
 stream = here.new_stream()
-end.send(lane.handle)
+end.send(lane.handle or b"none")
 
-def late(work):
-    fake.fakeDelay(ctypes.c_long(LATE_US), 0)
-    work()
-    fake.fakeDelay(ctypes.c_long(0), 0)
-
-def fill(value, stream):
-    with here:
-        late(lambda: here.driver.cuMemsetD8Async(region.address, value, SIZE, stream))
-
-def first():
-    return ctypes.c_uint8.from_address(region.address).value
+def copy_late():
+    with late(here, stream):
+        here.copy(region.address + SIZE, region.address, SIZE, stream)
 
 while True:
     words = end.recv(4096)
@@ -78,14 +70,15 @@ class Peer:
         self.lane = Lane(region.device)
         lines = f"import sys\nsys.path[:] = {sys.path!r}\n{PEER}"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", lines, str(theirs.fileno()), str(user), str(LATE_US)],
+            [sys.executable, "-c", lines, str(theirs.fileno()), str(user)],
             pass_fds=[theirs.fileno()], env=environment,
         )  # fmt: skip
         theirs.close()
         said = repr((region.size_bytes, self.lane.handle, region.handle)).encode()
         fds = [region.fd] if region.fd >= 0 else []
         region.share(lambda _: socket.send_fds(self._end, [said], fds))
-        self.handle = self._end.recv(4096)
+        said = self._end.recv(4096)
+        self.handle = b"" if said == b"none" else said
 
     def does(self, what: str) -> Any:
         """Let it do something, and say what comes of it. It may not wait for ever."""
@@ -103,11 +96,13 @@ class Peer:
 
 
 @pytest.fixture
-def peer_of(fake: Fake) -> Iterator[Callable[..., Peer]]:
+def peer_of() -> Iterator[Callable[..., Peer]]:
     with contextlib.ExitStack() as stack:
 
         def start(region: DeviceRegion, user: int = 0, **settings: object) -> Peer:
-            environment = fake.environment(**settings)
+            environment = dict(os.environ)
+            if is_fake(region.device):
+                environment = Fake(Path(driver.LIBRARY)).environment(**settings)
             peer = Peer(region, environment, user)
             stack.callback(peer.close)
             return peer
@@ -123,10 +118,10 @@ def test_a_peer_sees_the_bytes_after_it_received(
 
     fill(region, 7, peer.lane.stream)
     peer.lane.publish()
-    assert peer.does("first()") == 0
+    assert peer.does("peek(region)") == 0
     peer.does("(lane.receive(), lane.enter(stream), here.finish(stream))")
 
-    assert peer.does("first()") == 7
+    assert peer.does("peek(region)") == 7
 
 
 def test_what_is_given_back_is_written_to_after_the_peer_read_it(
@@ -137,11 +132,7 @@ def test_what_is_given_back_is_written_to_after_the_peer_read_it(
     region.write(0, np.full(SIZE, 7, np.uint8))
 
     # It reads late, and gives the block back at once.
-    peer.does(
-        "(globals().update(seen=np.zeros(SIZE, np.uint8)), lane.enter(stream), "
-        "late(lambda: here.copy(region.address + SIZE, region.address, SIZE, stream)), "
-        "lane.publish([stream]))"
-    )
+    peer.does("(lane.enter(stream), copy_late(), lane.publish([stream]))")
     peer.lane.receive()
     fill_at_once(region, 8, peer.lane.stream)
     peer.lane.finish()
@@ -151,33 +142,35 @@ def test_what_is_given_back_is_written_to_after_the_peer_read_it(
 
 
 def test_both_wait_where_one_cannot_open_the_other_s_event(
-    region: DeviceRegion, peer_of: Callable[..., Peer]
+    fake_region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
+    region = fake_region
     peer = peer_of(region, FAKE_CUDA_NO_EVENTS=1)
     assert peer.handle == b""
     peer.lane.meet(peer.handle)
 
     fill(region, 7, peer.lane.stream)
     peer.lane.publish()
-    assert peer.does("first()") == 7
+    assert peer.does("peek(region)") == 7
 
-    peer.does("(fill(8, stream), lane.publish([stream]))")
+    peer.does("(fill(region, 8, stream), lane.publish([stream]))")
     assert peek(region) == 8
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
-def test_a_peer_of_another_user_gets_the_memory_and_both_wait(
+def test_a_peer_of_another_user_gets_the_memory_and_the_order(
     region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
     peer = peer_of(region, user=65534)
-    assert peer.handle == b""
+    # Whether a card's driver lets it open the event is not documented; where it does not, both wait.
+    assert peer.handle == b"" or not is_fake(region.device)
     peer.lane.meet(peer.handle)
 
     fill(region, 7, peer.lane.stream)
     peer.lane.publish()
     peer.does("lane.receive(), here.finish(lane.stream)")
 
-    assert peer.does("first()") == 7
+    assert peer.does("peek(region)") == 7
 
 
 def test_memory_outlives_the_peer_that_was_killed_with_it_open(
@@ -185,7 +178,7 @@ def test_memory_outlives_the_peer_that_was_killed_with_it_open(
 ) -> None:
     peer = peer_of(region)
     peer.lane.meet(peer.handle)
-    peer.does("(fill(7, lane.stream), lane.publish(), lane.finish())")
+    peer.does("(fill(region, 7, lane.stream), lane.publish(), lane.finish())")
     peer.kill()
 
     peer.lane.receive()
@@ -200,11 +193,11 @@ def test_the_lane_of_a_peer_that_died_at_work_holds_up_no_other_lane(
     peer, other = peer_of(region), peer_of(region)
     for each in (peer, other):
         each.lane.meet(each.handle)
-    peer.does("(fill(7, lane.stream), lane.publish())")
+    peer.does("(fill(region, 7, lane.stream), lane.publish())")
     peer.lane.receive()
     peer.kill()
 
-    other.does("(fill(8, lane.stream), lane.publish())")
+    other.does("(fill(region, 8, lane.stream), lane.publish())")
     other.lane.receive()
     other.lane.finish()
 
@@ -212,10 +205,10 @@ def test_the_lane_of_a_peer_that_died_at_work_holds_up_no_other_lane(
 
 
 def test_memory_of_the_older_kind_is_opened_once_by_its_handle(
-    peer_of: Callable[..., Peer],
+    gpu: Device, peer_of: Callable[..., Peer]
 ) -> None:
-    device(0).has_descriptors = False
-    region = DeviceRegion.create(7, SIZE, device(0))
+    gpu.has_descriptors = False
+    region = DeviceRegion.create(7, SIZE, gpu)
     assert (region.fd, len(region.handle)) == (-1, 64)
     peer = peer_of(region)
     peer.lane.meet(peer.handle)
@@ -224,6 +217,6 @@ def test_memory_of_the_older_kind_is_opened_once_by_its_handle(
     peer.lane.publish()
     peer.does("(lane.receive(), here.finish(lane.stream))")
 
-    assert peer.does("first()") == 7
+    assert peer.does("peek(region)") == 7
     peer.close()
     region.close()
