@@ -19,6 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 LAUNCHER = FOLDER / "launcher.py"
 NAME = "moonpool"
 _STOCK = "python"
+_READABLE = 0o755
 # The interpreter and the launcher, each on a line. The library looks for it beside itself.
 SETTINGS = "moonpool.txt"
 # In a wheel, and where it is compiled in a source tree.
@@ -71,8 +72,10 @@ def put(folder: Path, name: str, library: Path, python: str = sys.executable) ->
     if folder.exists() and not is_ours(folder):
         raise NotInstallable(f"{folder} is there already, and was not made by moonpool")
     folder.mkdir(exist_ok=True)
+    # The server may be another user, whatever this one's umask is.
+    folder.chmod(_READABLE)
     _write(folder / SETTINGS, _settings(python).encode(), 0o644)
-    _write(folder / library_of(name), library.read_bytes(), 0o755)
+    _write(folder / library_of(name), library.read_bytes(), _READABLE)
 
 
 def _settings(python: str) -> str:
@@ -117,6 +120,7 @@ def overlay(backends: Path, library: Path, folder: Path | None = None) -> Path:
     if folder.exists() and any(folder.iterdir()) and not is_ours(folder / _STOCK):
         raise NotInstallable(f"{folder} is there already, and was not made by moonpool")
     folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(_READABLE)
     for old in folder.iterdir():
         if old.is_symlink():
             old.unlink()

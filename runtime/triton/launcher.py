@@ -62,7 +62,8 @@ def main() -> int:
     if reason is not None:
         sys.stderr.write(f"moonpool cannot be run by {sys.executable}: {reason}\n")
         return 1
-    make_importable("moonpool", os.path.dirname(os.path.realpath(__file__)) + "/../..")
+    here = os.path.dirname(os.path.realpath(__file__))
+    make_importable("moonpool", os.path.dirname(os.path.dirname(here)))
     from moonpool.runtime.triton.launching import launch
 
     launch(channel_fd)
