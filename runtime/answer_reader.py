@@ -82,7 +82,7 @@ class AnswerReader:
                 return failure
         arrays: dict[str, Any] = {}
         if self.has_devices and request.is_for_host:
-            leases = [_on_host(lease) for lease in leases]
+            leases = [self._on_host(lease) for lease in leases]
         if request.allocator is not None:
             try:
                 arrays = _allocated(request, outputs, leases)
@@ -94,6 +94,20 @@ class AnswerReader:
             _view(arrays, outputs, leases, wants_wire=request.wants_wire)
         details = request.details
         return Response(arrays, parameters, "" if details is None else details.request_id)
+
+    def _on_host(self, lease: Any) -> Any:
+        """The bytes of a block in ordinary memory, to which they are copied where they lie on a device.
+
+        Stubs on devices were asked for ordinary memory. One that may be hostile is not waited for where it did
+        not keep to that. Raises `RemoteProtocolError`.
+        """
+        if isinstance(lease, np.ndarray):
+            return lease
+        if self._is_confined:
+            raise RemoteProtocolError("an output on a device, where ordinary memory was asked for")
+        from moonpool.ipc.cuda.array import DeviceArray
+
+        return DeviceArray.over(lease, 0, DATATYPES["UINT8"], (lease.size,)).to_host()
 
 
 def _view(
@@ -126,15 +140,6 @@ def _view_anywhere(
             raise RemoteProtocolError(f"output {name!r} is BYTES and lies on a device")
         else:
             arrays[name] = DeviceArray.over(lease, offset, datatype, tuple(shape))
-
-
-def _on_host(lease: Any) -> Any:
-    """The bytes of a block in ordinary memory, to which they are copied where they lie on a device."""
-    if isinstance(lease, np.ndarray):
-        return lease
-    from moonpool.ipc.cuda.array import DeviceArray
-
-    return DeviceArray.over(lease, 0, DATATYPES["UINT8"], (lease.size,)).to_host()
 
 
 def _strings(name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.codec import calls_codec
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import MAX_CALLS, Kind, Side
-from moonpool.runtime.call_requests import SHORT_MESSAGE, fetch_apart, make_call_request, wire_error
+from moonpool.runtime.call_requests import SHORT_MESSAGE, Fetching, make_call_request, wire_error
 from moonpool.runtime.call_tensors import read_inputs, write_outputs
 from moonpool.runtime.calls import Call, Deadlines
 from moonpool.runtime.errors import (
@@ -74,6 +74,7 @@ class CallDesk:
         self._outbox = Outbox(channel, reactor)
         self._flow = Flow(reactor, channel.fileno())
         self._calls: dict[int, Call] = {}
+        self._fetching = Fetching()
         self._deadlines = Deadlines()
         self._wakes_at_s: float | None = None
         # Other things that are asked for, by their numbers: what runs on a thread, and what others are asked.
@@ -178,7 +179,7 @@ class CallDesk:
             def go_on(fetched: dict[str, Any] | MoonpoolError) -> None:
                 self._reactor.call_soon(lambda: self._submit(call, fields, hosted, fetched))
 
-            fetch_apart(hosted.signature, inputs, go_on)
+            self._fetching.start(hosted.signature, inputs, go_on)
         else:
             self._submit(call, fields, hosted, inputs)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import CODES, MoonpoolError, RemoteProtocolError
 from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY
-from moonpool.runtime.errors import ModelError
+from moonpool.runtime.errors import ModelError, ModelUnavailable
 from moonpool.runtime.public_text import public_text
 from moonpool.runtime.request import Details
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # What fits a packet, whatever it says, so that there is always room for it.
 SHORT_MESSAGE = 7000
 _MAX_MESSAGE = 65536
+# Calls of one model whose inputs are being copied from a device.
+_MOST_FETCHED = 64
 # What most calls leave as it is, and then do not say.
 _UNTOLD = ("", 0, 0, None, None, ANY_MEMORY, 0)
 
@@ -72,20 +74,38 @@ def _device_of(asker: Link, number: int) -> tuple[int, int]:
     return ANY_MEMORY, 0
 
 
-def fetch_apart(
-    signature: Signature,
-    inputs: Mapping[str, Any],
-    go_on: Callable[[dict[str, Any] | MoonpoolError], None],
-) -> None:
-    """Copy the inputs that lie on devices to ordinary memory, on a thread: whoever makes them may take any time."""
+class Fetching:
+    """Copies inputs of calls that lie on devices to ordinary memory, on threads: whoever makes them may take any time."""
 
-    def fetch() -> None:
-        try:
-            go_on({name: signature.fetched(value) for name, value in inputs.items()})
-        except MoonpoolError as error:
-            go_on(error)
+    def __init__(self) -> None:
+        self._running: set[threading.Thread] = set()
 
-    threading.Thread(target=fetch, name="moonpool-fetch", daemon=True).start()
+    def start(
+        self,
+        signature: Signature,
+        inputs: Mapping[str, Any],
+        go_on: Callable[[dict[str, Any] | MoonpoolError], None],
+    ) -> None:
+        """`go_on` gets the inputs, or why they cannot be had; on a thread, if there are not too many."""
+
+        def fetch() -> None:
+            try:
+                fetched: dict[str, Any] | MoonpoolError = {
+                    name: signature.fetched(value) for name, value in inputs.items()
+                }
+            except MoonpoolError as error:
+                fetched = error
+            self._running.discard(threading.current_thread())
+            go_on(fetched)
+
+        if len(self._running) >= _MOST_FETCHED:
+            go_on(
+                ModelUnavailable(f"{_MOST_FETCHED} requests of this model wait for its GPU already")
+            )
+            return
+        thread = threading.Thread(target=fetch, name="moonpool-fetch", daemon=True)
+        self._running.add(thread)
+        thread.start()
 
 
 def wire_error(error: BaseException, most: int = _MAX_MESSAGE) -> list[object]:

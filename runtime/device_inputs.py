@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from moonpool.ipc.cuda.array import DeviceArray
-    from moonpool.runtime.lanes import Lanes
     from moonpool.runtime.loans import Loans
     from moonpool.runtime.request import InferenceRequest
 
@@ -56,12 +55,13 @@ def lend_or_copy(array: DeviceArray, loans: Loans, *, keep: bool) -> tuple[list[
     return _copy([array], [0], array.nbytes, gpu, loans, keep=keep), 0
 
 
-def hand_back(requests: Iterable[InferenceRequest], lanes: Lanes) -> None:
-    """What callers, models among them, do with their arrays from now on comes after what the stub did with them."""
+def hand_back(requests: Iterable[InferenceRequest], loans: Loans) -> None:
+    """What callers, models among them, do with arrays that they lent comes from now on after what the stub did with them."""
+    lanes = loans.lanes
     for request in requests:
         for array in request.arrays:
             lease = getattr(array, "lease", None)
-            if lease is None:
+            if lease is None or not loans.has_lent(lease.region):
                 continue
             device_array: DeviceArray = array  # type: ignore[assignment]
             lane = lanes.lane(lanes.nearest(device_array.device.ordinal))

@@ -277,7 +277,7 @@ class Link(Overflow):
         _, batch, held, released, blocks, packed, remarks, states = self.conversation.receive()
         if self.lanes is not None:
             self.lanes.receive()
-            device_inputs.hand_back(requests, self.lanes)
+            device_inputs.hand_back(requests, self.loans)
         reader = self._reader
         layout = reader.layout(packed, len(requests))
         count = len(layout.responses)
@@ -314,7 +314,7 @@ class Link(Overflow):
         request = self.replies.find(batch, index, is_last=bool(flags))
         if self.lanes is not None:
             self.lanes.receive()
-            device_inputs.hand_back([request], self.lanes)
+            device_inputs.hand_back([request], self.loans)
         if packed is None and remark is None:
             if blocks or not flags:
                 raise RemoteProtocolError("a response that says nothing")

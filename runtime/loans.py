@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
-    from moonpool.ipc.memory import Lease
+    from moonpool.ipc.memory import Lease, Region
     from moonpool.runtime.lanes import Lanes
     from moonpool.runtime.regions import CallerMemory
 
@@ -211,6 +211,10 @@ class Loans:
             return False
         self._announced[region.id] = region
         return True
+
+    def has_lent(self, region: Region) -> bool:
+        """Whether the stub may look into a region."""
+        return region.id in self._announced or region.id in self._regions
 
     def _note(self, place: Place, loan: Loan, keep: bool) -> None:
         if keep:
