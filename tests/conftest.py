@@ -24,12 +24,19 @@ __all__ = [
 ]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):
+        # A machine with a device has what it has, and no network.
+        parser.addini(
+            "timeout", "of pytest-timeout, which is not here: nothing ends a test that hangs"
+        )
     sandbox_level.pytest_addoption(parser)
     seed.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not here")
     sandbox_level.pytest_configure(config)
     seed.draw(config)
 
