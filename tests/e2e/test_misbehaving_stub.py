@@ -9,19 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.faults.known import FAULTS, MISBEHAVE
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool import ExecuteTimedOut, LoadFailed, StubDied
 from moonpool.runtime import process
 
-MISBEHAVE = Path(__file__).parent.parent / "faults" / "misbehave.py"
 SIGNATURE: Config = {
     "input": [tensor("X", "FP32", 4)],
     "output": [tensor("Y", "FP32", -1), tensor("STRINGS", "STRING", -1)],
@@ -108,12 +107,6 @@ WORDS = {
     "leaves a child": "exited with 7",
     "dies": "was killed by SIGKILL",
 }
-# The names alone; the functions need the channels of a stub.
-FAULTS = [
-    line.split('"')[1]
-    for line in MISBEHAVE.read_text().partition("FAULTS: dict")[2].partition("\n}\n")[0].split("\n")
-    if line.startswith('    "')
-]
 
 
 @pytest.fixture(scope="module")

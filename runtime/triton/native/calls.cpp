@@ -113,7 +113,9 @@ short Calls::events() {
 bool Calls::read() {
   {
     std::lock_guard lock(mutex_);
-    if (waiting_bytes_ > 2 * kFullBytes) throw Violation("it leaves unread what it asked for");
+    if (waiting_bytes_ > 2 * kFullBytes) {
+      throw Violation("the stub leaves " + std::to_string(waiting_bytes_) + " bytes unread");
+    }
     while (!waiting_.empty()) {
       if (channel_.send(waiting_.front()) == Channel::Sent::kFull) break;
       waiting_bytes_ -= waiting_.front().size();

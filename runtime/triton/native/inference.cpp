@@ -1,6 +1,8 @@
 #include "inference.h"
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "calls.h"
 
@@ -9,6 +11,8 @@ namespace {
 
 constexpr size_t kMaxMessage = 65'536;
 constexpr size_t kMaxShownName = 80;
+// As in ipc/tensors.py.
+constexpr uint64_t kMaxElements = uint64_t{1} << 59;
 constexpr uint32_t kMaxOutputs = 65'536;
 
 // Memory for an output of a response. It is the stub's as soon as the response was sent.
@@ -43,18 +47,22 @@ triton::Error* deallocate(triton::ResponseAllocator*, void*, void* buffer, size_
   throw Violation("input '" + std::string(input.substr(0, kMaxShownName)) + "' " + why);
 }
 
-// How many bytes a tensor of elements of a fixed size has; false where no memory has so many.
-bool size_of(const wire::NamedTensor& tensor, uint64_t* size) {
-  *size = wire::kItemBytes[tensor.datatype];
-  bool fits = true;
+std::string shown(const List<uint64_t>& shape) {
+  std::string text;
+  for (const uint64_t dimension : shape) text += (text.empty() ? "" : ", ") + std::to_string(dimension);
+  return "[" + text + "]";
+}
+
+// Whether a tensor of elements of a fixed size has as many bytes as it says, and a shape that memory can have.
+bool has_size(const wire::NamedTensor& tensor) {
+  uint64_t elements = 1, bound = 1;
   for (const uint64_t dimension : tensor.shape) {
-    if (dimension == 0) {
-      *size = 0;
-      return true;
-    }
-    fits = !__builtin_mul_overflow(*size, dimension, size) && fits;
+    elements *= dimension;
+    if (__builtin_mul_overflow(bound, std::max<uint64_t>(dimension, 1), &bound)) return false;
+    if (bound > kMaxElements) return false;
   }
-  return fits;
+  const uint64_t item = wire::kItemBytes[tensor.datatype];
+  return item == 0 || elements * item == tensor.size;
 }
 
 void set_parameter(triton::InferenceRequest* request, const Entry& entry) {
@@ -239,14 +247,13 @@ void Inference::make(const wire::Infer& asked, triton::Server* server) {
 }
 
 void Inference::add_input(const wire::NamedTensor& input) {
-  uint64_t size;
   if (input.block >= blocks_.size()) refuse(input.name, "does not lie in its block");
   const View& block = blocks_[input.block];
   if (input.offset > block.size || input.size > block.size - input.offset) {
     refuse(input.name, "does not lie in its block");
   }
-  if (input.datatype != triton::kBytes && (!size_of(input, &size) || size != input.size)) {
-    refuse(input.name, "of another shape has " + std::to_string(input.size) + " bytes");
+  if (!has_size(input)) {
+    refuse(input.name, "of shape " + shown(input.shape) + " has " + std::to_string(input.size) + " bytes");
   }
   shape_.clear();
   for (const uint64_t dimension : input.shape) shape_.push_back(static_cast<int64_t>(dimension));

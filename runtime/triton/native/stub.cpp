@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 namespace moonpool {
 namespace {
@@ -132,6 +133,8 @@ void Stub::distrust(const std::string& why) noexcept {
 void Stub::overdue() { launcher_->send<Word::OVERDUE>(instance_, generation_); }
 
 const Failure& Stub::death() {
+  // It may live on without some of its channels.
+  distrust("");
   if (listener_.joinable()) listener_.join();
   return *death_;
 }
@@ -213,6 +216,16 @@ int Stub::wait_milliseconds() {
 
 // False at the end of the channel.
 bool Stub::read_control() {
+  const bool is_open = take_in_control();
+  // After all that is there has been looked at: who asks for memory waits, and asks for nothing more.
+  if (growth_) {
+    const wire::Grow wish = *std::exchange(growth_, std::nullopt);
+    grow(wish.size, wish.device);
+  }
+  return is_open;
+}
+
+bool Stub::take_in_control() {
   std::string stored;
   for (int i = 0; i < kManyMessages; ++i) {
     const Channel::Received received = control_.receive(packet_, true);
@@ -242,11 +255,10 @@ void Stub::handle(const Decoded<Kind>& message) {
     case Kind::LOG:
       log_of_model(wire::Log(message.fields));
       return;
-    case Kind::GROW: {
-      const wire::Grow wish(message.fields);
-      grow(wish.size, wish.device);
+    case Kind::GROW:
+      if (growth_) throw Violation("GROW came before the last one was answered");
+      growth_.emplace(message.fields);
       return;
-    }
     case Kind::RETIRE:
       answers_.retire(wire::Retire(message.fields).region);
       return;
@@ -262,7 +274,11 @@ void Stub::handle(const Decoded<Kind>& message) {
     case Kind::READINESS: {
       const wire::Readiness answer(message.fields);
       std::lock_guard lock(mutex_);
-      if (answer.question != question_) return;
+      if (answer.question == 0 || answer.question > question_) {
+        throw Violation("READINESS answers " + std::to_string(answer.question) +
+                        ", which was not asked");
+      }
+      if (answer.question < question_) return;
       answered_question_ = answer.question;
       reason_ = answer.reason;
       answered_.notify_all();

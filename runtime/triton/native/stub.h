@@ -68,7 +68,8 @@ class Stub final : public RegionSource {
   // Ask for its end because a batch takes too long.
   void overdue();
   bool has_ended() const { return has_ended_; }
-  // Waits until nobody listens to it any more. Why it ended, and whether there is never another one.
+  // For a stub that has ended, or closed a channel: ends what is left of it, and waits until nobody listens to it any
+  // more. Why it ended, and whether there is never another one.
   const Failure& death();
   bool is_final() const { return is_final_; }
 
@@ -81,6 +82,7 @@ class Stub final : public RegionSource {
   void listen_until_end();
   int wait_milliseconds();
   bool read_control();
+  bool take_in_control();
   void handle(const Decoded<wire::Kind>& message);
   void log_of_model(const wire::Log& line);
   void grow(uint64_t needed, int64_t device);
@@ -102,6 +104,7 @@ class Stub final : public RegionSource {
   OpenRequests open_requests_;
   const std::shared_ptr<Calls> calls_;
   std::vector<wire::Place> released_;
+  std::optional<wire::Grow> growth_;  // that was asked for and not answered yet
   // Lines that it may log, and how many more it did; for whoever listens.
   Budget log_lines_;
   uint64_t lines_left_out_ = 0;

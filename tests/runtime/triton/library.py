@@ -15,29 +15,47 @@ from moonpool.runtime.triton import installation
 NATIVE = installation.FOLDER / "native"
 
 
-def library() -> Path:
-    """The library of this moonpool: of the installation, or compiled in its source tree. Skips where there is no compiler."""
+def library(sanitizers: str = "") -> Path:
+    """The library of this moonpool: of the installation, or compiled in its source tree. Skips where there is no compiler.
+
+    With sanitizers, separated by commas, also where there is no source tree.
+    """
     if not (NATIVE / "Makefile").is_file():
-        return _found()
+        return _found(sanitizers)
     if shutil.which("make") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("there is no C++ compiler, or no make")
-    folder = NATIVE / "build"
     if not os.access(NATIVE, os.W_OK):
-        return _found()  # what was compiled before
-    folder.mkdir(exist_ok=True)
+        return _found(sanitizers)  # what was compiled before
+    folder = NATIVE / "build" / sanitizers.replace(",", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["make", "-C", str(NATIVE), "-j2", f"OUT={folder}"]
+    if sanitizers:
+        command += [f"SANITIZE={sanitizers}", "CXXFLAGS=-O1"]
     # One process compiles, the others wait.
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        made = subprocess.run(
-            ["make", "-C", NATIVE, "-j2"], capture_output=True, text=True, check=False
-        )
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         pytest.fail(f"the library cannot be compiled:\n{made.stderr}", pytrace=False)
     return folder / "libtriton_moonpool.so"
 
 
-def _found() -> Path:
+def _found(sanitizers: str) -> Path:
+    if sanitizers:
+        pytest.skip("the library with sanitizers is not compiled here")
     try:
         return installation.find_library()
     except installation.NotInstallable as error:
         pytest.skip(str(error))
+
+
+def sanitizer_libraries() -> str:
+    """What a program is to load before everything else that loads a library with the address sanitizer."""
+    compiler = os.environ.get("CXX", "g++")
+    found = [
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    return " ".join(found)
