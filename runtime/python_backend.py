@@ -67,6 +67,8 @@ class PythonBackend(Backend):
     def model_initialize(self, model: Model) -> None:
         """Find the interpreter, and let the model complete its configuration in a process of its own."""
         model.options = hardened(model.options)
+        if is_contained(model.options.sandbox):
+            model.source = model.source.without_links()
         check_processors(model.options.cpus)
         environment = resolve(model.options.execution_env_path, model.source.model_directory)
         limit = model.options.region_limit_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.runtime.errors import LoadFailed
@@ -26,6 +26,15 @@ class ModelSource:
     version_directory: Path
     # Whether the model has the directory to itself, and all that is in it.
     is_directory: bool = False
+
+    def without_links(self) -> ModelSource:
+        """The same by its real paths: for a process in which there is nothing else that could lead there."""
+        return replace(
+            self,
+            file=self.file.resolve(),
+            model_directory=self.model_directory.resolve(),
+            version_directory=self.version_directory.resolve(),
+        )
 
 
 def of_file(path: str | os.PathLike[str]) -> ModelSource:

@@ -12,7 +12,7 @@ from tests.runtime.triton.shim import Shim, Stub
 
 from moonpool.runtime.triton.messages import Word
 
-Write = Callable[[str], Path]
+Write = Callable[..., Path]
 Start = Callable[..., Stub]
 
 
@@ -24,7 +24,7 @@ def shim() -> Iterator[Shim]:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], Path]:
+def write(tmp_path: Path) -> Write:
     def write(text: str, name: str = "m") -> Path:
         (tmp_path / name / "1").mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "1" / "model.py").write_text(text)

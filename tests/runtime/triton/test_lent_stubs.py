@@ -157,6 +157,26 @@ def test_a_stub_in_the_sandbox_strict_answers(start: Start) -> None:
     assert "seccomp" in stub.started[4]
 
 
+def test_models_and_backends_may_be_links_also_in_the_sandbox_strict(
+    write: Write, tmp_path: Path
+) -> None:
+    write("from doubles import TritonPythonModel\n", "real")
+    (tmp_path / "real" / "1" / "doubles.py").write_text(DOUBLES)
+    (tmp_path / "m").symlink_to(tmp_path / "real")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.py").write_text(DOUBLES)
+    backend = tmp_path / "doubler"
+    backend.symlink_to(tmp_path / "elsewhere")
+    config = with_options(MOONPOOL_SANDBOX="strict")
+
+    with launched(backend=("doubler", str(backend))) as shim:
+        of_its_own = shim.load(tmp_path / "m", config)
+        shared = shim.load(tmp_path / "m", {**config, "runtime": "model.py"})
+
+        assert shim.start(of_its_own[1], "a").infer([1]) == [2]
+        assert shim.start(shared[1], "b").infer([1]) == [2]
+
+
 def test_the_servers_command_line_has_a_sandbox_for_all_models(write: Write) -> None:
     with launched(options={"sandbox": "strict", "auto-complete-config": "true"}) as shim:
         ready = shim.load(write(DOUBLES), CONFIG)
