@@ -146,6 +146,7 @@ class DeviceArray:
         `into` is an array of the same shape and datatype, without gaps, to be filled and returned.
         """
         array = np.empty(self.shape, DTYPES[self.datatype]) if into is None else into
+        self._reach()
         with self.device.borrowed_stream() as stream:
             self._wait_on(stream)
             self.device.read(array, self.address, stream)
@@ -156,11 +157,17 @@ class DeviceArray:
 
         In a block of ours, the default stream counts as one that the block is used on.
         """
+        self._reach()
         with self.device.borrowed_stream() as stream:
             self._wait_on(stream)
             self.device.finish(stream)
         if self.lease is not None:
             self.lease.streams[api.LEGACY_STREAM] = None
+
+    def _reach(self) -> None:
+        """Wait for what another process does to the array. Raises `CudaError` where that died before it was done."""
+        if self.lease is not None and self.lease.lane is not None:
+            self.lease.lane.reach()
 
     def _wait_on(self, stream: int) -> None:
         """As `enter`, for a stream that is done with the array before anybody else goes on."""

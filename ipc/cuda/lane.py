@@ -19,6 +19,7 @@ work before they send: `publish` returns when the work is done.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from ctypes import byref, c_void_p
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.device import Device
 
 
+# How long work of a process that is gone may still take.
+_GRACE_S = 1.0
 _lanes: WeakValueDictionary[int, Lane] = WeakValueDictionary()
 
 
@@ -46,6 +49,8 @@ def lane_of(stream: int) -> Lane | None:
 def order(device: Device, first: int, then: int) -> None:
     """`Device.order`, where `first` is a stream of that device, or of a lane on any."""
     lane = _lanes.get(first)
+    if lane is not None and lane.is_lost:
+        return  # what its peer was at ended with it
     (device if lane is None else lane.device).order(first, then)
 
 
@@ -64,6 +69,8 @@ class Lane:
         # What is needed until work on the lane is done, with the events that say so.
         self._kept: deque[tuple[list[int], object]] = deque()
         self._own = self._peers = 0
+        # The event of a peer that has gone before the device came to it, which it may never do.
+        self._missed = 0
         # For EVENT; empty where events cannot be shared.
         self.handle = b""
         if shares_events:
@@ -127,6 +134,8 @@ class Lane:
         if stream == self.stream:
             self.gather()
             return
+        if self.is_lost:
+            raise _died()
         with self.device as device:
             if self.touched:
                 self._gather()
@@ -161,6 +170,8 @@ class Lane:
     def _wait_for(self, stream: int) -> None:
         """Within `with self.device`."""
         owner = _lanes.get(stream)
+        if owner is not None and owner.is_lost:
+            return
         if owner is not None and owner.device is not self.device:
             owner.device.order(stream, self.stream)
         elif stream != self.stream:
@@ -216,6 +227,25 @@ class Lane:
                 self._kept.appendleft((events, thing))
                 return
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the peer is gone, and what it was at may never be done: nobody is to wait for this lane."""
+        return bool(self._missed)
+
+    def reach(self) -> None:
+        """Wait until all that was received or queued by now is done.
+
+        Unlike `finish`, it ends where the peer does: raises `CudaError` if what the peer was at when it died does not come.
+        """
+        events = self.device.mark([self.stream])
+        pause_s = waited_s = 0.0
+        while not self.device.are_done(events):
+            if self._missed and waited_s > _GRACE_S:
+                raise _died()
+            pause_s = min(0.001, 2 * pause_s + 0.000_02)
+            waited_s += pause_s
+            time.sleep(pause_s)
+
     def finish(self) -> None:
         """Wait until all that is queued on the lane is done."""
         self.device.finish(self.stream)
@@ -226,7 +256,17 @@ class Lane:
         peers, self._peers = self._peers, 0
         if peers:
             with self.device:
-                self.device.driver.cuEventDestroy_v2(peers)
+                if self._is_unfinished(peers):
+                    self._missed = peers
+                else:
+                    self.device.driver.cuEventDestroy_v2(peers)
+
+    def _is_unfinished(self, event: int) -> bool:
+        try:
+            self.device.driver.cuEventQuery(event)
+        except CudaError as error:
+            return error.number == api.NOT_READY
+        return False
 
     def _drop_own(self) -> None:
         own, self._own, self.handle = self._own, 0, b""
@@ -238,6 +278,10 @@ class Lane:
         if hasattr(self, "touched"):  # else the stream was never made
             self.close()
             self.device.close_stream(self.stream)
+
+
+def _died() -> CudaError:
+    return CudaError("the process that was to compute this has died before", "", 0)
 
 
 def _address(array: NDArray[Any]) -> int:

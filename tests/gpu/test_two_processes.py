@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from moonpool.ipc.cuda import driver
 from moonpool.ipc.cuda.device import Device
 from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceRegion
+from moonpool.ipc.errors import CudaError
 
 # The other process: it gets the descriptor of a region and the handle of an event, and does what it is told.
 PEER = """
@@ -202,6 +204,24 @@ def test_the_lane_of_a_peer_that_died_at_work_holds_up_no_other_lane(
     other.lane.finish()
 
     assert peek(region) == 8
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_who_waits_for_a_peer_that_died_at_work_is_told(
+    fake_region: DeviceRegion, peer_of: Callable[..., Peer], when: str
+) -> None:
+    peer = peer_of(fake_region)
+    peer.lane.meet(peer.handle)
+    peer.does("(fill(region, 7, lane.stream), lane.publish())")
+    peer.lane.receive()
+    peer.kill()
+    end = threading.Timer(0.2 if when == "meanwhile" else 0, peer.lane.close)
+    end.start()
+
+    with pytest.raises(CudaError, match="has died before"):
+        peer.lane.reach()
+
+    end.join()
 
 
 def test_memory_of_the_older_kind_is_opened_once_by_its_handle(
