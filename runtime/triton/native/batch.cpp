@@ -132,6 +132,8 @@ void Batch::take_answer(Stub& stub, const wire::Answer& said) {
     if (state) ++*state;
   }
   stub.open_requests().end();
+  // Somebody is to look whether the clients of those that are open still wait.
+  if (said.states && stub.open_requests().are_open()) stub.wake();
   answer_.release(stub.answers());
   stub.loans().end_batch(said.held);
   for (const wire::Place& place : said.released) stub.loans().take_back(place);

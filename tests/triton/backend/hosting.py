@@ -27,6 +27,11 @@ class HostingServer(TritonServer):
         super()._lay_out_backend()
         installation.install(self._backends, library())
 
+    def lay_out(self) -> tuple[Path, Path]:
+        """Its backends, and its libraries, for somebody else to start."""
+        self._lay_out_backend()
+        return self._backends, self._package.parent / "nvidia_pytriton.libs"
+
     @property
     def pid(self) -> int:
         assert self._process is not None

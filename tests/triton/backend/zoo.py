@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 IDENTITY = """
@@ -66,7 +67,8 @@ class TritonPythonModel:
         while number != until and not request.is_cancelled():
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array([number]))]))
             number += 1
-            if until < 0:
+            # Nothing that it says shows that its client has left.
+            while until < 0 and not request.is_cancelled():
                 time.sleep(0.01)
         if number != until:
             pb_utils.Logger.log_info("was cancelled")
@@ -106,9 +108,10 @@ MODELS = {
 }
 
 
-def write(repository: Path) -> None:
+def write(repository: Path, names: Iterable[str] = MODELS) -> None:
     """Make a model repository of them."""
-    for name, (config, text) in MODELS.items():
+    for name in names:
+        config, text = MODELS[name]
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(config)
         (repository / name / "1" / "model.py").write_text(text)
