@@ -1,5 +1,6 @@
 #include "metrics.h"
 
+#include <mutex>
 #include <vector>
 
 #include "memory.h"
@@ -111,14 +112,27 @@ uint64_t Metrics::hold(const wire::NewMetric& asked) {
   return next_++;
 }
 
-// Of one name and kind there is one object for all metrics of the stub: it must outlive them.
+// Of one name and kind there is one family for all stubs: the server forgets a time series with the first of its
+// families that lets go of it, and the others would go on to use it.
+struct Metrics::Families {
+  std::mutex mutex;
+  std::map<FamilyName, std::weak_ptr<Family>> known;
+};
+
+Metrics::Families& Metrics::families() {
+  static Families* const shared = new Families;  // outlives whatever ends with the process
+  return *shared;
+}
+
 std::shared_ptr<Metrics::Family> Metrics::family(const wire::NewMetric& asked) {
   const FamilyName name{asked.name, asked.metric_kind};
-  const auto known = families_.find(name);
-  std::shared_ptr<Family> family = known == families_.end() ? nullptr : known->second.lock();
+  auto& [mutex, known] = families();
+  std::lock_guard lock(mutex);
+  const auto found = known.find(name);
+  std::shared_ptr<Family> family = found == known.end() ? nullptr : found->second.lock();
   if (!family) {
     family = std::make_shared<Family>(name, asked.description);
-    families_[name] = family;
+    known[name] = family;
   }
   return family;
 }
@@ -181,13 +195,14 @@ Metrics::Held* Metrics::known(uint64_t number, const char* message) {
 void Metrics::drop(uint64_t number) {
   const auto held = held_.find(number);
   size_ -= held->second.size;
-  if (held->second.family.use_count() == 1) families_.erase(held->second.family->name);
+  auto& [mutex, known] = families();
+  std::lock_guard lock(mutex);
+  if (held->second.family.use_count() == 1) known.erase(held->second.family->name);
   held_.erase(held);
 }
 
 void Metrics::drop_all() noexcept {
-  held_.clear();
-  families_.clear();
+  while (!held_.empty()) drop(held_.begin()->first);
 }
 
 }  // namespace moonpool

@@ -36,12 +36,13 @@ class Metrics {
     uint64_t size;
   };
   using FamilyName = std::pair<std::string, uint64_t>;
+  struct Families;
+  static Families& families();
   std::shared_ptr<Family> family(const wire::NewMetric& asked);
   Held* known(uint64_t number, const char* message);
   void drop(uint64_t number);
 
   const bool is_contained_;
-  std::map<FamilyName, std::weak_ptr<Family>> families_;
   std::map<uint64_t, Held> held_;
   uint64_t next_ = 1;
   uint64_t size_ = 0;
