@@ -105,11 +105,16 @@ uint64_t Metrics::hold(const wire::NewMetric& asked) {
                   "the metrics of a model instance may take " + std::to_string(kMaxSize) +
                       " characters where they are shown; use fewer, or shorter labels, or fewer buckets");
   }
-  Held held{family(asked), nullptr, size};
-  if (asked.labels) held.metric = std::make_shared<Metric>(*held.family, asked);
-  held_.emplace(next_, std::move(held));
+  const uint64_t number = next_++;
+  Held& held = held_.emplace(number, Held{family(asked), nullptr, size}).first->second;
   size_ += size;
-  return next_++;
+  try {
+    if (asked.labels) held.metric = std::make_shared<Metric>(*held.family, asked);
+  } catch (const Failure&) {
+    drop(number);
+    throw;
+  }
+  return number;
 }
 
 // Of one name and kind there is one family for all stubs: the server forgets a time series with the first of its
