@@ -8,6 +8,7 @@ import pytest
 from tests import sandbox_level
 from tests.chaos import seed
 from tests.chaos.seed import pytest_report_header
+from tests.gpu import cards
 from tests.leaks import _leaves_nothing_behind
 from tests.sandbox_level import (
     _models_share_the_folder_of_a_test,
@@ -41,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     seed.draw(config)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        cards.warm()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m gpu`, what has no such test is not imported: a machine with a device may lack what it needs."""
     if config.option.markexpr != "gpu" or config.rootpath not in collection_path.parents:
@@ -51,4 +57,4 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def _has_gpu_tests(source: str) -> bool:
     # By the mark, or by the fixtures that are a device of either kind.
-    return "mark.gpu" in source or "tests.gpu" in source
+    return any(words in source for words in ("mark.gpu", "tests.gpu", "host: Host"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import shutil
 import subprocess
@@ -20,6 +21,9 @@ from tests.waiting import wait_until
 from moonpool.ipc.cuda import device as devices
 from moonpool.ipc.cuda import driver
 from moonpool.ipc.cuda.device import Device, device
+from moonpool.ipc.cuda.lane import Lane
+from moonpool.ipc.cuda.region import DeviceRegion
+from moonpool.ipc.region import SharedRegion
 
 SOURCE = Path(__file__).parent / "fake_driver.c"
 
@@ -30,6 +34,26 @@ def has_card() -> bool:
     program = "import ctypes, sys; sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0))"
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     return asked.returncode == 0
+
+
+@functools.cache
+def warm() -> None:
+    """Have the machine's GPU ready, so that no test is blamed for what the driver opens once; skips where there is none.
+
+    The driver makes threads and opens files with the first context, event and region, and keeps them until the process ends.
+    """
+    if not has_card():
+        pytest.skip("this machine has no GPU")
+    with driven_by(driver.LIBRARY):
+        here = device(0)
+        lane = Lane(here)
+        region = DeviceRegion.create(1, 1, here)
+        shared = SharedRegion.create(2, mmap.PAGESIZE)
+        here.pin(shared)
+        region.read(0, 1)
+        shared.close()
+        region.close()
+        lane.close()
 
 
 def build(folder: Path) -> Path:
@@ -127,9 +151,8 @@ def fake(fake_library: Path) -> Iterator[Fake]:
 
 @pytest.fixture
 def card() -> Iterator[None]:
-    """moonpool in this process has the machine's own GPU; skips where there is none."""
-    if not has_card():
-        pytest.skip("this machine has no GPU")
+    """moonpool in this process has the machine's own GPU."""
+    warm()
     with driven_by(driver.LIBRARY):
         yield
 

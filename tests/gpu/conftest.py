@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
-from tests.gpu.cards import card, fake, fake_library, gpu
+import pytest
+from tests.gpu.cards import Fake, card, fake, fake_library, gpu
 from tests.gpu.late import fake_region, region
+from tests.runtime.devices.conftest import card_host, fake_host, host
 
-__all__ = ["card", "fake", "fake_library", "fake_region", "gpu", "region"]
+__all__ = [
+    "card",
+    "card_host",
+    "fake",
+    "fake_host",
+    "fake_library",
+    "fake_region",
+    "gpu",
+    "host",
+    "region",
+]
+
+
+@pytest.fixture(params=["fake", pytest.param("card", marks=pytest.mark.gpu)])
+def environment(request: pytest.FixtureRequest) -> dict[str, str] | None:
+    """For a process that is to find a device: the fake one, and where there is one the machine's own."""
+    found = request.getfixturevalue(request.param)
+    return found.environment() if isinstance(found, Fake) else None

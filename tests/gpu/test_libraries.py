@@ -15,7 +15,12 @@ from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.tensors import CODES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("card")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("card"),
+    # Libraries warn as they like.
+    pytest.mark.filterwarnings("default"),
+]
 
 FP32 = CODES["FP32"]
 COUNT = SIZE // 4

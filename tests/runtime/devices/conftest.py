@@ -1,16 +1,17 @@
-"""A runtime with the fake driver, in this process and in its stubs."""
+"""A runtime with a device, in this process and in its stubs: on the fake driver, and where there is one on the card."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.e2e.hosting import MODELS
-from tests.gpu.cards import Fake, fake, fake_library
+from tests.gpu.cards import Fake, card, fake, fake_library
 
 import moonpool
 from moonpool.ipc.cuda.array import DeviceArray
@@ -19,7 +20,7 @@ from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.runtime import gpus
 from moonpool.runtime.regions import next_number
 
-__all__ = ["fake", "fake_library"]
+__all__ = ["card", "fake", "fake_library"]
 
 MODEL = MODELS / "on_device.py"
 
@@ -32,15 +33,15 @@ def on_host(array: DeviceArray | NDArray[Any]) -> NDArray[Any]:
 class Host:
     """Loads the model of these tests under any name, and sends it requests."""
 
-    def __init__(self, fake: Fake) -> None:
-        self.fake = fake
+    def __init__(self) -> None:
         self.runtime = moonpool.Runtime()
 
-    def load(self, name: str = "m", *, kind: str = "GPU", **options: str) -> None:
+    def load(self, name: str = "m", *, kind: str = "GPU", count: int = 1, **options: str) -> None:
         """Under this name. `options` are parameters without their prefix."""
         parameters = {f"MOONPOOL_{key}": value for key, value in options.items()}
         force = parameters.pop("MOONPOOL_FORCE_CPU", "no")
-        parameters |= {"FORCE_CPU_ONLY_INPUT_TENSORS": force, "MOONPOOL_GPU_AS_NUMPY": "copy"}
+        parameters["FORCE_CPU_ONLY_INPUT_TENSORS"] = force
+        parameters.setdefault("MOONPOOL_GPU_AS_NUMPY", "copy")
         # How the driver of the stubs is to behave.
         parameters["MOONPOOL_ENVIRONMENT"] = "FAKE_*"
         x = {"data_type": "TYPE_FP32", "dims": [-1]}
@@ -50,7 +51,7 @@ class Host:
                 {"name": "Y", **x},
                 {"name": "ON_CPU", "data_type": "TYPE_BOOL", "dims": [1]},
             ],
-            "instance_group": [{"kind": f"KIND_{kind}"}],
+            "instance_group": [{"kind": f"KIND_{kind}", "count": count}],
             "parameters": {key: {"string_value": value} for key, value in parameters.items()},
         }
         self.runtime.load(name, MODEL, config=config)
@@ -76,12 +77,22 @@ class Host:
         return outputs["Y"], bool(on_host(outputs["ON_CPU"])[0])
 
 
-@pytest.fixture
-def host(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """With a device that works at once, in this process and in others."""
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(fake.library.parent))
+class FakeHost(Host):
+    """One whose device is the fake one."""
+
+    def __init__(self, fake: Fake) -> None:
+        super().__init__()
+        self.fake = fake
+
+
+AnyHost = TypeVar("AnyHost", bound=Host)
+
+
+@contextmanager
+def closing(make: Callable[[], AnyHost]) -> Iterator[AnyHost]:
+    """With the driver that this process and others find now."""
     gpus.usable_gpus.cache_clear()
-    host = Host(fake)
+    host = make()
     try:
         yield host
     finally:
@@ -90,6 +101,28 @@ def host(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         del host.runtime
         gc.collect()
         gpus.usable_gpus.cache_clear()
+
+
+@pytest.fixture
+def fake_host(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHost]:
+    """With a device that works at once, in this process and in others."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fake.library.parent))
+    with closing(lambda: FakeHost(fake)) as host:
+        yield host
+
+
+@pytest.fixture
+def card_host(card: None) -> Iterator[Host]:  # noqa: ARG001 - it drives the device
+    """With the machine's own GPU."""
+    with closing(Host) as host:
+        yield host
+
+
+@pytest.fixture(params=["fake_host", pytest.param("card_host", marks=pytest.mark.gpu)])
+def host(request: pytest.FixtureRequest) -> Host:
+    """With a device: the fake one, and where there is one the machine's own."""
+    found: Host = request.getfixturevalue(request.param)
+    return found
 
 
 class Foreign:

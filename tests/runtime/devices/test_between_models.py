@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.runtime.devices.conftest import Foreign, Host, on_host
+from tests.runtime.devices.conftest import FakeHost, Foreign, Host, on_host
 from tests.waiting import wait_until
 
 from moonpool.ipc.cuda.array import DeviceArray
@@ -18,15 +18,15 @@ def seen(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text.split("] ")[-1].partition(" (")[0] for text in said]
 
 
-def test_a_tensor_stays_on_the_device_from_model_to_model(host: Host) -> None:
-    host.load("asks")
-    host.load("b")
-    x = host.on_device(VALUES, "asks")
-    copies = host.fake.calls("cuMemcpyAsync")
+def test_a_tensor_stays_on_the_device_from_model_to_model(fake_host: FakeHost) -> None:
+    fake_host.load("asks")
+    fake_host.load("b")
+    x = fake_host.on_device(VALUES, "asks")
+    copies = fake_host.fake.calls("cuMemcpyAsync")
 
-    y, _ = host.infer(x, "ask b pass any", "asks")
+    y, _ = fake_host.infer(x, "ask b pass any", "asks")
 
-    assert host.fake.calls("cuMemcpyAsync") == copies
+    assert fake_host.fake.calls("cuMemcpyAsync") == copies
     assert isinstance(y, DeviceArray)
     assert (y.to_host() == VALUES).all()
 
@@ -63,18 +63,18 @@ def test_the_memory_that_a_model_prefers_is_what_it_gets(
 
 
 def test_a_chain_of_models_waits_for_what_the_device_does_late(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "20000")
     monkeypatch.setenv("FAKE_CUDA_BY_CHANCE", "1")
     for name in ("a", "b"):
-        host.load(name)
-    host.load("home", FORCE_CPU="yes")
-    host.fake.delay(20_000, by_chance=True)
+        fake_host.load(name)
+    fake_host.load("home", FORCE_CPU="yes")
+    fake_host.fake.delay(20_000, by_chance=True)
 
     for i in range(8):
-        y, _ = host.infer(Foreign(VALUES + i), "ask b copy any", "a")
-        z, _ = host.infer(y, "ask home pass any", "a")
+        y, _ = fake_host.infer(Foreign(VALUES + i), "ask b copy any", "a")
+        z, _ = fake_host.infer(y, "ask home pass any", "a")
 
         assert (y.to_host() == VALUES + i).all()
         assert (z == VALUES + i).all()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.runtime.devices.conftest import Foreign, Host
+from tests.runtime.devices.conftest import FakeHost, Foreign, Host
 from tests.waiting import wait_until
 
 import moonpool
@@ -20,18 +20,18 @@ VALUES = np.arange(16, dtype=np.float32)
 COPIES = ("cuMemcpyAsync", "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2")
 
 
-def copies(host: Host) -> int:
+def copies(host: FakeHost) -> int:
     return sum(host.fake.calls(name) for name in COPIES)
 
 
-def test_memory_of_the_runtimes_own_is_lent_and_comes_back_as_it_is(host: Host) -> None:
-    host.load()
-    x = host.on_device(VALUES)
-    before = copies(host)
+def test_memory_of_the_runtimes_own_is_lent_and_comes_back_as_it_is(fake_host: FakeHost) -> None:
+    fake_host.load()
+    x = fake_host.on_device(VALUES)
+    before = copies(fake_host)
 
-    y, on_cpu = host.infer(x)
+    y, on_cpu = fake_host.infer(x)
 
-    assert copies(host) == before
+    assert copies(fake_host) == before
     assert not on_cpu
     assert isinstance(y, moonpool.DeviceArray)
     assert y.address == x.address
@@ -50,21 +50,21 @@ def test_an_output_on_the_device_is_an_array_that_others_can_take(host: Host) ->
     assert (y.to_host() == VALUES + 1).all()
 
 
-def test_arrays_of_other_libraries_are_copied_once_on_the_device(host: Host) -> None:
-    host.load()
+def test_arrays_of_other_libraries_are_copied_once_on_the_device(fake_host: FakeHost) -> None:
+    fake_host.load()
     x = Foreign(VALUES)
-    before = {name: host.fake.calls(name) for name in COPIES}
+    before = {name: fake_host.fake.calls(name) for name in COPIES}
 
-    y, on_cpu = host.infer(x)
+    y, on_cpu = fake_host.infer(x)
 
-    after = {name: host.fake.calls(name) for name in COPIES}
+    after = {name: fake_host.fake.calls(name) for name in COPIES}
     assert after == {**before, "cuMemcpyAsync": before["cuMemcpyAsync"] + 1}
     assert not on_cpu
     assert (y.to_host() == VALUES).all()
 
 
-def test_what_a_library_made_of_the_runtimes_memory_is_lent_as_well(host: Host) -> None:
-    host.load()
+def test_what_a_library_made_of_the_runtimes_memory_is_lent_as_well(fake_host: FakeHost) -> None:
+    fake_host.load()
 
     class View:
         """The second half of an array, as a library has it."""
@@ -75,27 +75,29 @@ def test_what_a_library_made_of_the_runtimes_memory_is_lent_as_well(host: Host) 
             changes = {"shape": (8,), "data": (self.address, False)}
             self.__cuda_array_interface__ = {**whole, **changes}
 
-    x = View(host.on_device(VALUES))
-    before = copies(host)
+    x = View(fake_host.on_device(VALUES))
+    before = copies(fake_host)
 
-    y, _ = host.infer(x)
+    y, _ = fake_host.infer(x)
 
-    assert copies(host) == before
+    assert copies(fake_host) == before
     assert y.address == x.address
     assert (y.to_host() == VALUES[8:]).all()
     del x, y
     gc.collect()
-    assert host.memory_used() == 0
+    assert fake_host.memory_used() == 0
 
 
-def test_without_a_word_models_get_inputs_in_ordinary_memory_copied_once(host: Host) -> None:
-    host.load(FORCE_CPU="yes")
-    x = host.on_device(VALUES)
-    before = copies(host)
+def test_without_a_word_models_get_inputs_in_ordinary_memory_copied_once(
+    fake_host: FakeHost,
+) -> None:
+    fake_host.load(FORCE_CPU="yes")
+    x = fake_host.on_device(VALUES)
+    before = copies(fake_host)
 
-    y, on_cpu = host.infer(x)
+    y, on_cpu = fake_host.infer(x)
 
-    assert copies(host) == before + 1
+    assert copies(fake_host) == before + 1
     assert on_cpu
     assert isinstance(y, np.ndarray)
     assert (y == VALUES).all()
@@ -143,29 +145,29 @@ def test_what_is_only_passed_on_comes_in_ordinary_memory(host: Host, kind: str) 
     assert (y.raw.view(np.float32) == VALUES + 1).all()
 
 
-def test_the_runtime_has_no_context_before_device_memory_is_handled(host: Host) -> None:
-    before = host.fake.calls("cuDevicePrimaryCtxRetain")
-    host.load()
+def test_the_runtime_has_no_context_before_device_memory_is_handled(fake_host: FakeHost) -> None:
+    before = fake_host.fake.calls("cuDevicePrimaryCtxRetain")
+    fake_host.load()
 
-    y, on_cpu = host.infer(VALUES)
+    y, on_cpu = fake_host.infer(VALUES)
 
     assert on_cpu
     assert isinstance(y, np.ndarray)
-    assert host.fake.calls("cuDevicePrimaryCtxRetain") == before
+    assert fake_host.fake.calls("cuDevicePrimaryCtxRetain") == before
 
 
 def test_what_the_device_does_late_is_waited_for(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "20000")
     monkeypatch.setenv("FAKE_CUDA_BY_CHANCE", "1")
-    host.load()
-    host.fake.delay(20_000, by_chance=True)
+    fake_host.load()
+    fake_host.fake.delay(20_000, by_chance=True)
 
     for i in range(12):
         x = Foreign(VALUES + i)
-        y, _ = host.infer(x, "copy")
-        z, _ = host.infer(y, "copy")
+        y, _ = fake_host.infer(x, "copy")
+        z, _ = fake_host.infer(y, "copy")
         x.overwrite()
 
         assert (z.to_host() == VALUES + i).all()
@@ -252,14 +254,14 @@ def test_an_input_of_another_datatype_is_refused_where_it_lies(host: Host) -> No
         host.infer(Gaps(VALUES))
 
 
-def test_many_requests_leave_nothing_on_the_device(host: Host) -> None:
-    host.load()
+def test_many_requests_leave_nothing_on_the_device(fake_host: FakeHost) -> None:
+    fake_host.load()
     x = Foreign(VALUES)
     for _ in range(20):
-        host.infer(host.infer(x, "add")[0])
-    before = host.fake.live()
+        fake_host.infer(fake_host.infer(x, "add")[0])
+    before = fake_host.fake.live()
 
     for _ in range(200):
-        host.infer(host.infer(x, "add")[0])
+        fake_host.infer(fake_host.infer(x, "add")[0])
 
-    assert host.fake.live() == before
+    assert fake_host.fake.live() == before

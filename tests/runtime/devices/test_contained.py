@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS
 from tests.gpu.cards import Fake
-from tests.runtime.devices.conftest import Foreign, Host, on_host
+from tests.runtime.devices.conftest import FakeHost, Foreign, Host, on_host
 
 from moonpool.runtime.sandbox import gpu_access
 
@@ -17,14 +17,14 @@ VALUES = np.arange(16, dtype=np.float32)
 
 
 @pytest.fixture
-def strict(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+def strict(fake_host: FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     (tmp_path / "0000:10:00.0").mkdir()
     (tmp_path / "0000:10:00.0" / "information").write_text("Device Minor: 0\n")
     monkeypatch.setattr(gpu_access, "_INFORMATION", f"{tmp_path}/{{}}/information")
     # The fake knows numbers alone.
     monkeypatch.setattr(gpu_access, "uuid", str)
-    host.load(SANDBOX="strict")
-    return host
+    fake_host.load(SANDBOX="strict")
+    return fake_host
 
 
 @pytest.mark.parametrize("how", ["pass", "add"])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS
-from tests.runtime.devices.conftest import Foreign, Host, on_host
+from tests.runtime.devices.conftest import FakeHost, Foreign, Host, on_host
 
 VALUES = np.arange(1, 17, dtype=np.float32)
 DELAY_US = 30_000
@@ -29,28 +29,28 @@ def load_library(host: Host, **options: str) -> None:
     )
 
 
-def test_a_model_waits_for_what_the_runtime_does_late(host: Host) -> None:
-    host.load()
-    host.infer(Foreign(VALUES), "host")
+def test_a_model_waits_for_what_the_runtime_does_late(fake_host: FakeHost) -> None:
+    fake_host.load()
+    fake_host.infer(Foreign(VALUES), "host")
     x = Foreign(VALUES + 5)
-    host.fake.delay(DELAY_US)
-    y, on_cpu = host.infer(x, "host")
-    host.fake.delay(0)
+    fake_host.fake.delay(DELAY_US)
+    y, on_cpu = fake_host.infer(x, "host")
+    fake_host.fake.delay(0)
     assert not on_cpu
     assert (on_host(y) == VALUES + 6).all()
 
 
 @pytest.mark.parametrize("wanted", ["where they are", "ordinary"])
 def test_a_caller_waits_for_what_a_model_s_library_does_late(
-    host: Host, monkeypatch: pytest.MonkeyPatch, wanted: str
+    fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", str(DELAY_US))
-    load_library(host, MOONPOOL_ENVIRONMENT="FAKE_*")
-    host.fake.delay(0)
+    load_library(fake_host, MOONPOOL_ENVIRONMENT="FAKE_*")
+    fake_host.fake.delay(0)
     options: dict[str, Any] = {} if wanted == "where they are" else {"outputs_in": "cpu"}
     for step in range(2):
-        x = host.runtime.empty("library", "X", VALUES.shape, device=0)
+        x = fake_host.runtime.empty("library", "X", VALUES.shape, device=0)
         x.device.write(x.address, VALUES + step)
-        y = host.runtime.infer("library", {"X": x}, timeout_s=30, **options)["Y"]
+        y = fake_host.runtime.infer("library", {"X": x}, timeout_s=30, **options)["Y"]
         assert isinstance(y, np.ndarray) == (wanted == "ordinary")
         assert (on_host(y) == VALUES + step).all()

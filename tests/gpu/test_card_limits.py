@@ -1,0 +1,201 @@
+"""Where a device has no more of something, and what many requests leave behind: on the fake driver and on a card.
+
+On a card, nothing else may use it meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.gpu.cards import run
+from tests.runtime.devices.conftest import FakeHost, Foreign, Host, on_host
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.ipc.cuda import driver as api
+from moonpool.ipc.cuda.device import device
+
+VALUES = np.arange(16, dtype=np.float32)
+MIB = 1 << 20
+
+
+def process_of(host: Host) -> int:
+    """The process of the only instance; it waits until there is one."""
+    return int(wait_until(lambda: host.runtime.instances("m")[0]["pid"], what="an instance"))
+
+
+@contextmanager
+def full(left_bytes: int) -> Iterator[None]:
+    """For that long, no more than so much of the device is free."""
+    here = device(0)
+    size_bytes = here.memory_info()[0] - left_bytes
+    allocation, properties = ctypes.c_ulonglong(), api.device_properties(here.ordinal)
+    here.driver.cuMemCreate(
+        ctypes.byref(allocation),
+        size_bytes - size_bytes % here.granularity_bytes,
+        ctypes.byref(properties),
+        0,
+    )
+    try:
+        yield
+    finally:
+        here.driver.cuMemRelease(allocation)
+
+
+def test_a_device_that_is_full_is_an_error_of_the_request_and_the_instance_lives(
+    host: Host,
+) -> None:
+    host.load()
+    large = np.zeros(16 * MIB, np.float32)
+    y, _ = host.infer(Foreign(VALUES), "add")
+    assert (y.to_host() == VALUES + 1).all()
+    process = process_of(host)
+
+    with full(left_bytes=16 * MIB):
+        with pytest.raises(moonpool.ModelError, match="bytes on device 0"):
+            host.infer(large, "add")
+        with pytest.raises(moonpool.OutOfMemory, match="bytes on device 0"):
+            host.runtime.empty("m", "X", large.shape, device=0)
+        y, _ = host.infer(Foreign(VALUES), "add")
+        assert (y.to_host() == VALUES + 1).all()
+
+    y, _ = host.infer(large, "add")
+    assert (y.to_host() == 1).all()
+    assert process_of(host) == process
+
+
+def test_bytes_outlive_a_stub_that_is_killed_while_it_has_them(host: Host) -> None:
+    host.load()
+    x = host.on_device(VALUES)
+    y, _ = host.infer(x, "add")
+    host.infer(x, "keep")
+    process = process_of(host)
+
+    os.kill(process, signal.SIGKILL)
+
+    wait_until(lambda: process_of(host) != process, what="another instance")
+    wait_until(lambda: host.runtime.is_ready("m"), what="the instance to be ready")
+    assert (y.to_host() == VALUES + 1).all()
+    assert (x.to_host() == VALUES).all()
+    z, _ = host.infer(y, "add")
+    assert (z.to_host() == VALUES + 2).all()
+
+
+def test_many_instances_share_a_device(host: Host) -> None:
+    host.load(count=4 if isinstance(host, FakeHost) else 12)
+    sources = [Foreign(VALUES + i) for i in range(120)]
+    how = np.array([b"add"], object)
+
+    futures = [host.runtime.submit("m", {"X": x, "HOW": how}) for x in sources]
+
+    for i, future in enumerate(futures):
+        assert (on_host(future.result(60).outputs["Y"]) == VALUES + i + 1).all()
+
+
+def test_a_process_without_descriptors_left_gets_an_error_and_goes_on(
+    environment: dict[str, str] | None,
+) -> None:
+    words = run(
+        """
+        import os, resource
+        from moonpool.ipc.cuda.device import device
+        from moonpool.ipc.cuda.region import DeviceRegion
+        from moonpool.ipc.errors import MoonpoolError
+
+        def count():
+            return len(os.listdir("/proc/self/fd"))
+
+        here = device(0)
+        DeviceRegion.create(0, 1, here).close()
+        before, (_, most) = count(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 24, most))
+        regions, error = [], None
+        while error is None:
+            try:
+                regions.append(DeviceRegion.create(len(regions), 1, here))
+            except MoonpoolError as caught:
+                error = caught
+        for region in regions:
+            region.close()
+        del region
+        made = len(regions)
+        regions.clear()
+        here.tidy()
+        again = DeviceRegion.create(0, 1, here)
+        print(made > 2, again.read(0, 4), count() - before < 4)
+        """,
+        environment=environment,
+    )
+
+    assert words == r"True b'\x00\x00\x00\x00' True"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_round_trips_leave_nothing_behind(host: Host) -> None:
+    rounds = 2_000 if isinstance(host, FakeHost) else 100_000
+    host.load()
+    x = Foreign(VALUES)
+    process = process_of(host)
+
+    def round_trip() -> None:
+        y, _ = host.infer(x, "copy")
+        z, _ = host.infer(y)
+        assert isinstance(z, moonpool.DeviceArray)
+
+    def held() -> dict[str, int]:
+        """Descriptors, and MiB of memory."""
+        gc.collect()
+        free, total = device(0).memory_info()
+        found = {"memory of the device": (total - free) // MIB}
+        for name, pid in (("runtime", os.getpid()), ("stub", process)):
+            found[f"descriptors of the {name}"] = len(os.listdir(f"/proc/{pid}/fd"))
+            words = Path(f"/proc/{pid}/statm").read_text().split()
+            found[f"memory of the {name}"] = int(words[1]) * os.sysconf("SC_PAGE_SIZE") // MIB
+        return found
+
+    for _ in range(500):
+        round_trip()
+    before = held()
+    for _ in range(rounds // 2):
+        round_trip()
+    after = held()
+
+    assert process_of(host) == process
+    y, _ = host.infer(x, "copy")
+    assert (y.to_host() == VALUES).all()
+    grown = {name: after[name] - before[name] for name in before}
+    # Others need some MiB now and then; 100 bytes for each round trip would be more.
+    assert {name for name, by in grown.items() if by > 8} == set(), grown
+
+
+def test_numpy_gets_no_tensor_of_the_device_unless_the_model_asks_for_copies(host: Host) -> None:
+    host.load()
+    host.load("strict", GPU_AS_NUMPY="error")
+
+    y, on_cpu = host.infer(Foreign(VALUES), "host")
+
+    assert not on_cpu
+    assert (on_host(y) == VALUES + 1).all()
+    with pytest.raises(moonpool.ModelError, match="cannot be converted to NumPy"):
+        host.infer(Foreign(VALUES), "host", "strict")
+
+
+@pytest.mark.parametrize("force", ["yes", "no"])
+def test_a_model_gets_inputs_where_its_configuration_says(host: Host, force: str) -> None:
+    host.load(FORCE_CPU=force)
+
+    for x in (Foreign(VALUES), host.on_device(VALUES)):
+        y, on_cpu = host.infer(x)
+
+        assert on_cpu == (force == "yes")
+        assert isinstance(y, np.ndarray) == on_cpu
+        assert (on_host(y) == VALUES).all()
