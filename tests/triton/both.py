@@ -29,7 +29,7 @@ class Both:
 
     def infer(self, model: str, inputs: Inputs, **options: Any) -> Outcome:
         """The outcome, which is the same on both sides."""
-        theirs = _without_id(self.triton.infer(model, inputs, **options))
+        theirs = without_id(self.triton.infer(model, inputs, **options))
         ours = self.moonpool.infer(model, inputs, **options)
         assert ours == theirs
         return ours
@@ -97,7 +97,7 @@ class Both:
         return _word(self.moonpool.infer("snippets", inputs, **options))
 
 
-def _without_id(outcome: Outcome) -> Outcome:
+def without_id(outcome: Outcome) -> Outcome:
     """Triton's core begins some texts with the id of the request, which the caller knows."""
     if isinstance(outcome, Failure):
         return outcome._replace(text=re.sub(r"^\[request id: .*?\] ", "", outcome.text))

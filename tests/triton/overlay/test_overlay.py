@@ -1,0 +1,40 @@
+"""What is compared with Triton's Python backend elsewhere, with moonpool in its place in a tritonserver."""
+
+from __future__ import annotations
+
+from tests.triton import (
+    test_log,
+    test_returns,
+    test_senders,
+    test_sequences,
+    test_snippets,
+    test_stages,
+    test_values,
+)
+from tests.triton.test_sequences import models
+
+__all__ = ["models"]
+
+MODULES = (
+    test_log,
+    test_returns,
+    test_senders,
+    test_sequences,
+    test_snippets,
+    test_stages,
+    test_values,
+)
+# They tell how moonpool's own core differs; here it is Triton's on both sides.
+OF_THE_CORE = {
+    "test_a_batcher_that_does_nothing_useful_in_triton_is_refused",
+    "test_a_decoupled_model_needs_a_stream",
+    "test_a_wrong_batcher_is_refused_in_the_same_words",
+    "test_an_id_that_is_given_to_the_model_as_text_arrives_here",
+    "test_what_triton_lets_through_or_says_of_something_else_is_refused",
+}
+
+pytestmark = test_values.pytestmark
+for module in MODULES:
+    for name, value in vars(module).items():
+        if name.startswith("test_") and name not in OF_THE_CORE:
+            globals()[name] = value
