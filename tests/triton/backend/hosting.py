@@ -40,15 +40,13 @@ class HostingServer(TritonServer):
     @property
     def launcher(self) -> int:
         """The process that starts the stubs."""
-        (pid,) = children(self.pid)
+        (pid,) = [pid for pid, line in _commands(self.pid).items() if "launcher.py" in line]
         return pid
 
     def stub_of(self, model: str) -> int:
         """The process of its only instance."""
-        names = {
-            each: Path(f"/proc/{each}/cmdline").read_text() for each in children(self.launcher)
-        }
-        (pid,) = [each for each, line in names.items() if f"{model}_0_0" in line]
+        lines = _commands(self.launcher)
+        (pid,) = [pid for pid, line in lines.items() if f"{model}_0_0" in line]
         return pid
 
     def facts(self) -> dict[str, int]:
@@ -75,6 +73,11 @@ def children(pid: int) -> list[int]:
         if int(fields[1]) == pid and fields[0] != "Z":
             found.append(int(each))
     return found
+
+
+def _commands(pid: int) -> dict[int, str]:
+    """The command lines of the processes that this one has started."""
+    return {each: Path(f"/proc/{each}/cmdline").read_text() for each in children(pid)}
 
 
 class Client:

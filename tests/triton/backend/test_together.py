@@ -1,0 +1,163 @@
+"""Models of both backends in one server: an ensemble of them, an environment and a sandbox of their own, and such as come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pytest
+from tests.triton.backend.hosting import Client, HostingServer
+from tests.triton.backend.zoo import IDENTITY
+from tests.triton.server import interpreter
+from tritonclient.utils import InferenceServerException
+
+INCREMENTS = IDENTITY.replace("array.copy()", "array + 1")
+# Evaluates what it is sent; of an exception, its type.
+EVALUATES = """
+import os, socket, sys
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+def said(text):
+    try:
+        return str(eval(text))
+    except Exception as error:
+        return type(error).__name__
+
+class TritonPythonModel:
+    def execute(self, requests):
+        texts = [pb_utils.get_input_tensor_by_name(r, "X").as_numpy()[0].decode() for r in requests]
+        arrays = [np.array([said(text)], object) for text in texts]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", array)]) for array in arrays]
+"""
+CONFIG = """
+{kind}
+input [ {{ name: "X" data_type: {datatype} dims: [-1] }} ]
+output [ {{ name: "Y" data_type: {datatype} dims: [-1] }} ]
+{more}
+"""
+STEP = """
+step {{
+  model_name: "{model}" model_version: -1
+  input_map {{ key: "X" value: "{x}" }} output_map {{ key: "Y" value: "{y}" }}
+}}
+"""
+OPTION = 'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+NAMES = ["X", "A", "B", "Y"]
+STEPS = ["ours", "theirs", "ours"]
+ENSEMBLE = "\n".join(
+    STEP.format(model=model, x=x, y=y) for model, x, y in zip(STEPS, NAMES, NAMES[1:], strict=False)
+)
+ROUNDS = 20
+ARRAY = np.arange(1000, dtype=np.uint16).astype(np.uint8)
+
+
+def write(
+    repository: Path, name: str, text: str = "", more: str = "", backend: str = "moonpool"
+) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    kind, group = f'backend: "{backend}"', "instance_group { kind: KIND_CPU }\n"
+    if not text:
+        kind, group = 'platform: "ensemble"', ""
+    datatype = "TYPE_STRING" if text == EVALUATES else "TYPE_UINT8"
+    config = CONFIG.format(kind=kind, datatype=datatype, more=group + more)
+    (repository / name / "config.pbtxt").write_text(config)
+    if text:
+        (repository / name / "1" / "model.py").write_text(text)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models(repository: Path, server: HostingServer) -> Iterator[None]:
+    """Loaded for the tests of this file."""
+    write(repository, "ours", INCREMENTS)
+    write(repository, "theirs", INCREMENTS, backend="python")
+    write(repository, "together", more=f"ensemble_scheduling {{ {ENSEMBLE} }}")
+    environment = OPTION.format(key="EXECUTION_ENV_PATH", value=interpreter().parents[1])
+    write(repository, "elsewhere", EVALUATES, environment)
+    write(repository, "strict", EVALUATES, OPTION.format(key="MOONPOOL_SANDBOX", value="strict"))
+    write(repository, "free", EVALUATES)
+    write(repository, "comes_and_goes", INCREMENTS)
+    names = ["together", "elsewhere", "strict", "free"]
+    client = Client(server)
+    with ThreadPoolExecutor(len(names)) as threads:
+        for _ in threads.map(client.load, names):
+            pass
+        yield
+        for _ in threads.map(client.unload, names):
+            pass
+    client.close()
+
+
+def evaluate(client: Client, model: str, text: str) -> str:
+    (said,) = client.infer(model, np.array([text], object))
+    return str(said.decode())
+
+
+def test_an_ensemble_has_steps_of_both_backends(client: Client) -> None:
+    for size in (0, 3, 1 << 20):
+        array = np.arange(size, dtype=np.int64).astype(np.uint8)
+
+        assert np.array_equal(client.infer("together", array), array + 3)
+
+
+def test_a_model_has_the_environment_that_it_names(client: Client) -> None:
+    there = str(interpreter().parents[1])
+
+    assert evaluate(client, "elsewhere", "sys.prefix") == there
+    assert evaluate(client, "elsewhere", "__import__('pytriton').__name__") == "pytriton"
+    assert evaluate(client, "free", "sys.prefix") != there
+
+
+def test_a_model_in_the_sandbox_strict_has_nothing_of_the_server(
+    client: Client, server: HostingServer, repository: Path
+) -> None:
+    other = repository / "free" / "1" / "model.py"
+    attempts = {
+        f"open({str(other)!r}).close()": ("None", "FileNotFoundError"),
+        f"open('/proc/{server.pid}/environ').close()": ("None", "PermissionError"),
+        f"socket.create_connection(('127.0.0.1', {server.grpc_port})).close()": (
+            "None",
+            "PermissionError",
+        ),
+    }
+    for text, (free, strict) in attempts.items():
+        assert evaluate(client, "free", text) == free
+        assert evaluate(client, "strict", text) == strict
+
+
+def test_a_model_comes_and_goes_while_it_is_asked(client: Client, server: HostingServer) -> None:
+    is_over = Event()
+
+    def ask() -> tuple[int, set[str]]:
+        """How many answers there were, and what else was said."""
+        answered, refusals = 0, set()
+        while not is_over.is_set():
+            try:
+                assert np.array_equal(client.infer("comes_and_goes", ARRAY), ARRAY + 1)
+                answered += 1
+            except InferenceServerException as error:
+                refusals.add(error.message())
+                is_over.wait(0.01)
+        return answered, refusals
+
+    found = []
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask) for _ in range(4)]
+        try:
+            for _ in range(ROUNDS):
+                client.load("comes_and_goes")
+                assert np.array_equal(client.infer("comes_and_goes", ARRAY), ARRAY + 1)
+                client.unload("comes_and_goes")
+                found.append(server.facts())
+        finally:
+            is_over.set()
+        outcomes = [each.result() for each in asking]
+
+    assert all(answered for answered, _ in outcomes)
+    # The server's own words: none of a request that had come to the model.
+    for text in set().union(*(refusals for _, refusals in outcomes)):
+        assert text.startswith("Request for unknown model: 'comes_and_goes' "), text
+    assert found[-1] == found[ROUNDS // 2]
