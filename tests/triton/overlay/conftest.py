@@ -27,7 +27,9 @@ class OverlayServer(TritonServer):
     def _lay_out_backend(self) -> None:
         super()._lay_out_backend()
         stock = self._backends
-        self._backends = installation.overlay(stock, library(), stock.with_name("overlay"))
+        self._backends = installation.overlay(
+            stock, library(), stock.parent / "overlay" / stock.name
+        )
 
 
 class OverlaySide(TritonSide):

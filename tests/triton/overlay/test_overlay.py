@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from tests.triton import (
+    test_backends,
+    test_completion,
+    test_differences,
     test_log,
+    test_metrics,
     test_returns,
     test_senders,
     test_sequences,
@@ -16,7 +20,11 @@ from tests.triton.test_sequences import models
 __all__ = ["models"]
 
 MODULES = (
+    test_backends,
+    test_completion,
+    test_differences,
     test_log,
+    test_metrics,
     test_returns,
     test_senders,
     test_sequences,
@@ -28,6 +36,7 @@ MODULES = (
 OF_THE_CORE = {
     "test_a_batcher_that_does_nothing_useful_in_triton_is_refused",
     "test_a_decoupled_model_needs_a_stream",
+    "test_a_difference_of_the_core_is_what_it_is_said_to_be",
     "test_a_wrong_batcher_is_refused_in_the_same_words",
     "test_an_id_that_is_given_to_the_model_as_text_arrives_here",
     "test_what_triton_lets_through_or_says_of_something_else_is_refused",
