@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import statistics
 import sys
 import textwrap
@@ -237,11 +238,13 @@ class Demo:
 
     def _farewell(self) -> None:
         models = _shortest(self._models)
+        here = f"{_shortest(Path(sys.executable))} -m moonpool"
+        moonpool = "moonpool" if shutil.which("moonpool") else here
         self._terminal.line()
         self._terminal.line(self._terminal.paint("Next, with the same models", "bold"))
-        self._terminal.line(f"    moonpool bench {models} add_sub")
-        self._terminal.line(f"    moonpool check {models} --allow-missing")
-        self._terminal.line(f"    moonpool infer {models} normalise --input 'X=[[1,2,3]]'")
+        self._terminal.line(f"    {moonpool} bench {models} add_sub")
+        self._terminal.line(f"    {moonpool} check {models} --allow-missing")
+        self._terminal.line(f"    {moonpool} infer {models} normalise --input 'X=[[1,2,3]]'")
 
     # Calling
 

@@ -25,7 +25,8 @@ backends, often /opt/tritonserver/backends. docs/TRITON_BACKEND.md has the rest.
   overlay     make a directory in which moonpool is the backend `python`, and print its path;
               nothing in BACKENDS is changed
   check       say whether it will work, one line for each thing that is needed; exits with 1 if not
-  uninstall   remove what install and overlay have made for BACKENDS
+  uninstall   remove what install and overlay have made for BACKENDS; of an overlay that was made with
+              --into DIR, BACKENDS is DIR
 
 The server will start stubs with the interpreter that runs this command.
 """
@@ -60,8 +61,11 @@ def run(options: argparse.Namespace) -> int:
         return _check(backends, options.library, options.server)
     terminal = Terminal(sys.stdout)
     if options.action == "uninstall":
-        for folder in installation.uninstall(backends):
-            terminal.line(f"removed {harmless(str(folder))}")
+        removed = installation.uninstall(backends)
+        for folder in removed:
+            terminal.line(harmless(f"removed {folder}"))
+        if not removed:
+            terminal.line(harmless(f"there is nothing of moonpool's for {backends}"))
         return 0
     library = options.library or installation.find_library()
     if options.action == "install":

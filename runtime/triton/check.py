@@ -58,7 +58,7 @@ def findings(backends: Path, library: Path | None, server: Path | None) -> Itera
         else:
             yield Finding("library", True, f"{library} can be loaded on this machine")
             yield _server(server or _find_server(backends), needed)
-        yield _installed(backends, library)
+        yield from _installed(backends, library)
     yield _launcher()
     yield _rights()
 
@@ -112,18 +112,21 @@ def _server(server: Path | None, needed: Sequence[str]) -> Finding:
     return Finding("server", True, f"{server} has all {len(needed)} functions that are needed")
 
 
-def _installed(backends: Path, library: Path) -> Finding:
-    folder = backends / installation.NAME
-    if not installation.is_ours(folder):
-        return Finding("installed", None, f"not in {backends}")
-    try:
-        is_same = installation.is_up_to_date(folder, installation.NAME, library)
-    except OSError as error:
-        return Finding("installed", False, f"{folder} cannot be read: {error}")
-    if not is_same:
-        what = f"{folder} is of another moonpool or interpreter than this; install it again"
-        return Finding("installed", False, what)
-    return Finding("installed", True, str(folder))
+def _installed(backends: Path, library: Path) -> Iterator[Finding]:
+    overlay = installation.overlay_of(backends) / installation.STOCK
+    found = [each for each in (backends / installation.NAME, overlay) if installation.is_ours(each)]
+    for folder in found:
+        try:
+            is_same = installation.is_up_to_date(folder, folder.name, library)
+        except OSError as error:
+            yield Finding("installed", False, f"{folder} cannot be read: {error}")
+            continue
+        what = "" if is_same else " is of another moonpool or interpreter than this; make it again"
+        yield Finding("installed", is_same, f"{folder}{what}")
+    if not found:
+        yield Finding(
+            "installed", None, f"not yet for {backends}: `install` or `overlay` does that"
+        )
 
 
 def _launcher() -> Finding:

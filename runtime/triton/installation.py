@@ -18,7 +18,8 @@ from moonpool.ipc.errors import MoonpoolError
 FOLDER = Path(__file__).resolve().parent
 LAUNCHER = FOLDER / "launcher.py"
 NAME = "moonpool"
-_STOCK = "python"
+# The backend in whose place an overlay has moonpool.
+STOCK = "python"
 _READABLE = 0o755
 # The interpreter and the launcher, each on a line. The library looks for it beside itself.
 SETTINGS = "moonpool.txt"
@@ -40,8 +41,8 @@ def find_library() -> Path:
             return place
     raise NotInstallable(
         "this moonpool was installed without its library for tritonserver, as there was no C++ compiler: install "
-        "g++ and make and reinstall it from source (pip install --no-binary moonpool --force-reinstall moonpool), "
-        f"or, in a source tree, run make -C {FOLDER / 'native'}"
+        "g++ and make, and moonpool once more from its source (pip install --force-reinstall --no-deps and the path "
+        f"of it), or, in a source tree, run make -C {FOLDER / 'native'}"
     )
 
 
@@ -117,17 +118,17 @@ def overlay(backends: Path, library: Path, folder: Path | None = None) -> Path:
     """
     check_backends(backends)
     folder = folder or overlay_of(backends)
-    if folder.exists() and any(folder.iterdir()) and not is_ours(folder / _STOCK):
+    if folder.exists() and any(folder.iterdir()) and not is_ours(folder / STOCK):
         raise NotInstallable(f"{folder} is there already, and was not made by moonpool")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(_READABLE)
     for old in folder.iterdir():
         if old.is_symlink():
             old.unlink()
-    for name in (_STOCK, NAME):
+    for name in (STOCK, NAME):
         put(folder / name, name, library)
     for backend in sorted(backends.resolve().iterdir()):
-        if backend.name not in (_STOCK, NAME):
+        if backend.name not in (STOCK, NAME):
             (folder / backend.name).symlink_to(backend)
     return folder
 
@@ -139,7 +140,7 @@ def uninstall(backends: Path) -> list[Path]:
     """
     removed = []
     for folder in (backends, overlay_of(backends)):
-        if is_ours(folder / _STOCK):
+        if is_ours(folder / STOCK):
             _remove_overlay(folder)
             removed.append(folder)
     if is_ours(backends / NAME):
@@ -152,7 +153,7 @@ def _remove_overlay(folder: Path) -> None:
     for each in folder.iterdir():
         if each.is_symlink():
             each.unlink()
-    for name in (_STOCK, NAME):
+    for name in (STOCK, NAME):
         _remove(folder / name, name)
     folder.rmdir()
 

@@ -31,6 +31,9 @@ from moonpool.testing.outputs import copied
 
 __all__ = ["fake", "fake_library", "peer"]
 
+# On a device, and from it and to it.
+COPIES = ("cuMemcpyAsync", "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2")
+
 
 def test_inputs_on_a_device_are_seen_there(peer: Peer) -> None:
     peer.lend(X=floats(1, 2))
@@ -77,9 +80,11 @@ def test_an_array_that_another_library_made_of_an_input_is_recognised(peer: Peer
     assert peer.read(blocks[0], rows[0]).tolist() == [1, 2, 3]
 
 
-def test_what_lies_elsewhere_on_the_device_is_copied_there_once(peer: Peer) -> None:
+def test_what_lies_elsewhere_on_the_device_is_copied_there_once(peer: Peer, fake: Fake) -> None:
     array = foreign(floats(4, 5))
+    before = [fake.calls(name) for name in COPIES]
     blocks, rows = peer.answer(Tensor.from_dlpack("Y", array))
+    assert [fake.calls(name) for name in COPIES] == [before[0] + 1, *before[1:]]
     assert isinstance(peer.made[blocks[0][0]], DeviceRegion)
     assert peer.read(blocks[0], rows[0]).tolist() == [4, 5]
     assert [each[0] for each in peer.heard] == [Kind.GROW, Kind.EVENT]

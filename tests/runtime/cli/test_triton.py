@@ -120,7 +120,11 @@ def test_an_overlay_is_made_only_where_there_is_nothing(backends: Path, any_libr
 
 
 def test_uninstall_removes_what_was_made_and_nothing_else(
-    backends: Path, any_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cli: CommandLine,
+    backends: Path,
+    any_library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = names(backends)
@@ -131,7 +135,11 @@ def test_uninstall_removes_what_was_made_and_nothing_else(
 
     assert names(backends) == before
     assert not overlay.exists()
-    assert installation.uninstall(backends) == []
+    ended = cli("triton", "uninstall", backends)
+    assert (ended.returncode, ended.stdout) == (
+        0,
+        f"there is nothing of moonpool's for {backends}\n",
+    )
 
 
 def test_an_overlay_elsewhere_is_uninstalled_by_its_own_name(
@@ -233,9 +241,25 @@ def test_check_finds_an_installation_of_another_moonpool(backends: Path, any_lib
     folder = installation.install(backends, any_library)
     (folder / "libtriton_moonpool.so").write_bytes(b"an older one")
 
-    finding = check._installed(backends, any_library)
+    (finding,) = check._installed(backends, any_library)
 
-    assert (finding.works, finding.what.endswith("install it again")) == (False, True)
+    assert (finding.works, finding.what.endswith("make it again")) == (False, True)
+
+
+def test_check_finds_an_overlay(
+    backends: Path, any_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (finding,) = check._installed(backends, any_library)
+    assert (finding.works, finding.what.startswith("not yet for ")) == (None, True)
+    overlay = installation.overlay(backends, any_library)
+
+    (finding,) = check._installed(backends, any_library)
+    any_library.write_bytes(b"a newer one")
+    (stale,) = check._installed(backends, any_library)
+
+    assert (finding.works, finding.what) == (True, str(overlay / "python"))
+    assert stale.works is False
 
 
 def test_check_starts_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -175,14 +175,16 @@ def test_what_the_device_does_late_is_waited_for(
 
 
 def test_requests_with_arrays_of_all_kinds_are_one_batch(host: Host) -> None:
-    host.load()
+    host.load(batch=4)
+    row = VALUES.reshape(1, -1)
     futures = [
-        host.runtime.submit("m", {"X": x, "HOW": np.array([b"pass"], object)})
-        for x in (VALUES, host.on_device(VALUES + 1), Foreign(VALUES + 2), Foreign(VALUES + 3))
+        host.runtime.submit("m", {"X": x, "HOW": np.array([[b"pass"]], object)})
+        for x in (row, host.on_device(row + 1), Foreign(row + 2), Foreign(row + 3))
     ]
 
     outputs: list[Any] = [future.result(30).outputs["Y"] for future in futures]
 
+    assert host.runtime.statistics("m")["execution_count"] == 1
     assert (outputs[0] == VALUES).all()
     for i, output in enumerate(outputs[1:], 1):
         assert (output.to_host() == VALUES + i).all()

@@ -276,8 +276,10 @@ def test_a_model_that_completes_nothing_changes_nothing(shim: Shim, write: Write
 
 def test_a_configuration_may_be_longer_than_a_packet(shim: Shim, write: Write) -> None:
     many = [tensor(f"X{number}") for number in range(4000)]
+    # No more than a page of memory in each direction.
+    little = with_options(MOONPOOL_REGION_BYTES="4K")
 
-    ready = shim.load(write(DOUBLES), {**CONFIG, "input": many})
+    ready = shim.load(write(DOUBLES), {**little, "input": many})
 
     assert ready[6] == [each["name"] for each in many]
     assert shim.start(ready[1]).started is not None
