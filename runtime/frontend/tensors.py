@@ -6,6 +6,7 @@ copied where bytes are given. What comes back is a `Wire` for every datatype.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from moonpool.runtime.errors import InvalidRequest, ModelError
 from moonpool.runtime.request import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -155,12 +156,27 @@ def _flattened(values: list[Any]) -> tuple[list[Any], set[type]]:
     """The innermost values, in order, and which types they have."""
     types = set(map(type, values))
     for _ in range(MAX_DIMS):
-        if list not in types:
+        if types != {list}:
             break
+        values = list(chain.from_iterable(values))
+        types = set(map(type, values))
+    if list in types:
         # As Triton, which takes numbers beside arrays of numbers.
-        values = [each for part in values for each in (part if type(part) is list else (part,))]
+        values = list(_leaves(values))
         types = set(map(type, values))
     return values, types
+
+
+def _leaves(values: list[Any]) -> Iterator[Any]:
+    levels = [iter(values)]
+    while levels:
+        for each in levels[-1]:
+            if type(each) is list:
+                levels.append(iter(each))
+                break
+            yield each
+        else:
+            levels.pop()
 
 
 def _strings(name: str, shape: Sequence[int], texts: list[str]) -> Wire:

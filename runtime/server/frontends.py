@@ -33,6 +33,7 @@ def http_options(options: ServerOptions) -> HttpOptions:
         limits=HttpLimits(
             body_bytes=options.http_max_body_bytes,
             inflated_bytes=options.http_max_inflated_bytes,
+            json_bytes=options.http_max_json_bytes,
             connections=options.http_max_connections,
         ),
     )

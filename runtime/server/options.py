@@ -40,6 +40,7 @@ class ServerOptions:
     http_server_key: str = ""
     http_max_body_bytes: int = 2**31 - 1
     http_max_inflated_bytes: int = 1 << 30
+    http_max_json_bytes: int = 64 << 20
     http_max_connections: int = 16384
     http_allowed_origin: tuple[str, ...] = ()
     control_token_file: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moonpool.ipc.messages import MAX_PARAMETERS
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.frontend.parameters import END, MAX_SEQUENCE_ID_BYTES, START, LongSequenceId
 
@@ -44,6 +45,8 @@ def parameters_of(given: Mapping[str, Any]) -> Parameters:
     """What a request says beside its tensors. Raises `InvalidRequest`."""
     if not given:
         return _NONE
+    if len(given) > MAX_PARAMETERS:
+        raise InvalidRequest(f"a request has at most {MAX_PARAMETERS} parameters")
     found = Parameters()._asdict()
     custom: dict[str, Parameter] = {}
     for name, parameter in given.items():

@@ -16,6 +16,10 @@ _RAW_OUTPUT_TAG = bytes([6 << 3 | 2])
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
+# Inputs, outputs and parameters of one request, beside what is in them.
+_MOST_FIELDS = 1 << 16
+
+
 class BadMessage(Exception):
     """Bytes that are no message."""
 
@@ -35,8 +39,12 @@ def split(message: bytes) -> Parts:
     pieces: list[bytes] = []
     tensors: list[tuple[int, int]] = []
     request_id = b""
+    fields = 0
     try:
         while at < end:
+            fields += 1
+            if fields > _MOST_FIELDS:
+                raise BadMessage(f"more than {_MOST_FIELDS} fields")
             field = at
             tag = message[at]
             at += 1

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from moonpool.runtime.frontend.http.exchange import Exchange
 from moonpool.runtime.frontend.http.head import BadMessage, HeadParser
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.frontend.http.exchange import Body, Part
     from moonpool.runtime.frontend.http.head import Head
+    from moonpool.runtime.frontend.http.options import HttpLimits
     from moonpool.runtime.frontend.http.port import Port
 
 _log = logging.getLogger("moonpool")
@@ -25,19 +26,6 @@ _LINGER_S = 2.0
 _WAITING_BYTES = _SMALL_BYTES = 64 << 10
 _TURNS = 32
 _END_OF_HEAD = b"\r\n\r\n"
-
-
-class Handler(Protocol):
-    """Whom the requests go to. All on the loop's thread; nothing may block."""
-
-    def handle(self, exchange: Exchange) -> None:
-        """Answer now or later."""
-
-    def refuse(self, head: Head) -> BadMessage | None:
-        """Why the body of such a request need not even be sent."""
-
-    def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
-        """Where the body of such a request is best received."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -54,6 +42,8 @@ class Connection(asyncio.BufferedProtocol):
         self._head: Head | None = None
         self._begun_ns = 0
         self._intake: Fixed | Chunked | None = None
+        # Of a body that is to come, in memory that is shared.
+        self._awaited_bytes = 0
         self._exchange: Exchange | None = None
         self._is_reading = False
         self._is_paused = False
@@ -81,7 +71,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
         """The client has gone: whatever it waited for is cancelled."""
         self._port.closed(self)
-        self._intake = self._parser = None
+        self._end_intake()
+        self._parser = None
         self._waiting = b""
         self.resume_writing()
         exchange, self._exchange = self._exchange, None
@@ -234,8 +225,9 @@ class Connection(asyncio.BufferedProtocol):
         """More of the body is to come: refuse it where that can be said already, and make room."""
         port = self._port
         length = head.content_length
-        if length > port.limits.body_bytes:
-            raise too_large(str(length), port.limits.body_bytes)
+        most_bytes = min(port.limits.body_bytes, port.handler.most_bytes_of(head))
+        if length > most_bytes:
+            raise too_large(str(length), most_bytes)
         # A small body is read all the same, as the connection may then go on.
         if length > _SMALL_BYTES or head.is_chunked or head.expects_continue:
             refusal = port.handler.refuse(head)
@@ -244,12 +236,17 @@ class Connection(asyncio.BufferedProtocol):
         self._head = head
         self._begun_ns = time.monotonic_ns()
         if head.is_chunked:
-            self._intake = Chunked(port.limits.body_bytes)
+            self._intake = Chunked(most_bytes)
         else:
-            memory = port.handler.memory_for(head, length)
-            self._intake = Fixed(memoryview(bytearray(length)) if memory is None else memory)
+            memory, self._awaited_bytes = port.room_for(head, length)
+            self._intake = Fixed(memory)
         if head.expects_continue and head.version == "1.1":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _end_intake(self) -> None:
+        self._intake = None
+        self._port.awaited_bytes -= self._awaited_bytes
+        self._awaited_bytes = 0
 
     def _read_body(self, intake: Fixed | Chunked, data: bytes) -> bytes | None:
         is_received = isinstance(intake, Fixed) and intake.received_bytes == intake.size_bytes
@@ -257,7 +254,8 @@ class Connection(asyncio.BufferedProtocol):
         head = self._head
         if rest is None or head is None:
             return None
-        self._intake = self._head = None
+        self._end_intake()
+        self._head = None
         self._hand_over(head, intake.body, self._begun_ns)
         return rest
 
@@ -278,6 +276,11 @@ class Connection(asyncio.BufferedProtocol):
         if self.closes:
             return b"close"
         return b"keep-alive" if head.version == "1.0" else b""
+
+    @property
+    def limits(self) -> HttpLimits:
+        """Of its port."""
+        return self._port.limits
 
     def write(self, data: Part) -> None:
         """Send in order."""
@@ -325,7 +328,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _refuse(self, error: BadMessage) -> None:
         """Answer a message that is none, and end the connection once the client may have read that."""
-        self._intake = self._parser = None
+        self._end_intake()
+        self._parser = None
         self._waiting = b""
         self.closes = True
         self._port.refuse(self, error)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.frontend.http.connection import Connection
     from moonpool.runtime.frontend.http.head import Head, Headers
+    from moonpool.runtime.frontend.http.options import HttpLimits
 
 Body = bytes | bytearray | memoryview
 Part = bytes | memoryview
@@ -54,6 +55,11 @@ class Exchange:
         # Of the response, 0 before it has begun; and how many bytes of it are still to come, -1 for chunks.
         self.status = 0
         self._length = 0
+
+    @property
+    def limits(self) -> HttpLimits:
+        """Of the port that it came to."""
+        return self._connection.limits
 
     @property
     def begun_ns(self) -> int:

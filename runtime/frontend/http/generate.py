@@ -13,7 +13,13 @@ from moonpool.ipc.tensors import CODES
 from moonpool.runtime.details import details_of, with_parameters
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.frontend.http.exchange import error_body
-from moonpool.runtime.frontend.http.json_text import NotJson, dumps, loads, member
+from moonpool.runtime.frontend.http.json_text import (
+    NotJson,
+    check_values,
+    dumps,
+    loads,
+    member,
+)
 from moonpool.runtime.frontend.http.tracing import begin_trace
 from moonpool.runtime.frontend.requests import make_request
 from moonpool.runtime.frontend.tensors import of_values, to_values
@@ -58,7 +64,7 @@ async def generate(
                 count += 1
                 if count > 1:
                     break
-                text = _shown(hosted, response)
+                text = _shown(hosted, response, exchange.limits.json_bytes)
         except MoonpoolError as error:
             text, status, count = error_body(public_text(error)), _FAILED, 1
     if trace is not None:
@@ -102,7 +108,7 @@ class Events(Answer):
                 status = 200
                 try:
                     response = await anext(stream)
-                    event = _event(_shown(self._hosted, response))
+                    event = _event(_shown(self._hosted, response, exchange.limits.json_bytes))
                 except StopAsyncIteration:
                     break
                 except MoonpoolError as error:
@@ -186,7 +192,7 @@ def _input(tensor: TensorConfig, value: Any, is_batch: bool) -> Input:
         raise NotJson(str(error)) from None
 
 
-def _shown(hosted: Hosted, response: Response) -> bytes:
+def _shown(hosted: Hosted, response: Response, most_bytes: int) -> bytes:
     """One object: outputs of one element as values, others as arrays; names in order."""
     outputs: Mapping[str, Wire] = response.outputs  # type: ignore[assignment]
     shown: dict[str, Any] = {
@@ -196,6 +202,7 @@ def _shown(hosted: Hosted, response: Response) -> bytes:
     if response.request_id:
         shown["id"] = response.request_id
     shown |= response.parameters
+    check_values(sum(output.raw.nbytes for output in outputs.values()), most_bytes)
     for name, output in outputs.items():
         values = to_values(name, output)
         shown[name] = values[0] if len(values) == 1 else values

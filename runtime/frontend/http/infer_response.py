@@ -8,7 +8,7 @@ from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import NAMES
 from moonpool.runtime.frontend.classification import classify, read_labels
 from moonpool.runtime.frontend.http.head import JSON
-from moonpool.runtime.frontend.http.json_text import dumps
+from moonpool.runtime.frontend.http.json_text import check_values, dumps
 from moonpool.runtime.frontend.tensors import to_bytes, to_values
 from moonpool.runtime.request import Wire
 
@@ -30,11 +30,12 @@ _known: Memo[tuple[str, int, str, tuple[_Shape, ...]], tuple[bytes, Headers]] = 
 
 
 def render(
-    service: Service, model: Model, plan: Plan, response: Response
+    service: Service, model: Model, plan: Plan, response: Response, most_json_bytes: int
 ) -> tuple[Headers, list[Part]]:
     """Headers and body. Outputs are views on the response, but for those that JSON carries.
 
-    Writes what belongs into clients' memory. Raises `MoonpoolError` for outputs that cannot go where they should.
+    Writes what belongs into clients' memory. Raises `MoonpoolError` for outputs that cannot go where they should, and
+    for those of more bytes than JSON is to carry.
     """
     outputs: Mapping[str, Wire] = response.outputs  # type: ignore[assignment]
     if plan.is_plain and not response.parameters:
@@ -51,12 +52,16 @@ def render(
             shapes.append((name, output.datatype, output.shape, len(data)))
         return _plain(model, plan.request_id, tuple(shapes), parts)
     described, parts = [], []
+    values_bytes = 0
     for name, output in outputs.items():
         how = plan.wanted.get(name, plan.rest)
         if how.classes:
             labels = read_labels(model, name)
             batches = model.config.max_batch_size > 0
             output = classify(name, output, how.classes, batches=batches, labels=labels)
+        if how.place is None and not how.is_binary:
+            values_bytes += output.raw.nbytes
+            check_values(values_bytes, most_json_bytes)
         described.append(_describe(service, name, output, how, parts))
     text = dumps(_root(model, plan.request_id, described, response.parameters))
     return _headers(text, parts), [text, *parts]

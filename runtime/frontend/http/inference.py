@@ -18,6 +18,7 @@ from moonpool.runtime.frontend.http.encoding import ENCODINGS, accepted, deflate
 from moonpool.runtime.frontend.http.head import JSON, TEXT, BadMessage
 from moonpool.runtime.frontend.http.infer_request import Plan, raw_plan, read_plan
 from moonpool.runtime.frontend.http.infer_response import render
+from moonpool.runtime.frontend.http.json_text import too_much_json
 from moonpool.runtime.frontend.http.prepared import Prepared
 from moonpool.runtime.frontend.http.tracing import begin_trace
 from moonpool.runtime.frontend.requests import make_request, refused
@@ -47,8 +48,7 @@ _log = logging.getLogger("moonpool")
 # What takes longer than a hand-over to a thread is not done in the loop.
 _LONG_DEFLATE_BYTES = 64 << 10
 _LONG_COPY_BYTES = 1 << 20
-# Which bodies are received into memory that the model's stubs see. It is taken before the body has come, so
-# who only says that much is to come must not get very much.
+# Which bodies are received into memory that the model's stubs see.
 _LONG_BODY_BYTES = 64 << 10
 _HUGE_BODY_BYTES = 64 << 20
 _UINT8 = np.dtype(np.uint8)
@@ -117,6 +117,11 @@ class Inference:
                 "UNSUPPORTED",
             )
         return hosted
+
+    def most_bytes_of(self, target: InferTarget) -> int:
+        """The largest body of such a request."""
+        is_json = target.header_length is None and target.encoding == "identity"
+        return self.limits.json_bytes if is_json else self.limits.body_bytes
 
     def memory_for(self, target: InferTarget, size_bytes: int) -> memoryview | None:
         """Memory that the model's stubs see, so that the tensors in a large body need not be copied."""
@@ -202,7 +207,10 @@ class InferCall:
         if encoding == "identity":
             self._read(body)
         elif encoding in ENCODINGS:
-            limit_bytes = self._route.limits.inflated_bytes
+            limits = self._route.limits
+            limit_bytes = limits.inflated_bytes
+            if self._target.header_length is None:
+                limit_bytes = min(limit_bytes, limits.json_bytes)
             inflated = partial(inflate, body, limit_bytes)
             self._route.elsewhere(self._exchange, inflated, self._read, TEXT)
         else:
@@ -223,6 +231,10 @@ class InferCall:
         elif not 0 <= length <= len(body):
             text = f"inference header size should be in range (0, {len(body)}), got: {length}"
             self._exchange.fail(400, text, TEXT)
+            return
+        most_bytes = self._route.limits.json_bytes
+        if length > most_bytes:
+            self._exchange.fail(413, too_much_json(length, most_bytes), TEXT)
             return
         data: Any = body
         # Arrays are to be views of the array that the body was received into: stubs may see it.
@@ -321,14 +333,18 @@ class InferCall:
             self._fail(outcome, TEXT)
             return
         service, model, plan = self._route.service, self._hosted.model, self._plan
+        most_bytes = self._route.limits.json_bytes
         outputs: Mapping[str, Wire] = outcome.outputs  # type: ignore[assignment]
         if plan.places and copied_bytes(outputs.values()) > _LONG_COPY_BYTES:
             self._route.elsewhere(
-                self._exchange, lambda: render(service, model, plan, outcome), self._respond, TEXT
+                self._exchange,
+                lambda: render(service, model, plan, outcome, most_bytes),
+                self._respond,
+                TEXT,
             )
             return
         try:
-            rendered = render(service, model, plan, outcome)
+            rendered = render(service, model, plan, outcome, most_bytes)
         except MoonpoolError as error:
             self._fail(error, TEXT)
         except Exception:

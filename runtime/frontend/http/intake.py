@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from http import HTTPStatus
 
 from moonpool.runtime.frontend.http.head import BadMessage
 
+_SMALL_BYTES = 256 << 10
 _LINE_BYTES = 4096
 _TRAILER_BYTES = 16 << 10
 _HEX = frozenset(b"0123456789abcdefABCDEF")
@@ -17,6 +19,17 @@ def too_large(size: str, limit_bytes: int) -> BadMessage:
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"request body of {size} bytes exceeds the maximum of {limit_bytes} bytes",
     )
+
+
+def memory_of(size_bytes: int) -> memoryview:
+    """Memory for a body: of a large one the kernel gives only as much as has come. Raises `BadMessage` for none."""
+    if size_bytes <= _SMALL_BYTES:
+        return memoryview(bytearray(size_bytes))
+    try:
+        return memoryview(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError:
+        text = f"there is no memory for a request body of {size_bytes} bytes"
+        raise BadMessage(HTTPStatus.SERVICE_UNAVAILABLE, text) from None
 
 
 class Fixed:

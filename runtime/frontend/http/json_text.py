@@ -8,15 +8,35 @@ from typing import Any, TypeVar
 import orjson
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import InvalidRequest
 
 T = TypeVar("T", str, bool, int, dict[str, Any])
 # What numbers may be in Triton's JSON, and in nobody else's.
 _LITERALS = (b"NaN", b"Inf")
 _BOM = b"\xef\xbb\xbf"
+# Each array and object becomes one of Python's, many times as large as its text.
+_MOST_CONTAINERS = 1 << 20
 
 
 class NotJson(MoonpoolError):
     """The text is none, or not what it should be; Triton calls that an internal error."""
+
+
+def too_much_json(size_bytes: int, most_bytes: int) -> str:
+    """What is said of JSON over the limit."""
+    return (
+        f"JSON of {size_bytes} bytes exceeds the maximum of {most_bytes} bytes: use binary data, or have "
+        "--http-max-json-bytes raised"
+    )
+
+
+def check_values(size_bytes: int, most_bytes: int) -> None:
+    """Raises `InvalidRequest` where so many bytes of outputs are more than JSON is to carry."""
+    if size_bytes > most_bytes:
+        raise InvalidRequest(
+            f"the outputs have {size_bytes} bytes, and as JSON at most {most_bytes} are sent: ask for binary data, or "
+            "have --http-max-json-bytes raised"
+        )
 
 
 def _broken(what: str, at: int) -> NotJson:
@@ -24,9 +44,19 @@ def _broken(what: str, at: int) -> NotJson:
 
 
 def loads(text: bytes | bytearray | memoryview) -> Any:
-    """The value of a JSON text, which may have `NaN` and `Infinity` in it. Raises `NotJson`."""
+    """The value of a JSON text, which may have `NaN` and `Infinity` in it. Raises `NotJson`.
+
+    The text must not be very large, as what becomes of it is larger.
+    """
     if not len(text):
         raise _broken("The document is empty", 0)
+    if len(text) > _MOST_CONTAINERS:
+        text = bytes(text)
+        if text.count(b"[") + text.count(b"{") > _MOST_CONTAINERS:
+            raise NotJson(
+                f"the request JSON has more than {_MOST_CONTAINERS} arrays and objects: send flat arrays, or "
+                "binary data"
+            )
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -25,6 +25,8 @@ class HttpLimits:
     """A body as it is sent."""
     inflated_bytes: int = 1 << 30
     """A body after its decompression."""
+    json_bytes: int = 64 << 20
+    """The JSON of a request, and outputs that a response carries as JSON: values take many times the memory of their text."""
     connections: int = 16384
     """At the same time; the next one gets 503."""
     head_timeout_s: float = 20.0

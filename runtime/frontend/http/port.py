@@ -9,14 +9,17 @@ from moonpool.runtime.frontend.frontend_metrics import Meter
 from moonpool.runtime.frontend.http.connection import Connection
 from moonpool.runtime.frontend.http.exchange import Exchange
 from moonpool.runtime.frontend.http.head import Head, Heads
+from moonpool.runtime.frontend.http.intake import memory_of
 
 if TYPE_CHECKING:
-    from moonpool.runtime.frontend.http.connection import Handler
+    from moonpool.runtime.frontend.http.handler import Handler
     from moonpool.runtime.frontend.http.head import BadMessage
     from moonpool.runtime.frontend.http.options import HttpLimits
 
 _BUFFER_BYTES = 256 << 10
 _LOOK_S = 1.0
+# What all clients together have in shared memory of bodies that have not come yet.
+_AWAITED_BYTES = 256 << 20
 _NO_HEAD = Head("GET", b"", "1.1", ())
 
 
@@ -38,6 +41,8 @@ class Port:
         self.heads = Heads()
         # One for all: what comes in is taken out before anything else comes in.
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
+        # Shared memory of bodies that are to come.
+        self.awaited_bytes = 0
         self.is_draining = False
         # Seconds of the loop's clock, as of the last look: nobody's time is cut short by more than one look.
         self.now = loop.time()
@@ -82,6 +87,19 @@ class Port:
         for connection in list(self._connections):
             connection.look(self.now)
         self._looking = self.loop.call_later(self._look_s, self._look)
+
+    def room_for(self, head: Head, size_bytes: int) -> tuple[memoryview, int]:
+        """Memory for a body that is to come, and how much of it is shared: to be taken off `awaited_bytes` in the end.
+
+        Raises `BadMessage` where there is none.
+        """
+        # It is taken before anything has come, so who only says that much is to come must not get very much.
+        if self.awaited_bytes + size_bytes <= _AWAITED_BYTES:
+            memory = self.handler.memory_for(head, size_bytes)
+            if memory is not None:
+                self.awaited_bytes += size_bytes
+                return memory, size_bytes
+        return memory_of(size_bytes), 0
 
     def refuse(self, connection: Connection, error: BadMessage) -> None:
         """Write the answer to what is no request."""

@@ -40,7 +40,9 @@ _APIS = [
     )
 ]
 _CHANGED_BY_POST = ("trace", "logging", "model-repository", "shared-memory")
+_LOAD = re.compile(r"/v2/repository/(?:[^/]+/)?models/[^/]+/load")
 _INDEX = re.compile(r"/v2/repository(?:/[^/]+)?/index")
+_METRICS_BODY_BYTES = 64 << 10
 _CHALLENGE: Headers = (*TEXT, (b"WWW-Authenticate", b"Bearer"))
 
 
@@ -90,6 +92,14 @@ class Routes:
         """Those who are not welcome need not send a body."""
         refusal = self._plan(head).refusal
         return None if refusal is None else BadMessage(*refusal)
+
+    def most_bytes_of(self, head: Head) -> int:
+        """What is not for inference is JSON; that of a load may have files in it."""
+        target = self._plan(head).target
+        if target is not None:
+            return self._inference.most_bytes_of(target)
+        limits = self._inference.limits
+        return limits.body_bytes if _LOAD.fullmatch(path_of(head)) else limits.json_bytes
 
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
         """Tensors are best received where the model reads them."""
@@ -165,6 +175,10 @@ class MetricsRoutes:
     def refuse(self, head: Head) -> BadMessage | None:  # noqa: ARG002 - all are welcome
         """None is refused."""
         return None
+
+    def most_bytes_of(self, head: Head) -> int:  # noqa: ARG002 - the same for all
+        """None needs a body."""
+        return _METRICS_BODY_BYTES
 
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:  # noqa: ARG002 - no wish
         """Anywhere."""

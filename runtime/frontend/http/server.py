@@ -18,7 +18,7 @@ from moonpool.runtime.frontend.page.routes import routes as page_routes
 from moonpool.runtime.frontend.restriction import Origins, Restriction
 
 if TYPE_CHECKING:
-    from moonpool.runtime.frontend.http.connection import Handler
+    from moonpool.runtime.frontend.http.handler import Handler
     from moonpool.runtime.frontend.http.options import HttpOptions
     from moonpool.runtime.frontend.service import Service
 

@@ -83,7 +83,7 @@ def http_infer(data: bytes) -> None:
         arrays = plan.arrays("m", body, length)
         if not plan.has_shared:
             _travels(requests.make_request(_HOSTED, arrays, plan.outputs, plan.details))
-            infer_response.render(_SERVICE, _HOSTED.model, plan, _RESPONSE)
+            infer_response.render(_SERVICE, _HOSTED.model, plan, _RESPONSE, 1 << 20)
     except MoonpoolError as error:
         str(error)
 

@@ -112,3 +112,10 @@ def test_whole_numbers_of_a_response_are_told_whatever_their_size(value: int) ->
 
     parameter = messages.ModelInferResponse.FromString(told).parameters["n"]
     assert getattr(parameter, parameter.WhichOneof("parameter_choice")) == value
+
+
+def test_a_message_has_not_any_number_of_fields() -> None:
+    # Inputs that say nothing take two bytes each, and a hundred times that once they are read.
+    with pytest.raises(BadMessage, match="more than 65536 fields"):
+        split(b"\x2a\0" * 65_537)
+    assert split(b"\x2a\0" * 65_536).tensors == []

@@ -58,6 +58,10 @@ class Client:
         body = response.read()
         return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, body)
 
+    def line(self) -> bytes:
+        """One line."""
+        return self._answers.readline()
+
     def rest(self) -> bytes:
         """All that comes until the server ends the connection."""
         return self._answers.read()
@@ -122,6 +126,9 @@ class Scripted:
 
     def refuse(self, head: Head) -> BadMessage | None:
         return BadMessage(403, "not this one") if head.target == b"/refused" else None
+
+    def most_bytes_of(self, head: Head) -> int:  # noqa: ARG002 - the same for all
+        return 1 << 40
 
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
         if head.target == b"/broken":

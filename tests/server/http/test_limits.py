@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.server.http.listening import Answer, Listening, listening
+from tests.server.http.listening import Answer, Client, Listening, listening
 from tests.waiting import wait_until
 
 __all__ = ["listening"]
@@ -282,3 +284,36 @@ def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Liste
         for _ in range(number):
             assert greedy.answer().status == 200
         sending.result(10)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+def announce(client: Client, path: bytes, size_bytes: int) -> None:
+    """Say that so much is to come, and wait until there is room for it."""
+    head = b"POST %b HTTP/1.1\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n"
+    client.send(head % (path, size_bytes))
+    assert client.line() == b"HTTP/1.1 100 Continue\r\n"
+
+
+def test_who_says_that_much_is_to_come_takes_nothing(listening: Listening) -> None:
+    before = resident_bytes()
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            announce(stack.enter_context(listening.client()), b"/echo", 1 << 30)
+
+        assert resident_bytes() - before < 256 << 20
+
+
+def test_shared_memory_for_what_is_to_come_has_an_end(listening: Listening) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            announce(stack.enter_context(listening.client()), b"/lent", 100 << 20)
+        assert len(listening.handler.lent) == 2
+
+    wait_until(lambda: listening.port.awaited_bytes == 0)
+    with listening.client() as client:
+        announce(client, b"/lent", 100 << 20)
+        assert len(listening.handler.lent) == 3
