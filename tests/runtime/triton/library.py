@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,18 @@ def _found(sanitizers: str) -> Path:
         pytest.skip(str(error))
 
 
-def sanitizer_libraries() -> str:
-    """What a program is to load before everything else that loads a library with the address sanitizer."""
+def sanitizer_libraries(names: Sequence[str]) -> str:
+    """What a program is to load before everything else that loads a library with sanitizers. Skips where they are not."""
     compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        pytest.skip("there is no C++ compiler")
     found = [
         subprocess.run(
             [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
         ).stdout.strip()
-        for name in ("libasan.so", "libubsan.so")
+        for name in names
     ]
+    for path in found:
+        if not os.path.isabs(path):
+            pytest.skip(f"the compiler has no {path}")
     return " ".join(found)

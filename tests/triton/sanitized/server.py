@@ -1,0 +1,102 @@
+"""A tritonserver in which the library was made with sanitizers, with a backend beside it whose stubs misbehave."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.e2e.hosting import MODELS
+from tests.runtime.triton.library import library, sanitizer_libraries
+from tests.triton.backend.hosting import HostingServer
+from tests.triton.server import interpreter
+
+from moonpool.runtime.triton import installation
+
+ROGUE_LAUNCHER = Path(__file__).parents[2] / "faults" / "rogue_launcher.py"
+CONFIG = """
+backend: "{backend}"
+input [ {{ name: "X" data_type: TYPE_FP32 dims: [4] }} ]
+output [ {outputs} ]
+instance_group [ {{ kind: KIND_CPU }} ]
+parameters: {{ key: "MOONPOOL_ENVIRONMENT" value: {{ string_value: "FAULT_*" }} }}
+parameters: {{ key: "MOONPOOL_EXECUTE_TIMEOUT_S" value: {{ string_value: "3" }} }}
+parameters: {{ key: "MOONPOOL_RESTART_WINDOW_S" value: {{ string_value: "0.001" }} }}
+"""
+OUTPUTS = {
+    "rogue": '{ name: "Y" data_type: TYPE_FP32 dims: [-1] }, '
+    '{ name: "STRINGS" data_type: TYPE_STRING dims: [-1] }',
+    "sibling": '{ name: "OUT_X" data_type: TYPE_FP32 dims: [4] }',
+}
+
+
+# The sanitizers are for the server: what it starts is not to be slowed down by them.
+START = """
+import os, sys
+del os.environ["LD_PRELOAD"]
+os.execv(sys.executable, [sys.executable, "-I", {launcher!r}, *sys.argv[1:]])
+"""
+
+
+class Sanitizers(NamedTuple):
+    """By the names that the compiler has for them, with what the server is to be started with."""
+
+    names: str
+    libraries: tuple[str, ...]
+    options: dict[str, str]
+
+
+# These end the server where the library does what it must not.
+ADDRESSES = Sanitizers(
+    "address,undefined",
+    ("libasan.so", "libubsan.so"),
+    {
+        # The server's own memory is not for us to answer for.
+        "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:handle_segv=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    },
+)
+# This one writes what it finds into the server's log; what the server does by itself is not for us to answer for.
+THREADS = Sanitizers(
+    "thread", ("libtsan.so",), {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"}
+)
+
+
+class SanitizedServer(HostingServer):
+    """Has the backend `moonpool`, and `rogue`, whose stubs misbehave."""
+
+    def __init__(
+        self, sanitizers: Sanitizers, repository: Path, folder: Path, models: Sequence[str]
+    ) -> None:
+        super().__init__(interpreter(), repository, folder, models)
+        self._sanitizers = sanitizers
+        self._preloaded = sanitizer_libraries(sanitizers.libraries)
+        self._folder = folder
+
+    def _lay_out_backend(self) -> None:
+        super()._lay_out_backend()
+        made = library(self._sanitizers.names)
+        for name, launcher in (("moonpool", installation.LAUNCHER), ("rogue", ROGUE_LAUNCHER)):
+            installation.put(self._backends / name, name, made)
+            start = self._folder / f"start_{name}.py"
+            start.write_text(START.format(launcher=str(launcher)))
+            settings = self._backends / name / installation.SETTINGS
+            settings.write_text(f"{sys.executable}\n{start}\n")
+
+    def _command(self) -> list[str]:
+        return [*super()._command(), "--disable-auto-complete-config"]
+
+    def _environment(self) -> dict[str, str]:
+        preloaded = {"LD_PRELOAD": self._preloaded}
+        return {**super()._environment(), **self._sanitizers.options, **preloaded}
+
+
+def write_models(repository: Path) -> None:
+    """The model `rogue`, and `sibling`, which is honest."""
+    for name, backend in (("rogue", "rogue"), ("sibling", "moonpool")):
+        (repository / name / "1").mkdir(parents=True)
+        config = CONFIG.format(backend=backend, outputs=OUTPUTS[name])
+        (repository / name / "config.pbtxt").write_text(config)
+        shutil.copy(MODELS / "echo.py", repository / name / "1" / "model.py")
