@@ -1,4 +1,4 @@
-"""The native codec as a program, which reads many packets at once."""
+"""The native codec as programs, which read many packets at once."""
 
 from __future__ import annotations
 
@@ -35,18 +35,12 @@ class CodecProgram:
 
     def __init__(self, folder: Path) -> None:
         """Compile it into the folder."""
-        (folder / "structs.inc").write_text(_structs(), encoding="utf-8")
-        sources = [Path(__file__).with_suffix(".cpp"), NATIVE / "codec.cpp", NATIVE / "msgpack.cpp"]
-        self._program = compiled(folder / "codec", sources, f"-I{NATIVE}", f"-I{folder}")
+        self._program = _compiled("codec_program", folder)
 
     def tell(self, asked: list[Asked]) -> list[Told]:
         """What the codec says of each; what it cannot bear ends the test."""
-        packets = [
-            bytes([CHANNELS.index(channel), sender]) + struct.pack("<I", len(packet)) + packet
-            for channel, sender, packet in asked
-        ]
         ended = subprocess.run(
-            [str(self._program)], input=b"".join(packets), capture_output=True, check=False
+            [str(self._program)], input=_packets(asked), capture_output=True, check=False
         )
         if ended.returncode:
             raise AssertionError(ended.stderr.decode(errors="replace"))
@@ -57,6 +51,54 @@ class CodecProgram:
         ]
         assert len(told) == len(asked)
         return told
+
+
+class CodecFuzzer:
+    """Compiled so that it sees which code a packet reaches."""
+
+    def __init__(self, folder: Path) -> None:
+        """Compile it into the folder."""
+        self._program = _compiled("codec_fuzzer", folder, "-fsanitize-coverage=trace-pc")
+
+    def find(
+        self, known: list[Asked], seconds: int, seed: int, crash: Path
+    ) -> list[tuple[Asked, Told]]:
+        """Packets that reach code that those before them do not. Raises CalledProcessError after one that was not borne.
+
+        That one is in `crash` then: the number of its channel, its sender, its bytes.
+        """
+        command = [str(self._program), str(seconds), str(seed), str(crash)]
+        ended = subprocess.run(command, input=_packets(known), stdout=subprocess.PIPE, check=True)
+        texts = _texts(ended.stdout)
+        return [
+            (asked_of(head + packet), Told(refused.decode(), again))
+            for head, packet, refused, again in zip(*[iter(texts)] * 4, strict=True)
+        ]
+
+
+def asked_of(data: bytes) -> Asked:
+    """What lies in a file of the corpus."""
+    return Asked(CHANNELS[data[0]], data[1], data[2:])
+
+
+def file_of(asked: Asked) -> bytes:
+    """What is to lie in a file of the corpus."""
+    return bytes([CHANNELS.index(asked.channel), asked.sender]) + asked.packet
+
+
+def _compiled(name: str, folder: Path, *options: str) -> Path:
+    (folder / "structs.inc").write_text(_structs(), encoding="utf-8")
+    here = Path(__file__).parent
+    sources = [here / f"{name}.cpp", NATIVE / "codec.cpp", NATIVE / "msgpack.cpp"]
+    return compiled(folder / name, sources, f"-I{NATIVE}", f"-I{folder}", *options)
+
+
+def _packets(asked: list[Asked]) -> bytes:
+    packets = []
+    for each in asked:
+        channel, size = CHANNELS.index(each.channel), struct.pack("<I", len(each.packet))
+        packets.append(bytes([channel, each.sender]) + size + each.packet)
+    return b"".join(packets)
 
 
 def _texts(data: bytes) -> list[bytes]:
