@@ -70,24 +70,7 @@ class SharedRegion(Region):
     @classmethod
     def create(cls, region_id: int, size_bytes: int) -> SharedRegion:
         """A new region. Raises `OutOfMemory` where the machine has not that much."""
-        # Nothing limits a memfd: fallocate goes on until the kernel kills somebody for the memory.
-        room = headroom_bytes()
-        if room is not None and size_bytes > room:
-            raise OutOfMemory(
-                f"cannot set aside {size_bytes} bytes of shared memory: {room} bytes are left"
-            )
-        fd = -1
-        try:
-            fd = os.memfd_create(f"moonpool-{region_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(fd, 0, size_bytes)
-            fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-        except (OSError, OverflowError) as error:
-            if fd >= 0:
-                os.close(fd)
-            raise OutOfMemory(
-                f"cannot set aside {size_bytes} bytes of shared memory: {error}"
-            ) from error
-        return cls(region_id, size_bytes, fd)
+        return cls(region_id, size_bytes, set_aside(region_id, size_bytes))
 
     @classmethod
     def adopt(cls, region_id: int, size_bytes: int, fd: int) -> SharedRegion:
@@ -140,3 +123,25 @@ class SharedRegion(Region):
         # unmaps with the last of them.
         self.buffer = None
         self.forget_fd()
+
+
+def set_aside(region_id: int, size_bytes: int) -> int:
+    """The descriptor of a new memfd of this size, sealed, with all its pages. Raises `OutOfMemory`."""
+    # Nothing limits a memfd: fallocate goes on until the kernel kills somebody for the memory.
+    room = headroom_bytes()
+    if room is not None and size_bytes > room:
+        raise OutOfMemory(
+            f"cannot set aside {size_bytes} bytes of shared memory: {room} bytes are left"
+        )
+    fd = -1
+    try:
+        fd = os.memfd_create(f"moonpool-{region_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.posix_fallocate(fd, 0, size_bytes)
+        fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+    except (OSError, OverflowError) as error:
+        if fd >= 0:
+            os.close(fd)
+        raise OutOfMemory(
+            f"cannot set aside {size_bytes} bytes of shared memory: {error}"
+        ) from error
+    return fd

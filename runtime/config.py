@@ -68,12 +68,18 @@ class ModelConfig:
 
     @classmethod
     def from_dict(
-        cls, raw: Mapping[str, object], *, source: Source | None = None, partial: bool = False
+        cls,
+        raw: Mapping[str, object],
+        *,
+        source: Source | None = None,
+        partial: bool = False,
+        has_states: bool = False,
     ) -> ModelConfig:
         """Check a raw configuration; ConfigError names file, line and field of the first mistake.
 
         `partial` is for a configuration that the model has yet to complete: tensors, their
-        datatypes and their dims may be missing.
+        datatypes and their dims may be missing. `has_states`: whoever schedules keeps states of sequences, and gives
+        them to the model as inputs.
         """
         source = source or Source()
         full = normalise(raw, source)
@@ -88,7 +94,9 @@ class ModelConfig:
             outputs=config_checks.tensors(full, "output", source, partial=partial),
             instance_groups=groups,
             dynamic_batching=config_checks.dynamic_batching(full, source, partial=partial),
-            sequence_batching=sequence_batching(full, source, partial=partial),
+            sequence_batching=sequence_batching(
+                full, source, partial=partial, has_states=has_states
+            ),
             version_policy=config_checks.version_policy(full, source),
             default_model_filename=full["default_model_filename"],
             parameters=MappingProxyType(

@@ -13,14 +13,17 @@ _PATH = "sequence_batching"
 
 
 def sequence_batching(
-    raw: Raw, source: Source, *, partial: bool = False
+    raw: Raw, source: Source, *, partial: bool = False, has_states: bool = False
 ) -> SequenceBatching | None:
-    """How sequences are kept together; in a partial configuration the maximum may be missing still."""
+    """How sequences are kept together; in a partial configuration the maximum may be missing still.
+
+    `has_states`: as in `ModelConfig.from_dict`.
+    """
     batching = raw.get("sequence_batching")
     if batching is None:
         return None
     _check_numbers(batching, raw, source, partial=partial)
-    if batching["state"]:
+    if batching["state"] and not has_states:
         what = (
             "states that the server keeps are not offered to Python models; keep the state in the "
             f"model, by correlation id, for {raw['name']}"
@@ -39,6 +42,7 @@ def sequence_batching(
         preserve_ordering=chosen.get("preserve_ordering", False),
         is_iterative=batching["iterative_sequence"],
         controls=_controls(batching, raw, source),
+        states=tuple(state["input_name"] for state in batching["state"]),
     )
 
 

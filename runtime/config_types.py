@@ -90,6 +90,8 @@ class SequenceBatching:
     preserve_ordering: bool = False
     is_iterative: bool = False
     controls: tuple[SequenceControl, ...] = ()
+    # The inputs of states that a server keeps, where there is one that does.
+    states: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,10 +81,12 @@ def start_of(
 
 
 def input_names(config: ModelConfig) -> list[str]:
-    """In the order of their numbers; the controls of a sequence come last."""
-    sequences = config.sequence_batching
-    controls = () if sequences is None else sequences.controls
-    return [tensor.name for tensor in config.inputs] + [each.name for each in controls]
+    """In the order of their numbers; the controls of a sequence come last, and then its states."""
+    names = [tensor.name for tensor in config.inputs]
+    if config.sequence_batching is not None:
+        names += [each.name for each in config.sequence_batching.controls]
+        names += config.sequence_batching.states
+    return names
 
 
 def output_names(config: ModelConfig) -> list[str]:
@@ -99,7 +101,12 @@ def completed(config: ModelConfig, answer: Mapping[str, Any]) -> ModelConfig:
         fields += _SCHEDULERS
     changes = {field: answer[field] for field in fields if field in answer}
     try:
-        return ModelConfig.from_dict({**config.raw, **changes}, source=config.source)
+        sequences = config.sequence_batching
+        return ModelConfig.from_dict(
+            {**config.raw, **changes},
+            source=config.source,
+            has_states=sequences is not None and bool(sequences.states),
+        )
     except ConfigError as error:
         (top,) = re.findall(r"^\w*", error.field)
         if error.line is not None or changes.get(top) == config.raw.get(top):

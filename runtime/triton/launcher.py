@@ -1,8 +1,9 @@
 """Starts the stubs of one backend of a tritonserver, watches them, starts them again. Run by path:
 
-    python -I .../runtime/triton/launcher.py FD
+    python -I .../runtime/triton/launcher.py FD [NAME]
 
-FD is the channel to the library inside the server, which started this process; `messages.py` is what is said there. The
+FD is the channel to the library inside the server, which started this process; `messages.py` is what is said there. NAME is the
+backend's, for who looks at the machine's processes. The
 interpreter needs numpy and msgpack, and moonpool need not be installed in it. This process ends with the server.
 """
 
@@ -18,6 +19,8 @@ import types
 _NEEDED = ("msgpack", "numpy")
 _OLDEST = (3, 11)
 _FIRST_FD = 3
+# Of the signals that are ignored: those that every Python ignores.
+_PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 def make_importable(name: str, folder: str) -> None:
@@ -47,6 +50,12 @@ def leave_server(channel_fd: int) -> None:
             with contextlib.suppress(OSError):
                 os.close(fd)
     os.set_inheritable(channel_fd, False)
+    # What ends a server's process group is not for this process: it ends with the server's channel.
+    os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - _PYTHONS_OWN:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     # Whoever ends the server by them gives it time to end its models.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import socket
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moonpool.ipc.arena import growth_bytes
 from moonpool.ipc.channel import Channel
-from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION
+from moonpool.ipc.region import set_aside
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.failures import as_load_failure
 from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
+from moonpool.runtime.public_text import scrubbed
 from moonpool.runtime.python_based import BackendDirectory
 from moonpool.runtime.triton.error_codes import code_of
 from moonpool.runtime.triton.lent_backend import LentBackend
@@ -29,7 +33,10 @@ from moonpool.runtime.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from moonpool.runtime.backend import Model
+
 _log = logging.getLogger("moonpool")
+_UNAVAILABLE = CODES.index("UNAVAILABLE")
 
 
 class Launcher:
@@ -53,6 +60,8 @@ class Launcher:
             Word.LOST: self._lose,
             Word.OVERDUE: self._exceed,
             Word.RENEW: self._renew,
+            Word.MEMORY: self._enlarge,
+            Word.SCRUB: self._scrub,
             Word.END: self._end,
             Word.END_MODEL: self._unload,
         }
@@ -112,7 +121,7 @@ class Launcher:
             failure = as_load_failure(error, f"model '{name}'")
             if isinstance(failure, LoadFailed) and failure.traceback:
                 _log.error("model '%s': %s\n%s", name, failure, failure.traceback)
-            self._post.tell(Word.MODEL_REFUSED, number, code_of(failure), str(failure))
+            self._post.tell(Word.REFUSED, number, code_of(failure), str(failure))
             return
         served.warn()
         self._models[number] = served
@@ -124,7 +133,7 @@ class Launcher:
 
     def _unload_apart(self, number: int, served: ServedModel) -> None:
         self._backend.model_finalize(served.model)
-        self._post.tell(Word.MODEL_ENDED, number)
+        self._post.tell(Word.ENDED, number)
 
     # Instances
 
@@ -157,6 +166,32 @@ class Launcher:
     def _renew(self, number: int, generation: int, served: int) -> None:
         if number in self._instances:
             self._instances[number].renew(generation, served)
+
+    def _enlarge(self, question: int, number: int, *wanted: int) -> None:
+        if number in self._instances:
+            # Setting memory aside takes a millisecond for every few megabytes.
+            model = self._instances[number].model
+            _apart("moonpool-grow", self._enlarge_apart, question, model, *wanted)
+        else:
+            # It did not start, and its process may still ask.
+            self._post.tell(Word.REFUSED, question, _UNAVAILABLE, "the instance has ended")
+
+    def _enlarge_apart(
+        self, question: int, model: Model, region: int, present_bytes: int, needed_bytes: int
+    ) -> None:
+        needed_bytes += -needed_bytes % mmap.PAGESIZE
+        try:
+            size_bytes = growth_bytes(present_bytes, needed_bytes, model.options.region_limit_bytes)
+            fd = set_aside(region, size_bytes)
+        except MoonpoolError as error:
+            self._post.tell(Word.REFUSED, question, code_of(error), str(error))
+        else:
+            self._post.tell(Word.SET_ASIDE, question, size_bytes, fds=(fd,))
+
+    def _scrub(self, question: int, number: int, text: str) -> None:
+        if number in self._models:
+            _log.error("model '%s': %s", self._models[number].model.name, text)
+        self._post.tell(Word.SCRUBBED, question, scrubbed(text))
 
     def _end(self, number: int, is_finalized: bool) -> None:
         instance = self._instances.pop(number)

@@ -80,7 +80,7 @@ class LentInstance(ModelInstance):
             failure = as_load_failure(error, self.name)
             if isinstance(failure, LoadFailed) and failure.traceback:
                 _log.error("[%s] %s\n%s", self.name, failure, failure.traceback)
-            self._tell(Word.INSTANCE_REFUSED, code_of(failure), str(failure))
+            self._tell(Word.REFUSED, code_of(failure), str(failure))
             return False
         finally:
             self._was_started.set()

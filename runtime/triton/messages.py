@@ -1,14 +1,16 @@
 """What the library inside tritonserver (the *shim*) and its launcher tell each other, on one SEQPACKET socket.
 
 Theory of operation. There is one launcher for each backend of a server. It says HELLO, the shim BACKEND; from then on
-any message may come after any other from its one allowed sender. The shim numbers models and instances, and never uses
-a number again; all that concerns one instance is in order. Every question has one answer, in its own time:
+any message may come after any other from its one allowed sender. The shim numbers models, instances and what else it asks, and
+never uses a number again; all that concerns one instance is in order. Every question has one answer, in its own time:
 
-    MODEL     →  MODEL_READY or MODEL_REFUSED
-    INSTANCE  →  BORN, then STARTED; or INSTANCE_REFUSED, perhaps after BORN
+    MODEL     →  MODEL_READY or REFUSED
+    INSTANCE  →  BORN, then STARTED; or REFUSED, perhaps after BORN
     LOST      →  DIED; then, unless DIED says that it is over, BORN and STARTED, or DIED, perhaps after BORN
     RENEW     →  BORN and STARTED; or DIED, as after LOST
-    END       →  ENDED;  END_MODEL  →  MODEL_ENDED
+    END, END_MODEL  →  ENDED
+    MEMORY    →  SET_ASIDE or REFUSED
+    SCRUB     →  SCRUBBED
 
 A *generation* is one process of an instance, counted from 1; also a start that fails uses one up. With BORN the shim becomes the
 runtime of that stub on the control and calls channels: a model logs, makes metrics and asks for other models
@@ -33,7 +35,7 @@ from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, Text
 from moonpool.ipc.messages import Message
 
 # Raised by one with every change of what follows: both ends must come from one moonpool.
-LAUNCHER_VERSION = 1
+LAUNCHER_VERSION = 2
 
 
 class End(IntEnum):
@@ -58,18 +60,20 @@ class Word(IntEnum):
     END = 67
     END_MODEL = 68
     RENEW = 69
+    MEMORY = 70
+    SCRUB = 71
     # From the launcher.
     HELLO = 80
     MODEL_READY = 81
-    MODEL_REFUSED = 82
+    REFUSED = 82
     STARTED = 83
-    INSTANCE_REFUSED = 84
     DIED = 85
     ENDED = 86
-    MODEL_ENDED = 87
     NOTE = 88
     BORN = 89
     GROWN = 90
+    SET_ASIDE = 91
+    SCRUBBED = 92
 
 
 # Of a message that lies in a file.
@@ -128,8 +132,7 @@ LAUNCHER: dict[IntEnum, Message] = {
             "outputs": ListOf(_NAME, _MAX_TENSORS),
             "execute_timeout_ms": Maybe(_MILLISECONDS),
             "finalize_timeout_ms": Maybe(_MILLISECONDS),
-            "region_limit": Maybe(_ID),
-            # Whether what its model says of errors is not for everybody, nor its memory for other stubs.
+            # Whether what its model says of errors is to be scrubbed, and its memory is not for other stubs.
             "is_private": Flag(),
             # Of what its instances log, in each of them; the rest is counted and left out.
             "log_lines_per_s": _ID,
@@ -139,7 +142,9 @@ LAUNCHER: dict[IntEnum, Message] = {
             "may_ask": Maybe(ListOf(_NAME, _MAX_PATTERNS)),
         },
     ),
-    Word.MODEL_REFUSED: Message(_LAUNCHER, {"model": _ID, "code": _CODE, "message": _TEXT}),
+    # What was asked for under this number is not to be had. Of a model, or an instance whose first start failed, nothing
+    # is left.
+    Word.REFUSED: Message(_LAUNCHER, {"number": _ID, "code": _CODE, "message": _TEXT}),
     # `kind` is CPU, GPU, MODEL or AUTO, `device` the GPU's number or 0.
     Word.INSTANCE: Message(
         _SHIM,
@@ -166,8 +171,16 @@ LAUNCHER: dict[IntEnum, Message] = {
         _LAUNCHER,
         {"instance": _ID, "generation": Int(1), "has_is_ready": Flag(), "sandbox": _TEXT},
     ),
-    # The first start failed; there is no other. The instance's number is not used any more.
-    Word.INSTANCE_REFUSED: Message(_LAUNCHER, {"instance": _ID, "code": _CODE, "message": _TEXT}),
+    # Another region of an instance's memory, of at least `needed` bytes, where `present` are there of its kind.
+    Word.MEMORY: Message(
+        _SHIM,
+        {"question": _ID, "instance": _ID, "region": _ID, "present": _ID, "needed": _ID},
+    ),
+    # Comes with one descriptor, of a sealed memfd of this size with all its pages.
+    Word.SET_ASIDE: Message(_LAUNCHER, {"question": _ID, "size": Int(1)}),
+    # What a model that is private says of an error: it goes into the log, and comes back as it may be told.
+    Word.SCRUB: Message(_SHIM, {"question": _ID, "model": _ID, "text": _TEXT}),
+    Word.SCRUBBED: Message(_LAUNCHER, {"question": _ID, "text": _TEXT}),
     # `is_executing`: it had requests. `why`: how it broke the protocol, "" where it just ended.
     Word.LOST: Message(
         _SHIM, {"instance": _ID, "generation": Int(1), "is_executing": Flag(), "why": _TEXT}
@@ -193,11 +206,10 @@ LAUNCHER: dict[IntEnum, Message] = {
     ),
     # Nobody needs the instance any more. `is_finalized`: the stub has said FINALIZED and is ending by itself.
     Word.END: Message(_SHIM, {"instance": _ID, "is_finalized": Flag()}),
-    # Its process is gone.
-    Word.ENDED: Message(_LAUNCHER, {"instance": _ID}),
     # Its instances have ended.
     Word.END_MODEL: Message(_SHIM, {"model": _ID}),
-    Word.MODEL_ENDED: Message(_LAUNCHER, {"model": _ID}),
+    # The instance's process is gone, or nothing is left of the model.
+    Word.ENDED: Message(_LAUNCHER, {"number": _ID}),
     # The launcher can start stubs. `version` is LAUNCHER_VERSION, `protocol` PROTOCOL_VERSION.
     Word.HELLO: Message(
         _LAUNCHER, {"version": _ID, "protocol": _ID, "moonpool": Text(64), "pid": Int(1)}

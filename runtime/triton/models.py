@@ -66,7 +66,7 @@ class ServedModel:
         """`config` is the JSON text of TRITONBACKEND_ModelConfig. Raises `ConfigError`, `LoadFailed`."""
         self._given = _object(config, f"the configuration of model '{name}'")
         known = _known("ModelConfig", self._given, "")
-        checked = ModelConfig.from_dict({**known, "name": name}, partial=True)
+        checked = ModelConfig.from_dict({**known, "name": name}, partial=True, has_states=True)
         source = _source(checked, Path(directory), version, Path(backend_directory))
         self.model = Model(checked, ModelOptions.from_parameters(checked), version, source)
         self._before = checked.raw
@@ -95,7 +95,6 @@ class ServedModel:
             output_names(config),
             _milliseconds(options.execute_timeout_s),
             _milliseconds(options.finalize_timeout_s),
-            options.region_limit_bytes,
             is_private,
             options.log_lines_per_s,
             None if sequences is not None else options.recycle_requests,

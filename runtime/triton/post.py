@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _Letter = tuple[bytes, tuple[int, ...]]
 # How many descriptors come with a message; with those that are not here, none.
-_DESCRIPTORS = {int(Word.BORN): 5, int(Word.STARTED): 1}
+_DESCRIPTORS = {int(Word.BORN): 5, int(Word.STARTED): 1, int(Word.SET_ASIDE): 1}
 
 
 class Post:

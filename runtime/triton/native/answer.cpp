@@ -1,7 +1,8 @@
 #include "answer.h"
 
 #include <cstring>
-#include <limits>
+
+#include "parameters.h"
 
 namespace moonpool {
 namespace {
@@ -23,40 +24,6 @@ bool is_strings(const char* bytes, uint64_t size, uint64_t count) {
     size -= kLengthBytes + length;
   }
   return size == 0;
-}
-
-void set_parameter(triton::Response* response, const Entry& entry) {
-  const std::string name(entry.name);
-  const Value& value = entry.value;
-  switch (value.form) {
-    case Form::kText:
-      check(triton::ResponseSetStringParameter(response, name.c_str(),
-                                               std::string(value.bytes).c_str()));
-      return;
-    case Form::kFlag:
-      check(triton::ResponseSetBoolParameter(response, name.c_str(), value.number != 0));
-      return;
-    case Form::kReal:
-      if (triton::ResponseSetDoubleParameter) {
-        check(triton::ResponseSetDoubleParameter(response, name.c_str(), value.real));
-        return;
-      }
-      break;
-    case Form::kNegative:
-      check(triton::ResponseSetIntParameter(response, name.c_str(), value.negative));
-      return;
-    case Form::kUint:
-      if (value.number <= std::numeric_limits<int64_t>::max()) {
-        check(triton::ResponseSetIntParameter(response, name.c_str(),
-                                              static_cast<int64_t>(value.number)));
-        return;
-      }
-      break;
-    default:
-      break;
-  }
-  throw Failure(triton::kUnsupported,
-                "this server has no parameters of responses of the type of '" + name + "'");
 }
 
 }  // namespace
@@ -169,11 +136,13 @@ bool Answer::send(triton::Response* response, size_t index,
                   const std::optional<wire::Remarks>& remarks, uint32_t flags) const {
   triton::Error* error = guarded([&] {
     if (remarks && remarks->error) {
-      throw Failure(static_cast<int>(remarks->error->code), std::string(remarks->error->message));
+      throw Failure(static_cast<int>(remarks->error->code), model_.told(remarks->error->message));
     }
     fill(response, index);
     if (remarks && remarks->parameters) {
-      for (const Entry& entry : *remarks->parameters) set_parameter(response, entry);
+      const Setters<triton::Response> setters{triton::ResponseSetStringParameter, triton::ResponseSetIntParameter,
+                                              triton::ResponseSetBoolParameter, triton::ResponseSetDoubleParameter};
+      for (const Entry& entry : *remarks->parameters) set_parameter(response, setters, entry);
     }
   });
   complain(triton::ResponseSend(response, flags, error), "a response cannot be sent");

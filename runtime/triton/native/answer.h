@@ -7,6 +7,7 @@
 
 #include "api.h"
 #include "memory.h"
+#include "model.h"
 #include "wire.h"
 
 namespace moonpool {
@@ -14,8 +15,7 @@ namespace moonpool {
 // The outputs of some responses. Used again and again, so that its memory is. One thread at a time.
 class Answer {
  public:
-  // For a model with outputs of these names.
-  explicit Answer(const std::vector<std::string>& names) : names_(names) {}
+  explicit Answer(const Model& model) : model_(model), names_(model.outputs()) {}
 
   // What a layout of so many responses says. Throws Violation for what no blocks could hold.
   void read(std::string_view layout, size_t responses);
@@ -43,6 +43,7 @@ class Answer {
   void read_row(const wire::Tensor& row);
   void fill(triton::Response* response, size_t index) const;
 
+  const Model& model_;
   const std::vector<std::string>& names_;
   std::string layout_;
   std::vector<Output> outputs_;

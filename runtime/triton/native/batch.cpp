@@ -18,7 +18,7 @@ uint64_t now_ns() {
 
 void Batch::gather(triton::Request** requests, uint32_t count) {
   start_ns_ = sent_ns_ = answered_ns_ = now_ns();
-  requests_.clear();
+  requests_.begin(++number_);
   for (uint32_t i = 0; i < count; ++i) {
     try {
       requests_.add(requests[i]);
@@ -37,7 +37,7 @@ void Batch::write(Stub& stub, const wire::Block& block) {
         writer.array(1);
         block.write(writer);
       },
-      Raw{requests_.layout()}, [this](Writer& writer) { requests_.write_details(writer, number_); }, std::nullopt);
+      Raw{requests_.layout()}, [this](Writer& writer) { requests_.write_details(writer); }, std::nullopt);
   if (message_.bytes().size() <= wire::kMaxPacketBytes) return;
   char* memory;
   const uint64_t size = message_.bytes().size();
@@ -48,7 +48,7 @@ void Batch::write(Stub& stub, const wire::Block& block) {
 
 bool Batch::give(Stub& stub) {
   released_.clear();
-  stub.open_requests().begin(++number_, requests_.all());
+  stub.open_requests().begin(number_, requests_.all());
   stub.tell_log_levels();
   stub.take_back_late();
   const uint64_t size = requests_.lay_out();

@@ -17,7 +17,7 @@ namespace moonpool {
 class Batch {
  public:
   Batch(triton::ModelInstance* instance, const Model& model, bool is_on_device)
-      : instance_(instance), model_(model), requests_(model, is_on_device), answer_(model.outputs()) {}
+      : instance_(instance), model_(model), requests_(model, is_on_device), answer_(model) {}
 
   // Begin with these requests, which from now on are dealt with here. One that cannot be executed gets its error at once.
   void gather(triton::Request** requests, uint32_t count);

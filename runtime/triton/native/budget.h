@@ -6,13 +6,15 @@
 
 namespace moonpool {
 
+using Clock = std::chrono::steady_clock;
+
 class Budget {
  public:
   explicit Budget(double per_second) : per_second_(per_second), left_(per_second) {}
 
   // Whether one more may be, which counts as so many: a large one is paid for by those that come after it.
   bool spend(double cost) {
-    const auto now = std::chrono::steady_clock::now();
+    const auto now = Clock::now();
     const double seconds = std::chrono::duration<double>(now - at_).count();
     at_ = now;
     left_ = std::min(per_second_, left_ + seconds * per_second_);
@@ -24,7 +26,7 @@ class Budget {
  private:
   const double per_second_;
   double left_;
-  std::chrono::steady_clock::time_point at_ = std::chrono::steady_clock::now();
+  Clock::time_point at_ = Clock::now();
 };
 
 }  // namespace moonpool

@@ -102,7 +102,7 @@ bool is_ready(triton::Server* server, const std::string& name, int64_t version) 
 Calls::Calls(Channel channel, Stub& stub, const Model& model)
     : channel_(std::move(channel)),
       model_(model),
-      metrics_(model.may_ask().has_value()),
+      metrics_(model.is_private()),
       stub_(&stub) {}
 
 short Calls::events() {
@@ -200,7 +200,7 @@ void Calls::handle_stored(const wire::Indirect& where) {
 void Calls::infer(const wire::Infer& asked) {
   check_new(asked.call);
   take_back(asked.released);
-  auto inference = std::make_shared<Inference>(shared_from_this(), asked.call);
+  auto inference = std::make_shared<Inference>(shared_from_this(), asked.call, stub_->open_requests().batch());
   inference->hold(asked.blocks, stub_->loans(), stub_->answers());
   bool are_many;
   {
@@ -254,6 +254,17 @@ void Calls::withdraw(uint64_t call) {
   }
   fail(call, Failure(triton::kCancelled, "Request cancelled"));
   inference->cancel();
+}
+
+void Calls::leave(uint64_t batch) {
+  std::vector<uint64_t> left;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [call, inference] : open_) {
+      if (inference->batch() == batch) left.push_back(call);
+    }
+  }
+  for (const uint64_t call : left) withdraw(call);
 }
 
 void Calls::take_back(const List<wire::Place>& places) {
@@ -341,7 +352,9 @@ void Calls::load(const wire::LoadModel& asked) {
   }
   if (model_.may_ask() && !(config.empty() && files.empty())) {
     throw Failure(triton::kUnsupported,
-                  "a model in a sandbox cannot bring the configuration of another inside of tritonserver");
+                  "a model in a sandbox cannot bring the configuration or files of model '" + name +
+                      "' inside of tritonserver, which would not check what they give it; put them into the "
+                      "model repository and load it by its name alone");
   }
   spend_time(asked.call, [=, files = std::move(files), server = model_.server()] {
     load_model(server, name, config, files);

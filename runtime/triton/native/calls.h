@@ -43,7 +43,10 @@ class Calls : public std::enable_shared_from_this<Calls> {
   // What the model did to its metrics. Throws Violation.
   void change_metrics(const wire::Metrics& changes) { metrics_.change(changes); }
 
-  // What follows is for requests to other models, on any thread.
+  // What follows is for any thread.
+
+  // Nobody waits for what the model does with a batch: cancel what it has asked others meanwhile.
+  void leave(uint64_t batch);
 
   // Memory for an output: the stub's until it lets go of it, or `take_back`. Throws Failure.
   View lend(uint64_t size, Spot* spot);

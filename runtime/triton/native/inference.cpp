@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "calls.h"
+#include "parameters.h"
 
 namespace moonpool {
 namespace {
@@ -65,137 +66,85 @@ bool has_size(const wire::NamedTensor& tensor) {
   return item == 0 || elements * item == tensor.size;
 }
 
-void set_parameter(triton::InferenceRequest* request, const Entry& entry) {
-  const std::string name(entry.name);
-  const Value& value = entry.value;
-  switch (value.form) {
-    case Form::kText:
-      check(triton::InferenceRequestSetStringParameter(request, name.c_str(),
-                                                       std::string(value.bytes).c_str()));
-      return;
-    case Form::kFlag:
-      check(triton::InferenceRequestSetBoolParameter(request, name.c_str(), value.number != 0));
-      return;
-    case Form::kNegative:
-      check(triton::InferenceRequestSetIntParameter(request, name.c_str(), value.negative));
-      return;
-    case Form::kUint:
-      if (value.number > INT64_MAX) break;
-      check(triton::InferenceRequestSetIntParameter(request, name.c_str(),
-                                                    static_cast<int64_t>(value.number)));
-      return;
-    case Form::kReal:
-      if (!triton::InferenceRequestSetDoubleParameter) break;
-      check(triton::InferenceRequestSetDoubleParameter(request, name.c_str(), value.real));
-      return;
-    default:
-      break;
-  }
-  throw Failure(triton::kInvalidArg, "Unsupported parameter type for parameter '" + name + "'.");
-}
-
-// A parameter of a response; its value is the response's.
-struct Parameter {
-  Parameter(triton::InferenceResponse* response, uint32_t index) {
-    check(triton::InferenceResponseParameter(response, index, &name, &type, &value));
-    if (type == triton::kParameterBytes) {
-      throw Failure(triton::kUnsupported,
-                    std::string("Unsupported parameter type for parameter '") + name + "'.");
-    }
-  }
-  void write(Writer& writer) const {
-    if (type == triton::kString) return writer.text(static_cast<const char*>(value));
-    if (type == triton::kInt) return writer.integer(*static_cast<const int64_t*>(value));
-    if (type == triton::kBool) return writer.flag(*static_cast<const bool*>(value));
-    writer.real(*static_cast<const double*>(value));
-  }
-
-  const char* name;
-  int type;
-  const void* value;
-};
-
 // What a response says, and where it lies.
 class Said {
  public:
-  explicit Said(triton::InferenceResponse* response) {
+  explicit Said(triton::InferenceResponse* response) : response_(response) {
     if (!response) return;
-    if (triton::Error* error = triton::InferenceResponseError(response)) {
-      error_ = wire::Error{static_cast<uint64_t>(triton::ErrorCode(error)),
-                           std::string_view(triton::ErrorMessage(error)).substr(0, kMaxMessage)};
-      return;
-    }
-    uint32_t parameters, outputs;
-    check(triton::InferenceResponseParameterCount(response, &parameters));
+    error_ = triton::InferenceResponseError(response);
+    if (error_) return;
+    check(triton::InferenceResponseParameterCount(response, &parameters_));
+    uint32_t outputs;
     check(triton::InferenceResponseOutputCount(response, &outputs));
-    if (parameters > wire::kMaxParameters || outputs > kMaxOutputs) {
+    if (parameters_ > wire::kMaxParameters || outputs > kMaxOutputs) {
       throw Failure(triton::kUnsupported, "the response has more in it than a model can be told");
     }
-    for (uint32_t i = 0; i < parameters; ++i) parameters_.emplace_back(response, i);
-    for (uint32_t i = 0; i < outputs; ++i) add(response, i);
+    for (uint32_t i = 0; i < outputs; ++i) outputs_.emplace_back(response, i);
   }
-  // The rest of REPLY, behind `released`.
+  // The rest of REPLY, behind `released`. Throws Failure.
   void write(Writer& writer) const {
-    moonpool::write(writer, blocks_);
-    writer.array(tensors_.size());
-    for (const Tensor& tensor : tensors_) tensor.write(writer);
-    if (parameters_.empty()) {
-      writer.nil();
+    writer.array(outputs_.size());
+    for (const Output& output : outputs_) {
+      wire::Block{output.lent->spot.region, output.lent->spot.offset, output.size}.write(writer);
+    }
+    writer.array(outputs_.size());
+    for (size_t block = 0; block < outputs_.size(); ++block) outputs_[block].write(writer, block);
+    if (parameters_) {
+      writer.map(parameters_);
     } else {
-      writer.map(parameters_.size());
+      writer.nil();
     }
-    for (const Parameter& parameter : parameters_) {
-      writer.text(parameter.name);
-      parameter.write(writer);
+    for (uint32_t i = 0; i < parameters_; ++i) {
+      const char* name;
+      int type;
+      const void* value;
+      check(triton::InferenceResponseParameter(response_, i, &name, &type, &value));
+      write_parameter(writer, name, type, value);
     }
-    moonpool::write(writer, error_);
+    if (!error_) return writer.nil();
+    wire::Error{static_cast<uint64_t>(triton::ErrorCode(error_)),
+                std::string_view(triton::ErrorMessage(error_)).substr(0, kMaxMessage)}
+        .write(writer);
   }
   // The stub has it, and the memory with it.
   void was_sent() const {
-    for (Lent* lent : lent_) lent->is_sent = true;
+    for (const Output& output : outputs_) output.lent->is_sent = true;
   }
 
  private:
-  struct Tensor {
+  struct Output {
+    Output(triton::InferenceResponse* response, uint32_t index) {
+      const void* base;
+      int memory_type;
+      int64_t memory_type_id;
+      void* allocated;
+      check(triton::InferenceResponseOutput(response, index, &name, &datatype, &shape, &dims, &base, &size,
+                                            &memory_type, &memory_type_id, &allocated));
+      if (!allocated || dims > wire::kMaxDims) {
+        throw Failure(triton::kUnsupported, "an output of the response cannot be told of");
+      }
+      lent = static_cast<Lent*>(allocated);
+    }
+    void write(Writer& writer, uint64_t block) const {
+      writer.array(6);
+      write_all(writer, name, datatype);
+      writer.array(dims);
+      for (uint64_t i = 0; i < dims; ++i) writer.integer(shape[i]);
+      write_all(writer, block, 0, size);
+    }
+
     const char* name;
     int datatype;
     const int64_t* shape;
-    uint64_t dims, size, block;
-    void write(Writer& writer) const {
-      writer.array(6);
-      writer.text(name);
-      writer.integer(datatype);
-      writer.array(dims);
-      for (uint64_t i = 0; i < dims; ++i) writer.integer(shape[i]);
-      write_all(writer, block, uint64_t{0}, size);
-    }
-  };
-  void add(triton::InferenceResponse* response, uint32_t index) {
-    Tensor tensor;
-    const void* base;
+    uint64_t dims;
     size_t size;
-    int memory_type;
-    int64_t memory_type_id;
-    void* lent;
-    check(triton::InferenceResponseOutput(response, index, &tensor.name, &tensor.datatype,
-                                          &tensor.shape, &tensor.dims, &base, &size, &memory_type,
-                                          &memory_type_id, &lent));
-    if (!lent || tensor.dims > wire::kMaxDims) {
-      throw Failure(triton::kUnsupported, "an output of the response cannot be told of");
-    }
-    lent_.push_back(static_cast<Lent*>(lent));
-    tensor.size = size;
-    tensor.block = blocks_.size();
-    const Spot spot = lent_.back()->spot;
-    blocks_.push_back({spot.region, spot.offset, size});
-    tensors_.push_back(tensor);
-  }
+    Lent* lent;
+  };
 
-  std::vector<Parameter> parameters_;
-  std::vector<wire::Block> blocks_;
-  std::vector<Tensor> tensors_;
-  std::vector<Lent*> lent_;
-  std::optional<wire::Error> error_;
+  triton::InferenceResponse* const response_;
+  triton::Error* error_ = nullptr;
+  uint32_t parameters_ = 0;
+  std::vector<Output> outputs_;
 };
 
 }  // namespace
@@ -281,7 +230,10 @@ void Inference::set_details(const wire::InferDetails& details) {
   }
   check(triton::InferenceRequestSetFlags(request_, static_cast<uint32_t>(details.flags)));
   if (!details.parameters) return;
-  for (const Entry& entry : *details.parameters) set_parameter(request_, entry);
+  const Setters<triton::InferenceRequest> setters{
+      triton::InferenceRequestSetStringParameter, triton::InferenceRequestSetIntParameter,
+      triton::InferenceRequestSetBoolParameter, triton::InferenceRequestSetDoubleParameter};
+  for (const Entry& entry : *details.parameters) set_parameter(request_, setters, entry);
 }
 
 void Inference::cancel() noexcept {

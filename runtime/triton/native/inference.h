@@ -19,7 +19,9 @@ class Calls;
 // Lives until the server has let go of the request and its last response is there. Any thread may call any method.
 class Inference : public std::enable_shared_from_this<Inference> {
  public:
-  Inference(std::shared_ptr<Calls> calls, uint64_t call) : calls_(std::move(calls)), call_(call) {}
+  // `batch`: the one that the model executes, 0 for none.
+  Inference(std::shared_ptr<Calls> calls, uint64_t call, uint64_t batch)
+      : calls_(std::move(calls)), call_(call), batch_(batch) {}
   ~Inference();
   Inference(const Inference&) = delete;
 
@@ -28,6 +30,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
   // Give the request to the server; responses come from then on. Throws Failure, and Violation.
   // `trace` is for the request to own, or null.
   void start(const wire::Infer& asked, triton::Server* server, triton::Trace* trace);
+  uint64_t batch() const { return batch_; }
   // Nobody wants its responses any more.
   void cancel() noexcept;
 
@@ -42,7 +45,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
   static void responded(triton::InferenceResponse* response, uint32_t flags, void* inference) noexcept;
 
   const std::shared_ptr<Calls> calls_;
-  const uint64_t call_;
+  const uint64_t call_, batch_;
   std::vector<View> blocks_;
   // Those of the stub's own, which it gets back; and those that it was lent.
   std::vector<Spot> answers_, loans_;

@@ -9,7 +9,6 @@ using wire::Kind;
 using wire::Word;
 
 constexpr const char* kKinds[] = {"AUTO", "CPU", "GPU", "MODEL"};
-constexpr const char* kLauncherGone = "The launcher of moonpool's stubs has ended";
 // Processes that may be gone before one takes a batch.
 constexpr int kAttempts = 3;
 
@@ -35,9 +34,11 @@ Instance::~Instance() {
   if (stub_) stub_->leave();
   const bool is_finalized = stub_ && finalize(*stub_);
   replace(nullptr);
-  launcher_->send<Word::END>(number_, is_finalized);
-  while (const auto letter = mailbox_->next()) {
-    if (letter->word == Word::ENDED) break;
+  try {
+    launcher_->send<Word::END>(number_, is_finalized);
+    while (mailbox_->next()->word != Word::ENDED) {
+    }
+  } catch (const Failure&) {  // then it has ended with the launcher
   }
   launcher_->close(number_);
 }
@@ -132,7 +133,8 @@ void Instance::start() {
 // Waits for a process that takes batches.
 std::shared_ptr<Stub> Instance::started() {
   std::shared_ptr<Stub> stub;
-  while (auto letter = mailbox_->next()) {
+  for (;;) {
+    const auto letter = mailbox_->next();
     if (letter->word == Word::BORN) {
       const wire::Born born(letter->fields);
       stub = std::make_shared<Stub>(launcher_, *mailbox_, model_, born, std::move(letter->descriptors));
@@ -145,12 +147,8 @@ std::shared_ptr<Stub> Instance::started() {
       if (died.restarts_in_ms) continue;
       end_.emplace(static_cast<int>(died.code), std::string(died.message));
       throw *end_;
-    } else if (letter->word == Word::INSTANCE_REFUSED) {
-      const wire::InstanceRefused refused(letter->fields);
-      throw Failure(static_cast<int>(refused.code), std::string(refused.message));
     }
   }
-  throw Failure(triton::kUnavailable, kLauncherGone);
 }
 
 // False where it has to be ended by others.

@@ -8,15 +8,12 @@
 #include <spawn.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <fstream>
-
-#include "api.h"
 
 extern "C" char** environ;
 
@@ -25,7 +22,7 @@ namespace {
 
 using wire::Word;
 
-constexpr auto kGreeting = std::chrono::seconds(60);
+constexpr int kGreetingMilliseconds = 60'000;
 constexpr int kEndMilliseconds = 10'000;
 // The descriptor that the launcher finds its channel at.
 constexpr int kChannelFd = 3;
@@ -48,33 +45,18 @@ std::pair<std::string, std::string> settings() {
   return {interpreter, program};
 }
 
-// The server's environment without what would make another Python of the launcher and its stubs.
-std::vector<char*> environment() {
-  std::vector<char*> kept;
-  for (char** each = environ; *each; ++each) {
-    if (std::strncmp(*each, "PYTHON", 6) != 0) kept.push_back(*each);
-  }
-  kept.push_back(nullptr);
-  return kept;
-}
-
 }  // namespace
 
-std::unique_ptr<Letter> Mailbox::next(std::optional<Clock::time_point> deadline) {
+std::unique_ptr<Letter> Mailbox::next() {
   std::unique_lock lock(mutex_);
-  const auto is_over = [this] { return is_closed_ || !letters_.empty(); };
-  if (deadline) {
-    arrived_.wait_until(lock, *deadline, is_over);
-  } else {
-    arrived_.wait(lock, is_over);
-  }
-  if (letters_.empty()) return nullptr;
+  arrived_.wait(lock, [this] { return is_closed_ || !letters_.empty(); });
+  if (letters_.empty()) throw Failure(triton::kUnavailable, "The launcher of moonpool's stubs has ended");
   auto letter = std::move(letters_.front());
   letters_.pop_front();
-  return letter;
+  if (letter->word != Word::REFUSED) return letter;
+  const wire::Refused refused(letter->fields);
+  throw Failure(static_cast<int>(refused.code), std::string(refused.message));
 }
-
-std::unique_ptr<Letter> Mailbox::take() { return next(Clock::now()); }
 
 bool Mailbox::is_closed() {
   std::lock_guard lock(mutex_);
@@ -95,22 +77,32 @@ void Mailbox::close() {
 
 Launcher::Launcher(const std::string& backend, const std::string& directory,
                    const std::string& config) {
-  spawn();
-  listener_ = std::thread([this] { listen(); });
-  std::string wrong;
-  if (auto letter = greeting_.next(Clock::now() + kGreeting)) {
-    const wire::Hello hello(letter->fields);
-    if (hello.version == wire::kLauncherVersion && hello.protocol == wire::kProtocolVersion) {
-      send<Word::BACKEND>(backend, directory, config, "triton");
-      tell_log_levels();
-      return;
-    }
-    wrong = "it is of moonpool " + std::string(hello.moonpool) + ", and this library of another";
-  } else {
-    wrong = "it ended, or said nothing; the log has what it printed";
+  spawn(backend);
+  try {
+    greet();
+  } catch (const Failure&) {
+    bury();
+    throw;
   }
-  channel_.shut();
-  listener_.join();
+  listener_ = std::thread([this] { listen(); });
+  send<Word::BACKEND>(backend, directory, config, "triton");
+  tell_log_levels();
+}
+
+// It speaks first, and may have to say why it will not.
+void Launcher::greet() {
+  Packet packet;
+  std::string wrong = "it ended, or said nothing; the log has what it printed";
+  channel_.limit_waiting(kGreetingMilliseconds);
+  if (const auto letter = receive(packet, &wrong)) {
+    if (letter->word == Word::HELLO) {
+      const wire::Hello hello(letter->fields);
+      if (hello.version == wire::kLauncherVersion && hello.protocol == wire::kProtocolVersion) {
+        return channel_.limit_waiting(0);
+      }
+      wrong = "it is of moonpool " + std::string(hello.moonpool) + ", and this library of another";
+    }
+  }
   throw Failure(triton::kUnavailable, "The launcher of moonpool's stubs could not be started: " + wrong);
 }
 
@@ -119,7 +111,7 @@ Launcher::~Launcher() {
   if (listener_.joinable()) listener_.join();
 }
 
-void Launcher::spawn() {
+void Launcher::spawn(const std::string& backend) {
   auto [interpreter, program] = settings();
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0) {
@@ -128,27 +120,15 @@ void Launcher::spawn() {
   channel_ = Channel(Descriptor(ends[0]));
   Descriptor theirs(ends[1]);
   posix_spawn_file_actions_t actions;
-  posix_spawnattr_t attributes;
   posix_spawn_file_actions_init(&actions);
-  posix_spawnattr_init(&attributes);
   posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
   posix_spawn_file_actions_adddup2(&actions, theirs.get(), kChannelFd);
   // The server's sockets are not for anybody's stubs.
   posix_spawn_file_actions_addclosefrom_np(&actions, kChannelFd + 1);
-  sigset_t none, all;
-  sigemptyset(&none);
-  sigfillset(&all);
-  posix_spawnattr_setsigmask(&attributes, &none);
-  posix_spawnattr_setsigdefault(&attributes, &all);
-  posix_spawnattr_setpgroup(&attributes, 0);
-  posix_spawnattr_setflags(&attributes,
-                           POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETPGROUP);
-  std::string isolated = "-I", number = std::to_string(kChannelFd);
-  char* arguments[] = {interpreter.data(), isolated.data(), program.data(), number.data(), nullptr};
-  std::vector<char*> variables = environment();
-  const int error = posix_spawn(&pid_, interpreter.c_str(), &actions, &attributes, arguments,
-                                variables.data());
-  posix_spawnattr_destroy(&attributes);
+  // Not a setting of the server's Python is for this one. What else it has of the server it gives up itself.
+  std::string isolated = "-I", number = std::to_string(kChannelFd), name = backend;
+  char* arguments[] = {interpreter.data(), isolated.data(), program.data(), number.data(), name.data(), nullptr};
+  const int error = posix_spawn(&pid_, interpreter.c_str(), &actions, nullptr, arguments, environ);
   posix_spawn_file_actions_destroy(&actions);
   if (error) {
     throw Failure(triton::kUnavailable, interpreter + " cannot be started: " + std::strerror(error));
@@ -174,27 +154,14 @@ void Launcher::close(uint64_t number) {
   mailboxes_.erase(number);
 }
 
-void Launcher::tell_log_levels() {
-  const unsigned levels = log_levels();
-  // With a bit that is never told, so that the first word is no repetition.
-  if (log_levels_.exchange(levels | 1u << 31) == (levels | 1u << 31)) return;
-  const auto has = [levels](int level) { return (levels >> level & 1) != 0; };
-  send<Word::LOGGING>(has(triton::kInfo), has(triton::kWarning), has(triton::kError),
-                      has(triton::kVerbose));
-}
-
 void Launcher::post(std::string_view packet) {
   Channel::Sent sent;
   if (packet.size() <= wire::kMaxPacketBytes) {
     sent = channel_.send(packet);
   } else {
     Descriptor file(memfd_create("moonpool-message", MFD_CLOEXEC));
-    for (std::string_view left = packet; !left.empty();) {
-      const ssize_t written = ::write(file.get(), left.data(), left.size());
-      if (written <= 0) {
-        throw Failure(triton::kUnavailable, "no memory for a message to the launcher");
-      }
-      left.remove_prefix(static_cast<size_t>(written));
+    if (::write(file.get(), packet.data(), packet.size()) != static_cast<ssize_t>(packet.size())) {
+      throw Failure(triton::kUnavailable, "no memory for a message to the launcher");
     }
     Writer writer;
     wire::encode<Word::LONG>(writer, packet.size());
@@ -213,7 +180,6 @@ void Launcher::listen() {
   bury();
   std::lock_guard lock(mutex_);
   is_gone_ = true;
-  greeting_.close();
   for (auto& [number, mailbox] : mailboxes_) mailbox->close();
 }
 
@@ -228,11 +194,8 @@ std::unique_ptr<Letter> Launcher::receive(Packet& packet, std::string* wrong) {
     const Descriptor file = std::move(letter->descriptors.front());
     letter->descriptors.erase(letter->descriptors.begin());
     std::string whole(wire::Long(decoded.fields).size, '\0');
-    size_t at = 0;
-    for (ssize_t size = 1; at < whole.size() && size > 0; at += static_cast<size_t>(size)) {
-      size = std::max<ssize_t>(0, pread(file.get(), &whole[at], whole.size() - at, static_cast<off_t>(at)));
-    }
-    whole.resize(at);
+    const ssize_t size = pread(file.get(), whole.data(), whole.size(), 0);
+    whole.resize(static_cast<size_t>(std::max<ssize_t>(size, 0)));
     letter->packet = std::move(whole);
     decoded = decode(wire::kLauncher, wire::End::LAUNCHER, letter->packet);
   }
@@ -249,10 +212,6 @@ void Launcher::deliver(std::unique_ptr<Letter> letter) {
   if (letter->word == Word::NOTE) {
     const wire::Note note(letter->fields);
     log_line(static_cast<int>(note.level), note.file, static_cast<int>(note.line), note.message);
-    return;
-  }
-  if (letter->word == Word::HELLO) {
-    greeting_.put(std::move(letter));
     return;
   }
   // All others are led by the number of whom they are about.
@@ -277,14 +236,6 @@ void Launcher::bury() {
   }
   while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
-}
-
-unsigned log_levels() {
-  unsigned levels = 0;
-  for (int level = triton::kInfo; level <= triton::kVerbose; ++level) {
-    levels |= static_cast<unsigned>(triton::LogIsEnabled(level)) << level;
-  }
-  return levels;
 }
 
 }  // namespace moonpool

@@ -2,24 +2,21 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "api.h"
 #include "channel.h"
 #include "wire.h"
 
 namespace moonpool {
-
-using Clock = std::chrono::steady_clock;
 
 // A message of the launcher's about one model or instance, accepted by the tables.
 struct Letter {
@@ -32,10 +29,8 @@ struct Letter {
 // The letters about one model or instance, in order. Any thread.
 class Mailbox {
  public:
-  // The next letter; waits for it. None when the launcher is gone and has left none, or when the time is over.
-  std::unique_ptr<Letter> next(std::optional<Clock::time_point> deadline = {});
-  // Without waiting.
-  std::unique_ptr<Letter> take();
+  // The next letter; waits for it. Throws Failure where there is none and the launcher is gone, and for one that refuses.
+  std::unique_ptr<Letter> next();
   bool is_closed();
   // The last process of the instance that has more memory than it may keep.
   uint64_t grown_generation() const { return grown_generation_; }
@@ -50,6 +45,25 @@ class Mailbox {
   std::deque<std::unique_ptr<Letter>> letters_;
   bool is_closed_ = false;
   std::atomic<uint64_t> grown_generation_{0};
+};
+
+// Tells which levels of the server's log are wanted, where that has changed since it was told last. Any thread.
+class LogLevels {
+ public:
+  template <class Tell>
+  void tell(const Tell& tell) {
+    unsigned levels = kKnown;
+    for (const int level : {triton::kInfo, triton::kWarning, triton::kError, triton::kVerbose}) {
+      levels |= static_cast<unsigned>(triton::LogIsEnabled(level)) << level;
+    }
+    if (told_.exchange(levels) == levels) return;
+    const auto has = [levels](int level) { return (levels >> level & 1) != 0; };
+    tell(has(triton::kInfo), has(triton::kWarning), has(triton::kError), has(triton::kVerbose));
+  }
+
+ private:
+  static constexpr unsigned kKnown = 1u << 31;
+  std::atomic<unsigned> told_{0};
 };
 
 // One launcher. Its end is the end of its stubs, and ours is the end of it. Any thread may call any method.
@@ -71,12 +85,28 @@ class Launcher {
     wire::encode<word>(writer, fields...);
     post(writer.bytes());
   }
+  // Send what is led by this number, and wait for the one answer. Throws Failure, as `Mailbox::next`.
+  template <wire::Word word, class... Fields>
+  std::unique_ptr<Letter> ask(uint64_t number, const Fields&... fields) {
+    const auto mailbox = open(number);
+    send<word>(number, fields...);
+    const Closing closing{*this, number};
+    return mailbox->next();
+  }
   // Tell which levels of the log are wanted, where that has changed.
-  void tell_log_levels();
+  void tell_log_levels() {
+    log_levels_.tell([this](auto... levels) { send<wire::Word::LOGGING>(levels...); });
+  }
   bool is_gone() const { return is_gone_; }
 
  private:
-  void spawn();
+  struct Closing {
+    Launcher& launcher;
+    uint64_t number;
+    ~Closing() { launcher.close(number); }
+  };
+  void spawn(const std::string& backend);
+  void greet();
   void post(std::string_view packet);
   void listen();
   std::unique_ptr<Letter> receive(Packet& packet, std::string* wrong);
@@ -87,14 +117,10 @@ class Launcher {
   int pid_ = -1;
   Descriptor pidfd_;
   std::atomic<bool> is_gone_{false};
-  std::atomic<unsigned> log_levels_{0};
+  LogLevels log_levels_;
   std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<Mailbox>> mailboxes_;
-  Mailbox greeting_;
   std::thread listener_;
 };
-
-// Which levels of the server's log are on: a bit for each.
-unsigned log_levels();
 
 }  // namespace moonpool

@@ -75,10 +75,10 @@ Model::~Model() {
   std::lock_guard lock(mutex_);
   if (!launcher_ || launcher_->is_gone()) return;
   // Its files may be gone, and the same model be loaded again, as soon as this is over.
-  const auto mailbox = launcher_->open(number_);
-  launcher_->send<Word::END_MODEL>(number_);
-  mailbox->next();
-  launcher_->close(number_);
+  try {
+    launcher_->ask<Word::END_MODEL>(number_);
+  } catch (const Failure&) {  // then it has ended with the launcher
+  }
 }
 
 std::shared_ptr<Launcher> Model::launcher(uint64_t* number) const {
@@ -93,14 +93,15 @@ std::unique_ptr<Letter> Model::introduce(bool completes) const {
   launcher_ = backend_.launcher();
   launcher_->tell_log_levels();
   number_ = Launcher::new_number();
-  const auto mailbox = launcher_->open(number_);
-  launcher_->send<Word::MODEL>(number_, name_, version_, directory_, config(), completes);
-  auto letter = mailbox->next();
-  launcher_->close(number_);
-  if (letter && letter->word == Word::MODEL_READY) return letter;
-  if (!letter) throw Failure(triton::kUnavailable, "The launcher of moonpool's stubs has ended");
-  const wire::ModelRefused refused(letter->fields);
-  throw Failure(static_cast<int>(refused.code), std::string(refused.message));
+  return launcher_->ask<Word::MODEL>(number_, name_, version_, directory_, config(), completes);
+}
+
+std::string Model::told(std::string_view text) const {
+  if (!is_private_) return std::string(text);
+  uint64_t model;
+  const auto knows = launcher(&model);
+  const auto letter = knows->ask<Word::SCRUB>(Launcher::new_number(), model, text);
+  return std::string(wire::Scrubbed(letter->fields).text);
 }
 
 void Model::learn(const wire::ModelReady& ready) {
@@ -111,7 +112,7 @@ void Model::learn(const wire::ModelReady& ready) {
   has_batches_ = ready.max_batch_size > 0;
   execute_timeout_ms_ = ready.execute_timeout_ms;
   finalize_timeout_ms_ = ready.finalize_timeout_ms;
-  region_limit_ = ready.region_limit.value_or(0);
+  is_private_ = ready.is_private;
   recycle_requests_ = ready.recycle_requests;
   log_lines_per_s_ = ready.log_lines_per_s;
   if (!ready.may_ask) return;

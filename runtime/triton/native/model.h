@@ -48,8 +48,10 @@ class Model {
   // None: as long as it takes.
   std::optional<uint64_t> execute_timeout_ms() const { return execute_timeout_ms_; }
   std::optional<uint64_t> finalize_timeout_ms() const { return finalize_timeout_ms_; }
-  // 0: none.
-  uint64_t region_limit() const { return region_limit_; }
+  // Whether it is in a sandbox, and not to tell of the machine, nor to pass for the server.
+  bool is_private() const { return is_private_; }
+  // What clients are told of an error that its model speaks of. Throws Failure.
+  std::string told(std::string_view text) const;
   uint64_t log_lines_per_s() const { return log_lines_per_s_; }
   // None: a process serves for as long as it lives.
   std::optional<uint64_t> recycle_requests() const { return recycle_requests_; }
@@ -67,9 +69,9 @@ class Model {
   uint64_t version_ = 0;
   triton::Server* server_ = nullptr;
   std::vector<std::string> inputs_, outputs_;
-  bool decoupled_ = false, reschedules_ = false, has_batches_ = false;
+  bool decoupled_ = false, reschedules_ = false, has_batches_ = false, is_private_ = false;
   std::optional<uint64_t> execute_timeout_ms_, finalize_timeout_ms_, recycle_requests_;
-  uint64_t region_limit_ = 0, log_lines_per_s_ = 0;
+  uint64_t log_lines_per_s_ = 0;
   std::optional<std::vector<std::string>> may_ask_;
 
   // Guards what follows: the launcher that knows the model, and by which number.

@@ -171,7 +171,9 @@ bool is_utf8(std::string_view text, size_t* characters);
 // Puts values behind one another, each as short as it may be. Its memory is kept from message to message.
 class Writer {
  public:
-  void clear() { bytes_.clear(); }
+  // Keeps but so many bytes of what was written.
+  void cut(size_t size) { bytes_.resize(size); }
+  void clear() { cut(0); }
   std::string_view bytes() const { return bytes_; }
 
   void nil() { byte(0xc0); }
@@ -182,6 +184,8 @@ class Writer {
   // What is no UTF-8 in it becomes U+FFFD: the other side refuses a message with such a text.
   void text(std::string_view value);
   void raw(std::string_view value);
+  // Values that another one has written.
+  void values(std::string_view written) { bytes_ += written; }
   // The head: so many values, or names and values, are to follow.
   void array(size_t count);
   void map(size_t count);

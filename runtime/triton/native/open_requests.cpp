@@ -159,20 +159,30 @@ bool OpenRequests::are_open() {
   return !open_.empty();
 }
 
-void OpenRequests::each_cancelled(
+uint64_t OpenRequests::batch() {
+  std::lock_guard lock(mutex_);
+  return batch_;
+}
+
+uint64_t OpenRequests::each_cancelled(
     const std::function<void(uint64_t batch, uint64_t index)>& tell) {
   std::lock_guard lock(mutex_);
+  bool are_new = false, are_all = true;
+  const auto look = [&](Pending& pending, uint64_t batch, uint64_t index, auto* is_cancelled, auto* of) {
+    if (!pending.is_cancelled && !pending.is_ended && is_cancelled) {
+      check(is_cancelled(of, &pending.is_cancelled));
+      if (pending.is_cancelled) tell(batch, index);
+      are_new |= pending.is_cancelled;
+    }
+    are_all &= pending.is_cancelled;
+  };
   for (size_t index = 0; index < executing_.size(); ++index) {
-    Pending& pending = executing_[index];
-    if (pending.is_ended || pending.is_cancelled || !triton::RequestIsCancelled) continue;
-    check(triton::RequestIsCancelled(pending.request, &pending.is_cancelled));
-    if (pending.is_cancelled) tell(batch_, index);
+    look(executing_[index], batch_, index, triton::RequestIsCancelled, executing_[index].request);
   }
   for (auto& [key, pending] : open_) {
-    if (pending.is_cancelled || !triton::ResponseFactoryIsCancelled) continue;
-    check(triton::ResponseFactoryIsCancelled(pending.factory, &pending.is_cancelled));
-    if (pending.is_cancelled) tell(key.first, key.second);
+    look(pending, key.first, key.second, triton::ResponseFactoryIsCancelled, pending.factory);
   }
+  return are_new && are_all ? batch_ : 0;
 }
 
 }  // namespace moonpool

@@ -21,9 +21,7 @@ namespace moonpool {
 // meet here: responses come before the answer to their batch and after it.
 class OpenRequests {
  public:
-  // `reschedules`: a request may come back as long as it has not had its last response, and is not released before.
-  OpenRequests(const std::vector<std::string>& outputs, bool reschedules)
-      : answer_(outputs), reschedules_(reschedules) {}
+  explicit OpenRequests(const Model& model) : answer_(model), reschedules_(model.reschedules()) {}
 
   // What the answer to a batch leaves to be done with a request.
   enum class Left { kRespond, kRelease, kReschedule, kNothing };
@@ -46,8 +44,11 @@ class OpenRequests {
   bool are_open();
   // A trace for a request that the model makes on behalf of the one of this name; null where that is not traced.
   triton::Trace* child_trace(std::string_view name);
-  // Those that nobody waits for any more, each told once.
-  void each_cancelled(const std::function<void(uint64_t batch, uint64_t index)>& tell);
+  // The batch that is executing, 0 for none.
+  uint64_t batch();
+  // Those that nobody waits for any more, each told once. Returns the batch that is executing where these were the last
+  // that anybody waited for, else 0.
+  uint64_t each_cancelled(const std::function<void(uint64_t batch, uint64_t index)>& tell);
 
  private:
   struct Pending {
@@ -64,6 +65,7 @@ class OpenRequests {
   static void drop_factory(Pending& pending);
 
   Answer answer_;
+  // A request may come back as long as it has not had its last response, and is not released before.
   const bool reschedules_;
   std::mutex mutex_;
   uint64_t batch_ = 0;

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <iterator>
 
@@ -16,44 +15,13 @@
 namespace moonpool {
 namespace {
 
-constexpr uint64_t kPage = 4096;
 constexpr uint64_t kAlignment = 64;
 // A large region is made for a tensor that is about to be written: to have all its pages mapped at once takes a fifth of
 // the time that it takes to find them missing one by one.
 constexpr uint64_t kLarge = 2 << 20;
 constexpr int kSeals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW;
 
-// What the machine can still give, less a sixteenth. Nothing limits a memfd: the kernel ends somebody for the memory.
-uint64_t headroom() {
-  uint64_t kilobytes = UINT64_MAX / 1024;
-  if (FILE* file = std::fopen("/proc/meminfo", "re")) {
-    char line[128];
-    while (std::fgets(line, sizeof line, file)) {
-      unsigned long long found;
-      if (std::sscanf(line, "MemAvailable: %llu", &found) == 1) kilobytes = found;
-    }
-    std::fclose(file);
-  }
-  return kilobytes * 1024 - kilobytes * 64;
-}
-
-[[noreturn]] void out_of_memory(uint64_t size, const std::string& why) {
-  throw Failure(triton::kUnavailable,
-                "cannot set aside " + std::to_string(size) + " bytes of shared memory: " + why);
-}
-
 }  // namespace
-
-std::shared_ptr<Region> Region::create(uint64_t id, uint64_t size) {
-  const uint64_t room = headroom();
-  if (size > room) out_of_memory(size, std::to_string(room) + " bytes are left");
-  const std::string name = "moonpool-" + std::to_string(id);
-  Descriptor file(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  int error = file.get() < 0 ? errno : posix_fallocate(file.get(), 0, static_cast<off_t>(size));
-  if (!error && fcntl(file.get(), F_ADD_SEALS, kSeals) < 0) error = errno;
-  if (error) out_of_memory(size, std::strerror(error));
-  return std::make_shared<Region>(id, size, std::move(file));
-}
 
 Region::Region(uint64_t id, uint64_t size, Descriptor file)
     : id_(id), size_(size), file_(std::move(file)) {
@@ -65,24 +33,14 @@ Region::Region(uint64_t id, uint64_t size, Descriptor file)
   }
   const int flags = MAP_SHARED | (size < kLarge ? 0 : MAP_POPULATE);
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, file_.get(), 0);
-  if (memory == MAP_FAILED) out_of_memory(size, std::strerror(errno));
+  if (memory == MAP_FAILED) {
+    throw Failure(triton::kUnavailable, "cannot map " + std::to_string(size) +
+                                            " bytes of shared memory: " + std::strerror(errno));
+  }
   memory_ = static_cast<char*>(memory);
 }
 
 Region::~Region() { munmap(memory_, size_); }
-
-uint64_t Arena::growth(uint64_t present, uint64_t needed, uint64_t limit) {
-  needed = (needed + kPage - 1) & -kPage;
-  if (!limit) return std::max(present, needed);
-  const uint64_t left = limit > present ? (limit - present) & -kPage : 0;
-  if (needed > left) {
-    throw Failure(triton::kUnavailable,
-                  std::to_string(needed) + " bytes of shared memory are needed and " +
-                      std::to_string(present) + " are in use, " + std::to_string(limit) +
-                      " are allowed; raise MOONPOOL_REGION_LIMIT_BYTES or send smaller tensors");
-  }
-  return std::min(std::max(present, needed), left);
-}
 
 void Arena::add(std::shared_ptr<Region> region) {
   if (extents_.empty()) first_ = region->id();

@@ -15,9 +15,7 @@ namespace moonpool {
 // reading and writing. The other process may change the bytes at any time.
 class Region {
  public:
-  // Throws Failure (unavailable) where the machine has not that much.
-  static std::shared_ptr<Region> create(uint64_t id, uint64_t size);
-  // One that the launcher made. Throws Failure.
+  // The launcher made it. Throws Failure.
   Region(uint64_t id, uint64_t size, Descriptor file);
   ~Region();
   Region(const Region&) = delete;
@@ -46,10 +44,6 @@ struct Spot {
 // The regions of which this process gives out blocks. Not thread-safe.
 class Arena {
  public:
-  // How large a region to add: as much as there is, so that there are never many, within the limit (0: none).
-  // Throws Failure (unavailable) where not even what is needed fits.
-  static uint64_t growth(uint64_t present, uint64_t needed, uint64_t limit);
-
   void add(std::shared_ptr<Region> region);
   // A block, where there is room for one. The first that is large enough is cut, so that low addresses are used again
   // and again and stay in the processor's cache.

@@ -4,14 +4,15 @@
 #include <cstring>
 
 #include "open_requests.h"
+#include "parameters.h"
 
 namespace moonpool {
 namespace {
 
 constexpr uint64_t kAlignment = 64;
-// Values of the details of a request, in their order; where its outputs are wanted.
+constexpr uint32_t kLengthBytes = 4;
+// Values of the details of a request.
 constexpr size_t kDetails = 10;
-constexpr uint64_t kAnyMemory = 0, kOrdinaryMemory = 1;
 
 uint64_t elements_of(const int64_t* shape, uint32_t dims) {
   uint64_t count = 1;
@@ -21,50 +22,79 @@ uint64_t elements_of(const int64_t* shape, uint32_t dims) {
 
 std::string_view text(const char* value) { return value ? value : ""; }
 
-void write_parameters(Writer& writer, triton::Request* request, uint32_t count) {
-  if (count == 0) return writer.nil();
-  writer.map(count);
-  for (uint32_t i = 0; i < count; ++i) {
-    const char* key;
-    int type;
-    const void* value;
-    check(triton::RequestParameter(request, i, &key, &type, &value));
-    writer.text(key);
-    switch (type) {
-      case triton::kString:
-        writer.text(static_cast<const char*>(value));
-        break;
-      case triton::kInt:
-        writer.integer(*static_cast<const int64_t*>(value));
-        break;
-      case triton::kBool:
-        writer.flag(*static_cast<const bool*>(value));
-        break;
-      case triton::kDouble:
-        writer.real(*static_cast<const double*>(value));
-        break;
-      default:
-        throw Failure(triton::kUnsupported, std::string("parameter '") + key + "' is of a type that models cannot get");
+// The place of a name among these; behind the last where it is not one of them.
+size_t number_of(const char* name, const std::vector<std::string>& names) {
+  return static_cast<size_t>(std::find(names.begin(), names.end(), name) - names.begin());
+}
+
+// Whether an input holds the strings that it is to have, in one buffer after another. Throws Failure, in Triton's words.
+class Strings {
+ public:
+  Strings(const char* input, uint64_t expected) : input_(input), expected_(expected) {}
+
+  void look(const void* buffer, uint64_t size) {
+    for (uint64_t at = 0;;) {
+      const uint64_t inside = std::min<uint64_t>(left_, size - at);
+      left_ -= inside;
+      at += inside;
+      if (at == size) return;
+      if (count_ == expected_) {
+        refuse("unexpected number of string elements " + std::to_string(count_ + 1),
+               "expecting " + std::to_string(expected_));
+      }
+      if (size - at < kLengthBytes) {
+        refuse("incomplete string length indicator",
+               "expecting 4 bytes but only " + std::to_string(size - at) +
+                   " bytes available. Please make sure the string length indicator is in one buffer.");
+      }
+      std::memcpy(&length_, static_cast<const char*>(buffer) + at, kLengthBytes);
+      left_ = length_;
+      at += kLengthBytes;
+      ++count_;
     }
   }
-}
+
+  void end() const {
+    if (left_ > 0) {
+      refuse("incomplete string data", "expecting string of length " + std::to_string(length_) + " but only " +
+                                           std::to_string(length_ - left_) + " bytes available");
+    }
+    if (count_ < expected_) {
+      refuse("expected " + std::to_string(expected_) + " strings", "got " + std::to_string(count_));
+    }
+  }
+
+ private:
+  [[noreturn]] void refuse(const std::string& what, const std::string& why) const {
+    throw Failure(triton::kInvalidArg, what + " for inference input '" + input_ + "', " + why);
+  }
+
+  const char* const input_;
+  const uint64_t expected_;
+  uint64_t count_ = 0;
+  uint32_t length_ = 0, left_ = 0;  // of the last one: its bytes, and those that are to come
+};
 
 }  // namespace
 
-void Requests::clear() {
+void Requests::begin(uint64_t batch) {
   requests_.clear();
   items_.clear();
   tensors_.clear();
+  details_.clear();
+  has_details_ = false;
   most_tensors_ = 0;
   rows_ = 0;
+  batch_ = batch;
 }
 
 void Requests::add(triton::Request* request) {
-  const size_t first = tensors_.size();
+  const size_t first = tensors_.size(), details = details_.bytes().size();
   try {
     gather(request);
   } catch (const Failure&) {
     tensors_.resize(first);
+    details_.cut(details);
     throw;
   }
 }
@@ -72,9 +102,9 @@ void Requests::add(triton::Request* request) {
 void Requests::gather(triton::Request* request) {
   uint32_t count;
   check(triton::RequestInputCount(request, &count));
-  Item item{tensors_.size(), count, details_of(request), false};
-  item.has_details = !are_usual(item.details);
+  const Item item{tensors_.size(), count};
   for (uint32_t i = 0; i < count; ++i) gather_input(request, i);
+  gather_details(request);
   const auto first = tensors_.begin() + static_cast<std::ptrdiff_t>(item.first);
   std::sort(first, tensors_.end(),
             [](const Tensor& one, const Tensor& other) { return one.index < other.index; });
@@ -91,20 +121,18 @@ void Requests::gather_input(triton::Request* request, uint32_t number) {
   check(triton::RequestInputByIndex(request, number, &tensor.input));
   check(triton::InputProperties(tensor.input, &name, &tensor.datatype, &tensor.shape, &tensor.dims,
                                 &tensor.size, &tensor.buffers));
-  const auto& names = model_.inputs();
-  const auto known = std::find(names.begin(), names.end(), name);
-  const std::string where = std::string("input '") + name + "' ";
-  if (known == names.end()) throw Failure(triton::kInvalidArg, where + "is not one of the model's");
-  tensor.index = static_cast<uint64_t>(known - names.begin());
-  if (tensor.dims > wire::kMaxDims) {
-    throw Failure(triton::kInvalidArg, where + "has more dimensions than a tensor may have");
+  const auto refuse = [name](int code, const std::string& why) {
+    throw Failure(code, std::string("input '") + name + "' " + why);
+  };
+  tensor.index = number_of(name, model_.inputs());
+  if (tensor.index == model_.inputs().size()) refuse(triton::kInvalidArg, "is not one of the model's");
+  if (tensor.dims > wire::kMaxDims) refuse(triton::kInvalidArg, "has more dimensions than a tensor may have");
+  const bool has_strings = tensor.datatype == triton::kBytes;
+  const uint64_t elements = elements_of(tensor.shape, tensor.dims);
+  if (!has_strings && elements * wire::kItemBytes.at(static_cast<size_t>(tensor.datatype)) != tensor.size) {
+    refuse(triton::kInvalidArg, "has " + std::to_string(tensor.size) + " bytes, which its shape has not");
   }
-  if (tensor.datatype != triton::kBytes &&
-      elements_of(tensor.shape, tensor.dims) * wire::kItemBytes.at(static_cast<size_t>(tensor.datatype)) !=
-          tensor.size) {
-    throw Failure(triton::kInvalidArg, where + "has " + std::to_string(tensor.size) +
-                                           " bytes, which its shape has not");
-  }
+  Strings strings(name, elements);
   for (uint32_t i = 0; i < tensor.buffers; ++i) {
     const void* bytes;
     uint64_t size;
@@ -112,45 +140,87 @@ void Requests::gather_input(triton::Request* request, uint32_t number) {
     int64_t memory_type_id = 0;
     check(triton::InputBuffer(tensor.input, i, &bytes, &size, &memory_type, &memory_type_id));
     if (memory_type == triton::kGpu) {
-      throw Failure(triton::kUnsupported, where + "lies in GPU memory, which moonpool does not read");
+      refuse(triton::kUnsupported, "lies in GPU memory, which moonpool does not read");
     }
+    if (has_strings) strings.look(bytes, size);
     if (i == 0) {
       tensor.bytes = bytes;
       tensor.first_size = size;
     }
   }
+  if (has_strings) strings.end();
   tensors_.push_back(tensor);
 }
 
-Requests::Details Requests::details_of(triton::Request* request) const {
-  Details details{};
-  const char* id = nullptr;
+void Requests::gather_details(triton::Request* request) {
+  const char *id = nullptr, *correlation_text = nullptr;
+  uint64_t correlation = 0, timeout_us;
+  uint32_t flags, parameters, outputs;
+  triton::Trace* trace = nullptr;
   check(triton::RequestId(request, &id));
-  details.id = text(id);
-  if (details.id.size() > wire::kLong) {
-    throw Failure(triton::kInvalidArg, "the request's id is longer than any may be");
-  }
-  if (triton::Error* error = triton::RequestCorrelationId(request, &details.correlation)) {
+  if (triton::Error* error = triton::RequestCorrelationId(request, &correlation)) {
     triton::ErrorDelete(error);
-    const char* correlation;
-    check(triton::RequestCorrelationIdString(request, &correlation));
-    details.correlation_text = text(correlation);
+    check(triton::RequestCorrelationIdString(request, &correlation_text));
   }
-  check(triton::RequestFlags(request, &details.flags));
-  check(triton::InferenceRequestTimeoutMicroseconds(request, &details.timeout_us));
-  check(triton::RequestParameterCount(request, &details.parameters));
-  if (details.parameters > wire::kMaxParameters) {
-    throw Failure(triton::kInvalidArg, "the request has more parameters than any may have");
+  check(triton::RequestFlags(request, &flags));
+  check(triton::InferenceRequestTimeoutMicroseconds(request, &timeout_us));
+  check(triton::RequestParameterCount(request, &parameters));
+  check(triton::RequestOutputCount(request, &outputs));
+  if (triton::RequestTrace) check(triton::RequestTrace(request, &trace));
+  const bool is_named = !text(correlation_text).empty();
+  if (text(id).empty() && correlation == 0 && !is_named && flags == 0 && timeout_us == 0 && parameters == 0 &&
+      outputs == model_.outputs().size() && !trace && !is_on_device_) {
+    return details_.nil();
   }
-  check(triton::RequestOutputCount(request, &details.outputs));
-  if (triton::RequestTrace) check(triton::RequestTrace(request, &details.trace));
-  return details;
+  if (text(id).size() > wire::kLong || parameters > wire::kMaxParameters) {
+    throw Failure(triton::kInvalidArg, "the request's id is longer, or its parameters are more, than any may be");
+  }
+  has_details_ = true;
+  details_.array(kDetails);
+  details_.text(text(id));
+  if (is_named) {
+    details_.text(correlation_text);
+  } else {
+    details_.uint(correlation);
+  }
+  // The server has applied the priority already, and tells nobody of it.
+  write_all(details_, flags, timeout_us, 0u);
+  gather_parameters(request, parameters);
+  gather_outputs(request, outputs);
+  if (trace) {
+    details_.text(name_of(trace, batch_, requests_.size()));
+  } else {
+    details_.nil();
+  }
+  write_all(details_, is_on_device_ ? wire::kOrdinaryMemory : wire::kAnyMemory, 0u);
 }
 
-bool Requests::are_usual(const Details& details) const {
-  return details.id.empty() && details.correlation == 0 && details.correlation_text.empty() &&
-         details.flags == 0 && details.timeout_us == 0 && details.parameters == 0 &&
-         details.outputs == model_.outputs().size() && !details.trace && !is_on_device_;
+void Requests::gather_parameters(triton::Request* request, uint32_t count) {
+  if (count == 0) return details_.nil();
+  details_.map(count);
+  for (uint32_t i = 0; i < count; ++i) {
+    const char* name;
+    int type;
+    const void* value;
+    check(triton::RequestParameter(request, i, &name, &type, &value));
+    write_parameter(details_, name, type, value);
+  }
+}
+
+// Which are wanted; nil where all are.
+void Requests::gather_outputs(triton::Request* request, uint32_t count) {
+  const auto& names = model_.outputs();
+  if (count == names.size()) return details_.nil();
+  details_.array(count);
+  for (uint32_t i = 0; i < count; ++i) {
+    const char* name;
+    check(triton::RequestOutputName(request, i, &name));
+    const size_t number = number_of(name, names);
+    if (number == names.size()) {
+      throw Failure(triton::kInvalidArg, std::string("output '") + name + "' is not one of the model's");
+    }
+    details_.uint(number);
+  }
 }
 
 // The rows of one input lie back to back across the requests, so that a model which wants them stacked has them
@@ -209,49 +279,10 @@ void Requests::copy(char* block) const {
   }
 }
 
-void Requests::write_details_of(Writer& writer, uint64_t batch, size_t i) const {
-  const Details& details = items_[i].details;
-  if (!items_[i].has_details) return writer.nil();
-  writer.array(kDetails);
-  writer.text(details.id);
-  if (details.correlation_text.empty()) {
-    writer.uint(details.correlation);
-  } else {
-    writer.text(details.correlation_text);
-  }
-  writer.uint(details.flags);
-  writer.uint(details.timeout_us);
-  writer.uint(0);  // the server has applied the priority already, and tells nobody of it
-  write_parameters(writer, requests_[i], details.parameters);
-  const auto& names = model_.outputs();
-  if (details.outputs == names.size()) {
-    writer.nil();
-  } else {
-    writer.array(details.outputs);
-    for (uint32_t output = 0; output < details.outputs; ++output) {
-      const char* name;
-      check(triton::RequestOutputName(requests_[i], output, &name));
-      const auto known = std::find(names.begin(), names.end(), name);
-      if (known == names.end()) {
-        throw Failure(triton::kInvalidArg, std::string("output '") + name + "' is not one of the model's");
-      }
-      writer.integer(known - names.begin());
-    }
-  }
-  if (details.trace) {
-    writer.text(name_of(details.trace, batch, i));
-  } else {
-    writer.nil();
-  }
-  writer.uint(is_on_device_ ? kOrdinaryMemory : kAnyMemory);
-  writer.uint(0);
-}
-
-void Requests::write_details(Writer& writer, uint64_t batch) const {
-  const auto has_details = [](const Item& item) { return item.has_details; };
-  if (std::none_of(items_.begin(), items_.end(), has_details)) return writer.nil();
+void Requests::write_details(Writer& writer) const {
+  if (!has_details_) return writer.nil();
   writer.array(items_.size());
-  for (size_t i = 0; i < items_.size(); ++i) write_details_of(writer, batch, i);
+  writer.values(details_.bytes());
 }
 
 }  // namespace moonpool

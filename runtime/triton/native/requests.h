@@ -17,7 +17,8 @@ class Requests {
   // `is_on_device`: a model might leave outputs on a device, where they are not wanted.
   Requests(const Model& model, bool is_on_device) : model_(model), is_on_device_(is_on_device) {}
 
-  void clear();
+  // Begin with a batch of this number.
+  void begin(uint64_t batch);
   // Throws Failure for one that cannot be executed; then it is not among these.
   void add(triton::Request* request);
   const std::vector<triton::Request*>& all() const { return requests_; }
@@ -29,7 +30,7 @@ class Requests {
   void copy(char* block) const;
   // The block's layout, and the details of each request, in the words of EXECUTE.
   std::string_view layout() const { return layout_.bytes(); }
-  void write_details(Writer& writer, uint64_t batch) const;
+  void write_details(Writer& writer) const;
 
  private:
   struct Tensor {
@@ -42,22 +43,14 @@ class Requests {
     const void* bytes;  // of the first buffer
     uint64_t first_size;
   };
-  struct Details {
-    std::string_view id, correlation_text;
-    uint64_t correlation, timeout_us;
-    uint32_t flags, parameters, outputs;
-    triton::Trace* trace;
-  };
   struct Item {
     size_t first, count;  // of its tensors
-    Details details;
-    bool has_details;
   };
   void gather(triton::Request* request);
   void gather_input(triton::Request* request, uint32_t number);
-  Details details_of(triton::Request* request) const;
-  bool are_usual(const Details& details) const;
-  void write_details_of(Writer& writer, uint64_t batch, size_t i) const;
+  void gather_details(triton::Request* request);
+  void gather_parameters(triton::Request* request, uint32_t count);
+  void gather_outputs(triton::Request* request, uint32_t count);
 
   const Model& model_;
   const bool is_on_device_;
@@ -65,7 +58,10 @@ class Requests {
   std::vector<Item> items_;
   std::vector<Tensor> tensors_;
   size_t most_tensors_ = 0;
-  uint64_t rows_ = 0;
+  uint64_t batch_ = 0, rows_ = 0;
+  // One value for each request: nil for one of which there is nothing to say.
+  Writer details_;
+  bool has_details_ = false;
   Writer layout_;
 };
 

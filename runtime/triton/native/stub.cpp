@@ -48,10 +48,9 @@ Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& mo
       answers_(std::make_shared<Region>(born.response_region, born.response_size,
                                         std::move(descriptors.at(4))),
                *this),
-      open_requests_(model.outputs(), model.reschedules()),
+      open_requests_(model),
       calls_(std::make_shared<Calls>(Channel(std::move(descriptors.at(1))), *this, model)),
       log_lines_(static_cast<double>(model.log_lines_per_s())),
-      log_levels_(log_levels()),
       listener_([this] { listen(); }) {}
 
 Stub::~Stub() {
@@ -90,17 +89,10 @@ void Stub::tell_packet(std::string_view packet, int descriptor) {
   }
 }
 
-void Stub::tell_log_levels() {
-  const unsigned levels = log_levels();
-  if (log_levels_.exchange(levels) == levels) return;
-  const auto has = [levels](int level) { return (levels >> level & 1) != 0; };
-  tell<Kind::LOGGING>(has(triton::kInfo), has(triton::kWarning), has(triton::kError),
-                      has(triton::kVerbose));
-}
-
 void Stub::tell_cancelled() {
-  open_requests_.each_cancelled(
+  const uint64_t deserted = open_requests_.each_cancelled(
       [this](uint64_t batch, uint64_t index) { tell<Kind::CANCEL>(batch, index); });
+  if (deserted) calls_->leave(deserted);
 }
 
 void Stub::wake() const { eventfd_write(wakes_.get(), 1); }
@@ -140,8 +132,10 @@ const Failure& Stub::death() {
 }
 
 std::shared_ptr<Region> Stub::create(uint64_t present, uint64_t needed) {
-  const uint64_t size = Arena::growth(present, needed, model_.region_limit());
-  auto region = Region::create(next_region_++, size);
+  const uint64_t id = next_region_++;
+  const auto letter = launcher_->ask<Word::MEMORY>(Launcher::new_number(), instance_, id, present, needed);
+  const wire::SetAside made(letter->fields);
+  auto region = std::make_shared<Region>(id, made.size, std::move(letter->descriptors.at(0)));
   // Somebody is to look whether it is still needed later.
   wake();
   return region;
@@ -346,14 +340,14 @@ void Stub::report() noexcept {
   }
   if (!death_) {
     launcher_->send<Word::LOST>(instance_, generation_, is_executing_.load(), why);
-    const auto letter = mailbox_.next();
-    if (letter && letter->word == Word::DIED) {
+    try {
+      const auto letter = mailbox_.next();
+      if (letter->word != Word::DIED) throw Failure(triton::kInternal, "the launcher does not say why it died");
       const wire::Died died(letter->fields);
       death_.emplace(static_cast<int>(died.code), std::string(died.message));
       is_final_ = !died.restarts_in_ms;
-    } else {
-      death_.emplace(triton::kUnavailable,
-                     "The launcher of moonpool's stubs has ended, and this stub with it");
+    } catch (const Failure& failure) {
+      death_ = failure;
     }
   }
   open_requests_.fail(*death_);

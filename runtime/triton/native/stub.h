@@ -53,7 +53,9 @@ class Stub final : public RegionSource {
     tell_packet(writer.bytes());
   }
   // Tell which levels of the log are wanted, where that has changed.
-  void tell_log_levels();
+  void tell_log_levels() {
+    log_levels_.tell([this](auto... levels) { tell<wire::Kind::LOGGING>(levels...); });
+  }
   // Tell of requests that nobody waits for any more.
   void tell_cancelled();
   // Have somebody look again at what there is to do while nothing comes. From any thread.
@@ -111,7 +113,7 @@ class Stub final : public RegionSource {
   Packet packet_;
   std::atomic<bool> is_executing_{false};
   std::atomic<bool> has_ended_{false};
-  std::atomic<unsigned> log_levels_{0};
+  LogLevels log_levels_;
   bool has_is_ready_ = false;
 
   // Guards what follows.

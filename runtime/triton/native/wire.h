@@ -79,17 +79,19 @@ enum class Word : uint8_t {
   END = 67,  // instance, is_finalized
   END_MODEL = 68,  // model
   RENEW = 69,  // instance, generation, served
+  MEMORY = 70,  // question, instance, region, present, needed
+  SCRUB = 71,  // question, model, text
   HELLO = 80,  // version, protocol, moonpool, pid
-  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, recycle_requests, may_ask
-  MODEL_REFUSED = 82,  // model, code, message
+  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask
+  REFUSED = 82,  // number, code, message
   STARTED = 83,  // instance, generation, has_is_ready, sandbox
-  INSTANCE_REFUSED = 84,  // instance, code, message
   DIED = 85,  // instance, generation, code, message, restarts_in_ms
-  ENDED = 86,  // instance
-  MODEL_ENDED = 87,  // model
+  ENDED = 86,  // number
   NOTE = 88,  // level, message, file, line
   BORN = 89,  // instance, generation, pid, request_region, request_size, response_region, response_size
   GROWN = 90,  // instance, generation
+  SET_ASIDE = 91,  // question, size
+  SCRUBBED = 92,  // question, text
 };
 
 constexpr uint64_t kProtocolVersion = 3;
@@ -122,7 +124,7 @@ constexpr uint64_t kHistogram = 2;
 constexpr uint64_t kIncrement = 0;
 constexpr uint64_t kSet = 1;
 constexpr uint64_t kObserve = 2;
-constexpr uint64_t kLauncherVersion = 1;
+constexpr uint64_t kLauncherVersion = 2;
 constexpr uint64_t kMaxMessageBytes = 67108864;
 constexpr uint64_t kFirstRegion = 4294967296;
 constexpr uint64_t kMaxPacketBytes = 32768;
@@ -502,21 +504,20 @@ struct ModelReady {
   List<std::string_view> outputs{};
   std::optional<uint64_t> execute_timeout_ms{};
   std::optional<uint64_t> finalize_timeout_ms{};
-  std::optional<uint64_t> region_limit{};
   bool is_private{};
   uint64_t log_lines_per_s{};
   std::optional<uint64_t> recycle_requests{};
   std::optional<List<std::string_view>> may_ask{};
-  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, recycle_requests, may_ask); }
-  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, region_limit, is_private, log_lines_per_s, recycle_requests, may_ask); }
+  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask); }
+  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask); }
 };
 
-struct ModelRefused {
-  uint64_t model{};
+struct Refused {
+  uint64_t number{};
   uint64_t code{};
   std::string_view message{};
-  explicit ModelRefused(Reader reader) { read_all(reader, model, code, message); }
-  void write(Writer& writer) const { write_all(writer, model, code, message); }
+  explicit Refused(Reader reader) { read_all(reader, number, code, message); }
+  void write(Writer& writer) const { write_all(writer, number, code, message); }
 };
 
 struct Born {
@@ -540,12 +541,18 @@ struct Started {
   void write(Writer& writer) const { write_all(writer, instance, generation, has_is_ready, sandbox); }
 };
 
-struct InstanceRefused {
-  uint64_t instance{};
-  uint64_t code{};
-  std::string_view message{};
-  explicit InstanceRefused(Reader reader) { read_all(reader, instance, code, message); }
-  void write(Writer& writer) const { write_all(writer, instance, code, message); }
+struct SetAside {
+  uint64_t question{};
+  uint64_t size{};
+  explicit SetAside(Reader reader) { read_all(reader, question, size); }
+  void write(Writer& writer) const { write_all(writer, question, size); }
+};
+
+struct Scrubbed {
+  uint64_t question{};
+  std::string_view text{};
+  explicit Scrubbed(Reader reader) { read_all(reader, question, text); }
+  void write(Writer& writer) const { write_all(writer, question, text); }
 };
 
 struct Grown {
@@ -566,15 +573,9 @@ struct Died {
 };
 
 struct Ended {
-  uint64_t instance{};
-  explicit Ended(Reader reader) { read_all(reader, instance); }
-  void write(Writer& writer) const { write_all(writer, instance); }
-};
-
-struct ModelEnded {
-  uint64_t model{};
-  explicit ModelEnded(Reader reader) { read_all(reader, model); }
-  void write(Writer& writer) const { write_all(writer, model); }
+  uint64_t number{};
+  explicit Ended(Reader reader) { read_all(reader, number); }
+  void write(Writer& writer) const { write_all(writer, number); }
 };
 
 struct Hello {
@@ -789,17 +790,16 @@ inline constexpr Spec kSpecs[] = {
     {"decoupled", Type::kFlag, false, 0, 0, 0, 0u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 202, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 202, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 201, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 201, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"finalize_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
-    {"region_limit", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
     {"log_lines_per_s", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"recycle_requests", Type::kInt, true, 0, 0, 1, 9223372036854775807u},
-    {"may_ask", Type::kList, true, 202, 1, 0, 4096u},
+    {"may_ask", Type::kList, true, 201, 1, 0, 4096u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
-    {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"number", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"code", Type::kInt, false, 0, 0, 0, 7u},
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -818,9 +818,18 @@ inline constexpr Spec kSpecs[] = {
     {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
     {"has_is_ready", Type::kFlag, false, 0, 0, 0, 0u},
     {"sandbox", Type::kText, false, 0, 0, 0, 1048576u},
+    {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
-    {"code", Type::kInt, false, 0, 0, 0, 7u},
-    {"message", Type::kText, false, 0, 0, 0, 1048576u},
+    {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"present", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"needed", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"size", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"text", Type::kText, false, 0, 0, 0, 1048576u},
+    {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"text", Type::kText, false, 0, 0, 0, 1048576u},
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
     {"is_executing", Type::kFlag, false, 0, 0, 0, 0u},
@@ -839,8 +848,8 @@ inline constexpr Spec kSpecs[] = {
     {"restarts_in_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"is_finalized", Type::kFlag, false, 0, 0, 0, 0u},
-    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"number", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"version", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"protocol", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"moonpool", Type::kText, false, 0, 0, 0, 64u},
@@ -849,9 +858,9 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 254, 1, 0, 65536u},
-    {"", Type::kList, false, 255, 1, 0, 65536u},
-    {"", Type::kRow, false, 256, 6, 0, 0u},
+    {"", Type::kList, false, 262, 1, 0, 65536u},
+    {"", Type::kList, false, 263, 1, 0, 65536u},
+    {"", Type::kRow, false, 264, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
     {"shape", Type::kList, false, 125, 1, 0, 32u},
@@ -911,31 +920,33 @@ constexpr Table<Kind, 11> kCalls = {{{
     {"INDIRECT", 9, 0, 21, 3, 0u},
 }}, kSpecs};
 
-constexpr Table<Word, 21> kLauncher = {{{
+constexpr Table<Word, 23> kLauncher = {{{
     {"LONG", 60, 0, 173, 1, 0u},
     {"BACKEND", 61, 1, 174, 4, 0u},
     {"LOGGING", 62, 1, 178, 4, 0u},
     {"MODEL", 63, 1, 182, 6, 0u},
-    {"MODEL_READY", 81, 2, 188, 14, 0u},
-    {"MODEL_REFUSED", 82, 2, 203, 3, 0u},
-    {"INSTANCE", 64, 1, 206, 5, 0u},
-    {"BORN", 89, 2, 211, 7, 0u},
-    {"STARTED", 83, 2, 218, 4, 0u},
-    {"INSTANCE_REFUSED", 84, 2, 222, 3, 0u},
-    {"LOST", 65, 1, 225, 4, 0u},
-    {"OVERDUE", 66, 1, 229, 2, 0u},
-    {"GROWN", 90, 2, 231, 2, 0u},
-    {"RENEW", 69, 1, 233, 3, 0u},
-    {"DIED", 85, 2, 236, 5, 0u},
-    {"END", 67, 1, 241, 2, 0u},
-    {"ENDED", 86, 2, 243, 1, 0u},
-    {"END_MODEL", 68, 1, 244, 1, 0u},
-    {"MODEL_ENDED", 87, 2, 244, 1, 0u},
-    {"HELLO", 80, 2, 245, 4, 0u},
-    {"NOTE", 88, 2, 249, 4, 0u},
+    {"MODEL_READY", 81, 2, 188, 13, 0u},
+    {"REFUSED", 82, 2, 202, 3, 0u},
+    {"INSTANCE", 64, 1, 205, 5, 0u},
+    {"BORN", 89, 2, 210, 7, 0u},
+    {"STARTED", 83, 2, 217, 4, 0u},
+    {"MEMORY", 70, 1, 221, 5, 0u},
+    {"SET_ASIDE", 91, 2, 226, 2, 0u},
+    {"SCRUB", 71, 1, 228, 3, 0u},
+    {"SCRUBBED", 92, 2, 231, 2, 0u},
+    {"LOST", 65, 1, 233, 4, 0u},
+    {"OVERDUE", 66, 1, 237, 2, 0u},
+    {"GROWN", 90, 2, 239, 2, 0u},
+    {"RENEW", 69, 1, 241, 3, 0u},
+    {"DIED", 85, 2, 244, 5, 0u},
+    {"END", 67, 1, 249, 2, 0u},
+    {"END_MODEL", 68, 1, 251, 1, 0u},
+    {"ENDED", 86, 2, 252, 1, 0u},
+    {"HELLO", 80, 2, 253, 4, 0u},
+    {"NOTE", 88, 2, 257, 4, 0u},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 253;
+constexpr size_t kLayoutSpec = 261;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 

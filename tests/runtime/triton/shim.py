@@ -120,6 +120,8 @@ class Shim:
         self._hearing = threading.Thread(target=self._hear)
         self._hearing.start()
         self.notes: list[tuple[int, str]] = []
+        # Of the last message that was heard.
+        self.fds: list[int] = []
         self.stubs: dict[int, Stub] = {}
         self._numbers = 0
         self.hello = self.hear(Word.HELLO)
@@ -156,17 +158,18 @@ class Shim:
             elif word == Word.STARTED:
                 self.stubs[fields[1]].start(fields, fds)
             if word in words:
+                self.fds = fds
                 return fields
 
     def load(
         self, directory: Path, config: Mapping[str, Any], *, completes: bool = False
     ) -> list[Any]:
-        """MODEL_READY or MODEL_REFUSED of version 1 of the model in this directory."""
+        """MODEL_READY or REFUSED of version 1 of the model in this directory."""
         self._numbers += 1
         name = directory.name
         text = json.dumps({"name": name, **config})
         self.tell(Word.MODEL, self._numbers, name, 1, str(directory), text, completes)
-        return self.hear(Word.MODEL_READY, Word.MODEL_REFUSED)
+        return self.hear(Word.MODEL_READY, Word.REFUSED)
 
     def begin_start(self, model: int, name: str = "m_0", kind: str = "CPU", device: int = 0) -> int:
         """Ask for an instance; its number."""
@@ -177,7 +180,7 @@ class Shim:
     def start(self, model: int, name: str = "m_0") -> Stub:
         """An instance that was started."""
         number = self.begin_start(model, name)
-        message = self.hear(Word.STARTED, Word.INSTANCE_REFUSED)
+        message = self.hear(Word.STARTED, Word.REFUSED)
         assert message[0] == Word.STARTED, message
         return self.stubs[number]
 

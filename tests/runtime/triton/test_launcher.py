@@ -14,7 +14,8 @@ from tests.waiting import wait_until
 
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
-from moonpool.runtime.triton.messages import LAUNCHER_VERSION, Word
+from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.triton.messages import FIRST_REGION, LAUNCHER_VERSION, Word
 
 
 def test_a_launcher_says_what_it_speaks(shim: Shim) -> None:
@@ -204,9 +205,9 @@ def test_a_model_that_does_not_start_is_refused_with_its_own_words(
     ready = shim.load(write(f"{text}\nclass TritonPythonModel: ...\n"), CONFIG)
     shim.begin_start(ready[1])
 
-    word, _, _, message = shim.hear(Word.STARTED, Word.INSTANCE_REFUSED)
+    word, _, _, message = shim.hear(Word.STARTED, Word.REFUSED)
 
-    assert word == Word.INSTANCE_REFUSED
+    assert word == Word.REFUSED
     assert expected in message
 
 
@@ -219,7 +220,7 @@ def test_a_stub_that_breaks_the_protocol_before_it_is_started_is_refused(
 
     shim.tell(Word.LOST, number, 1, False, "LOG.level may not be 9")
 
-    *_, message = shim.hear(Word.INSTANCE_REFUSED)
+    *_, message = shim.hear(Word.REFUSED)
     assert message == "Stub process 'm_0' broke the protocol and was ended: LOG.level may not be 9"
 
 
@@ -233,17 +234,61 @@ def test_an_instance_that_is_starting_can_be_ended(shim: Shim, write: Write) -> 
     assert shim.hear(Word.ENDED) == [Word.ENDED, number]
 
 
+def test_memory_is_set_aside_for_an_instance_as_far_as_it_may_have_it(
+    shim: Shim, start: Start
+) -> None:
+    stub = start(DOUBLES, with_options(MOONPOOL_REGION_LIMIT_BYTES=str(1 << 24)))
+    number = shim.number_of(stub)
+
+    shim.tell(Word.MEMORY, 1001, number, FIRST_REGION, 1 << 20, 5000)
+    assert shim.hear(Word.SET_ASIDE, Word.REFUSED) == [Word.SET_ASIDE, 1001, 1 << 20]
+    SharedRegion.adopt(FIRST_REGION, 1 << 20, *shim.fds).close()
+    # In whole pages.
+    shim.tell(Word.MEMORY, 1002, number, FIRST_REGION + 1, 4096, 5000)
+    assert shim.hear(Word.SET_ASIDE, Word.REFUSED) == [Word.SET_ASIDE, 1002, 8192]
+    SharedRegion.adopt(FIRST_REGION + 1, 8192, *shim.fds).close()
+    for wanted in (1 << 25, (1 << 63) - 1):
+        shim.tell(Word.MEMORY, wanted, number, FIRST_REGION + 2, 1 << 20, wanted)
+        word, question, _, message = shim.hear(Word.SET_ASIDE, Word.REFUSED)
+        assert (word, question) == (Word.REFUSED, wanted)
+        assert "raise MOONPOOL_REGION_LIMIT_BYTES" in message
+    # Of one that has ended.
+    shim.tell(Word.MEMORY, 1003, number + 1, FIRST_REGION + 3, 1 << 20, 4096)
+    assert shim.hear(Word.SET_ASIDE, Word.REFUSED)[:2] == [Word.REFUSED, 1003]
+
+
+def test_more_memory_than_the_machine_has_is_refused(shim: Shim, start: Start) -> None:
+    stub = start()
+
+    shim.tell(Word.MEMORY, 1001, shim.number_of(stub), FIRST_REGION, 1 << 20, 1 << 50)
+
+    word, _, _, message = shim.hear(Word.SET_ASIDE, Word.REFUSED)
+    assert word == Word.REFUSED
+    assert f"cannot set aside {1 << 50} bytes of shared memory: " in message
+
+
+def test_what_a_model_says_of_an_error_is_logged_whole_and_told_without_folders(
+    shim: Shim, write: Write
+) -> None:
+    ready = shim.load(write(DOUBLES), CONFIG)
+
+    shim.tell(Word.SCRUB, 1001, ready[1], "no file '/srv/a/b.txt'")
+
+    assert shim.hear(Word.SCRUBBED) == [Word.SCRUBBED, 1001, "no file 'b.txt'"]
+    assert (2, "model 'm': no file '/srv/a/b.txt'") in shim.notes
+
+
 def test_a_model_that_is_not_there_is_refused(shim: Shim, tmp_path: Path) -> None:
     word, _, _, message = shim.load(tmp_path / "nothing", CONFIG)
 
-    assert word == Word.MODEL_REFUSED
+    assert word == Word.REFUSED
     assert message.startswith("Python model file not found in ")
 
 
 def test_an_option_that_there_is_not_is_refused(shim: Shim, write: Write) -> None:
     word, _, code, message = shim.load(write(DOUBLES), with_options(MOONPOOL_SANDBOXX="strict"))
 
-    assert (word, code) == (Word.MODEL_REFUSED, 3)
+    assert (word, code) == (Word.REFUSED, 3)
     assert 'did you mean "MOONPOOL_SANDBOX"?' in message
 
 
@@ -304,7 +349,7 @@ def test_deaths_and_loads_leave_nothing_behind_in_the_launcher(shim: Shim, write
         stub.finalize()
         shim.end(stub)
         shim.tell(Word.END_MODEL, ready[1])
-        shim.hear(Word.MODEL_ENDED)
+        shim.hear(Word.ENDED)
 
     live()
     before = held()

@@ -50,7 +50,7 @@ def told(shim: Shim, directory: Path, config: dict[str, Any] = CONFIG) -> dict[s
     ready = shim.load(directory, config)
     assert ready[0] == Word.MODEL_READY, ready
     shim.begin_start(ready[1], "m_0_0")
-    *_, message = shim.hear(Word.STARTED, Word.INSTANCE_REFUSED)
+    *_, message = shim.hear(Word.STARTED, Word.REFUSED)
     found: dict[str, Any] = json.loads(message[message.index("[") + 1 : message.rindex("]")])
     return found
 
@@ -120,7 +120,7 @@ def test_an_environment_that_is_not_there_is_refused(shim: Shim, write: Write) -
 
     word, _, _, message = shim.load(write(DOUBLES), options)
 
-    assert word == Word.MODEL_REFUSED
+    assert word == Word.REFUSED
     assert str(write(DOUBLES) / "none") in message
 
 
@@ -182,7 +182,7 @@ def test_the_servers_command_line_has_a_sandbox_for_all_models(write: Write) -> 
         ready = shim.load(write(DOUBLES), CONFIG)
 
         # Private, and it may ask for no other model.
-        assert ready[11:] == [True, 1000, None, []]
+        assert ready[10:] == [True, 1000, None, []]
         assert shim.start(ready[1]).infer([1]) == [2]
 
 
@@ -191,7 +191,7 @@ def test_under_it_a_model_does_not_give_itself_more(write: Write) -> None:
 
     with launched(options={"sandbox": "strict"}) as shim:
         word, _, _, message = shim.load(write(DOUBLES), more)
-    assert word == Word.MODEL_REFUSED
+    assert word == Word.REFUSED
     assert message.endswith("start it with --backend-config=python,sandbox-grants=m")
     with launched(options={"sandbox": "strict", "sandbox-grants": "other,m"}) as shim:
         assert shim.load(write(DOUBLES), more)[0] == Word.MODEL_READY
@@ -201,7 +201,7 @@ def test_a_sandbox_that_there_is_not_refuses_every_model(write: Write) -> None:
     with launched(options={"sandbox": "srict"}) as shim:
         word, _, code, message = shim.load(write(DOUBLES), CONFIG)
 
-    assert (word, code) == (Word.MODEL_REFUSED, 3)
+    assert (word, code) == (Word.REFUSED, 3)
     assert message.startswith("--backend-config sandbox: must be one of off, standard, ")
 
 
@@ -250,7 +250,7 @@ def test_a_model_makes_metrics_while_it_initializes(shim: Shim, write: Write) ->
     calls.send(encode(Kind.DONE, call, None, {"metric": 1}))
 
     assert (kind, name) == (Kind.NEW_METRIC, "requests")
-    assert shim.hear(Word.STARTED, Word.INSTANCE_REFUSED)[0] == Word.STARTED
+    assert shim.hear(Word.STARTED, Word.REFUSED)[0] == Word.STARTED
 
 
 def test_what_a_model_prints_goes_where_the_servers_output_goes(shim: Shim, start: Start) -> None:

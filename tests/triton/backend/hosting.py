@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,6 +30,24 @@ class HostingServer(TritonServer):
         super()._lay_out_backend()
         installation.install(self._backends, library())
 
+    def _command(self) -> list[str]:
+        # Which requests are traced is said while it runs.
+        return [
+            *super()._command(),
+            f"--trace-config=triton,file={self._trace_file}",
+            "--trace-config=level=OFF",
+        ]
+
+    @property
+    def _trace_file(self) -> Path:
+        return self.log_file.with_name("traces.json")
+
+    def traces(self) -> list[dict[str, Any]]:
+        """Those of requests so far; what is timed or said of each stands apart there."""
+        files = self._trace_file.parent.glob(f"{self._trace_file.name}*")
+        found = [each for file in files for each in json.loads(file.read_text() or "[]")]
+        return [each for each in found if "model_name" in each]
+
     def lay_out(self) -> tuple[Path, Path]:
         """Its backends, and its libraries, for somebody else to start."""
         self._lay_out_backend()
@@ -39,14 +60,21 @@ class HostingServer(TritonServer):
 
     @property
     def launcher(self) -> int:
-        """The process that starts the stubs."""
-        (pid,) = [pid for pid, line in _commands(self.pid).items() if "launcher.py" in line]
-        return pid
+        """The process that starts the stubs of `moonpool`; waits while one takes another's place."""
+        found: list[int] = []
+
+        def is_one() -> bool:
+            lines = _commands(self.pid).items()
+            found[:] = [pid for pid, line in lines if _is_launcher(line)]
+            return len(found) == 1
+
+        wait_until(is_one, TIMEOUT_S, "one launcher")
+        return found[0]
 
     def stub_of(self, model: str) -> int:
         """The process of its only instance."""
         lines = _commands(self.launcher)
-        (pid,) = [pid for pid, line in lines.items() if f"{model}_0_0" in line]
+        (pid,) = [pid for pid, words in lines.items() if any(f"{model}_0_0" in w for w in words)]
         return pid
 
     def facts(self) -> dict[str, int]:
@@ -75,9 +103,18 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def _commands(pid: int) -> dict[int, str]:
-    """The command lines of the processes that this one has started."""
-    return {each: Path(f"/proc/{each}/cmdline").read_text() for each in children(pid)}
+def _commands(pid: int) -> dict[int, list[str]]:
+    """The command lines of the processes that this one has started, word by word."""
+    found = {}
+    for each in children(pid):
+        with suppress(OSError):  # it has ended meanwhile
+            found[each] = Path(f"/proc/{each}/cmdline").read_text().split("\0")
+    return found
+
+
+def _is_launcher(words: Sequence[str]) -> bool:
+    """Of this backend: an overlay has others for its own."""
+    return installation.NAME in words and any(word.endswith("launcher.py") for word in words)
 
 
 class Client:

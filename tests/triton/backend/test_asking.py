@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.triton.backend.hosting import Client, HostingServer
+from tests.triton.backend.hosting import TIMEOUT_S, Client, HostingServer, tensor
+from tests.waiting import wait_until
+from tritonclient.utils import InferenceServerException
 
 # Evaluates what it is sent, and answers with what came of it.
 ASKS = """
@@ -165,6 +167,40 @@ def test_a_contained_model_asks_for_what_it_may(evaluate: Evaluate) -> None:
         "pb_utils.is_model_ready('asks_too')",
     ):
         assert "does not let it ask for model 'asks" in evaluate(text, "contained")
-    assert "cannot bring the configuration" in evaluate(
+    assert "cannot bring the configuration or files of model 'identity'" in evaluate(
         "pb_utils.load_model('identity', config='{}')", "contained"
     )
+
+
+def test_clients_of_a_contained_model_hear_of_no_folders_and_the_log_does(
+    evaluate: Evaluate, repository: Path, server: HostingServer
+) -> None:
+    text = "open('/srv/secret/plan.txt')"
+
+    with pytest.raises(InferenceServerException) as free:
+        evaluate(text, "asks")
+    with pytest.raises(InferenceServerException) as contained:
+        evaluate(text, "contained")
+
+    assert f"{repository}/asks/1/model.py(" in free.value.message()
+    told = contained.value.message()
+    assert "No such file or directory: 'plan.txt'" in told
+    assert "  model.py(" in told
+    assert str(repository) not in told
+    assert f"{repository}/contained/1/model.py(" in server.log()
+
+
+def test_what_a_model_asked_for_is_cancelled_with_the_last_request_that_it_was_for(
+    client: Client,
+    askers: None,  # noqa: ARG001 - to be loaded
+    server: HostingServer,
+) -> None:
+    said, waited = server.log().count("was cancelled"), server.log().count("waits")
+    text = "value(ask('orders', np.array(['wait'], object)))"
+    asked = client.grpc.async_infer("asks", [tensor(np.array([text], object))], lambda *_: None)
+    wait_until(lambda: server.log().count("waits") > waited, TIMEOUT_S, "the other to get it")
+
+    asked.cancel()
+
+    wait_until(lambda: server.log().count("was cancelled") > said, TIMEOUT_S, "the other to hear")
+    assert client.order("nothing") > 0
