@@ -43,6 +43,12 @@ def env_path(path: object) -> Config:
 Ask = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is unpacked does not stay in the cache of whoever runs the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def ask(runtime: moonpool.Runtime) -> Ask:
     """The value of an expression in a model that is loaded for it."""
@@ -180,12 +186,10 @@ class TestPacked:
         runtime: moonpool.Runtime,
         request: pytest.FixtureRequest,
         tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
         kind: str,
         name: str,
         pack: Callable[[Path, Path], None],
     ) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         pack(request.getfixturevalue(kind), tmp_path / name)
         config = SIGNATURE | env_path(tmp_path / name)
 
