@@ -98,8 +98,3 @@ def as_text(value: str | bytes) -> str:
         raise TypeError(
             f"incompatible arguments: a text that has no UTF-8 form: {shown(value)}"
         ) from None
-
-
-def not_offered(what: str) -> TritonModelException:
-    """The error for a part of Triton's surface that moonpool does not have yet."""
-    return TritonModelException(f"moonpool does not offer {what} yet.")

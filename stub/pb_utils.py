@@ -18,13 +18,11 @@ from moonpool.stub.logger import Logger
 from moonpool.stub.metrics import Metric, MetricFamily, MetricKind
 from moonpool.stub.model_config import Json, ModelConfig
 from moonpool.stub.model_control import is_model_ready, load_model, unload_model
-from moonpool.stub.not_offered import (
-    InferenceResponseSender,
-)
 from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
 from moonpool.stub.request import InferenceRequest, InferenceTrace
 from moonpool.stub.response import InferenceResponse
 from moonpool.stub.response_iterator import ResponseIterator
+from moonpool.stub.sender import InferenceResponseSender
 from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from moonpool.stub.errors import TritonModelException
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -28,7 +26,7 @@ class ResponseIterator:
     __slots__ = ("_abandon", "_cancel", "_index", "_is_over", "_lock", "_receive", "_seen")
 
     def __init__(self) -> None:
-        raise TritonModelException("a ResponseIterator comes from exec(decoupled=True)")
+        raise TypeError("a ResponseIterator comes from exec(decoupled=True)")
 
     @classmethod
     def over(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -116,15 +116,6 @@ def test_configurations_are_found_by_name() -> None:
     assert pb_utils.get_output_config_by_name(config, "X") is None
     assert pb_utils.using_decoupled_model_transaction_policy(config)
     assert not pb_utils.using_decoupled_model_transaction_policy({})
-
-
-def test_what_is_not_offered_yet_says_so() -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: pb_utils.InferenceResponseSender(),
-    ]
-    for call in calls:
-        with pytest.raises(pb_utils.TritonModelException, match=r"^moonpool does not offer .* yet"):
-            call()
 
 
 @pytest.fixture
