@@ -138,9 +138,8 @@ def try_layer(layer: str) -> Offer:
 def _try_group() -> Offer:
     group = GROUPS.make(_TIGHT, 50)
     if group is None:
-        return Offer(
-            "cgroup", False, LAYERS["cgroup"], why=GROUPS.refusal or "the kernel refused it"
-        )
+        why = f"{GROUPS.refusal or 'the kernel refused it'}; docs/LIMITS.md has what to do"
+        return Offer("cgroup", False, LAYERS["cgroup"], why=why)
     group.remove()
     return Offer("cgroup", True, LAYERS["cgroup"], detail=group.controls)
 

@@ -104,11 +104,11 @@ def _namespaces(_: Policy) -> tuple[str, str]:
 
 def _no_namespaces(error: OSError) -> str:
     if os.geteuid() == 0:
-        advice = "give the container CAP_SYS_ADMIN, or do without"
+        advice = "give the container CAP_SYS_ADMIN"
     else:
         advice = (
             "allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone or "
-            "kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp profile), or do without"
+            "kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp profile)"
         )
     return f"unshare was refused ({error.strerror}); {advice}"
 
@@ -120,14 +120,14 @@ def _own_user(policy: Policy) -> tuple[str, str]:
     if user is None:
         raise NotThere(
             "only root can give each instance a user of its own, of those that its user namespace maps; run "
-            "the runtime as root, or do without"
+            "the runtime as root"
         )
     try:
         identity.become(user)
     except OSError as error:
         raise NotThere(
             f"to become user {user} was refused ({error.strerror}); give the container CAP_SETUID and "
-            "CAP_SETGID and map that user, or do without"
+            "CAP_SETGID and map that user"
         ) from error
     ids = {*os.getresuid(), *os.getresgid(), *os.getgroups()}
     if ids != {user}:
