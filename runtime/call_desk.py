@@ -69,7 +69,6 @@ class CallDesk:
         self._reactor = reactor
         self._models = models
         self._metrics = metrics
-        self._kill: Callable[[str, str], None]
         self._codec = calls_codec(Side.RUNTIME)
         self._outbox = Outbox(channel, reactor)
         self._flow = Flow(reactor, channel.fileno())
@@ -92,9 +91,9 @@ class CallDesk:
             Kind.METRIC_VALUE: self._metric_value,
         }
 
-    def watch(self, kill: Callable[[str, str], None]) -> None:
-        """Serve the stub from now on; `kill` is told that it is not to be believed any more, and why."""
-        self._kill = kill
+    def watch(self, kill: Callable[[str, str], None], catch_up: Callable[[], object]) -> None:
+        """Serve the stub; `kill` hears why it is not to be believed, `catch_up` takes in what else it said."""
+        self._kill, self._catch_up = kill, catch_up
         self._reactor.watch(self._channel.fileno(), self._ready)
 
     def _ready(self) -> None:
@@ -365,6 +364,7 @@ class CallDesk:
         self._tell(fields[1], lambda: {"metric": self._metrics.hold(*fields[2:])})
 
     def _metric_value(self, fields: list[Any]) -> None:
+        self._catch_up()  # METRICS came before
         self._tell(fields[1], lambda: {"value": self._metrics.value(fields[2])})
 
     def _tell(self, number: int, values: Callable[[], dict[str, Any]]) -> None:

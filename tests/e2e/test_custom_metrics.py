@@ -185,6 +185,21 @@ def test_forks_count_too_and_their_end_is_not_the_metrics(
     assert lines(runtime, "n") == ["n 7", 'n{a="b"} 5']
 
 
+def test_a_value_has_all_that_its_thread_changed_before(run: Run) -> None:
+    said = run(
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        f"family = {COUNTER.format('n')}\n"
+        "def counts(number):\n"
+        "    metric = family.Metric({'number': str(number)})\n"
+        "    for count in range(1, 300):\n"
+        "        metric.increment(1)\n"
+        "        if metric.value() != count: return count, metric.value()\n"
+        "with ThreadPoolExecutor(8) as threads: said = list(threads.map(counts, range(8)))\n"
+    )
+
+    assert said == str([None] * 8)
+
+
 def test_a_model_cannot_have_all_metrics(runtime: moonpool.Runtime, run: Run) -> None:
     said = run(
         f"family = {COUNTER.format('n')}\n"

@@ -9,9 +9,9 @@ import os
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from tests.chaos.figures import rss_bytes
 from tests.e2e.soaking import MODELS_BY_KIND, TASKS, THREADS, Soak, X, load_all, settle
 
 import moonpool
@@ -27,7 +27,6 @@ class Figures:
     """What could grow, in this process and in the stubs."""
 
     def __init__(self, runtime: moonpool.Runtime) -> None:
-        gc.collect()
         self.rss_bytes = {"runtime": rss_bytes(os.getpid())}
         self.descriptors = {"runtime": descriptors(os.getpid())}
         self.shared_bytes: dict[str, int] = {}
@@ -63,10 +62,6 @@ class Figures:
             f"open {self.open}; objects of requests {self.alive}; "
             f"objects here {self.objects.total()}, of ours {sum(self.ours.values())}"
         )
-
-
-def rss_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def descriptors(pid: int) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 pytest.register_assert_rewrite("tests.triton.both")
 
@@ -19,6 +21,8 @@ from tests.triton.moonpool_side import MoonpoolSide  # noqa: E402
 from tests.triton.server import interpreter, running  # noqa: E402
 from tests.triton.triton_side import TritonSide  # noqa: E402
 
+# Triton's own server, which the tests that run now compare with.
+SIDE = pytest.StashKey[TritonSide]()
 MODELS = Path(__file__).parent / "models"
 # Loaded and unloaded by the tests that use them.
 APART = {"finalizes", "finalize_raises"}
@@ -28,6 +32,27 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """The first test waits until all models are loaded."""
     if item.path.parent == MODELS.parent:
         item.add_marker(pytest.mark.timeout(240))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A test in which Triton itself died, as it does now and then, is begun once more with another one."""
+    if "both" not in getattr(item, "fixturenames", ()):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    side = item.session.stash.get(SIDE, None)
+    if side is not None and side.server.has_died:
+        with item.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            sys.stderr.write(
+                f"\ntritonserver died in {item.nodeid}:\n{side.server.log()[-4000:]}\n"
+            )
+        side.restart()
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +67,15 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def both(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+def both(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Both]:
     """Both sides, with the zoo loaded."""
     with running(interpreter(), repository, tmp_path_factory.mktemp("server")) as server:
         triton, moonpool = TritonSide(server), MoonpoolSide(repository)
         try:
             both = Both(triton, moonpool)
+            request.session.stash[SIDE] = triton
             zoo = set(os.listdir(MODELS)) - APART
             both.loads = _loads(triton, moonpool, sorted(zoo | set(BROKEN)))
             assert {both.loads[name] for name in zoo} == {(None, None)}

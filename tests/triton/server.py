@@ -79,7 +79,8 @@ class TritonServer:
 
     def start(self) -> None:
         """Return when it takes requests."""
-        self._lay_out_backend()
+        if not self._backends.exists():
+            self._lay_out_backend()
         with open(self.log_file, "wb") as log:
             self._process = subprocess.Popen(
                 self._command(), env=self._environment(), stdout=log, stderr=log, cwd="/"
@@ -135,13 +136,18 @@ class TritonServer:
         environment["VIRTUAL_ENV"] = str(self._python.parents[1])
         return environment
 
+    @property
+    def has_died(self) -> bool:
+        """Whether it ended and nobody stopped it."""
+        return self._process is not None and self._process.poll() is not None
+
     def log(self) -> str:
         """All that the server and its stubs have written so far."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     def stop(self) -> None:
         """End it and all that it leaves behind: a stub that hangs in its end, and its region."""
-        process = self._process
+        process, self._process = self._process, None
         if process is None:
             return
         process.send_signal(signal.SIGTERM)

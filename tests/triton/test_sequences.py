@@ -181,7 +181,7 @@ def test_a_wrong_batcher_is_refused_in_the_same_words(
     assert both.triton.load(model) is not None
     ours = both.moonpool.load(model)
     assert ours is not None
-    theirs = both.triton._server.log()
+    theirs = both.triton.server.log()
     text = ours.text.rpartition(": ")[2] if ": " in ours.text else ours.text
     assert f"Poll failed for model directory '{model}': {text}" in theirs
 

@@ -7,6 +7,7 @@ import re
 import struct
 import urllib.request
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -42,8 +43,12 @@ class TritonSide:
     """One server and a channel to it."""
 
     def __init__(self, server: TritonServer) -> None:
-        self._server = server
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")
+        self.server = server
+        self._loaded: set[str] = set()
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{self.server.grpc_port}")
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._heard = 0
         self.ready("none of that name")
@@ -51,16 +56,27 @@ class TritonSide:
     def close(self) -> None:
         self._channel.close()
 
+    def restart(self) -> None:
+        """After its death, with the models that were loaded."""
+        self.close()
+        self.server.stop()
+        self.server.start()
+        self._connect()
+        with ThreadPoolExecutor(16) as threads:
+            assert [*filter(None, threads.map(self.load, sorted(self._loaded)))] == []
+
     def load(self, model: str) -> Failure | None:
         """Load a model of the repository; what hinders it, if anything does."""
         with _failures() as failed:
             self._stub.RepositoryModelLoad(
                 pb.RepositoryModelLoadRequest(model_name=model), timeout=LOAD_TIMEOUT_S
             )
+            self._loaded.add(model)
         return _load_failure(failed[0]) if failed else None
 
     def unload(self, model: str) -> None:
         """Return when the model is unloaded: a server that is asked again sooner may die."""
+        self._loaded.discard(model)
         self._stub.RepositoryModelUnload(
             pb.RepositoryModelUnloadRequest(model_name=model), timeout=TIMEOUT_S
         )
@@ -111,18 +127,18 @@ class TritonSide:
 
     def metrics(self) -> str:
         """The exposition of all metrics."""
-        address = f"http://127.0.0.1:{self._server.metrics_port}/metrics"
+        address = f"http://127.0.0.1:{self.server.metrics_port}/metrics"
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
             return str(answer.read().decode())
 
     @property
     def log_length(self) -> int:
         """How many lines `log` would give."""
-        return len(_LINE.findall(self._server.log()[self._heard :]))
+        return len(_LINE.findall(self.server.log()[self._heard :]))
 
     def log(self) -> list[LogLine]:
         """What models logged on purpose since the last look."""
-        text = self._server.log()[self._heard :]
+        text = self.server.log()[self._heard :]
         self._heard += len(text)
         return [LogLine(a, b, c or d) for a, b, c, d in _LINE.findall(text)]
 

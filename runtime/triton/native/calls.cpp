@@ -19,8 +19,6 @@ namespace {
 
 using wire::Kind;
 
-// Questions that are read before others have their turn.
-constexpr int kTurn = 16;
 // What takes long, and runs on a thread each.
 constexpr size_t kMaxTasks = 64;
 // What a stub may leave unread: its model asked for all of it, but need not have the time to look at it.
@@ -122,11 +120,9 @@ bool Calls::read() {
       waiting_.pop_front();
     }
   }
-  for (int i = 0; i < kTurn; ++i) {
-    const Channel::Received received = channel_.receive(packet_, true);
-    if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
-    handle(decode(wire::kCalls, wire::Side::STUB, packet_.bytes()));
-  }
+  const Channel::Received received = channel_.receive(packet_, true);
+  if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
+  handle(decode(wire::kCalls, wire::Side::STUB, packet_.bytes()));
   return true;
 }
 

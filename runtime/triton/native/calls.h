@@ -36,7 +36,8 @@ class Calls : public std::enable_shared_from_this<Calls> {
   int fd() const { return channel_.fd(); }
   // What to wait for: that the stub says something and, where it is behind, that it reads.
   short events();
-  // Take in what the stub has asked, at most some questions. False at the end of the channel. Throws Violation.
+  // Take in one question of the stub's: the next may be about what it says elsewhere meanwhile. False at the
+  // end of the channel. Throws Violation.
   bool read();
   // The stub is gone: what it asked for is not wanted any more.
   void close();

@@ -119,7 +119,7 @@ def call_desk(data: bytes) -> None:
     models, reactor = _Models(), _Reactor()
     metrics = StubMetrics(MetricRegistry(), lambda: None)
     desk = CallDesk(ours, pair.link, reactor, models, metrics)  # type: ignore[arg-type]
-    desk.watch(lambda *_: None)
+    desk.watch(lambda *_: None, lambda: None)
     told: list[bytes] = []
     try:
         with _alarmed():

@@ -14,7 +14,7 @@ from tests.runtime.triton.library import library
 from tests.triton.answers import Inputs, Outcome
 from tests.triton.both import Both, without_id
 from tests.triton.broken import BROKEN
-from tests.triton.conftest import APART, MODELS
+from tests.triton.conftest import APART, MODELS, SIDE
 from tests.triton.server import TritonServer, interpreter
 from tests.triton.triton_side import TritonSide
 
@@ -46,7 +46,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module")
-def both(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+def both(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Both]:
     """Both servers, with the zoo loaded."""
     with ExitStack() as stack:
         sides: list[Any] = []
@@ -59,6 +61,7 @@ def both(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         zoo = set(os.listdir(MODELS)) - APART
         names = sorted(zoo | set(BROKEN))
         both = Both(*sides)
+        request.session.stash[SIDE] = both.triton
         with ThreadPoolExecutor(16) as threads:
             loads = [[*threads.map(side.load, names)] for side in sides]
         both.loads = dict(zip(names, zip(*loads, strict=True), strict=True))
