@@ -174,6 +174,22 @@ def test_processes_of_its_own_are_granted_as_fork(identity: Identity) -> None:
     assert results["os.execv('/bin/true', ['true'])"].startswith("PermissionError")
 
 
+def test_pools_of_processes_need_shared_memory_beside_fork(identity: Identity) -> None:
+    pool = "pool()"
+    before = """
+import multiprocessing
+def pool():
+    with multiprocessing.get_context("fork").Pool(1) as workers:
+        return workers.map(abs, [-1])
+"""
+
+    granted = identity.policy(syscalls=["fork"], write=["/dev/shm"])
+    without = identity.policy(syscalls=["fork"])
+
+    assert identity.attempt(granted, pool, before=before)[pool] == "ok [1]"
+    assert "Error" in identity.attempt(without, pool, before=before)[pool]
+
+
 def test_programs_are_granted_as_execve_and_stay_inside(identity: Identity) -> None:
     run = (
         "subprocess.run(['/bin/sh', '-c', 'echo $0; cat /etc/passwd'], capture_output=True).stdout"
