@@ -4,7 +4,8 @@ Theory of operation. Only the writer of a region allocates in it, and the table 
 memory, so no peer can damage it. A *block* is in use while somebody holds it: the reader that was told of
 it, a local array, a response that passes an input through. Free bytes of a region are kept as extents
 in order of address; the first one that is large enough is cut, and neighbours are joined again when
-a block comes back. Low addresses are so used again and again, and stay in the processor's cache.
+a block comes back. Low addresses are so used again and again, and stay in the processor's cache. The block that
+came back last stays whole until another size is wanted: mostly the next one is as large.
 
 Not thread-safe: one thread at a time owns an arena. Others hand blocks back through a queue that
 the owner drains.
@@ -44,7 +45,7 @@ class Block:
 class Extents:
     """The free bytes of one region."""
 
-    __slots__ = ("_sizes", "_starts", "live", "region", "uses")
+    __slots__ = ("_sizes", "_spare", "_starts", "live", "region", "uses")
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -52,9 +53,23 @@ class Extents:
         self.uses = 0
         self._starts = [0]
         self._sizes = [region.size_bytes]
+        # The block that came back last, which is in no extent yet.
+        self._spare: Block | None = None
 
     def take(self, size_bytes: int) -> Block | None:
-        """Cut a block from the first extent that has room."""
+        """The spare block if it is of that size, else one cut from the first extent that has room."""
+        spare = self._spare
+        if spare is not None:
+            self._spare = None
+            if spare.size_bytes == size_bytes:
+                spare.holds = 1
+                self.live[spare.offset] = spare
+                self.uses += 1
+                return spare
+            self._join(spare)
+        return self._cut(size_bytes)
+
+    def _cut(self, size_bytes: int) -> Block | None:
         sizes = self._sizes
         for i, free in enumerate(sizes):
             if free >= size_bytes:
@@ -71,8 +86,14 @@ class Extents:
         return None
 
     def give(self, block: Block) -> None:
-        """Make the bytes of a block free again and join them with free neighbours."""
+        """Make the bytes of a block free again."""
         del self.live[block.offset]
+        spare, self._spare = self._spare, block
+        if spare is not None:
+            self._join(spare)
+
+    def _join(self, block: Block) -> None:
+        """Join the bytes of a free block with free neighbours."""
         starts, sizes = self._starts, self._sizes
         offset, size = block.offset, block.size_bytes
         i = bisect_left(starts, offset)
@@ -92,15 +113,18 @@ class Arena:
     `create` makes a region of at least that many bytes, whole pages, or raises `OutOfMemory`.
     """
 
-    __slots__ = ("_create", "_extents")
+    __slots__ = ("_create", "_extents", "has_grown")
 
     def __init__(self, create: Callable[[int], Region]) -> None:
         self._create = create
         self._extents: dict[int, Extents] = {}
+        # Whether there is more than the first region.
+        self.has_grown = False
 
     def add(self, region: Region) -> None:
         """Allocate in this region from now on. The first one added is never idle."""
         self._extents[region.id] = Extents(region)
+        self.has_grown = len(self._extents) > 1
 
     def allocate(self, size_bytes: int) -> Block:
         """A block held once, by the caller. Raises what `create` raises when there is no room."""
@@ -120,11 +144,6 @@ class Arena:
     def size_bytes(self) -> int:
         """All regions together."""
         return sum(extents.region.size_bytes for extents in self._extents.values())
-
-    @property
-    def has_grown(self) -> bool:
-        """Whether there is more than the first region."""
-        return len(self._extents) > 1
 
     @property
     def used_bytes(self) -> int:
@@ -156,6 +175,17 @@ class Arena:
         if block.holds == 0:
             self._extents[block.region.id].give(block)
 
+    def release_at(self, region_id: int, offset: int) -> bool:
+        """As `release`, for the block in use that begins there; False if none does."""
+        extents = self._extents.get(region_id)
+        block = None if extents is None else extents.live.get(offset)
+        if extents is None or block is None:
+            return False
+        block.holds -= 1
+        if block.holds == 0:
+            extents.give(block)
+        return True
+
     def idle(self) -> dict[int, int]:
         """The regions beyond the first in which nothing lives, each with how often it was used.
 
@@ -168,7 +198,9 @@ class Arena:
         """Stop using an idle region; the caller closes it."""
         if self._extents[region_id].live:
             raise ValueError(f"region {region_id} is in use")
-        return self._extents.pop(region_id).region
+        region = self._extents.pop(region_id).region
+        self.has_grown = len(self._extents) > 1
+        return region
 
 
 def growth_bytes(present_bytes: int, needed_bytes: int, limit_bytes: int | None) -> int:

@@ -122,8 +122,10 @@ class Channel:
 
         Descriptors that the peer sent along are dropped by the kernel.
         """
-        self.wait()
-        return self._checked(self._inbox.popleft())
+        if not self._inbox:
+            self.wait()
+        packet = self._inbox.popleft()
+        return packet if 0 < len(packet) <= MAX_PACKET_BYTES else self._checked(packet)
 
     def receive_ready(self) -> bytes | None:
         """The next packet if one is there, else None; never blocks. Raises `PeerGone`."""

@@ -17,7 +17,7 @@ from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Re
 from moonpool.ipc.messages import CALLS, CONTROL, LAYOUT, WORK, Side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from enum import IntEnum
     from typing import Any
 
@@ -126,9 +126,7 @@ def compile_check(kind: IntEnum, message: Message) -> Check:
         f" if type(m) is not list or type(m[0]) is not int or len(m) != {1 + len(message.fields)}:",
         f"  unled({kind.name!r}, {1 + len(message.fields)})",
     ]
-    writer = _Writer(lines)
-    for number, (name, spec) in enumerate(message.fields.items(), 1):
-        writer.value(spec, f"m[{number}]", f"{kind.name}.{name}", 1)
+    _Writer(lines).fields({"kind": None, **message.fields}, "m", kind.name, 1)
     return _compile(lines)
 
 
@@ -187,11 +185,16 @@ class _Writer:
         self._lines = lines
         self._names = 0
 
-    def value(self, spec: Spec, expression: str, where: str, depth: int) -> None:
-        """Lines that check the value of `expression`."""
-        self._names += 1
-        v = f"v{self._names}"
-        self._put(depth, f"{v} = {expression}")
+    def fields(self, fields: Mapping[str, Spec | None], v: str, where: str, depth: int) -> None:
+        """Lines that check what is in a list of so many; None for what needs no check."""
+        names = [self._name() for _ in fields]
+        self._put(depth, f"{', '.join(names)}, = {v}")
+        for name, (field, spec) in zip(names, fields.items()):
+            if spec is not None:
+                self.value(spec, name, f"{where}.{field}", depth)
+
+    def value(self, spec: Spec, v: str, where: str, depth: int) -> None:
+        """Lines that check the value of the variable `v`."""
         if isinstance(spec, Maybe):
             self._put(depth, f"if {v} is not None:")
             self.value(spec.item, v, where, depth + 1)
@@ -207,16 +210,15 @@ class _Writer:
         if isinstance(spec, Table):
             self._put(depth, f"scalars({where!r}, {v})")
         elif isinstance(spec, ListOf):
-            self._items(spec.item, v, where, depth)
+            each = self._name()
+            self._put(depth, f"for {each} in {v}:")
+            self.value(spec.item, each, where, depth + 1)
         elif isinstance(spec, Row):
-            for i, (name, field) in enumerate(spec.fields.items()):
-                self.value(field, f"{v}[{i}]", f"{where}.{name}", depth)
+            self.fields(spec.fields, v, where, depth)
 
-    def _items(self, item: Spec, v: str, where: str, depth: int) -> None:
+    def _name(self) -> str:
         self._names += 1
-        each = f"e{self._names}"
-        self._put(depth, f"for {each} in {v}:")
-        self.value(item, each, where, depth + 1)
+        return f"v{self._names}"
 
     def _condition(self, spec: Spec, v: str) -> str:
         if isinstance(spec, Int):

@@ -28,9 +28,11 @@ class Overflow:
         Raises `LocalProtocolError` for what cannot travel, `OutOfMemory`.
         """
         packet = encode(*message)
-        if len(packet) > MAX_PACKET_BYTES:
-            packet = encode(_INDIRECT, *self.store(packet))
-        return packet
+        return packet if len(packet) <= MAX_PACKET_BYTES else self.indirect(packet)
+
+    def indirect(self, packet: bytes) -> bytes:
+        """The packet of INDIRECT for one that is too large. Raises `OutOfMemory`."""
+        return encode(_INDIRECT, *self.store(packet))
 
     def store(self, packet: bytes) -> tuple[int, int, int]:
         """Copy into a block; returns region, offset and size. Raises `OutOfMemory`."""
@@ -44,14 +46,14 @@ class Overflow:
 class Conversation:
     """One end of a work channel. One thread at a time."""
 
-    __slots__ = ("_after", "_codec", "_ours", "_overflow", "_theirs", "_us", "channel")
+    __slots__ = ("_after", "_codec", "_is_stub", "_ours", "_overflow", "_theirs", "channel")
 
     def __init__(
         self, channel: Channel, us: Side, overflow: Overflow, after: Kind | None = None
     ) -> None:
         """`after` is the message that goes without saying; None where everything is to be said."""
         self.channel = channel
-        self._us = us
+        self._is_stub = us is Side.STUB
         self._overflow = overflow
         self._codec = work_codec(us)
         # What may come next, from us and from the peer; and the same after each kind, worked out before.
@@ -72,7 +74,7 @@ class Conversation:
         if kind not in self._ours:
             raise LocalProtocolError(f"{Kind(kind).name} may not be sent now; {self._turn()}")
         packet = self._overflow.pack(*message)
-        if self._us is Side.STUB:
+        if self._is_stub:
             self.channel.send_waiting(packet)
         else:
             try:

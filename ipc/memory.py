@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Buffer = Union[mmap, bytearray]
 
 ALIGNMENT = 64
+_BYTE = np.dtype("u1")
 
 
 class Lease(np.ndarray):
@@ -56,7 +57,7 @@ class Lease(np.ndarray):
 
         It does not keep this one; `token` may.
         """
-        lease = Lease((size_bytes,), "u1", self.base, self.offset)
+        lease = Lease((size_bytes,), _BYTE, self.base, self.offset)
         lease.give_back = give_back
         lease.token = token
         lease.region = self.region
@@ -96,7 +97,7 @@ class Region(ABC):
         The caller has checked offset and size against `size_bytes`; numpy checks them again and raises
         TypeError. Raises `Closed` after `close`.
         """
-        lease = Lease((size_bytes,), "u1", self._open(), offset)
+        lease = Lease((size_bytes,), _BYTE, self.buffer or self._open(), offset)
         lease.give_back = give_back
         lease.token = token
         lease.region = self

@@ -94,11 +94,14 @@ class SharedRegion(Region):
 
     def write(self, offset: int, array: np.ndarray) -> None:
         size_bytes = array.nbytes
-        if size_bytes <= _SMALL and array.flags.c_contiguous:
+        if size_bytes <= _SMALL:
             # A quarter of the time that numpy takes for it, but no other thread runs meanwhile.
-            self._open()[offset : offset + size_bytes] = array  # type: ignore[call-overload]
-        else:
-            super().write(offset, array)
+            try:
+                self._open()[offset : offset + size_bytes] = array  # type: ignore[call-overload]
+                return
+            except ValueError:  # it is not contiguous
+                pass
+        super().write(offset, array)
 
     def share(self, send: Callable[[SharedRegion], object]) -> bool:
         """Let `send` hand the descriptor to a peer; False, and nothing is done, after `close`.

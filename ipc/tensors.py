@@ -86,8 +86,9 @@ DTYPES: dict[int, np.dtype[np.generic]] = _Dtypes(
 ITEMSIZE: dict[int, int] = {code: dtype.itemsize for code, dtype in DTYPES.items()}
 ITEMSIZE.update({BYTES: 0, BF16: 2})
 
-_CODE_OF: dict[np.dtype[np.generic], int] = {dtype: code for code, dtype in DTYPES.items()}
-_CODE_OF[np.dtype(np.object_)] = BYTES
+# The other way round, as far as it was met; see `code_of`.
+CODE_OF: dict[np.dtype[np.generic], int] = {dtype: code for code, dtype in DTYPES.items()}
+CODE_OF[np.dtype(np.object_)] = BYTES
 
 MAX_DIMS = 32
 # So that no product of a shape and an item size can pass what a signed 64-bit size holds.
@@ -99,7 +100,7 @@ def code_of(dtype: np.dtype[np.generic], name: str = "") -> int:
 
     Raises BadTensor, naming the tensor where `name` is given, for a dtype that no datatype has.
     """
-    code = _CODE_OF.get(dtype)
+    code = CODE_OF.get(dtype)
     return _rare_code_of(dtype, name) if code is None else code
 
 
@@ -109,7 +110,7 @@ def _rare_code_of(dtype: np.dtype[np.generic], name: str) -> int:
     # An array of this dtype can only exist where the package has been imported.
     ml_dtypes = sys.modules.get("ml_dtypes")
     if ml_dtypes is not None and dtype == np.dtype(ml_dtypes.bfloat16):
-        _CODE_OF[dtype] = BF16
+        CODE_OF[dtype] = BF16
         return BF16
     subject = f"tensor '{name}'" if name else "the tensor"
     raise BadTensor(f"{subject} has dtype {dtype}, which no datatype has; {_advice(dtype)}")

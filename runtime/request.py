@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from moonpool.ipc.bytes_tensor import encode_bytes
+from moonpool.ipc.details import Details as Details
 from moonpool.ipc.messages import ORDINARY_MEMORY
 from moonpool.ipc.tensors import BF16, BYTES, NAMES, code_of
 
@@ -91,22 +92,6 @@ class Shapes:
         self.batch_size = batch_size
         self.signature = signature
         self.is_shared = is_shared
-
-
-class Details(NamedTuple):
-    """What most requests leave at its default, and then have none of; in the order of the wire."""
-
-    request_id: str = ""
-    correlation_id: int | str = 0
-    flags: int = 0
-    timeout_us: int = 0
-    priority: int = 0
-    parameters: Mapping[str, Parameter] | None = None
-    outputs: list[int] | None = None
-    trace: str | None = None
-    # Where outputs are wanted: one of the numbers in `ipc.messages`, and the device where it is one.
-    memory: int = 0
-    device: int = 0
 
 
 class Response:

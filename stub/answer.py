@@ -26,8 +26,6 @@ class Answer:
     __slots__ = (
         "_batch",
         "_blocks",
-        "_has_remarks",
-        "_has_states",
         "_placer",
         "_plans",
         "_remarks",
@@ -39,9 +37,9 @@ class Answer:
         self._batch = batch
         self._blocks: list[list[int]] = []
         self._plans: list[Plan] = []
-        self._remarks: list[list[Any] | None] = []
-        self._states: list[int] = []
-        self._has_remarks = self._has_states = False
+        # Of those requests that have any, by their places in the batch.
+        self._remarks: dict[int, list[Any]] = {}
+        self._states: dict[int, int] = {}
 
     def take(
         self, requests: list[InferenceRequest], responses: list[InferenceResponse | None]
@@ -92,10 +90,14 @@ class Answer:
     ) -> tuple[list[list[int]], bytes, list[list[Any] | None] | None, list[int] | None]:
         """Blocks, layout, remarks and states for the wire; the next batch begins with none."""
         blocks, plans = self._blocks, tuple(self._plans)
-        remarks = self._remarks if self._has_remarks else None
-        states = self._states if self._has_states else None
-        self._blocks, self._plans, self._remarks, self._states = [], [], [], []
-        self._has_remarks = self._has_states = False
+        self._blocks, self._plans = [], []
+        remarks = states = None
+        if self._remarks:
+            remarks = [self._remarks.get(index) for index in range(len(plans))]
+            self._remarks.clear()
+        if self._states:
+            states = [self._states.get(index, ANSWERED) for index in range(len(plans))]
+            self._states.clear()
         return blocks, self._placer.layout(plans), remarks, states
 
     def _leave(self, request: InferenceRequest) -> None:
@@ -109,10 +111,8 @@ class Answer:
             self._add(NO_OUTPUTS, None, OPEN)
 
     def _add(self, plan: Plan, remark: list[Any] | None, state: int = ANSWERED) -> None:
-        self._plans.append(plan)
-        self._remarks.append(remark)
-        self._states.append(state)
         if remark is not None:
-            self._has_remarks = True
+            self._remarks[len(self._plans)] = remark
         if state:
-            self._has_states = True
+            self._states[len(self._plans)] = state
+        self._plans.append(plan)

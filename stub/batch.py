@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moonpool.ipc.codec import unpack_layout
+from moonpool.ipc.details import NO_DETAILS, Details
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub.lent_region import LentRegion
@@ -20,13 +21,12 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.cuda.region import DeviceLease
     from moonpool.ipc.memory import Lease, Region
-    from moonpool.stub.device_memory import DeviceMemory
     from moonpool.stub.regions import Regions
     from moonpool.stub.reply import Port
 
-_NO_DETAILS: list[Any] = ["", 0, 0, 0, 0, None, None, None, 0, 0]
 _MEMORABLE_BYTES = 4096
 _RAW = np.dtype("u1")
+_ndarray = np.ndarray
 
 
 class Target(NamedTuple):
@@ -88,20 +88,29 @@ class Batch:
         leases: list[Lease | DeviceLease] = []
         self.places = places = []
         self._has_copies = blocks[0][2] > 0
+        regions = self._regions
         for region_id, offset, size_bytes in blocks:
             place = (region_id, offset)
             places.append(place)
-            region = self._regions.request_region(region_id)
+            region = regions.requests.get(region_id) or regions.request_region(region_id)
             if type(region) is LentRegion:
                 self._lent.append((region, place, size_bytes))
             leases.append(region.lease(offset, size_bytes, self._let_go, place))
-        if self._regions.devices is not None:
-            self._regions.devices.order(leases)
-        port = self._port
+        devices = regions.devices
+        if devices is not None:
+            devices.order(leases)
         requests = []
         for index, inputs in enumerate(layout):
-            each = None if details is None else details[index]
-            requests.append(self._request(inputs, each, leases, (port, batch, index)))
+            tensors = []
+            for name, datatype, shape, block, offset, dtype, dims in inputs:
+                lease = leases[block]
+                if devices is None or isinstance(lease, _ndarray):
+                    array = _ndarray(dims, dtype, lease, offset)
+                    tensors.append(Tensor.from_wire(name, datatype, shape, array))
+                else:
+                    tensors.append(devices.tensor(name, datatype, shape, lease, offset))
+            row = None if details is None else details[index]
+            requests.append(self._request(tensors, row, (self._port, batch, index)))
         if self.targets:
             self.targets = {}
         for index, output, region_id, offset, size_bytes in targets or ():
@@ -123,48 +132,19 @@ class Batch:
         return requests
 
     def _request(
-        self,
-        inputs: list[Any],
-        details: list[Any] | None,
-        leases: list[Lease | DeviceLease],
-        origin: tuple[Port, int, int],
+        self, tensors: list[Tensor], row: list[Any] | None, origin: tuple[Port, int, int]
     ) -> InferenceRequest:
-        devices = self._regions.devices
-        if devices is None:
-            tensors = []
-            for name, datatype, shape, block, offset, dtype, dims in inputs:
-                array = np.ndarray(dims, dtype, leases[block], offset)
-                tensors.append(Tensor.from_wire(name, datatype, shape, array))
-        else:
-            tensors = [_tensor(devices, leases, *row) for row in inputs]
-        (
-            request_id,
-            correlation_id,
-            flags,
-            timeout_us,
-            priority,
-            parameters,
-            outputs,
-            trace,
-            memory,
-            device,
-        ) = details or _NO_DETAILS
-        wanted = self._outputs if outputs is None else [self._outputs[i] for i in outputs]
-        request = InferenceRequest.from_wire(
-            request_id,
-            correlation_id,
-            flags,
-            timeout_us,
-            parameters,
-            wanted,
-            tensors,
-            priority,
-            origin,
-        )
-        if trace is not None:
-            request._trace = InferenceTrace(trace)
-        if memory:
-            request._preferred_memory = preferred(memory, device)
+        if row is None:
+            return InferenceRequest.from_wire(NO_DETAILS, self._outputs, tensors, origin)
+        details = Details._make(row)
+        wanted = self._outputs
+        if details.outputs is not None:
+            wanted = [wanted[index] for index in details.outputs]
+        request = InferenceRequest.from_wire(details, wanted, tensors, origin)
+        if details.trace is not None:
+            request._trace = InferenceTrace(details.trace)
+        if details.memory:
+            request._preferred_memory = preferred(details.memory, details.device)
         return request
 
     def has_lent(self, lease: Lease | DeviceLease) -> bool:
@@ -219,21 +199,3 @@ class Batch:
             released.append(self._returned.popleft())
         self.kept -= len(released)
         return released
-
-
-def _tensor(
-    devices: DeviceMemory,
-    leases: list[Lease | DeviceLease],
-    name: str,
-    datatype: int,
-    shape: tuple[int, ...],
-    block: int,
-    offset: int,
-    dtype: np.dtype[np.generic],
-    dims: tuple[int, ...],
-) -> Tensor:
-    """An input, where some may lie on a device."""
-    lease = leases[block]
-    if isinstance(lease, np.ndarray):
-        return Tensor.from_wire(name, datatype, shape, np.ndarray(dims, dtype, lease, offset))
-    return devices.tensor(name, datatype, shape, lease, offset)

@@ -114,7 +114,7 @@ class Stub:
         batch, responses = peer.batch, peer.responses
         while True:
             # As `Peer.needs_care` has it, without a call for each batch.
-            if arena.has_grown or batch.kept or responses.are_open or regions.devices is not None:
+            if arena.has_grown or batch.kept or responses.replies or regions.devices is not None:
                 peers.ready()
             message = receive()
             if message[0] != _EXECUTE:

@@ -29,7 +29,8 @@ class Model:
     def __init__(self, start: dict[str, Any], model_class: Any) -> None:
         self._class = model_class
         self._object: Any = None
-        self._execute: Callable[[list[InferenceRequest]], object] = self._no_execute
+        # What the model returns: see `responses`; or a coroutine that will. Raises what it raises.
+        self.execute: Callable[[list[InferenceRequest]], object] = self._no_execute
         self.become(start)
 
     def become(self, start: dict[str, Any]) -> None:
@@ -60,16 +61,12 @@ class Model:
                 self._object.initialize(start["args"])
         except BaseException as error:  # a model may raise anything, SystemExit included
             raise LoadError("initialize", describe(error), traceback_of(error)) from error
-        self._execute = getattr(self._object, "execute", self._no_execute)
+        self.execute = getattr(self._object, "execute", self._no_execute)
 
     def _no_execute(self, requests: list[InferenceRequest]) -> object:  # noqa: ARG002 - as execute
         raise InvalidReturn(
             f"Python model {self._start['file']} does not implement `execute` method."
         )
-
-    def execute(self, requests: list[InferenceRequest]) -> object:
-        """What the model returns: see `responses`; or a coroutine that will. Raises what it raises."""
-        return self._execute(requests)
 
     def responses(
         self, returned: object, requests: list[InferenceRequest]

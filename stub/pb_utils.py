@@ -173,8 +173,12 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> NDArray[np.object_]:
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | MaybeNone:
     """The request's input of that name, or None."""
-    is_ours = type(inference_request) is InferenceRequest
-    for tensor in inference_request._inputs if is_ours else inference_request.inputs():
+    if type(inference_request) is InferenceRequest and inference_request._origin is not None:
+        for tensor in inference_request._inputs:
+            if tensor._name == name:
+                return tensor
+        return None
+    for tensor in inference_request.inputs():
         if tensor.name() == name:
             return tensor
     return None

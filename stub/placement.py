@@ -87,10 +87,13 @@ class Placer:
             if error is not None:
                 return None, error_remark(int(error.code()), error.message())
             parameters = checked_parameters(response._parameters)
-            outputs = self.wanted(response._outputs, names)
+            outputs = response._outputs
+            if len(names) != len(self._indices):
+                outputs = self.wanted(outputs, names)
             if targets is None and (wish is None or wish.is_ordinary):
                 plan = self.place(outputs, blocks, passable, wish)
             else:
+                outputs = self.wanted(outputs, self._indices)
                 plan = self._place_apart(outputs, blocks, passable, wish, targets or _NO_TARGETS)
         except MoonpoolError as refused:
             return None, error_remark(CODES.index(refused.code), str(refused))
@@ -99,14 +102,7 @@ class Placer:
         return plan, [parameters, None] if parameters else None
 
     def wanted(self, outputs: list[Tensor], names: Collection[str]) -> list[Tensor]:
-        """Those outputs that the client asked for; as in Triton, the rest is left out, whatever it is."""
-        indices = self._indices
-        for tensor in outputs:
-            if tensor._name not in indices:
-                break
-        else:
-            if len(names) == len(indices):
-                return outputs
+        """Those outputs that are asked for; as in Triton, the rest is left out, whatever it is."""
         return [tensor for tensor in outputs if tensor._name in names]
 
     def place(
@@ -127,19 +123,28 @@ class Placer:
             array = tensor._array
             # Strings have no fixed size, and what lies in shared memory already is not copied.
             if array is None or (array.base is not None and lease_of(array) is not None):
-                return self._place_apart(outputs, blocks, passable, wish)
+                return self._place_apart(
+                    self.wanted(outputs, self._indices), blocks, passable, wish
+                )
             arrays.append(array)
-            key.append((tensor._name, tensor._datatype, tensor._shape, array.nbytes))
+            key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)
         known = tuple(key)
         plan = self._plans.get(known)
         if plan is None:
-            rows = [self._row(tensor, array) for tensor, array in zip(outputs, arrays)]
-            _check_names(outputs)
-            plan = Plan(rows, 1 if rows else 0, is_shared=True)
-            _lay_out(plan, rows, 0)
-            self._plans.keep(known, plan)
+            ours = self.wanted(outputs, self._indices)
+            if len(ours) < len(outputs):
+                return self.place(ours, blocks, passable, wish)
+            plan = self._plans.keep(known, self._plan(outputs, arrays))
         if arrays:
             _fill(self._regions.allocate(plan.size_bytes), arrays, plan, blocks)
+        return plan
+
+    def _plan(self, outputs: list[Tensor], arrays: list[np.ndarray]) -> Plan:
+        """For outputs that are all copied. Raises `BadResponse`."""
+        rows = [self._row(tensor, array) for tensor, array in zip(outputs, arrays)]
+        _check_names(outputs)
+        plan = Plan(rows, 1 if rows else 0, is_shared=True)
+        _lay_out(plan, rows, 0)
         return plan
 
     def _place_apart(
@@ -275,8 +280,9 @@ def checked_parameters(parameters: dict[str, Any] | None) -> dict[str, Any] | No
 def _fill(block: Block, arrays: Iterable[np.ndarray], plan: Plan, blocks: list[list[int]]) -> None:
     region, start = block.region, block.offset
     blocks.append([region.id, start, plan.size_bytes])
+    write = region.write
     for data, offset in zip(arrays, plan.offsets):
-        region.write(start + offset, data)
+        write(start + offset, data)
 
 
 def _lay_out(plan: Plan, rows: list[list[Any]], block: int) -> None:

@@ -58,7 +58,8 @@ class Regions(Overflow):
         self._send_control = send_control
         self._arrived = threading.Condition()
         self._granted: queue.SimpleQueue[Region | str] = queue.SimpleQueue()
-        self._requests: dict[int, Region] = {}
+        # Those that hold requests, by their numbers. Of one that is not here yet, `request_region` knows.
+        self.requests: dict[int, Region] = {}
         # Blocks of answers that came back: (region, offset), appended by any thread.
         self.returned: deque[object] = deque()
         # Kept, because each look at a bound method makes another object of it.
@@ -75,7 +76,7 @@ class Regions(Overflow):
         if writer == Side.STUB:
             self.arena.add(region)
         else:
-            self._requests[region_id] = region
+            self.requests[region_id] = region
 
     def arrive(
         self, fd: int, region_id: int, size_bytes: int, writer: int, device: int, handle: bytes
@@ -130,7 +131,7 @@ class Regions(Overflow):
 
     def _take_in(self, region: Region) -> None:
         with self._arrived:
-            self._requests[region.id] = region
+            self.requests[region.id] = region
             self._arrived.notify_all()
 
     def refuse(self, reason: str) -> None:
@@ -140,7 +141,7 @@ class Regions(Overflow):
     def forget(self, region_id: int) -> None:
         """The runtime does not use a region any more. Called by the control thread."""
         with self._arrived:
-            region = self._requests.pop(region_id, None)
+            region = self.requests.pop(region_id, None)
         if region is not None:
             region.close()
 
@@ -152,20 +153,20 @@ class Regions(Overflow):
 
     def request_region(self, region_id: int) -> Region:
         """A region that holds requests; waits for it where the message overtook it."""
-        region = self._requests.get(region_id)
+        region = self.requests.get(region_id)
         if region is None:
             with self._arrived:
                 self._arrived.wait_for(
-                    lambda: region_id in self._requests or self._is_deserted, _ARRIVAL_S
+                    lambda: region_id in self.requests or self._is_deserted, _ARRIVAL_S
                 )
-                if region_id not in self._requests:
+                if region_id not in self.requests:
                     raise RemoteProtocolError(f"region {region_id} was named but not sent")
-                region = self._requests[region_id]
+                region = self.requests[region_id]
         return region
 
     def has(self, region: Region) -> bool:
         """Whether this is one of these regions, and not one of another peer's under the same number."""
-        return self._own(region.id) is region or self._requests.get(region.id) is region
+        return self._own(region.id) is region or self.requests.get(region.id) is region
 
     def _own(self, region_id: int) -> Region | None:
         """The region of that number, if we allocate in it."""
@@ -193,10 +194,7 @@ class Regions(Overflow):
         returned, arena, devices = self.returned, self.arena, self.devices
         while returned:
             place: tuple[int, int] = returned.popleft()  # type: ignore[assignment]
-            block = arena.find(*place)
-            if block is not None:
-                arena.release(block)
-            elif devices is not None:
+            if not arena.release_at(*place) and devices is not None:
                 block = devices.find(*place)
                 if block is not None:
                     devices.release(block)
@@ -304,5 +302,5 @@ class Regions(Overflow):
         if self.devices is not None:
             self.devices.close()
         with self._arrived:
-            for region in self._requests.values():
+            for region in self.requests.values():
                 region.close()

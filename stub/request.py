@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union, overload
 
+from moonpool.ipc.details import Details
 from moonpool.stub.errors import TritonModelException, as_text, shown
 from moonpool.stub.host import current
 from moonpool.stub.parameters import as_compact_json, as_json, checked
@@ -67,40 +68,30 @@ class InferenceRequest:
     __slots__ = (
         "__weakref__",
         "_cancelled",
-        "_correlation_id",
-        "_flags",
+        "_details",
         "_inputs",
         "_model_name",
         "_model_version",
         "_origin",
-        "_parameters",
         "_preferred_memory",
-        "_priority",
         "_release_flags",
         "_reply",
-        "_request_id",
         "_requested_output_names",
         "_sender",
-        "_timeout_us",
         "_trace",
     )
 
-    _request_id: str
-    _correlation_id: CorrelationId
+    _details: Details
     _inputs: Sequence[Tensor]
     _requested_output_names: Sequence[str]
     _model_name: str
     _model_version: int
-    _flags: int
-    _timeout_us: int
-    _priority: int
     _release_flags: int
     # Where its responses go, the number of its batch and its place there; None for one of a model's making.
     _origin: tuple[Port, int, int] | None
     _reply: Reply | None
     _sender: InferenceResponseSender | None
     _cancelled: bool
-    _parameters: Mapping[str, Parameter] | None
     # Where its outputs are wanted; None: wherever the model that makes them leaves them.
     _preferred_memory: PreferredMemory | None
     _trace: InferenceTrace
@@ -120,11 +111,11 @@ class InferenceRequest:
         trace: InferenceTrace = _UNTRACED,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
-        self._request_id = _text("request_id", request_id)
+        request_id = _text("request_id", request_id)
         self._model_name = _text("model_name", model_name)
         self._model_version = _integer("model_version", model_version)
-        self._flags = _integer("flags", flags)
-        self._timeout_us = _integer("timeout", timeout)
+        flags = _integer("flags", flags)
+        timeout_us = _integer("timeout", timeout)
         wish = _instance("preferred_memory", preferred_memory, PreferredMemory)
         self._preferred_memory = None if wish is _ANYWHERE else wish
         self._trace = _instance("trace", trace, InferenceTrace)
@@ -133,18 +124,19 @@ class InferenceRequest:
             _text("requested_output_names", name)
             for name in _sequence("requested_output_names", requested_output_names)
         ]
-        self._correlation_id = _id_of_sequence(correlation_id)
-        self._parameters = checked(parameters)
+        correlation_id = _id_of_sequence(correlation_id)
+        self._details = Details(
+            request_id, correlation_id, flags, timeout_us, 0, checked(parameters)
+        )
         self._inputs = list(inputs)
         self._requested_output_names = names
-        self._priority = 0
         self._release_flags = 0
         self._cancelled = False
         self._origin = self._reply = self._sender = None
         self._check_contents()
 
     def _check_contents(self) -> None:
-        whose = f"for request with id '{self._request_id}' and model name '{self._model_name}'"
+        whose = f"for request with id '{self.request_id()}' and model name '{self._model_name}'"
         for tensor in self._inputs:
             if tensor is None:
                 raise TritonModelException(f"Input tensor {whose} should not be empty.")
@@ -156,26 +148,16 @@ class InferenceRequest:
     @classmethod
     def from_wire(
         cls,
-        request_id: str,
-        correlation_id: CorrelationId,
-        flags: int,
-        timeout_us: int,
-        parameters: Mapping[str, Parameter] | None,
-        requested_output_names: Sequence[str] | None,
+        details: Details,
+        requested_output_names: Sequence[str],
         inputs: Sequence[Tensor],
-        priority: int = 0,
         origin: tuple[Port, int, int] | None = None,
     ) -> InferenceRequest:
         """A request that came from the runtime; nothing is checked or copied."""
         request = _new(cls)
-        request._request_id = request_id
-        request._correlation_id = correlation_id
-        request._flags = flags
-        request._timeout_us = timeout_us
-        request._parameters = parameters
-        request._requested_output_names = requested_output_names or ()
+        request._details = details
+        request._requested_output_names = requested_output_names
         request._inputs = inputs
-        request._priority = priority
         request._release_flags = 0
         request._cancelled = False
         request._preferred_memory = None
@@ -188,25 +170,25 @@ class InferenceRequest:
         return list(self._inputs)
 
     def request_id(self) -> str:
-        return self._request_id
+        return self._details.request_id
 
     def correlation_id(self) -> CorrelationId:
-        return self._correlation_id
+        return self._details.correlation_id
 
     def flags(self) -> int:
-        return self._flags
+        return self._details.flags
 
     def set_flags(self, flags: int) -> None:
-        self._flags = _integer("flags", flags)
+        self._details = self._details._replace(flags=_integer("flags", flags))
 
     def timeout(self) -> int:
         """The request's timeout in microseconds; 0 where it has none."""
-        return self._timeout_us
+        return self._details.timeout_us
 
     def parameters(self) -> str:
         """The parameters as a JSON text."""
-        is_own = self._origin is None
-        return as_json(self._parameters) if is_own else as_compact_json(self._parameters)
+        parameters = self._details.parameters
+        return as_json(parameters) if self._origin is None else as_compact_json(parameters)
 
     def requested_output_names(self) -> set[str]:
         return set(self._requested_output_names)
@@ -274,7 +256,7 @@ class InferenceRequest:
         raise TypeError("cannot pickle 'c_python_backend_utils.InferenceRequest' object")
 
     def __repr__(self) -> str:
-        return f"<InferenceRequest {self._request_id!r}, inputs {list(self._inputs)!r}>"
+        return f"<InferenceRequest {self.request_id()!r}, inputs {list(self._inputs)!r}>"
 
 
 def _wrong_type(name: str, expected: str, value: object) -> TypeError:

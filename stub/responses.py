@@ -27,28 +27,29 @@ class Responses(Port):
         self.is_decoupled = bool(start["decoupled"])
         self._placer = placer
         self._control = control
-        self._replies: dict[tuple[int, int], weakref.ref[Reply]] = {}
+        # Those to requests that may still be answered apart from their batches.
+        self.replies: dict[tuple[int, int], weakref.ref[Reply]] = {}
         # Whether this is a process that the model forked, which has but copies of all replies.
         self.is_forked = False
 
     @property
     def are_open(self) -> bool:
         """Whether any request may still be answered apart from its batch."""
-        return bool(self._replies)
+        return bool(self.replies)
 
     def reply(self, batch: int, index: int, wanted: Collection[str]) -> Reply:
         reply = Reply(self, batch, index, wanted)
-        self._replies[batch, index] = weakref.ref(reply)
+        self.replies[batch, index] = weakref.ref(reply)
         return reply
 
     def find(self, batch: int, index: int) -> Reply | None:
         """The state of a request's responses, while somebody may send any."""
-        known = self._replies.get((batch, index))
+        known = self.replies.get((batch, index))
         return None if known is None else known()
 
     def cancel_all(self) -> None:
         """Nobody waits for any response any more. From any thread."""
-        for known in self._replies.copy().values():
+        for known in self.replies.copy().values():
             reply = known()
             if reply is not None:
                 reply.is_cancelled = True
@@ -73,7 +74,7 @@ class Responses(Port):
         self._control.respond([reply.batch, reply.index, flags, blocks, layout, remark])
 
     def forget(self, reply: Reply) -> None:
-        self._replies.pop((reply.batch, reply.index), None)
+        self.replies.pop((reply.batch, reply.index), None)
 
     def abandon(self, reply: Reply) -> None:
         if self.is_forked:

@@ -140,7 +140,7 @@ class StubHost(Host):
                 request._model_name,
                 request._model_version,
                 decoupled,
-                request._timeout_us,
+                request._details.timeout_us,
                 let_go,
                 placed.blocks,
                 placed.rows,
@@ -250,7 +250,7 @@ def _prefixed(words: str) -> Iterator[None]:
 
 def _check_fields(request: InferenceRequest) -> None:
     """Raises `BadTensor` for what no message has room for."""
-    correlation_id = request._correlation_id
+    correlation_id = request._details.correlation_id
     if isinstance(correlation_id, str):
         fits = len(correlation_id) <= _MAX_ID_CHARACTERS
     else:
@@ -258,8 +258,8 @@ def _check_fields(request: InferenceRequest) -> None:
     _, device = _wish(request)
     for name, value, is_good in (
         ("correlation_id", correlation_id, fits),
-        ("flags", request._flags, 0 <= request._flags <= _UINT32),
-        ("timeout", request._timeout_us, 0 <= request._timeout_us <= _UINT64),
+        ("flags", request._details.flags, 0 <= request._details.flags <= _UINT32),
+        ("timeout", request._details.timeout_us, 0 <= request._details.timeout_us <= _UINT64),
         ("model_version", request._model_version, -1 <= request._model_version <= _MAX_INT),
         ("device of the preferred_memory", device, 0 <= device < MAX_DEVICES),
     ):
@@ -275,10 +275,10 @@ def _wish(request: InferenceRequest) -> tuple[int, int]:
 
 def _details(request: InferenceRequest) -> tuple[object, ...] | None:
     details = (
-        request._request_id,
-        request._correlation_id,
-        request._flags,
-        request._parameters or None,
+        request._details.request_id,
+        request._details.correlation_id,
+        request._details.flags,
+        request._details.parameters or None,
         request._trace._context,
         *_wish(request),
     )

@@ -9,7 +9,7 @@ import numpy as np
 from moonpool.ipc.bytes_tensor import decode_bytes, encode_bytes
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memory import lease_of, offset_in
-from moonpool.ipc.tensors import BF16, BYTES, code_of
+from moonpool.ipc.tensors import BF16, BYTES, CODE_OF, code_of
 from moonpool.stub.errors import TritonModelException, as_text, bad_arguments
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ BF16_TO_NUMPY = (
     "Use to_dlpack() and from_dlpack() instead."
 )
 
+_UNSUPPORTED = "NumPy dtype is not supported."
+
 
 class Tensor:
     """A tensor of a request or of a response: a name and a numpy array.
@@ -39,7 +41,7 @@ class Tensor:
 
     __module__ = "c_python_backend_utils"
     # _array is what to send, as a C-contiguous typed array; for BYTES and BF16 it is None and
-    # _wire holds the raw bytes. _strings is a BYTES tensor as its user sees it.
+    # _wire holds the raw bytes. _strings is a BYTES tensor as its user sees it; the others have none.
     __slots__ = ("__weakref__", "_array", "_datatype", "_name", "_shape", "_strings", "_wire")
 
     _name: str
@@ -52,32 +54,23 @@ class Tensor:
     _is_on_device = False
 
     def __init__(self, name: str, array: NDArray[np.generic], /) -> None:
-        if type(name) is not str:
-            if not isinstance(name, (str, bytes)):
-                raise bad_arguments("Tensor", "arg0: str, arg1: numpy.ndarray", name, array)
-            name = as_text(name)
-        if not isinstance(array, np.ndarray):
-            raise bad_arguments("Tensor", "arg0: str, arg1: numpy.ndarray", name, array)
-        if not name:
-            raise TritonModelException("Tensor name cannot be an empty string.")
-        try:
-            datatype = code_of(array.dtype)
-        except BadTensor:
-            datatype = BF16
-        if datatype == BF16:
-            raise TritonModelException("NumPy dtype is not supported.")
+        if type(name) is not str or not name or not isinstance(array, np.ndarray):
+            name = _name_of(name, array)
+        datatype = CODE_OF.get(array.dtype) or _rare_code_of(array)
         if not array.flags.c_contiguous:
             array = np.ascontiguousarray(array)
         self._name = name
         self._datatype = datatype
         self._shape = array.shape
-        if datatype == BYTES:
+        if datatype < BYTES:
+            self._array = array
+            self._wire = None
+        elif datatype == BYTES:
             self._array = None
             self._strings = array
             self._wire = _encoded(array, name)
         else:
-            self._array = array
-            self._strings = self._wire = None
+            raise TritonModelException(_UNSUPPORTED)
 
     @classmethod
     def from_wire(
@@ -95,9 +88,8 @@ class Tensor:
             tensor._array = buffer
             tensor._wire = None
         else:
-            tensor._array = None
+            tensor._array = tensor._strings = None
             tensor._wire = buffer  # type: ignore[assignment]
-        tensor._strings = None
         return tensor
 
     def name(self) -> str:
@@ -185,6 +177,21 @@ class Tensor:
             return decode_bytes(self._wire.data, self._shape, self._name)
         except BadTensor as error:
             raise TritonModelException(str(error)) from None
+
+
+def _name_of(name: object, array: object) -> str:
+    if not isinstance(name, (str, bytes)) or not isinstance(array, np.ndarray):
+        raise bad_arguments("Tensor", "arg0: str, arg1: numpy.ndarray", name, array)
+    if not name:
+        raise TritonModelException("Tensor name cannot be an empty string.")
+    return as_text(name)
+
+
+def _rare_code_of(array: NDArray[np.generic]) -> int:
+    try:
+        return code_of(array.dtype)
+    except BadTensor:
+        raise TritonModelException(_UNSUPPORTED) from None
 
 
 def _encoded(array: NDArray[np.generic], name: str) -> NDArray[np.uint8]:

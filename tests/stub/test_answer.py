@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from moonpool.ipc.details import NO_DETAILS
 from moonpool.ipc.messages import ANSWERED, OPEN, RESCHEDULED
 from moonpool.stub.answer import Answer
 from moonpool.stub.errors import TritonModelException
@@ -28,7 +29,7 @@ class Desk:
         self.answer = Answer(placer, cast(Any, SimpleNamespace(targets={}, places=[])))
 
     def request(self) -> InferenceRequest:
-        return InferenceRequest.from_wire("", 0, 0, 0, None, None, [], 0, (self.responses, 1, 0))
+        return InferenceRequest.from_wire(NO_DETAILS, (), [], (self.responses, 1, 0))
 
     def states(self) -> list[int] | None:
         return self.answer.give()[3]

@@ -11,6 +11,7 @@ from tests.gpu.cards import Fake, fake, fake_library
 from tests.stub.device_peer import Peer, floats, foreign, peer
 
 from moonpool.ipc.cuda.array import DeviceArray
+from moonpool.ipc.details import NO_DETAILS
 from moonpool.stub import pb_utils
 from moonpool.stub.device_tensor import DeviceTensor
 from moonpool.stub.errors import InvalidReturn
@@ -42,7 +43,7 @@ class Passes:
 def request(array: Any) -> InferenceRequest:
     is_numpy = isinstance(array, np.ndarray)
     tensor = Tensor("x", array) if is_numpy else DeviceTensor.over("x", array)
-    return InferenceRequest.from_wire("", 0, 0, 0, None, None, [tensor])
+    return InferenceRequest.from_wire(NO_DETAILS, (), [tensor])
 
 
 def in_one_block(*rows: list[float]) -> list[DeviceArray]:

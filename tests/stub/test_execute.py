@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moonpool.ipc.details import NO_DETAILS
 from moonpool.stub.errors import InvalidReturn
 from moonpool.stub.execute import validate_execute_return
 from moonpool.stub.request import InferenceRequest
@@ -11,7 +12,7 @@ from moonpool.stub.response import InferenceResponse
 
 
 def requests(count: int) -> list[InferenceRequest]:
-    return [InferenceRequest.from_wire("", 0, 0, 0, None, None, []) for _ in range(count)]
+    return [InferenceRequest.from_wire(NO_DETAILS, (), []) for _ in range(count)]
 
 
 def validate(returned: object, given: list[InferenceRequest], *, decoupled: bool = False) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import moonpool.stub.pb_utils as pb_utils
+from moonpool.ipc.details import NO_DETAILS
 from moonpool.stub import host
 from moonpool.stub.loader import install_utilities, load_native, load_triton
 from moonpool.stub.model_config import ModelConfig
@@ -45,7 +46,7 @@ def write(folder: Path, page: str) -> list[str]:
 
 def request(**arrays: Any) -> pb_utils.InferenceRequest:
     tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
-    return pb_utils.InferenceRequest.from_wire("", 0, 0, 0, None, None, tensors)
+    return pb_utils.InferenceRequest.from_wire(NO_DETAILS, (), tensors)
 
 
 def serve(file: Path, **config: Any) -> NativeAdapter:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moonpool.ipc.details import NO_DETAILS
 from moonpool.ipc.heap import HeapRegion
 from moonpool.stub.errors import InvalidReturn
 from moonpool.stub.hints import Batch, Bytes, Float32, Int64, Outputs
@@ -38,7 +39,7 @@ class AddSub:
 
 def request(**arrays: Any) -> InferenceRequest:
     tensors = [Tensor(name, array) for name, array in arrays.items()]
-    return InferenceRequest.from_wire("", 0, 0, 0, None, None, tensors)
+    return InferenceRequest.from_wire(NO_DETAILS, (), tensors)
 
 
 def rows(count: int, value: float = 1) -> NDArray[np.float32]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moonpool.ipc.details import NO_DETAILS, Details
 from moonpool.stub.errors import TritonModelException
 from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
 from moonpool.stub.request import InferenceRequest
@@ -21,7 +22,8 @@ def request(**changes: Any) -> InferenceRequest:
 
 def test_a_request_from_the_runtime_says_what_it_was_given() -> None:
     tensor = Tensor("X", np.zeros(1))
-    one = InferenceRequest.from_wire("id", "seq", 3, 1_000, {"a": 1}, ("Y", "Z"), [tensor], 2)
+    details = Details("id", "seq", 3, 1_000, 2, {"a": 1})
+    one = InferenceRequest.from_wire(details, ("Y", "Z"), [tensor])
 
     assert (one.request_id(), one.correlation_id(), one.flags()) == ("id", "seq", 3)
     assert one.timeout() == 1_000
@@ -34,11 +36,11 @@ def test_a_request_from_the_runtime_says_what_it_was_given() -> None:
 
 
 def test_parameters_are_a_json_text_also_where_there_are_none() -> None:
-    assert InferenceRequest.from_wire("", 0, 0, 0, None, None, []).parameters() == "{}"
+    assert InferenceRequest.from_wire(NO_DETAILS, (), []).parameters() == "{}"
 
 
 def test_the_loop_can_mark_a_request_as_cancelled() -> None:
-    one = InferenceRequest.from_wire("", 0, 0, 0, None, None, [])
+    one = InferenceRequest.from_wire(NO_DETAILS, (), [])
     one._cancelled = True
 
     assert one.is_cancelled()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moonpool.ipc.details import NO_DETAILS
 from moonpool.ipc.messages import AGAIN, FINAL
 from moonpool.stub.errors import TritonModelException
 from moonpool.stub.reply import DROPPED, Port, Reply
@@ -32,7 +33,7 @@ class Post(Port):
 
 def request(port: Port | None) -> InferenceRequest:
     origin = None if port is None else (port, 1, 0)
-    return InferenceRequest.from_wire("", 0, 0, 0, None, None, [], 0, origin)
+    return InferenceRequest.from_wire(NO_DETAILS, (), [], origin)
 
 
 def response() -> InferenceResponse:

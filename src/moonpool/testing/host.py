@@ -207,11 +207,11 @@ def _as_request(request: InferenceRequest, inputs: Mapping[str, Any]) -> Request
     return Request(
         inputs,
         outputs=list(request._requested_output_names) or None,
-        request_id=request._request_id,
-        correlation_id=request._correlation_id,
-        flags=request._flags,
-        timeout_us=request._timeout_us,
-        parameters=request._parameters,
+        request_id=request._details.request_id,
+        correlation_id=request._details.correlation_id,
+        flags=request._details.flags,
+        timeout_us=request._details.timeout_us,
+        parameters=request._details.parameters,
         trace_context=request._trace.get_context(),
     )
 

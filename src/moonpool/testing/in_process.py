@@ -271,17 +271,8 @@ class InProcessModel(LoadedModel):
         details = request.details or Details()
         if details.outputs is not None:
             outputs = [outputs[number] for number in details.outputs]
-        made = InferenceRequest.from_wire(
-            details.request_id,
-            details.correlation_id,
-            details.flags,
-            details.timeout_us,
-            details.parameters,
-            outputs,
-            tensors,
-            details.priority,
-            (self._collector, self._batches, index),
-        )
+        origin = (self._collector, self._batches, index)
+        made = InferenceRequest.from_wire(details, outputs, tensors, origin)
         if details.trace is not None:
             made._trace = InferenceTrace(details.trace)
         return made
