@@ -15,6 +15,7 @@ NAMES = (
     "floor",
     "latency",
     "throughput",
+    "processor",
     "tensor_size",
     "startup",
     "memory",

@@ -4,8 +4,8 @@ Theory of operation. Only the writer of a region allocates in it, and the table 
 memory, so no peer can damage it. A *block* is in use while somebody holds it: the reader that was told of
 it, a local array, a response that passes an input through. Free bytes of a region are kept as extents
 in order of address; the first one that is large enough is cut, and neighbours are joined again when
-a block comes back. Low addresses are so used again and again, and stay in the processor's cache. The block that
-came back last stays whole until another size is wanted: mostly the next one is as large.
+a block comes back. Low addresses are so used again and again, and stay in the processor's cache. Blocks of
+one size that came back stay whole until another size is wanted: mostly the next one is as large.
 
 Not thread-safe: one thread at a time owns an arena. Others hand blocks back through a queue that
 the owner drains.
@@ -45,7 +45,7 @@ class Block:
 class Extents:
     """The free bytes of one region."""
 
-    __slots__ = ("_sizes", "_spare", "_starts", "live", "region", "uses")
+    __slots__ = ("_sizes", "_spares", "_starts", "live", "region", "uses")
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -53,20 +53,19 @@ class Extents:
         self.uses = 0
         self._starts = [0]
         self._sizes = [region.size_bytes]
-        # The block that came back last, which is in no extent yet.
-        self._spare: Block | None = None
+        # The blocks that came back last, all of one size, which are in no extent yet.
+        self._spares: list[Block] = []
 
     def take(self, size_bytes: int) -> Block | None:
-        """The spare block if it is of that size, else one cut from the first extent that has room."""
-        spare = self._spare
-        if spare is not None:
-            self._spare = None
-            if spare.size_bytes == size_bytes:
-                spare.holds = 1
-                self.live[spare.offset] = spare
+        """A spare block if there is one of that size, else one cut from the first extent that has room."""
+        if self._spares:
+            if self._spares[-1].size_bytes == size_bytes:
+                block = self._spares.pop()
+                block.holds = 1
+                self.live[block.offset] = block
                 self.uses += 1
-                return spare
-            self._join(spare)
+                return block
+            self._join_spares()
         return self._cut(size_bytes)
 
     def _cut(self, size_bytes: int) -> Block | None:
@@ -88,9 +87,13 @@ class Extents:
     def give(self, block: Block) -> None:
         """Make the bytes of a block free again."""
         del self.live[block.offset]
-        spare, self._spare = self._spare, block
-        if spare is not None:
-            self._join(spare)
+        if self._spares and self._spares[-1].size_bytes != block.size_bytes:
+            self._join_spares()
+        self._spares.append(block)
+
+    def _join_spares(self) -> None:
+        while self._spares:
+            self._join(self._spares.pop())
 
     def _join(self, block: Block) -> None:
         """Join the bytes of a free block with free neighbours."""

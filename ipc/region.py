@@ -97,7 +97,8 @@ class SharedRegion(Region):
         if size_bytes <= _SMALL:
             # A quarter of the time that numpy takes for it, but no other thread runs meanwhile.
             try:
-                self._open()[offset : offset + size_bytes] = array  # type: ignore[call-overload]
+                buffer = self.buffer or self._open()
+                buffer[offset : offset + size_bytes] = array  # type: ignore[call-overload]
                 return
             except ValueError:  # it is not contiguous
                 pass

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.stub import loader, logger, pb_utils
 from moonpool.stub.errors import InvalidReturn
-from moonpool.stub.execute import validate_execute_return
+from moonpool.stub.execute import are_answers, validate_execute_return
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model_config import ModelConfig
 from moonpool.stub.native import NativeAdapter, complete_config
@@ -75,18 +75,17 @@ class Model:
 
         Raises `InvalidReturn`.
         """
-        if isinstance(returned, list) and type(returned) is not list:
+        if type(returned) is not list and isinstance(returned, list):
             returned = list(returned)  # its methods are the model's
-        validate_execute_return(
-            returned,
-            requests,
-            self._instance,
-            decoupled=self._is_decoupled,
-            reschedules=self._reschedules,
-        )
-        if returned is None:
-            return [None] * len(requests)
-        return returned  # type: ignore[return-value]
+        if self._is_decoupled or not are_answers(returned, requests):
+            validate_execute_return(
+                returned,
+                requests,
+                self._instance,
+                decoupled=self._is_decoupled,
+                reschedules=self._reschedules,
+            )
+        return [None] * len(requests) if returned is None else returned  # type: ignore[return-value]
 
     @property
     def is_ready(self) -> Callable[[], object] | None:

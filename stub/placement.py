@@ -86,7 +86,7 @@ class Placer:
             error = response._error
             if error is not None:
                 return None, error_remark(int(error.code()), error.message())
-            parameters = checked_parameters(response._parameters)
+            parameters = response._parameters and checked_parameters(response._parameters)
             outputs = response._outputs
             if len(names) != len(self._indices):
                 outputs = self.wanted(outputs, names)
@@ -262,10 +262,8 @@ def error_remark(code: int, message: str) -> list[Any]:
     return [None, [code, message[:_MAX_TEXT].encode("utf-8", "replace").decode()]]
 
 
-def checked_parameters(parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The parameters of a response, None for none. Raises `BadResponse` for what cannot travel."""
-    if not parameters:
-        return None
+def checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a response. Raises `BadResponse` for what cannot travel."""
     if len(parameters) > MAX_PARAMETERS:
         raise BadResponse(
             f"the response has {len(parameters)} parameters, and {MAX_PARAMETERS} is the most"

@@ -19,6 +19,7 @@ QUESTIONS = (
     "floor",
     "latency",
     "throughput",
+    "processor",
     "tensor_size",
     "startup",
     "memory",

@@ -107,10 +107,13 @@ class ArenaMachine(RuleBasedStateMachine):
         block.holds += 1
         return block
 
-    @rule(block=consumes(blocks))
-    def release(self, block: Block) -> None:
+    @rule(block=consumes(blocks), by_place=st.booleans())
+    def release(self, block: Block, by_place: bool) -> None:
         held = block.holds
-        self.arena.release(block)
+        if by_place:
+            assert self.arena.release_at(block.region.id, block.offset)
+        else:
+            self.arena.release(block)
 
         assert block.holds == held - 1
         if held == 1:
