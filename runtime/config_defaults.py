@@ -93,7 +93,7 @@ _ACTED_ON: dict[str, frozenset[str]] = {
     "ModelVersionPolicy.All": frozenset(),
     "ModelVersionPolicy.Specific": frozenset(["versions"]),
     "ModelInput": frozenset(["name", "data_type", "dims", "optional"]),
-    "ModelOutput": frozenset(["name", "data_type", "dims"]),
+    "ModelOutput": frozenset(["name", "data_type", "dims", "label_filename"]),
     "ModelDynamicBatching": frozenset(MESSAGES["ModelDynamicBatching"]),
     "ModelQueuePolicy": frozenset(MESSAGES["ModelQueuePolicy"]),
     **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelSequence")},
