@@ -92,7 +92,7 @@ def _in_turns(
     found: dict[int, list[Row]] = {count: [] for count in servers}
     for server in servers.values():
         case.check(server.port(case.protocol))
-    for turn in range(-1, rounds):
+    for turn in range(0 if quick else -1, rounds):
         for count, server in sorted(servers.items(), reverse=turn % 2 == 0):
             answered, before = server.answered(case.model), server.busy_by_process_s()
             sample = pressed.press(case, server.port(case.protocol), seconds)

@@ -87,7 +87,7 @@ def _in_turns(
     for server in servers:
         case.check(server.port(case.protocol))
     found: dict[str, list[Row]] = {server.name: [] for server in servers}
-    for turn in range(-1, rounds):
+    for turn in range(0 if quick else -1, rounds):
         for server in servers if turn % 2 else reversed(servers):
             busy_s, answered = server.busy_s(), server.answered(case.model)
             sample = pressed.press(case, server.port(case.protocol), seconds)

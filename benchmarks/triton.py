@@ -153,7 +153,11 @@ def measure(report: Report, quick: bool) -> None:
     with contextlib.closing(server):
         chosen = cases()
         if quick:
-            chosen = {name: asked for name, asked in chosen.items() if asked.case.callers == 4}
+            chosen = {
+                name: asked
+                for name, asked in chosen.items()
+                if asked.case.callers == 4 and asked.instances == 1
+            }
         for name, asked in chosen.items():
             by = _Streams() if asked.is_stream else pressed
             try:
@@ -187,7 +191,7 @@ def _in_turns(
         for side in _SIDES:
             asked.of(side).check(port)
     found: dict[str, list[Sample]] = {side: [] for side in _SIDES}
-    for turn in range(-1, rounds):
+    for turn in range(0 if quick else -1, rounds):
         for side in _SIDES if turn % 2 else reversed(_SIDES):
             sample = pressed.press(asked.of(side), port, seconds)
             if turn >= 0:

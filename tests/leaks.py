@@ -28,6 +28,7 @@ LASTING_PATHS = {
     "/dev/nvidia": "the CUDA driver holds its devices open until the process ends",
     "/dev/shm/cuda.shm": "the CUDA driver keeps it until the process ends",
     "/dev/shm/moonpool_tests_": "a tritonserver has its regions until it is stopped, and they are removed then",
+    "/dev/shm/triton_python_backend_": "a tritonserver that no test started; whose, not every user may see",
 }
 
 

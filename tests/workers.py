@@ -14,6 +14,23 @@ WITH_SERVERS = (
     "tests/triton/backend",
     "tests/triton/protocol",
 )
+# Seconds that a unit takes, where its tests are few for that: begun early, it leaves no worker alone in the end.
+SECONDS = {
+    "tests/chaos/test_chaos.py": 25,
+    "tests/chaos/test_chaos_served.py": 15,
+    "tests/e2e/test_abuse_deaths.py": 20,
+    "tests/e2e/test_soak.py": 25,
+    "tests/hostile/test_as_nobody.py": 75,
+    "tests/runtime/cli/test_bench_servers.py": 20,
+    "tests/server/clients": 30,
+    "tests/server/page/test_page.py": 50,
+    "tests/test_benchmarks.py": 60,
+    "tests/triton/backend": 60,
+    "tests/triton/sanitized/test_hostile_stub.py": 60,
+    "tests/triton/sanitized/test_races.py": 30,
+}
+# Of a test, where nothing else is known.
+SECONDS_OF_A_TEST = 0.15
 
 
 def unit_of(nodeid: str) -> str:
@@ -23,13 +40,27 @@ def unit_of(nodeid: str) -> str:
     return folder if folder in WITH_SERVERS else file
 
 
+def seconds_of(unit: str, tests: int) -> float:
+    """About how long a unit of so many tests takes."""
+    return max(SECONDS.get(unit, 0), SECONDS_OF_A_TEST * tests)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What `--dist loadfile` gives, but for the units."""
+    """What `--dist loadfile` gives, but for the units, and that the longest are begun first."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
-    scheduler = LoadFileScheduling(config, log)
-    scheduler._split_scope = unit_of
-    return scheduler
+    class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            longest = max(
+                self.workqueue, key=lambda unit: seconds_of(unit, len(self.workqueue[unit]))
+            )
+            self.workqueue.move_to_end(longest, last=False)
+            super()._assign_work_unit(node)
+
+    return LongestFirst(config, log)

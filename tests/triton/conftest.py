@@ -90,6 +90,6 @@ def _loads(
 ) -> dict[str, tuple[Failure | None, Failure | None]]:
     """What hindered each load. Triton waits a second in each, so all are under way at once."""
     with ThreadPoolExecutor(16) as threads:
-        theirs = list(threads.map(triton.load, names))
-        ours = list(threads.map(moonpool.load, names))
-    return dict(zip(names, zip(theirs, ours, strict=True), strict=True))
+        theirs = {name: threads.submit(triton.load, name) for name in names}
+        ours = {name: moonpool.load(name) for name in names}
+        return {name: (theirs[name].result(), ours[name]) for name in names}

@@ -62,8 +62,9 @@ def both(
         names = sorted(zoo | set(BROKEN))
         both = Both(*sides)
         request.session.stash[SIDE] = both.triton
-        with ThreadPoolExecutor(16) as threads:
-            loads = [[*threads.map(side.load, names)] for side in sides]
-        both.loads = dict(zip(names, zip(*loads, strict=True), strict=True))
+        with ThreadPoolExecutor(32) as threads:
+            asked = [[threads.submit(side.load, name) for side in sides] for name in names]
+            for name, (theirs, ours) in zip(names, asked, strict=True):
+                both.loads[name] = theirs.result(), ours.result()
         assert {both.loads[name] for name in zoo} == {(None, None)}
         yield both
