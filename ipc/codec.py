@@ -126,7 +126,8 @@ def compile_check(kind: IntEnum, message: Message) -> Check:
         f" if type(m) is not list or type(m[0]) is not int or len(m) != {1 + len(message.fields)}:",
         f"  unled({kind.name!r}, {1 + len(message.fields)})",
     ]
-    _Writer(lines).fields({"kind": None, **message.fields}, "m", kind.name, 1)
+    # The kind itself, under a name that no field has.
+    _Writer(lines).fields({"": None, **message.fields}, "m", kind.name, 1)
     return _compile(lines)
 
 
