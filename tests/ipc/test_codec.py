@@ -178,6 +178,13 @@ def test_a_choice_of_lists_is_refused_when_the_check_is_made() -> None:
         compile_check(Kind.LOG, Message(None, {"it": OneOf(Int(), ListOf(Int(), 3))}))
 
 
+def test_a_field_may_have_any_name() -> None:
+    for name in ("kind", "m", "v1", "check"):
+        check = compile_check(Kind.LOG, Message(None, {name: Int(), "other": Int()}))
+
+        check([int(Kind.LOG), 1, 2])
+
+
 def _endless() -> list[Any]:
     inner: list[Any] = []
     inner.append(inner)

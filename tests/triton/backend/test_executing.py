@@ -18,23 +18,28 @@ def test_tensors_of_any_size_arrive_whole(client: Client, size: int) -> None:
     assert np.array_equal(client.infer("identity", array), array)
 
 
+def counted(client: Client) -> tuple[int, int]:
+    """Rows and executions so far."""
+    (stats,) = client.grpc.get_inference_statistics("batched").model_stats
+    return stats.inference_count, stats.execution_count
+
+
 def test_requests_that_are_batched_get_each_its_own(client: Client) -> None:
     def ask(number: int) -> bool:
-        array = np.full((1 + number % 2, 100 + number), number, np.uint8)
+        array = np.full((1 + number % 2, 100), number, np.uint8)
         return np.array_equal(client.infer("batched", array), array)
 
+    rows, executions = counted(client)
     with ThreadPoolExecutor(16) as threads:
         assert all(threads.map(ask, range(100)))
+    assert counted(client)[0] - rows == 150
+    assert counted(client)[1] - executions < 100
 
 
 def test_rows_are_counted_as_the_server_counts_them(client: Client) -> None:
-    def count() -> tuple[int, int]:
-        (stats,) = client.grpc.get_inference_statistics("batched").model_stats
-        return stats.inference_count, stats.execution_count
-
-    before = count()
+    before = counted(client)
     client.infer("batched", np.zeros((3, 5), np.uint8))
-    assert [after - each for each, after in zip(before, count(), strict=True)] == [3, 1]
+    assert [after - each for each, after in zip(before, counted(client), strict=True)] == [3, 1]
 
 
 def test_an_error_has_its_code_and_its_text(client: Client) -> None:
