@@ -39,11 +39,12 @@ def find_library() -> Path:
     for place in _PLACES:
         if place.is_file():
             return place
-    raise NotInstallable(
-        "this moonpool was installed without its library for tritonserver, as there was no C++ compiler: install "
-        "g++ and make, and moonpool once more from its source (pip install --force-reinstall --no-deps and the path "
-        f"of it), or, in a source tree, run make -C {FOLDER / 'native'}"
-    )
+    native = FOLDER / "native"
+    if (native / "Makefile").is_file():
+        how = f"run make -C {native}"
+    else:
+        how = "install g++ and make, and moonpool anew from its source (pip install --force-reinstall --no-deps PATH)"
+    raise NotInstallable(f"this moonpool has no library for tritonserver: {how}")
 
 
 def library_of(name: str) -> str:

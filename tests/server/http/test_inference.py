@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import tracemalloc
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -314,10 +315,16 @@ def test_a_bomb_is_refused_before_it_takes_the_memory(made: Any) -> None:
     from moonpool.runtime.frontend.http.head import BadMessage
 
     bomb = made(bytes(64 << 20))
-    with pytest.raises(BadMessage) as refused:
-        inflate(bomb, 1 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadMessage) as refused:
+            inflate(bomb, 1 << 20)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
 
     assert refused.value.status == 413
+    assert most_bytes < 8 << 20
 
 
 @pytest.mark.parametrize(
