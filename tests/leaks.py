@@ -108,14 +108,21 @@ def left_since(before: Holdings) -> list[str]:
     if not Holdings().beyond(before):
         return []
     gc.collect()
+    # What programs that run beside this one have there is nothing to wait for.
+    others = {name for name in _shm_names() - before.names if _is_used_elsewhere(name)}
     deadline = Deadline(GRACE_S)
     with suppress(AssertionError):
-        wait_until(lambda: not Holdings().beyond(before), deadline)
+        wait_until(lambda: not _without(Holdings(), others).beyond(before), deadline)
     now = Holdings()
     now.names = {name for name in now.names - before.names if not _is_used_elsewhere(name)}
     # Programs that run beside this one remove theirs meanwhile.
     now.names = {name for name in now.names if os.path.exists(name)}
     return now.beyond(before)
+
+
+def _without(holdings: Holdings, names: set[str]) -> Holdings:
+    holdings.names -= names
+    return holdings
 
 
 def _end_children(since: Holdings) -> None:
