@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import os
 import socket
+import sys
+import termios
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -72,6 +75,14 @@ class Channel:
             self._send(packet, _NO_SIGNAL)
         except OSError as error:
             raise self._gone(error) from error
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether the peer leaves so much unread that only what has to be said should be sent."""
+        unread = int.from_bytes(
+            fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder
+        )
+        return unread > self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def send_fds(self, packet: bytes, *descriptors: int) -> None:
         """As `send`, with descriptors for the peer. The caller keeps its own."""

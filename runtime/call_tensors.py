@@ -27,6 +27,8 @@ def read_inputs(rows: Sequence[list[Any]], leases: Sequence[Any]) -> dict[str, A
 
     Raises `RemoteProtocolError` for what does not lie in them, `InvalidRequest` for a name that is there twice.
     """
+    if len(leases) > len(rows):
+        raise RemoteProtocolError(f"{len(leases)} blocks for {len(rows)} inputs")
     inputs: dict[str, Any] = {}
     for name, datatype, shape, block, offset, size_bytes in rows:
         if block >= len(leases) or offset + size_bytes > leases[block].size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 from typing import TYPE_CHECKING, Any
 
-from moonpool.ipc.errors import MoonpoolError, ProtocolError, RemoteProtocolError
+from moonpool.ipc.errors import MoonpoolError, ProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Kind, Side
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.region import SharedRegion
@@ -118,10 +118,12 @@ class StubConnection:
         if key is None:
             return False
         try:
-            self.control.send(Kind.CANCEL, *key)
-        except RemoteProtocolError:  # it is behind with reading: many may leave at the same time
-            self._reactor.call_later(_LATER_S, lambda: self.cancel(request))
-        except MoonpoolError:  # a stub that is gone needs no telling
+            if self.control.channel.is_half_full:
+                # Many may leave at the same time. There has to be room for what a stub must be told.
+                self._reactor.call_later(_LATER_S, lambda: self.cancel(request))
+            else:
+                self.control.send(Kind.CANCEL, *key)
+        except (MoonpoolError, OSError):  # a stub that is gone needs no telling
             return False
         return True
 

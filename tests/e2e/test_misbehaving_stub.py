@@ -6,7 +6,9 @@ that a request names.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -96,6 +98,7 @@ WORDS = {
     "a call from another's region": "which is not the stub's to answer from",
     "a call beyond its block": "input 'X' does not lie in its block",
     "a call from a block that is none": "input 'X' does not lie in its block",
+    "a call with blocks of nothing": "1 blocks for 0 inputs",
     "a call of no shape": "input 'X' of shape [5] has 16 bytes",
     "a huge call of nothing": "input 'X' of shape",
     "a call that lets go of what it has not": "which it does not hold",
@@ -105,6 +108,7 @@ WORDS = {
     "floods calls": "bytes unread",
     "closes the work channel": "closed its channel during execute",
     "leaves a child": "exited with 7",
+    "leaves a child that tells on": "exited with 7",
     "dies": "was killed by SIGKILL",
 }
 
@@ -160,7 +164,7 @@ def comes_back(runtime: moonpool.Runtime, pid: int) -> None:
     "fault",
     [
         pytest.param(fault, marks=pytest.mark.needs("processes"))
-        if fault == "leaves a child"
+        if fault.startswith("leaves a child")
         else fault
         for fault in FAULTS
     ],
@@ -330,6 +334,44 @@ def test_a_stub_that_asks_for_memory_of_a_device_that_is_not_there_is_refused(
         ask(runtime, "grows on a device")
 
     assert pid_of(runtime) == pid
+
+
+@pytest.mark.usefixtures("instead_of_the_stub")
+def test_a_stub_that_is_behind_with_hearing_who_has_left_can_be_told_what_it_must(
+    runtime: moonpool.Runtime,
+) -> None:
+    config: Config = {"input": [tensor("X", "FP32", -1)], "output": SIGNATURE["output"]}
+    count, large = 400, np.zeros(1 << 16, np.float32)
+
+    async def leave() -> None:
+        waiting = [
+            asyncio.ensure_future(runtime.ainfer("late", {"X": X}, request_id="leaves it open"))
+            for _ in range(count)
+        ]
+        await asyncio.to_thread(
+            wait_until, lambda: runtime.statistics("late")["execution_count"] == count, 30.0
+        )
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    with hosted(runtime, "late", MODELS / "echo.py", config | options(**SEEN, REGION_BYTES="4K")):
+        pid = pid_of(runtime, "late")
+        asyncio.run(leave())
+        # It takes a region that the stub is to be told of, too.
+        with pytest.raises(moonpool.ModelError, match=f"^{count} were cancelled"):
+            runtime.infer("late", {"X": large}, request_id="ends the cancelled", timeout_s=30.0)
+        assert pid_of(runtime, "late") == pid
+
+
+@pytest.mark.usefixtures("rogue")
+def test_a_stub_that_tells_much_is_heard_more_slowly(runtime: moonpool.Runtime) -> None:
+    ask(runtime)
+    begin_s = time.monotonic()
+
+    ask(runtime, "tells much")
+
+    assert time.monotonic() - begin_s > 1.0
 
 
 @pytest.mark.usefixtures("instead_of_the_stub")

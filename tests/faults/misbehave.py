@@ -25,7 +25,7 @@ BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES  # noqa: E402
 from moonpool.ipc.codec import calls_codec, control_codec, encode, unpack_layout, work_codec  # noqa: E402
-from moonpool.ipc.messages import FINAL, NO_DEVICE, PROTOCOL_VERSION, Kind, Side  # noqa: E402
+from moonpool.ipc.messages import FINAL, NO_DEVICE, OPEN, PROTOCOL_VERSION, Kind, Side  # noqa: E402
 from moonpool.ipc.policy import Policy  # noqa: E402
 from moonpool.stub.sandbox import layers  # noqa: E402
 
@@ -49,6 +49,7 @@ class Peer:
         self.batch = 0
         self.count = 0
         self.blocks: list[list[int]] = []
+        self.left_open: list[int] = []
 
     def say(self, *message: object) -> None:
         self.work.send(encode(*message))
@@ -249,6 +250,17 @@ def leave_a_child(peer: Peer) -> None:
     os._exit(7)
 
 
+def leave_a_child_that_tells_on(peer: Peer) -> None:
+    """As fast as it is heard."""
+    if os.fork() == 0:
+        os.setsid()
+        with contextlib.suppress(OSError):
+            while True:
+                peer.tell(Kind.LOG, 3, "x", "", 0)
+        os._exit(0)
+    os._exit(7)
+
+
 def grow_beyond_all(peer: Peer) -> None:
     peer.tell(Kind.GROW, HUGE, NO_DEVICE)
     kind, reason = peer.control_codec.decode(peer.control.recv(MAX_PACKET_BYTES))
@@ -314,6 +326,48 @@ def asks_too_often(peer: Peer) -> None:
     refused = [codec.decode(peer.calls.recv(MAX_PACKET_BYTES)) for _ in range(10)]
     numbers = sorted(number for _, number, error, _ in refused if error)
     peer.answer(responses=[[[], None, [1, f"{numbers[0]} to {numbers[-1]} were refused"]]])
+
+
+def call_of_strings(peer: Peer) -> None:
+    """With nine inputs that are the same 130 MiB of strings; answers what is said of it."""
+    size = 130 << 20
+    peer.tell(Kind.GROW, size, NO_DEVICE)
+    fds: list[int] = []
+    while not fds:  # something else may be told before
+        packet, fds, _, _ = socket.recv_fds(peer.control, MAX_PACKET_BYTES, 1)
+    os.pwrite(fds[0], (size - 4).to_bytes(4, "little"), 0)
+    blocks = [[peer.control_codec.decode(packet)[1], 0, size]]
+    rows = [[f"X{number}", BYTES, [1], 0, 0, size] for number in range(9)]
+    peer.calls.send(encode(Kind.INFER, 1, "sibling", -1, False, 0, (), blocks, rows, (), None))
+    reply = calls_codec(Side.STUB).decode(peer.calls.recv(MAX_PACKET_BYTES))
+    peer.answer(responses=[[[], None, reply[-1]]])
+
+
+def tells_much(peer: Peer) -> None:
+    """Three times as much as is heard in a second."""
+    for _ in range(60_000):
+        peer.tell(Kind.METRICS, [], [])
+    peer.answer()
+
+
+def leave_open(peer: Peer) -> None:
+    """Leave a request open, without a look at the control channel from now on."""
+    peer.left_open.append(peer.batch)
+    peer.say(Kind.ANSWER, peer.batch, [], [], [], encode([]), None, [OPEN])
+
+
+def end_the_cancelled(peer: Peer) -> None:
+    """Wait until all that was left open is wanted no more, and end it; answers how much that was."""
+    cancelled: list[int] = []
+    while len(cancelled) < len(peer.left_open):
+        fields = peer.control_codec.decode(peer.control.recv(MAX_PACKET_BYTES))
+        if fields[0] == Kind.CANCEL:
+            cancelled.append(fields[1])
+    for batch in cancelled:
+        peer.tell(Kind.RESPONSES, [[batch, 0, FINAL, [], None, [None, [1, "ended"]]]])
+    told = f"{len(set(cancelled) & set(peer.left_open))} were cancelled"
+    peer.left_open.clear()
+    peer.answer(responses=[[[], None, [1, told]]])
 
 
 def prints_newlines(_: Peer) -> None:
@@ -425,6 +479,11 @@ FAULTS: dict[str, Fault] = {
     "a call from beyond the region": lambda peer: peer.call(at=HUGE),
     "a call beyond its block": lambda peer: peer.call(offset=8),
     "a call from a block that is none": lambda peer: peer.call(block=1),
+    "a call with blocks of nothing": lambda peer: peer.calls.send(
+        encode(
+            Kind.INFER, 1, "sibling", -1, False, 0, (), [[peer.answers_region, 0, 16]], (), (), None
+        )
+    ),
     "a call of no shape": lambda peer: peer.call(shape=(5,)),
     "a huge call of nothing": lambda peer: peer.call(shape=(0, HUGE, HUGE), size=0),
     "a call that lets go of what it has not": lambda peer: peer.call(released=[[HUGE, 0]]),
@@ -437,6 +496,7 @@ FAULTS: dict[str, Fault] = {
     # Ends.
     "closes the work channel": closing("work"),
     "leaves a child": leave_a_child,
+    "leaves a child that tells on": leave_a_child_that_tells_on,
     "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
 }
 
@@ -450,6 +510,10 @@ LATER: dict[str, Fault] = {
     "floods with metrics": flood(encode(Kind.METRICS, [], [])),
     "floods its output": prints_newlines,
     "asks too often": asks_too_often,
+    "a call of strings": call_of_strings,
+    "tells much": tells_much,
+    "leaves it open": leave_open,
+    "ends the cancelled": end_the_cancelled,
     "grows beyond all": grow_beyond_all,
     "grows on a device": grow_on_a_device,
     "keeps its input": lambda peer: peer.answer(held=[block[:2] for block in peer.blocks]),

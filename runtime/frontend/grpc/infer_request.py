@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as kserve
 
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.tensors import BYTES, CODES, DTYPES
+from moonpool.ipc.tensors import BYTES, CODES, DTYPES, MAX_DIMS
 from moonpool.runtime.details import details_of
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.frontend.grpc.infer_parameters import Parameters, parameters_of, place_of
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # What is remembered of requests is small, so that clients cannot make it large.
 _MEMORABLE_BYTES = 2048
 _MANY_BYTES = 1 << 18
+# What is said of fewer is Triton's.
+_MANY_DIMS = 1024
 # Which field of InferTensorContents each datatype has; FP16 and BF16 have none.
 _CONTENTS = {
     "bool_contents": (("BOOL",), "BOOL"),
@@ -266,14 +268,23 @@ class _Early(InvalidRequest):
 
 
 def _described(tensor: Any) -> Described:
+    if len(tensor.shape) > _MANY_DIMS:
+        raise InvalidRequest(
+            f"the shape of input '{tensor.name}' has {len(tensor.shape)} dimensions, and {MAX_DIMS} is the most"
+        )
     place = place_of(tensor.name, tensor.parameters)
     return Described(tensor.name, CODES.get(tensor.datatype, 0), tuple(tensor.shape), place)
 
 
-def _packed(name: str, code: int, values: Any) -> bytes:
+def _packed(name: str, code: int, values: Any) -> bytes | bytearray:
     """Values of the message as the bytes of a tensor."""
     if code == BYTES:
-        return b"".join(len(each).to_bytes(4, "little") + each for each in values)
+        # Piece by piece: there may be many that are short, and all of them at once take more than they hold.
+        data = bytearray()
+        for each in values:
+            data += len(each).to_bytes(4, "little")
+            data += each
+        return data
     try:
         return np.array(values, DTYPES[code]).tobytes()
     except OverflowError:

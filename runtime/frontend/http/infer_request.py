@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Place = tuple[str, int, int]
 _UINT64 = 2**64 - 1
+# Inputs of a request, and outputs; of a shape's dimensions far fewer are good.
+_MOST_TENSORS = 65_536
 
 
 class InputPlan(NamedTuple):
@@ -178,6 +180,8 @@ def _array(root: Mapping[str, Any], name: str) -> list[Any]:
     value = root[name]
     if type(value) is not list:
         raise BadJson(name, _WRONG["array"])
+    if len(value) > _MOST_TENSORS:
+        raise InvalidRequest(f"'{name}' has {len(value)} elements, and {_MOST_TENSORS} is the most")
     return value
 
 

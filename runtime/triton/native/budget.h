@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 
 namespace moonpool {
 
@@ -27,6 +29,40 @@ class Budget {
   const double per_second_;
   double left_;
   Clock::time_point at_ = Clock::now();
+};
+
+// How much a stub may say on one channel before it has to wait, as runtime/flow.py has it: what is not read blocks the
+// stub that wrote it, and nobody else.
+class Flow {
+ public:
+  // Something of that size was received, which costs as much as so many messages beside.
+  void took(size_t size_bytes, double messages = 1) {
+    unpaid_ += messages + static_cast<double>(size_bytes / kMessageBytes);
+  }
+  // Of a message in memory, which is copied and looked through, and otherwise costs nothing.
+  static double cost_of_stored(uint64_t size_bytes) { return static_cast<double>(size_bytes) / kStoredBytes; }
+  // After a round of receiving: the next one is later where this was too much.
+  void settle() {
+    if (unpaid_ > 0 && !budget_.spend(unpaid_)) {
+      paused_until_ = std::chrono::steady_clock::now() + kPause;
+    }
+    unpaid_ = 0;
+  }
+  // How long nothing is to be read; 0 where it may be.
+  int pause_milliseconds() const {
+    const auto left = paused_until_ - std::chrono::steady_clock::now();
+    if (left.count() <= 0) return 0;
+    return 1 + static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(left).count());
+  }
+
+ private:
+  // More than a model in Python can have to say. What is long counts as several.
+  static constexpr double kMessagesPerSecond = 20'000;
+  static constexpr size_t kMessageBytes = 512, kStoredBytes = 16 << 10;
+  static constexpr auto kPause = std::chrono::milliseconds(20);
+  Budget budget_{kMessagesPerSecond};
+  double unpaid_ = 0;
+  std::chrono::steady_clock::time_point paused_until_{};
 };
 
 }  // namespace moonpool

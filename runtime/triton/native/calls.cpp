@@ -21,6 +21,9 @@ using wire::Kind;
 
 // What takes long, and runs on a thread each.
 constexpr size_t kMaxTasks = 64;
+constexpr double kTaskCost = 20;
+// Copies of inputs of requests that are open. One may be larger, but only alone.
+constexpr uint64_t kMaxCopiedBytes = 1 << 30;
 // What a stub may leave unread: its model asked for all of it, but need not have the time to look at it.
 constexpr uint64_t kFullBytes = 64 << 20;
 // What fits a packet, whatever it says.
@@ -87,6 +90,21 @@ void load_model(triton::Server* server, const std::string& name, const std::stri
                                               parameters.size()));
 }
 
+// What has a thread of its own, or a message in memory, costs as much as so many others.
+double cost_of(const Decoded<Kind>& question) {
+  if (!question) return 1;
+  switch (question.kind()) {
+    case Kind::INDIRECT:
+      return 1 + Flow::cost_of_stored(wire::Indirect(question.fields).size);
+    case Kind::LOAD_MODEL:
+    case Kind::UNLOAD_MODEL:
+    case Kind::IS_MODEL_READY:
+      return kTaskCost;
+    default:
+      return 1;
+  }
+}
+
 // A model that there is not is not ready either.
 bool is_ready(triton::Server* server, const std::string& name, int64_t version) {
   bool is_ready = false;
@@ -105,24 +123,28 @@ Calls::Calls(Channel channel, Stub& stub, const Model& model)
 
 short Calls::events() {
   std::lock_guard lock(mutex_);
-  return static_cast<short>(waiting_.empty() ? POLLIN : POLLIN | POLLOUT);
+  return waiting_.empty() ? 0 : POLLOUT;
 }
 
-bool Calls::read() {
-  {
-    std::lock_guard lock(mutex_);
-    if (waiting_bytes_ > 2 * kFullBytes) {
-      throw Violation("the stub leaves " + std::to_string(waiting_bytes_) + " bytes unread");
-    }
-    while (!waiting_.empty()) {
-      if (channel_.send(waiting_.front()) == Channel::Sent::kFull) break;
-      waiting_bytes_ -= waiting_.front().size();
-      waiting_.pop_front();
-    }
+void Calls::send_waiting() {
+  std::lock_guard lock(mutex_);
+  if (waiting_bytes_ > 2 * kFullBytes) {
+    throw Violation("the stub leaves " + std::to_string(waiting_bytes_) + " bytes unread");
   }
+  while (!waiting_.empty()) {
+    if (channel_.send(waiting_.front()) == Channel::Sent::kFull) return;
+    waiting_bytes_ -= waiting_.front().size() + sizeof(std::string);
+    waiting_.pop_front();
+  }
+}
+
+bool Calls::read(Flow& flow) {
+  send_waiting();
   const Channel::Received received = channel_.receive(packet_, true);
   if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
-  handle(decode(wire::kCalls, wire::Side::STUB, packet_.bytes()));
+  const auto question = decode(wire::kCalls, wire::Side::STUB, packet_.bytes());
+  flow.took(packet_.bytes().size(), cost_of(question));
+  handle(question);
   return true;
 }
 
@@ -195,6 +217,10 @@ void Calls::handle_stored(const wire::Indirect& where) {
 
 void Calls::infer(const wire::Infer& asked) {
   check_new(asked.call);
+  if (asked.blocks.size() > asked.inputs.size()) {
+    throw Violation(std::to_string(asked.blocks.size()) + " blocks for " +
+                    std::to_string(asked.inputs.size()) + " inputs");
+  }
   take_back(asked.released);
   auto inference = std::make_shared<Inference>(shared_from_this(), asked.call, stub_->open_requests().batch());
   inference->hold(asked.blocks, stub_->loans(), stub_->answers());
@@ -265,6 +291,21 @@ void Calls::leave(uint64_t batch) {
 
 void Calls::take_back(const List<wire::Place>& places) {
   for (const wire::Place& place : places) stub_->loans().take_back(place);
+}
+
+void Calls::take_room(uint64_t size) {
+  std::lock_guard lock(mutex_);
+  if (copied_bytes_ > 0 && copied_bytes_ + size > kMaxCopiedBytes) {
+    throw Failure(triton::kUnavailable,
+                  "the strings in open requests of this model take " + std::to_string(copied_bytes_) +
+                      " bytes already");
+  }
+  copied_bytes_ += size;
+}
+
+void Calls::give_room_back(uint64_t size) {
+  std::lock_guard lock(mutex_);
+  copied_bytes_ -= size;
 }
 
 View Calls::lend(uint64_t size, Spot* spot) {
@@ -479,7 +520,8 @@ void Calls::send() {
     stub_->wake();
   }
   waiting_.emplace_back(packet);
-  waiting_bytes_ += packet.size();
+  // With what it takes to remember a short one.
+  waiting_bytes_ += packet.size() + sizeof(std::string);
 }
 
 }  // namespace moonpool

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "api.h"
+#include "budget.h"
 #include "channel.h"
 #include "memory.h"
 #include "metrics.h"
@@ -34,21 +35,26 @@ class Calls : public std::enable_shared_from_this<Calls> {
   // What follows is for the thread that listens.
 
   int fd() const { return channel_.fd(); }
-  // What to wait for: that the stub says something and, where it is behind, that it reads.
+  // What to wait for beside questions: that the stub reads, where it is behind with that.
   short events();
+  // Send what the stub had no room for. Throws Violation.
+  void send_waiting();
   // Take in one question of the stub's: the next may be about what it says elsewhere meanwhile. False at the
   // end of the channel. Throws Violation.
-  bool read();
+  bool read(Flow& flow);
   // The stub is gone: what it asked for is not wanted any more.
   void close();
-  // What the model did to its metrics. Throws Violation.
-  void change_metrics(const wire::Metrics& changes) { metrics_.change(changes); }
+  // What the model did to its metrics; how many observations that was. Throws Violation.
+  uint64_t change_metrics(const wire::Metrics& changes) { return metrics_.change(changes); }
 
   // What follows is for any thread.
 
   // Nobody waits for what the model does with a batch: cancel what it has asked others meanwhile.
   void leave(uint64_t batch);
 
+  // Room for a copy of what the stub may not change any more, until `give_room_back`. Throws Failure.
+  void take_room(uint64_t size);
+  void give_room_back(uint64_t size);
   // Memory for an output: the stub's until it lets go of it, or `take_back`. Throws Failure.
   View lend(uint64_t size, Spot* spot);
   void take_back(Spot spot) noexcept;
@@ -95,7 +101,7 @@ class Calls : public std::enable_shared_from_this<Calls> {
   std::map<uint64_t, std::shared_ptr<Inference>> open_;
   std::set<uint64_t> tasks_;
   std::deque<std::string> waiting_;
-  uint64_t waiting_bytes_ = 0;
+  uint64_t waiting_bytes_ = 0, copied_bytes_ = 0;
   Writer message_, indirect_;
   std::vector<wire::Place> released_;
 };

@@ -1,6 +1,8 @@
 #include "channel.h"
 
 #include <errno.h>
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -82,6 +84,14 @@ Channel::Received Channel::receive(Packet& packet, bool at_once,
 void Channel::limit_waiting(int milliseconds) const {
   timeval limit{milliseconds / 1000, milliseconds % 1000 * 1000};
   setsockopt(socket_.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+}
+
+bool Channel::is_half_full() const {
+  int unread = 0, most = 0;
+  socklen_t size = sizeof most;
+  if (ioctl(socket_.get(), SIOCOUTQ, &unread) < 0) return false;
+  if (getsockopt(socket_.get(), SOL_SOCKET, SO_SNDBUF, &most, &size) < 0) return false;
+  return unread > most / 2;
 }
 
 void Channel::shut() const { shutdown(socket_.get(), SHUT_RDWR); }

@@ -54,6 +54,8 @@ class Channel {
   // than a packet may hold is gone, too. Descriptors that come along are taken only into `descriptors`.
   Received receive(Packet& packet, bool at_once, std::vector<Descriptor>* descriptors = nullptr) const;
   void limit_waiting(int milliseconds) const;
+  // Whether the peer leaves so much unread that only what has to be said should be sent.
+  bool is_half_full() const;
   // Whoever waits at either end sees the end of the channel, after what was sent. From any thread.
   void shut() const;
 

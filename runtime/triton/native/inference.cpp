@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "calls.h"
 #include "parameters.h"
@@ -212,6 +213,8 @@ void Inference::add_input(const wire::NamedTensor& input) {
   const char* bytes = block.bytes + input.offset;
   if (input.datatype == triton::kBytes) {
     // Whoever reads these goes by the sizes in them, which the stub could change after they were looked at.
+    calls_->take_room(input.size);
+    copied_bytes_ += input.size;
     copies_.emplace_back(bytes, input.size);
     bytes = copies_.back().data();
   }
@@ -243,6 +246,8 @@ void Inference::cancel() noexcept {
 }
 
 void Inference::let_go() noexcept {
+  copies_.clear();
+  calls_->give_room_back(std::exchange(copied_bytes_, 0));
   calls_->release(answers_, loans_);
   answers_.clear();
   loans_.clear();

@@ -50,6 +50,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
   // Those of the stub's own, which it gets back; and those that it was lent.
   std::vector<Spot> answers_, loans_;
   std::deque<std::string> copies_;
+  uint64_t copied_bytes_ = 0;
   std::vector<int64_t> shape_;
 
   std::mutex mutex_;  // of the request, which the server may let go of at any time

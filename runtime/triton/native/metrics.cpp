@@ -142,7 +142,7 @@ std::shared_ptr<Metrics::Family> Metrics::family(const wire::NewMetric& asked) {
   return family;
 }
 
-void Metrics::change(const wire::Metrics& said) {
+uint64_t Metrics::change(const wire::Metrics& said) {
   uint64_t observations = 0;
   for (const wire::MetricsChanges& row : said.changes) {
     Held* held = known(row.metric, "METRICS");
@@ -174,6 +174,7 @@ void Metrics::change(const wire::Metrics& said) {
   for (const uint64_t number : said.dropped) {
     if (known(number, "METRICS")) drop(number);
   }
+  return observations;
 }
 
 double Metrics::value(uint64_t number) {

@@ -20,8 +20,8 @@ class Metrics {
 
   // The number of another metric, or of a family alone. Throws Failure.
   uint64_t hold(const wire::NewMetric& asked);
-  // Throws Violation for what no honest stub sends.
-  void change(const wire::Metrics& said);
+  // How many observations that was. Throws Violation for what no honest stub sends.
+  uint64_t change(const wire::Metrics& said);
   // The value of a counter or a gauge. Throws Failure, Violation.
   double value(uint64_t number);
   // The stub is gone, and holds nothing any more.

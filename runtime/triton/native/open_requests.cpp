@@ -165,13 +165,13 @@ uint64_t OpenRequests::batch() {
 }
 
 uint64_t OpenRequests::each_cancelled(
-    const std::function<void(uint64_t batch, uint64_t index)>& tell) {
+    const std::function<bool(uint64_t batch, uint64_t index)>& tell) {
   std::lock_guard lock(mutex_);
   bool are_new = false, are_all = true;
   const auto look = [&](Pending& pending, uint64_t batch, uint64_t index, auto* is_cancelled, auto* of) {
     if (!pending.is_cancelled && !pending.is_ended && is_cancelled) {
       check(is_cancelled(of, &pending.is_cancelled));
-      if (pending.is_cancelled) tell(batch, index);
+      if (pending.is_cancelled) pending.is_cancelled = tell(batch, index);
       are_new |= pending.is_cancelled;
     }
     are_all &= pending.is_cancelled;

@@ -46,9 +46,9 @@ class OpenRequests {
   triton::Trace* child_trace(std::string_view name);
   // The batch that is executing, 0 for none.
   uint64_t batch();
-  // Those that nobody waits for any more, each told once. Returns the batch that is executing where these were the last
-  // that anybody waited for, else 0.
-  uint64_t each_cancelled(const std::function<void(uint64_t batch, uint64_t index)>& tell);
+  // Those that nobody waits for any more, until `tell` has returned true for them. Returns the batch that is executing where
+  // these were the last that anybody waited for, else 0.
+  uint64_t each_cancelled(const std::function<bool(uint64_t batch, uint64_t index)>& tell);
 
  private:
   struct Pending {

@@ -22,7 +22,12 @@ constexpr int kLookMilliseconds = 50;
 constexpr auto kReadiness = std::chrono::seconds(5);
 // Messages of one channel that are read before others have their turn.
 constexpr int kManyMessages = 64;
+// More than a socket holds.
+constexpr int kMostLastMessages = 1024;
 constexpr size_t kMostLetGo = 1 << 20;
+constexpr double kGrowthCost = 100;
+// So many of a metric cost as much as a message.
+constexpr double kObservations = 100;
 // Of the log: what is longer counts as several lines.
 constexpr size_t kLineBytes = 8192;
 
@@ -90,8 +95,13 @@ void Stub::tell_packet(std::string_view packet, int descriptor) {
 }
 
 void Stub::tell_cancelled() {
-  const uint64_t deserted = open_requests_.each_cancelled(
-      [this](uint64_t batch, uint64_t index) { tell<Kind::CANCEL>(batch, index); });
+  const uint64_t deserted = open_requests_.each_cancelled([this](uint64_t batch, uint64_t index) {
+    // Many may leave at the same time. Those that a stub has no time to hear of are told later, so that there is room
+    // for what it has to be told.
+    const bool is_told = !control_.is_half_full();
+    if (is_told) tell<Kind::CANCEL>(batch, index);
+    return is_told;
+  });
   if (deserted) calls_->leave(deserted);
 }
 
@@ -173,14 +183,17 @@ void Stub::listen() noexcept {
 }
 
 void Stub::listen_until_end() {
-  pollfd ends[] = {{control_.fd(), POLLIN, 0},
-                   {calls_->fd(), POLLIN, 0},
+  pollfd ends[] = {{control_.fd(), 0, 0},
+                   {calls_->fd(), 0, 0},
                    {wakes_.get(), POLLIN, 0},
                    {pidfd_.get(), POLLIN, 0}};
   for (;;) {
-    ends[1].events = calls_->events();
-    const int ready = poll(ends, std::size(ends), wait_milliseconds());
-    if (ready == 0) tidy();
+    const int pause = flow_.pause_milliseconds();
+    // Both, as what is asked may be about what was told before. Their ends are seen in any case.
+    ends[0].events = pause ? 0 : POLLIN;
+    ends[1].events = static_cast<short>(ends[0].events | calls_->events());
+    const int ready = poll(ends, std::size(ends), pause ? pause : wait_milliseconds());
+    if (ready == 0 && !pause) tidy();
     if (ready <= 0) continue;
     if (is_readable(ends[2])) {
       eventfd_t count;
@@ -189,14 +202,15 @@ void Stub::listen_until_end() {
     const bool has_exited = is_readable(ends[3]);
     // A question may be about what was said here before.
     if ((is_readable(ends[0]) || is_readable(ends[1])) && !read_control()) return;
+    if ((ends[1].revents & POLLOUT) != 0) calls_->send_waiting();
     // A stub that asks nothing any more may still answer.
-    if (ends[1].revents != 0 && !calls_->read()) ends[1].fd = -1;
+    if (is_readable(ends[1]) && !calls_->read(flow_)) ends[1].fd = -1;
+    if (answers_.has_many_released()) tell_released();
+    flow_.settle();
     if (open_requests_.are_open()) tell_cancelled();
     if (has_exited) {
-      // What it sent before its end is not lost.
-      while (read_control()) {
-        pollfd more{control_.fd(), POLLIN, 0};
-        if (poll(&more, 1, 0) <= 0) break;
+      // What it sent before its end is not lost. Whoever holds its end of the channel yet may send on for ever.
+      for (int i = 0; i < kMostLastMessages && read_control(); i += kManyMessages) {
       }
       return;
     }
@@ -225,6 +239,7 @@ bool Stub::take_in_control() {
     const Channel::Received received = control_.receive(packet_, true);
     if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
     auto message = decode(wire::kControl, wire::Side::STUB, packet_.bytes());
+    stored.clear();
     if (message && message.kind() == Kind::INDIRECT) {
       const wire::Indirect where(message.fields);
       const View view = answers_.look({where.region, where.offset, where.size});
@@ -233,6 +248,11 @@ bool Stub::take_in_control() {
       message = decode(wire::kControl, wire::Side::STUB, stored);
     }
     if (!message) throw Violation(message.wrong);
+    // Responses are work that was asked for. Growth takes memory, and an honest stub asks for ever more.
+    if (message.kind() != Kind::RESPONSES) {
+      const double cost = message.kind() == Kind::GROW ? kGrowthCost : 1;
+      flow_.took(packet_.bytes().size(), cost + Flow::cost_of_stored(stored.size()));
+    }
     handle(message);
   }
   return true;
@@ -263,7 +283,7 @@ void Stub::handle(const Decoded<Kind>& message) {
       return;
     }
     case Kind::METRICS:
-      calls_->change_metrics(wire::Metrics(message.fields));
+      flow_.took(0, static_cast<double>(calls_->change_metrics(wire::Metrics(message.fields))) / kObservations);
       return;
     case Kind::READINESS: {
       const wire::Readiness answer(message.fields);

@@ -109,6 +109,7 @@ class Stub final : public RegionSource {
   std::optional<wire::Grow> growth_;  // that was asked for and not answered yet
   // Lines that it may log, and how many more it did; for whoever listens.
   Budget log_lines_;
+  Flow flow_;
   uint64_t lines_left_out_ = 0;
   Packet packet_;
   std::atomic<bool> is_executing_{false};

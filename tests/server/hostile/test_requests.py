@@ -89,6 +89,7 @@ def test_strange_keys_open_nothing(target: Target, key: str) -> None:
         ("a shape of many dimensions", infer("add_sub", {"inputs": [{**A, "shape": [1] * 100_000}, B]})),
         ("a shape of zeros and much else", infer("every", {"inputs": [lent("IN_FP32", 0, shape=[0, 2**62])]})),
         ("many inputs", infer("add_sub", {"inputs": [A] * 10_000})),
+        ("very many inputs", infer("add_sub", {"inputs": [[]] * 100_000})),
         ("many names", infer("add_sub", {"inputs": [{**A, "name": str(i)} for i in range(10_000)]})),
         ("many outputs", infer("add_sub", {**GOOD, "outputs": [output(str(i)) for i in range(10_000)]})),
         ("many parameters", infer("add_sub", {**GOOD, "parameters": {str(i): {} for i in range(10_000)}})),

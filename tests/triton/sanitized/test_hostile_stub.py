@@ -7,8 +7,10 @@ what it must not.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 
+import grpc
 import numpy as np
 import pytest
 from tests.faults.known import FAULTS
@@ -16,6 +18,7 @@ from tests.triton.answers import Answer, Outcome
 from tests.triton.sanitized.server import ADDRESSES, OUTPUTS, SanitizedServer, write_models
 from tests.triton.triton_side import TritonSide
 from tests.waiting import wait_until
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 # The first test waits for the compiler.
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
@@ -62,3 +65,50 @@ def test_a_stub_that_breaks_the_protocol_is_ended_and_the_server_stays(
         wait_until(lambda: ENDED.search(hostile.log()[heard:]), 20.0, "a reason in the log")
     wait_until(lambda: isinstance(ask(side), Answer), 30.0, "another process")
     assert isinstance(side.infer("sibling", {"X": X}), Answer)
+
+
+def test_a_stub_that_tells_much_is_heard_more_slowly(
+    side: TritonSide,
+) -> None:
+    assert isinstance(ask(side), Answer)
+    begin_s = time.monotonic()
+
+    assert isinstance(ask(side, "tells much"), Answer)
+
+    assert time.monotonic() - begin_s > 1.0
+
+
+def test_strings_that_are_named_again_and_again_are_not_copied_without_end(
+    side: TritonSide,
+) -> None:
+    said = ask(side, "a call of strings")
+
+    assert "the strings in open requests of this model take 954204160 bytes already" in str(said)
+
+
+def test_a_stub_that_is_behind_with_hearing_who_has_left_can_be_told_what_it_must(
+    hostile: SanitizedServer, side: TritonSide
+) -> None:
+    heard = len(hostile.log())
+    count = 400
+    with grpc.insecure_channel(f"127.0.0.1:{hostile.grpc_port}") as channel:
+        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        named = service_pb2.ModelStatisticsRequest(name="rogue")
+
+        def executions() -> int:
+            (found,) = service.ModelStatistics(named, timeout=20.0).model_stats
+            return int(found.execution_count)
+
+        before = executions()
+        request = service_pb2.ModelInferRequest(model_name="rogue", id="leaves it open")
+        request.inputs.add(name="X", datatype="FP32", shape=[4])
+        request.raw_input_contents.append(X.tobytes())
+        waiting = [service.ModelInfer.future(request) for _ in range(count)]
+        wait_until(lambda: executions() == before + count, 30.0, "all to be left open")
+        for each in waiting:
+            each.cancel()
+
+        said = ask(side, "ends the cancelled")
+
+    assert f"{count} were cancelled" in str(said)
+    assert not ENDED.search(hostile.log()[heard:])
