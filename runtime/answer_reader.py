@@ -15,13 +15,16 @@ from moonpool.runtime.allocator import allocate
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.layout import AnswerLayout, read_answer
 from moonpool.runtime.request import Response, Wire
+from moonpool.runtime.reshaping import of_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moonpool.ipc.memory import Lease
+    from moonpool.runtime.config import ModelConfig
     from moonpool.runtime.layout import Output
     from moonpool.runtime.request import InferenceRequest, Outcome
+    from moonpool.runtime.reshaping import Reshaping
 
 # What is remembered of answers: layouts that are small, so that none of it can take much memory.
 _MEMORABLE_BYTES = 4096
@@ -34,9 +37,16 @@ class AnswerReader:
         """`is_confined`: what the model says of itself is not for everybody."""
         self._is_confined = is_confined
         self.output_names: list[str] = []
+        # Of outputs that clients get in another shape.
+        self._reshaped: dict[str, Reshaping] = {}
         # Whether any block may be one of a device.
         self.has_devices = False
         self._layouts: Memo[bytes, AnswerLayout] = Memo()
+
+    def serve(self, config: ModelConfig) -> None:
+        """From now on, answers are of a model of this configuration."""
+        self.output_names = [tensor.name for tensor in config.outputs]
+        self._reshaped = of_outputs(config)
 
     def layout(self, packed: bytes, count: int) -> AnswerLayout:
         """What a layout of so many responses says. Raises `RemoteProtocolError` for what no blocks could hold.
@@ -46,9 +56,17 @@ class AnswerReader:
         layout = self._layouts.get(packed)
         if layout is None:
             layout = read_answer(packed, self.output_names, count)
+            if self._reshaped:
+                layout = layout._replace(
+                    responses=[[self._reshape(each) for each in row] for row in layout.responses]
+                )
             if len(packed) <= _MEMORABLE_BYTES:
                 self._layouts.keep(packed, layout)
         return layout
+
+    def _reshape(self, output: Output) -> Output:
+        reshaping = self._reshaped.get(output.name)
+        return output if reshaping is None else output._replace(shape=reshaping.of(output.shape))
 
     @staticmethod
     def check_blocks(layout: AnswerLayout, blocks: Sequence[object]) -> None:

@@ -92,8 +92,9 @@ _ACTED_ON: dict[str, frozenset[str]] = {
     "ModelVersionPolicy.Latest": frozenset(["num_versions"]),
     "ModelVersionPolicy.All": frozenset(),
     "ModelVersionPolicy.Specific": frozenset(["versions"]),
-    "ModelInput": frozenset(["name", "data_type", "dims", "optional"]),
-    "ModelOutput": frozenset(["name", "data_type", "dims", "label_filename"]),
+    "ModelInput": frozenset(["name", "data_type", "dims", "reshape", "optional"]),
+    "ModelTensorReshape": frozenset(["shape"]),
+    "ModelOutput": frozenset(["name", "data_type", "dims", "reshape", "label_filename"]),
     "ModelDynamicBatching": frozenset(MESSAGES["ModelDynamicBatching"]),
     "ModelQueuePolicy": frozenset(MESSAGES["ModelQueuePolicy"]),
     **{name: frozenset(MESSAGES[name]) for name in MESSAGES if name.startswith("ModelSequence")},
@@ -154,6 +155,6 @@ _FILLED_IN = {
 def _is_set(path: str, value: object) -> bool:
     if value == _FILLED_IN.get(path):
         return False
-    if isinstance(value, Mapping) and path != "input.reshape" and path != "output.reshape":
+    if isinstance(value, Mapping):
         return any(_is_set("", item) for item in value.values())
     return value is not None and value not in ("", 0, False, [], {})

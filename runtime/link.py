@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.cuda.region import DeviceRegion
     from moonpool.ipc.memory import Lease
+    from moonpool.runtime.config import ModelConfig
     from moonpool.runtime.lanes import Lanes
     from moonpool.runtime.regions import CallerMemory
     from moonpool.runtime.request import Answer, InferenceRequest, Outcome
@@ -110,9 +111,9 @@ class Link(Overflow):
             self.close()
             raise
 
-    def serve(self, output_names: list[str], caller_memory: CallerMemory) -> None:
-        """From now on, batches are for a model with these outputs."""
-        self._reader.output_names = output_names
+    def serve(self, config: ModelConfig, caller_memory: CallerMemory) -> None:
+        """From now on, batches are for a model of this configuration."""
+        self._reader.serve(config)
         self.loans.serve(caller_memory)
 
     @property

@@ -132,7 +132,7 @@ class PythonBackend(Backend):
         """Start the stub and wait until its model is initialized."""
         model = instance.model
         stub = self.start_stub(instance, StubHandle)
-        stub.link.serve([output.name for output in model.config.outputs], self.memory_of(model))
+        stub.link.serve(model.config, self.memory_of(model))
         stub.link.is_on_gpu = instance.kind == "GPU"
         stub.serve(instance.respond)
         stub.bounds.serves(instance.report_grown)

@@ -15,6 +15,7 @@ from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, ITEMSIZE, MAX_DIMS,
 from moonpool.runtime.device_intake import DeviceIntake, is_on_device
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.request import Details, InferenceRequest, Shapes, Tensor, Wire
+from moonpool.runtime.reshaping import of_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,6 +64,7 @@ class Signature:
         self._intake = intake or DeviceIntake()
         self._max_batch_size = config.max_batch_size
         self._inputs = {t.name: _Input(i, t) for i, t in enumerate(config.inputs)}
+        self._reshaped = of_inputs(config)
         self._in_order = list(self._inputs.values())
         self._required = {t.name for t in config.inputs if not t.optional}
         # Whoever names these, in this order, has named none.
@@ -138,7 +140,9 @@ class Signature:
             if own != spec.dims and not self._fits(spec, own):
                 raise self._wrong_shape(spec, shape)
             size_bytes = prod(shape) * ITEMSIZE[spec.code]
-            tensors.append(Tensor(spec.index, spec.code, list(shape), size_bytes))
+            reshaping = self._reshaped.get(spec.name)
+            seen = list(shape) if reshaping is None else reshaping.of(shape)
+            tensors.append(Tensor(spec.index, spec.code, seen, size_bytes))
         is_shared = all(tensor.datatype != BYTES for tensor in tensors)
         return Shapes(
             tensors,

@@ -108,7 +108,8 @@ def _expected(tensor: Json) -> Expected:
     data_type = str(tensor["data_type"])
     is_text = data_type == "TYPE_STRING"
     dtype = None if is_text else DTYPES[CODES[data_type[len("TYPE_") :]]]
-    return Expected(data_type, dtype, tuple(int(dim) for dim in tensor["dims"]))
+    dims = tensor["reshape"]["shape"] if tensor.get("reshape") else tensor["dims"]
+    return Expected(data_type, dtype, tuple(int(dim) for dim in dims))
 
 
 def _lies_on_device(value: Any) -> bool:

@@ -118,17 +118,16 @@ class Pair:
         self.peer.conversation.receive()
         self.peer.conversation.send(Kind.LOADED, {})
         self.link.conversation.receive()
-        self.link.serve(["Y", "Z"], self.memory)
-        self._signature = Signature(
-            ModelConfig.from_dict(
-                {
-                    "name": "m",
-                    "backend": "any",
-                    "input": [tensor("X", "FP32", -1)],
-                    "output": [tensor("Y", "FP32", -1), tensor("Z", "FP32", -1)],
-                }
-            )
+        config = ModelConfig.from_dict(
+            {
+                "name": "m",
+                "backend": "any",
+                "input": [tensor("X", "FP32", -1)],
+                "output": [tensor("Y", "FP32", -1), tensor("Z", "FP32", -1)],
+            }
         )
+        self.link.serve(config, self.memory)
+        self._signature = Signature(config)
 
     def request(self, values: Any) -> InferenceRequest:
         return self._signature.request({"X": np.asarray(values, np.float32)})

@@ -30,7 +30,7 @@ class TestUnusedFields:
              ["instance_group.rate_limiter", "instance_group.passive"]),
             ("input { format: FORMAT_NHWC allow_ragged_batch: true } input { format: FORMAT_NCHW }",
              ["input.format", "input.allow_ragged_batch"]),
-            ("output { label_filename: \"l\" reshape { } }", ["output.reshape"]),
+            ("output { label_filename: \"l\" reshape { } is_shape_tensor: true }", ["output.is_shape_tensor"]),
         ],
     )  # fmt: skip
     def test_what_nobody_acts_on_is_named_once(self, text: str, fields: list[str]) -> None:

@@ -75,6 +75,15 @@ WRONG: dict[str, tuple[str, Inputs]] = {
     "another dimension": ("facts", {"X": X, "Y": X}),
     "a dimension too few of a batch": ("batch", {"X": np.zeros(2, np.int32)}),
     "another dimension of a batch": ("batch", {"X": np.zeros((1, 3), np.int32)}),
+    "a shape that only the model has": (
+        "reshaped",
+        {
+            "GRID": np.zeros((1, 2, 3), np.int32),
+            "SCALAR": np.zeros((1, 1), np.int32),
+            "ROWS": np.zeros((1, 1, 4), np.int32),
+            "TEXTS": np.array([[["a"], ["b"]]], object),
+        },
+    ),
     "a batch too large": ("batch", {"X": np.zeros((5, 2), np.int32)}),
     "no model": ("none of that name", {"X": X}),
 }
@@ -110,6 +119,22 @@ def test_a_batch_is_answered_by_rows(both: Both, rows: int) -> None:
     array = np.arange(rows * 2, dtype=np.int32).reshape(rows, 2)
 
     assert both.answer("batch", {"X": array}).outputs == {"Y": output_of(array * 2)}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_tensors_have_the_shapes_that_a_reshape_gives_them(
+    both: Both, rows: int, length: int
+) -> None:
+    texts = [[[b"a"], [b"bc"]]] * rows
+    inputs = {
+        "GRID": np.arange(rows * 6, dtype=np.int32).reshape(rows, 6),
+        "SCALAR": np.arange(rows, dtype=np.int32).reshape(rows, 1),
+        "ROWS": np.arange(rows * length * 4, dtype=np.int32).reshape(rows, length, 4),
+        "TEXTS": np.array(texts, object),
+    }
+
+    both.answer("reshaped", inputs)
 
 
 @pytest.mark.parametrize("code", range(1, 9))

@@ -121,8 +121,7 @@ class GuestModel:
         instance.state = connection
         instance.respond = partial(self.scheduler.outcomes.respond, instance)
         connection.serve(instance.respond)
-        outputs = [output.name for output in self.model.config.outputs]
-        connection.link.serve(outputs, self.memory)
+        connection.link.serve(self.model.config, self.memory)
         connection.link.is_on_gpu = self.model.config.uses_gpu
         seat = self._seats[number] = Seat(number, instance)
         self._reactor.watch(control.fileno(), lambda: self._read(seat))

@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import AGAIN, FINAL
+from moonpool.runtime.reshaping import of_outputs
 from moonpool.stub.errors import ErrorCode, TritonError
 from moonpool.stub.placement import Placer
 from moonpool.stub.reply import Port, Reply
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from moonpool.runtime.config import ModelConfig
     from moonpool.stub.request import InferenceRequest
     from moonpool.stub.response import InferenceResponse
     from moonpool.testing.request import Request
@@ -70,7 +72,8 @@ class Exchange:
 class Collector(Port):
     """Keeps what is sent. Any thread may call any method."""
 
-    def __init__(self, start: dict[str, Any]) -> None:
+    def __init__(self, start: dict[str, Any], config: ModelConfig) -> None:
+        self._reshaped = of_outputs(config)
         self.is_decoupled = bool(start["decoupled"])
         self._names: list[str] = start["outputs"]
         self._placer = Placer(_Nowhere(), start)  # type: ignore[arg-type]
@@ -118,6 +121,9 @@ class Collector(Port):
             tensor._name: copied(tensor)
             for tensor in self._placer.wanted(response._outputs, reply.wanted)
         }
+        for name, reshaping in self._reshaped.items():
+            if name in outputs:
+                outputs[name] = outputs[name].reshape(reshaping.of(outputs[name].shape))
         unknown = [t._name for t in response._outputs if t._name not in self._names]
         return Response(outputs, parameters, unknown=unknown)
 

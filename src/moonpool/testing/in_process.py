@@ -105,7 +105,7 @@ class InProcessModel(LoadedModel):
         self._signature = Signature(self.config)
         batching = self.config.sequence_batching
         self._sequences = None if batching is None else Sequences(self.config, batching)
-        self._collector = Collector(start)
+        self._collector = Collector(start, self.config)
         self._coroutines = Coroutines(start["concurrent_batches"])
         host.is_serving = True
         self._also_close: Callable[[], None] = lambda: None
@@ -263,9 +263,11 @@ class InProcessModel(LoadedModel):
         tensors = []
         for placement, tensor in zip(request.inputs, request.shapes.tensors, strict=True):
             array = np.array(placement.data, order="C")
+            shape = tuple(tensor.shape)
             if tensor.datatype >= BYTES:
                 array = array.reshape(-1).view(np.uint8)
-            shape = tuple(tensor.shape)
+            else:
+                array = array.reshape(shape)
             tensors.append(Tensor.from_wire(names[tensor.number], tensor.datatype, shape, array))
         outputs = [tensor.name for tensor in self.config.outputs]
         details = request.details or Details()

@@ -56,8 +56,6 @@ def check_outputs(response: Response, config: ModelConfig, rows: int | None) -> 
                 f"output '{name}' of model '{config.name}' is {datatype}, and the configuration says "
                 f"{tensor.datatype}"
             )
-        if tensor.reshape is not None:
-            continue
         dims = list(tensor.dims)
         if config.max_batch_size:
             dims = [-1 if rows is None else rows, *dims]
