@@ -110,6 +110,7 @@ class Contained:
         limits.share_processors(policy.cpus, policy.nice)
         limits.forbid_core_dumps()
         limits.forbid_what_outlives()
+        limits.limit_timers()
         self._applied.on.append("limits")
 
     def _choose_user(self) -> None:

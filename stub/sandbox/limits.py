@@ -17,6 +17,7 @@ _LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
     "file_bytes": resource.RLIMIT_FSIZE,
 }
+_PENDING_SIGNALS = 1024
 # For messages that outlive a process, and for a place before all other processes.
 _NEVER = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
 
@@ -39,6 +40,11 @@ def forbid_core_dumps() -> None:
 def forbid_what_outlives() -> None:
     for which in _NEVER:
         _limit(which, 0, "message queues and priorities")
+
+
+def limit_timers() -> None:
+    """Signals that wait, and timers, are counted for all processes of the user: leave the others some."""
+    _limit(resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS, "pending signals")
 
 
 def limit_tasks(tasks: int) -> None:

@@ -47,7 +47,7 @@ eventfd eventfd2 pipe pipe2 timerfd_create timerfd_settime timerfd_gettime signa
 # On the channels, and on what `socketpair` made: nothing else is a socket here. Without `sendmsg`, which takes descriptors
 # along: those that wait in a socket are counted for all processes of the user, the runtime included (unix(7)).
 _SOCKETS = """
-sendto recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt setsockopt
+sendto recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt
 """
 _MEMORY = """
 mmap munmap mprotect mremap brk msync mlock mlock2 munlock munlockall membarrier mseal map_shadow_stack
@@ -162,7 +162,12 @@ def _conditional(pid: int) -> dict[str, Alternatives]:
         ),
         # AF_UNIX; SOCK_STREAM and SOCK_SEQPACKET, which cannot send to anybody but each other.
         "socketpair": (((0, ALL_BITS, (1,)), (1, _SOCK_TYPE, (1, 5))),),
+        "setsockopt": (_options(1, _SOCKET_OPTIONS),),
     }
+
+
+def _options(level: int, values: Iterable[int]) -> tuple[Condition, ...]:
+    return ((1, ALL_BITS, (level,)), (2, ALL_BITS, values))
 
 
 def _one_of(argument: int, values: Iterable[int]) -> Alternatives:
@@ -189,10 +194,23 @@ _FCNTLS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
 # PR_GET_PDEATHSIG, GET_DUMPABLE, SET_NAME, GET_NAME, GET_SECCOMP, CAPBSET_READ, SET and GET_TIMERSLACK,
 # SET and GET_NO_NEW_PRIVS, SET and GET_THP_DISABLE, SVE_GET_VL, GET_TAGGED_ADDR_CTRL, SME_GET_VL, SET_VMA
 _PRCTLS = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 51, 56, 64, 0x53564D41)
+# SO_REUSEADDR, SNDBUF, RCVBUF, KEEPALIVE, LINGER, RCVTIMEO and SNDTIMEO; not those that hand a program to the kernel.
+_SOCKET_OPTIONS = (2, 7, 8, 9, 13, 20, 21, 66, 67)
+# Of sockets of TCP also SO_BROADCAST, OOBINLINE, PRIORITY, REUSEPORT.
+_TCP_SOCKET_OPTIONS = (*_SOCKET_OPTIONS, 6, 10, 12, 15)
 # IPPROTO_TCP or the family's own: other protocols of streams are none of Landlock's.
 _TCP: dict[str, Alternatives] = {
     "socket": (((0, ALL_BITS, (2, 10)), (1, _SOCK_TYPE, (1,)), (2, ALL_BITS, (0, 6))),),
     "connect": (),
+    "setsockopt": (
+        _options(1, _TCP_SOCKET_OPTIONS),
+        # IP_TOS, TTL, MTU_DISCOVER, RECVERR; IPV6_RECVERR, V6ONLY, TCLASS.
+        _options(0, (1, 2, 10, 11)),
+        _options(41, (25, 26, 67)),
+        # TCP_NODELAY, MAXSEG, CORK, KEEPIDLE, KEEPINTVL, KEEPCNT, SYNCNT, LINGER2, DEFER_ACCEPT, WINDOW_CLAMP, QUICKACK,
+        # USER_TIMEOUT, NOTSENT_LOWAT; not TCP_ULP, by which the kernel speaks other protocols itself.
+        _options(6, (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 18, 25)),
+    ),
     # With that flag it connects, past Landlock.
     "sendto": (((3, _MSG_FASTOPEN, (0,)),),),
     "sendmsg": (((2, _MSG_FASTOPEN, (0,)),),),

@@ -55,6 +55,12 @@ def test_memory_that_nobody_counts_is_not_given(attackers: Attackers, how: str) 
     assert attackers("off").tries(f"memory.{how}", count_bytes=MIB).word == "done"
 
 
+def test_timers_are_left_for_other_processes_of_the_user(attackers: Attackers) -> None:
+    """The kernel counts those of all of them together."""
+    assert attackers("strict").finds("memory.timers", count=3000) <= 1024
+    assert attackers("off").finds("memory.timers", count=3000) == 3000
+
+
 def test_memory_is_not_kept_from_the_others(attackers: Attackers) -> None:
     assert attackers("strict").tries("memory.lock_all").word in ("EPERM", "ENOMEM")
 

@@ -105,6 +105,11 @@ def test_without_a_sandbox_there_is_a_network(
     assert outcome.word in ATTEMPTS[attempt].off, outcome
 
 
+def test_a_socket_takes_no_program_for_the_kernel(attackers: Attackers) -> None:
+    assert attackers("strict").tries("network.filter_a_socket").word == "EPERM"
+    assert attackers("off").tries("network.filter_a_socket").word == "done"
+
+
 def test_a_granted_port_can_be_connected_to_and_nothing_else(
     runtime: moonpool.Runtime, model_folder: Path, scene: dict[str, Any]
 ) -> None:

@@ -74,6 +74,7 @@ NUMBERS = {
     "swapon": (167, 224),
     "syslog": (103, 116),
     "tgkill": (234, 131),
+    "timer_create": (222, 107),
     "umount2": (166, 39),
     "unshare": (272, 97),
     "userfaultfd": (323, 282),

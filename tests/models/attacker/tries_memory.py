@@ -54,6 +54,17 @@ def lock_all():
     LIBC.munlockall()
 
 
+def timers(count):
+    """How many of so many timers can be had."""
+    timer = ctypes.c_int()
+    for made in range(count):
+        try:
+            call("timer_create", 1, None, ctypes.byref(timer))
+        except BlockingIOError:
+            return made
+    return count
+
+
 def stack_overflow():
     """In C, where no interpreter counts."""
     array = (ctypes.c_int * 2)(1, 0)
