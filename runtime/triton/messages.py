@@ -125,7 +125,6 @@ LAUNCHER: dict[IntEnum, Message] = {
         {
             "model": _ID,
             "config": Maybe(_CONFIG),
-            "decoupled": Flag(),
             "reschedules": Flag(),
             "max_batch_size": Int(0, 2**31 - 1),
             "inputs": ListOf(_NAME, _MAX_TENSORS),

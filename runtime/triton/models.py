@@ -88,7 +88,6 @@ class ServedModel:
         is_private = is_contained(options.sandbox)
         return (
             self.completed(),
-            config.decoupled,
             sequences is not None and sequences.is_iterative,
             config.max_batch_size,
             input_names(config),

@@ -1,7 +1,8 @@
 """Writes `native/wire.h`: for the library inside tritonserver, all that the tables of messages say.
 
 Run it with `python -m moonpool.runtime.triton.wire_header` after a change to a table. What the library receives
-becomes a struct that is read from a packet; what it sends it encodes by the kind, which knows its number of fields.
+becomes a struct that is read from a packet; what it sends it encodes by the kind, which knows its number of fields. Rows of
+plain values it writes, too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _KINDS = {"Kind": messages.Kind, "Word": launcher.Word}
 _SIDES = {"Side": messages.Side, "End": launcher.End}
 _OURS = (messages.Side.RUNTIME, launcher.End.SHIM)
 _PLAIN = {Real: "double", Text: "std::string_view", Raw: "Raw", Packed: "Raw", Flag: "bool"}
+_SCALARS = (Int, Real, Text, Raw, Flag)
 _TYPES = {
     Int: "kInt",
     Real: "kReal",
@@ -100,7 +102,7 @@ void encode(Writer& writer, const Fields&... fields) {
 
 def header() -> str:
     """The whole text."""
-    rows = _Rows()
+    rows = Rows()
     structs = [rows.message(kind, message) for kind, message in received().items()]
     specs = _Specs()
     tables = [specs.table(name, enum, table) for name, (enum, table) in _TABLES.items()]
@@ -189,11 +191,13 @@ def _constants() -> str:
     return "\n".join(lines)
 
 
-class _Rows:
+class Rows:
     """The structs: those of messages are asked for, those of rows are made as they are met."""
 
     def __init__(self) -> None:
         self.structs: list[str] = []
+        # The names of what is in each.
+        self.fields: dict[str, list[str]] = {}
         self._names: dict[Row, str] = {}
         self._known = {
             spec: camel(name)
@@ -208,7 +212,7 @@ class _Rows:
         lines = self._members(name, message.fields)
         names = ", ".join(message.fields)
         lines.append(f"  explicit {name}(Reader reader) {{ read_all(reader, {names}); }}")
-        lines.append(f"  void write(Writer& writer) const {{ write_all(writer, {names}); }}")
+        self.fields[name] = list(message.fields)
         return "\n".join([*lines, "};\n"])
 
     def _row(self, row: Row, where: str) -> str:
@@ -219,9 +223,11 @@ class _Rows:
             names = ", ".join(row.fields)
             lines += ["  void read(Reader& reader) {", "    reader.array();"]
             lines += [f"    read_all(reader, {names});", "  }"]
-            lines += ["  void write(Writer& writer) const {"]
-            lines += [f"    writer.array({len(row.fields)});"]
-            lines += [f"    write_all(writer, {names});", "  }"]
+            if all(type(spec) in _SCALARS for spec in row.fields.values()):
+                lines += ["  void write(Writer& writer) const {"]
+                lines += [f"    writer.array({len(row.fields)});"]
+                lines += [f"    write_all(writer, {names});", "  }"]
+            self.fields[name] = list(row.fields)
             self.structs.append("\n".join([*lines, "};\n"]))
         return name
 
@@ -291,10 +297,8 @@ class _Specs:
         for kind, message in table.items():
             first = self.placed(list(message.fields.items()))
             sender = int(message.sender or 0)
-            next_ones = sum(1 << kind for kind in message.followers)
             lines.append(
-                f'    {{"{kind.name}", {int(kind)}, {sender}, {first}, {len(message.fields)}, '
-                f"{next_ones}u}},"
+                f'    {{"{kind.name}", {int(kind)}, {sender}, {first}, {len(message.fields)}}},'
             )
         head = f"constexpr Table<{enum.__name__}, {len(lines)}> k{name} = {{{{{{"
         return "\n".join([head, *lines, "}}, kSpecs};\n"])

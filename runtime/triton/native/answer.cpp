@@ -7,8 +7,6 @@
 namespace moonpool {
 namespace {
 
-// So that no product of a shape and the size of an item passes what a size may be.
-constexpr uint64_t kMaxElements = uint64_t{1} << 59;
 // A row, its six fields, and as many dimensions as there may be.
 constexpr uint64_t kValuesInRow = 7 + wire::kMaxDims;
 constexpr uint64_t kLengthBytes = 4;
@@ -67,20 +65,16 @@ void Answer::read_row(const wire::Tensor& row) {
   for (size_t i = firsts_.back(); i < outputs_.size(); ++i) {
     if (outputs_[i].name == row.index) refuse("is given twice");
   }
-  uint64_t elements = 1, bound = 1;
+  const auto elements = elements_of(row.shape);
+  if (!elements) refuse("has more elements than any tensor");
   const auto first = static_cast<uint32_t>(dims_.size());
-  for (const uint64_t dim : row.shape) {
-    elements *= dim;
-    if (dim > 0 && bound > kMaxElements / dim) refuse("has more than 2**59 elements");
-    bound *= dim > 0 ? dim : 1;
-    dims_.push_back(static_cast<int64_t>(dim));
-  }
+  for (const uint64_t dim : row.shape) dims_.push_back(static_cast<int64_t>(dim));
   const int datatype = static_cast<int>(row.datatype);
-  if (datatype != triton::kBytes && elements * wire::kItemBytes[row.datatype] != row.size) {
+  if (datatype != triton::kBytes && *elements * wire::kItemBytes[row.datatype] != row.size) {
     refuse("has " + std::to_string(row.size) + " bytes, which its shape has not");
   }
   outputs_.push_back({row.index, datatype, first, static_cast<uint32_t>(dims_.size()) - first,
-                      row.block, row.offset, row.size, elements});
+                      row.block, row.offset, row.size, *elements});
 }
 
 void Answer::open(const List<wire::Block>& blocks, Answers& answers, Loans* loans) {
@@ -148,12 +142,6 @@ bool Answer::send(triton::Response* response, size_t index,
   complain(triton::ResponseSend(response, flags, error), "a response cannot be sent");
   if (error) triton::ErrorDelete(error);
   return !error;
-}
-
-void send_failure(triton::Response* response, const Failure& failure) noexcept {
-  triton::Error* error = triton::ErrorNew(failure.code, failure.what());
-  complain(triton::ResponseSend(response, triton::kResponseFinal, error), "an error cannot be sent");
-  triton::ErrorDelete(error);
 }
 
 }  // namespace moonpool

@@ -54,7 +54,17 @@ class Answer {
   std::vector<Spot> spots_;
 };
 
-// Send a response that is but an error.
-void send_failure(triton::Response* response, const Failure& failure) noexcept;
+// Send an error in the place of a response of this request or factory; `make` is what makes those.
+template <class Of>
+void send_failure(Of* of, triton::Error* (*make)(triton::Response**, Of*), const Failure& failure) noexcept {
+  triton::Response* response = nullptr;
+  triton::Error* error = make(&response, of);
+  if (!error) {
+    triton::Error* told = triton::ErrorNew(failure.code, failure.what());
+    error = triton::ResponseSend(response, triton::kResponseFinal, told);
+    triton::ErrorDelete(told);
+  }
+  complain(error, "an error cannot be sent");
+}
 
 }  // namespace moonpool

@@ -8,51 +8,30 @@
 #include <string>
 #include <string_view>
 
-extern "C" {
-struct TRITONSERVER_Error;
-struct TRITONSERVER_InferenceRequest;
-struct TRITONSERVER_InferenceResponse;
-struct TRITONSERVER_InferenceTrace;
-struct TRITONSERVER_Message;
-struct TRITONSERVER_Metric;
-struct TRITONSERVER_MetricArgs;
-struct TRITONSERVER_MetricFamily;
-struct TRITONSERVER_Parameter;
-struct TRITONSERVER_ResponseAllocator;
-struct TRITONSERVER_Server;
-struct TRITONBACKEND_Backend;
-struct TRITONBACKEND_BackendAttribute;
-struct TRITONBACKEND_Input;
-struct TRITONBACKEND_Model;
-struct TRITONBACKEND_ModelInstance;
-struct TRITONBACKEND_Output;
-struct TRITONBACKEND_Request;
-struct TRITONBACKEND_Response;
-struct TRITONBACKEND_ResponseFactory;
-}
-
 namespace moonpool::triton {
 
-using Error = TRITONSERVER_Error;
-using Trace = TRITONSERVER_InferenceTrace;
-using InferenceRequest = TRITONSERVER_InferenceRequest;
-using InferenceResponse = TRITONSERVER_InferenceResponse;
-using Message = TRITONSERVER_Message;
-using Metric = TRITONSERVER_Metric;
-using MetricArgs = TRITONSERVER_MetricArgs;
-using MetricFamily = TRITONSERVER_MetricFamily;
-using Parameter = TRITONSERVER_Parameter;
-using ResponseAllocator = TRITONSERVER_ResponseAllocator;
-using Server = TRITONSERVER_Server;
-using Backend = TRITONBACKEND_Backend;
-using BackendAttribute = TRITONBACKEND_BackendAttribute;
-using Input = TRITONBACKEND_Input;
-using Model = TRITONBACKEND_Model;
-using ModelInstance = TRITONBACKEND_ModelInstance;
-using Output = TRITONBACKEND_Output;
-using Request = TRITONBACKEND_Request;
-using Response = TRITONBACKEND_Response;
-using ResponseFactory = TRITONBACKEND_ResponseFactory;
+// What is the server's, and only pointed to here: TRITONSERVER_ and TRITONBACKEND_ with these names.
+struct Error;
+struct InferenceRequest;
+struct InferenceResponse;
+struct InferenceTrace;
+struct Message;
+struct Metric;
+struct MetricArgs;
+struct MetricFamily;
+struct Parameter;
+struct ResponseAllocator;
+struct Server;
+struct Backend;
+struct BackendAttribute;
+struct Input;
+struct Model;
+struct ModelInstance;
+struct Output;
+struct Request;
+struct Response;
+struct ResponseFactory;
+using Trace = InferenceTrace;
 
 // The numbers of Triton's enumerations, which travel as `int`. Codes of errors and of datatypes are those of
 // moonpool's own wire.

@@ -64,7 +64,7 @@ bool Batch::give(Stub& stub) {
     write(stub, block);
   } catch (const Failure&) {
     stub.loans().end_batch({});
-    for (const wire::Place& place : released_) stub.answers().release({place.region, place.offset});
+    for (const wire::Place& place : released_) stub.answers().release(place);
     throw;
   }
   sent_ns_ = now_ns();
@@ -92,15 +92,7 @@ void Batch::finish(Stub& stub) {
   wait(stub);
   answered_ns_ = now_ns();
   std::string stored;
-  auto message = decode(wire::kWork, wire::Side::STUB, packet_.bytes());
-  if (message && message.kind() == Kind::INDIRECT) {
-    const wire::Indirect where(message.fields);
-    const View view = stub.answers().look({where.region, where.offset, where.size});
-    stored.assign(view.bytes, view.size);
-    stub.answers().release({where.region, where.offset});
-    message = decode(wire::kWork, wire::Side::STUB, stored);
-  }
-  if (!message) throw Violation(message.wrong);
+  const auto message = opened(wire::kWork, packet_.bytes(), stub.answers(), &stored);
   if (message.kind() != Kind::ANSWER) {
     throw Violation(std::string(message.message->name) + " came in the place of ANSWER");
   }
@@ -170,19 +162,13 @@ void Batch::fail(const Failure& failure, Stub* stub) noexcept {
     outcome.is_good = false;
     outcome.left = OpenRequests::Left::kRelease;
     if (stub && !stub->open_requests().deserted(i)) continue;
-    triton::Response* response = nullptr;
-    triton::Error* error = triton::ResponseNew(&response, requests_.all()[i]);
-    if (!error) send_failure(response, failure);
-    complain(error, "an error cannot be sent");
+    send_failure(requests_.all()[i], triton::ResponseNew, failure);
   }
   if (stub) stub->open_requests().end();
 }
 
 void Batch::fail_alone(triton::Request* request, const Failure& failure) noexcept {
-  triton::Response* response = nullptr;
-  triton::Error* error = triton::ResponseNew(&response, request);
-  if (!error) send_failure(response, failure);
-  complain(error, "an error cannot be sent");
+  send_failure(request, triton::ResponseNew, failure);
   complain(triton::ModelInstanceReportStatistics(instance_, request, false, start_ns_, start_ns_,
                                                  start_ns_, now_ns()),
            "statistics cannot be reported");

@@ -44,13 +44,13 @@ class Flow {
   // After a round of receiving: the next one is later where this was too much.
   void settle() {
     if (unpaid_ > 0 && !budget_.spend(unpaid_)) {
-      paused_until_ = std::chrono::steady_clock::now() + kPause;
+      paused_until_ = Clock::now() + kPause;
     }
     unpaid_ = 0;
   }
   // How long nothing is to be read; 0 where it may be.
   int pause_milliseconds() const {
-    const auto left = paused_until_ - std::chrono::steady_clock::now();
+    const auto left = paused_until_ - Clock::now();
     if (left.count() <= 0) return 0;
     return 1 + static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(left).count());
   }
@@ -62,7 +62,7 @@ class Flow {
   static constexpr auto kPause = std::chrono::milliseconds(20);
   Budget budget_{kMessagesPerSecond};
   double unpaid_ = 0;
-  std::chrono::steady_clock::time_point paused_until_{};
+  Clock::time_point paused_until_{};
 };
 
 }  // namespace moonpool

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "inference.h"
+#include "parameters.h"
 #include "stub.h"
 
 namespace moonpool {
@@ -30,23 +31,13 @@ constexpr uint64_t kFullBytes = 64 << 20;
 constexpr size_t kShortMessage = 7'000;
 constexpr uint32_t kDecoupledFlag = 2;
 
-wire::Error told(const Failure& failure) {
+wire::Error told(const Failure& failure, size_t most) {
   const bool is_code = failure.code >= triton::kUnknown && failure.code <= triton::kCancelled;
   return {static_cast<uint64_t>(is_code ? failure.code : triton::kInternal),
-          std::string_view(failure.what()).substr(0, kShortMessage)};
+          std::string_view(failure.what()).substr(0, most)};
 }
 
-Calls::Write only(const Failure& failure) {
-  return [failure](Writer& writer) {
-    writer.array(0);
-    writer.array(0);
-    writer.nil();
-    write(writer, told(failure));
-  };
-}
-
-// The values of an answer that has none, or one.
-void nothing(Writer& writer) { writer.map(0); }
+// The value of an answer that has one.
 template <class T>
 Calls::Write value_of(const char* name, T value) {
   return [=](Writer& writer) {
@@ -69,40 +60,13 @@ int64_t version_of(const std::string& text) {
                     ", version should be an integral value > 0");
 }
 
-// Owns a parameter of a load.
-using Parameter = std::unique_ptr<triton::Parameter, void (*)(triton::Parameter*)>;
-
 void load_model(triton::Server* server, const std::string& name, const std::string& config,
                 const std::vector<std::pair<std::string, std::string>>& files) {
   if (config.empty() && files.empty()) return check(triton::ServerLoadModel(server, name.c_str()));
-  std::vector<Parameter> owned;
-  if (!config.empty()) {
-    owned.emplace_back(triton::ParameterNew("config", triton::kString, config.c_str()),
-                       triton::ParameterDelete);
-  }
-  for (const auto& [path, contents] : files) {
-    owned.emplace_back(triton::ParameterBytesNew(path.c_str(), contents.data(), contents.size()),
-                       triton::ParameterDelete);
-  }
-  std::vector<const triton::Parameter*> parameters;
-  for (const Parameter& parameter : owned) parameters.push_back(parameter.get());
-  check(triton::ServerLoadModelWithParameters(server, name.c_str(), parameters.data(),
-                                              parameters.size()));
-}
-
-// What has a thread of its own, or a message in memory, costs as much as so many others.
-double cost_of(const Decoded<Kind>& question) {
-  if (!question) return 1;
-  switch (question.kind()) {
-    case Kind::INDIRECT:
-      return 1 + Flow::cost_of_stored(wire::Indirect(question.fields).size);
-    case Kind::LOAD_MODEL:
-    case Kind::UNLOAD_MODEL:
-    case Kind::IS_MODEL_READY:
-      return kTaskCost;
-    default:
-      return 1;
-  }
+  Parameters parameters;
+  if (!config.empty()) parameters.add("config", config);
+  for (const auto& [path, contents] : files) parameters.add(path, Raw{contents});
+  check(triton::ServerLoadModelWithParameters(server, name.c_str(), parameters.data(), parameters.size()));
 }
 
 // A model that there is not is not ready either.
@@ -142,8 +106,12 @@ bool Calls::read(Flow& flow) {
   send_waiting();
   const Channel::Received received = channel_.receive(packet_, true);
   if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
-  const auto question = decode(wire::kCalls, wire::Side::STUB, packet_.bytes());
-  flow.took(packet_.bytes().size(), cost_of(question));
+  std::string stored;
+  const auto question = opened(wire::kCalls, packet_.bytes(), stub_->answers(), &stored);
+  // What has a thread of its own costs as much as so many others.
+  const auto kind = question.kind();
+  const bool is_task = kind == Kind::LOAD_MODEL || kind == Kind::UNLOAD_MODEL || kind == Kind::IS_MODEL_READY;
+  flow.took(packet_.bytes().size(), (is_task ? kTaskCost : 1) + Flow::cost_of_stored(stored.size()));
   handle(question);
   return true;
 }
@@ -162,27 +130,22 @@ void Calls::close() {
 }
 
 void Calls::handle(const Question& question) {
-  if (!question) throw Violation(question.wrong);
   try {
     perform(question);
   } catch (const Failure& failure) {
-    const uint64_t call = Reader(question.fields).uint();
-    done(call, failure);
+    done(Reader(question.fields).uint(), &failure);
   }
 }
 
 // Throws Failure for what is answered with that in DONE.
 void Calls::perform(const Question& question) {
   const Reader& fields = question.fields;
+  if (question.kind() == Kind::WITHDRAW) return withdraw(wire::Withdraw(fields).call);
+  if (question.kind() == Kind::LET_GO) return take_back(wire::LetGo(fields).places);
+  check_new(Reader(fields).uint());
   switch (question.kind()) {
     case Kind::INFER:
       return infer(wire::Infer(fields));
-    case Kind::WITHDRAW:
-      return withdraw(wire::Withdraw(fields).call);
-    case Kind::LET_GO:
-      return take_back(wire::LetGo(fields).places);
-    case Kind::INDIRECT:
-      return handle_stored(wire::Indirect(fields));
     case Kind::LOAD_MODEL:
       return load(wire::LoadModel(fields));
     case Kind::UNLOAD_MODEL:
@@ -191,32 +154,20 @@ void Calls::perform(const Question& question) {
       return tell_ready(wire::IsModelReady(fields));
     case Kind::NEW_METRIC: {
       const wire::NewMetric asked(fields);
-      return done(asked.call, value_of("metric", metrics_.hold(asked)));
+      return done(asked.call, nullptr, value_of("metric", metrics_.hold(asked)));
     }
     case Kind::METRIC_VALUE: {
       const wire::MetricValue asked(fields);
-      return done(asked.call, value_of("value", metrics_.value(asked.metric)));
+      return done(asked.call, nullptr, value_of("value", metrics_.value(asked.metric)));
     }
     default:
       throw Violation(std::string(question.message->name) + " was not asked for");
   }
 }
 
-void Calls::handle_stored(const wire::Indirect& where) {
-  const View view = stub_->answers().look({where.region, where.offset, where.size});
-  const std::string stored(view.bytes, view.size);
-  stub_->answers().release({where.region, where.offset});
-  const auto question = decode(wire::kCalls, wire::Side::STUB, stored);
-  if (question && question.kind() == Kind::INDIRECT) {
-    throw Violation("an indirect message in an indirect one");
-  }
-  handle(question);
-}
-
 // Requests to other models
 
 void Calls::infer(const wire::Infer& asked) {
-  check_new(asked.call);
   if (asked.blocks.size() > asked.inputs.size()) {
     throw Violation(std::to_string(asked.blocks.size()) + " blocks for " +
                     std::to_string(asked.inputs.size()) + " inputs");
@@ -320,7 +271,7 @@ void Calls::take_back(Spot spot) noexcept {
   std::lock_guard lock(mutex_);
   if (!stub_) return;
   try {
-    stub_->loans().take_back({spot.region, spot.offset});
+    stub_->loans().take_back(spot);
   } catch (const std::exception& error) {
     stub_->distrust(error.what());
   }
@@ -355,6 +306,15 @@ bool Calls::reply(uint64_t call, bool is_final, const Write& write) noexcept {
   return false;
 }
 
+Calls::Write Calls::only(const Failure& failure, size_t most) {
+  return [failure, most](Writer& writer) {
+    writer.array(0);
+    writer.array(0);
+    writer.nil();
+    told(failure, most).write(writer);
+  };
+}
+
 void Calls::fail(uint64_t call, const Failure& failure) noexcept {
   reply(call, true, only(failure));
 }
@@ -371,7 +331,7 @@ bool Calls::send_reply(uint64_t call, bool is_final, const Write& write) {
     send_with(write);
     return true;
   } catch (const Failure& failure) {  // it is larger than what memory there is
-    send_with(only(failure));
+    send_with(only(failure, kShortMessage));
     return false;
   }
 }
@@ -395,7 +355,7 @@ void Calls::load(const wire::LoadModel& asked) {
   }
   spend_time(asked.call, [=, files = std::move(files), server = model_.server()] {
     load_model(server, name, config, files);
-    return nothing;
+    return Write();
   });
 }
 
@@ -405,7 +365,7 @@ void Calls::unload(const wire::UnloadModel& asked) {
   spend_time(asked.call, [=, dependents = asked.dependents, server = model_.server()] {
     check(dependents ? triton::ServerUnloadModelAndDependents(server, name.c_str())
                      : triton::ServerUnloadModel(server, name.c_str()));
-    return nothing;
+    return Write();
   });
 }
 
@@ -421,7 +381,6 @@ void Calls::tell_ready(const wire::IsModelReady& asked) {
 
 // Do what takes long on a thread of its own, and tell the stub when it is done. Throws Failure.
 void Calls::spend_time(uint64_t call, std::function<Write()> task) {
-  check_new(call);
   {
     std::lock_guard lock(mutex_);
     if (tasks_.size() >= kMaxTasks) {
@@ -433,45 +392,32 @@ void Calls::spend_time(uint64_t call, std::function<Write()> task) {
   try {
     std::thread([self = shared_from_this(), call, task = std::move(task)]() noexcept {
       try {
-        const Write values = task();
-        self->end_task(call);
-        self->done(call, values);
+        self->done(call, nullptr, task());
       } catch (const Failure& failure) {
-        self->end_task(call);
-        self->done(call, failure);
+        self->done(call, &failure);
       }
     }).detach();
   } catch (const std::system_error& error) {
-    end_task(call);
     throw Failure(triton::kUnavailable, error.what());
   }
 }
 
-void Calls::end_task(uint64_t call) noexcept {
+void Calls::done(uint64_t call, const Failure* failure, const Write& values) noexcept {
   std::lock_guard lock(mutex_);
   tasks_.erase(call);
-}
-
-void Calls::done(uint64_t call, const Failure& failure) noexcept {
-  answer(call, [&](Writer& writer) {
-    write(writer, told(failure));
-    nothing(writer);
-  });
-}
-
-void Calls::done(uint64_t call, const Write& values) noexcept {
-  answer(call, [&](Writer& writer) {
-    writer.nil();
-    values(writer);
-  });
-}
-
-void Calls::answer(uint64_t call, const Write& rest) noexcept {
-  std::lock_guard lock(mutex_);
   if (!stub_) return;
   try {
     begin<Kind::DONE>(call);
-    rest(message_);
+    if (failure) {
+      told(*failure, kShortMessage).write(message_);
+    } else {
+      message_.nil();
+    }
+    if (values) {
+      values(message_);
+    } else {
+      message_.map(0);
+    }
     send();
   } catch (const std::exception& error) {
     stub_->distrust(error.what());

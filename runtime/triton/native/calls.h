@@ -62,6 +62,8 @@ class Calls : public std::enable_shared_from_this<Calls> {
   void release(const std::vector<Spot>& answers, const std::vector<Spot>& loans) noexcept;
   // Send a response, unless the call is over; whether it was sent. `write` adds what follows `released` in REPLY.
   bool reply(uint64_t call, bool is_final, const Write& write) noexcept;
+  // What a response says that is but an error, in at most so many bytes.
+  static Write only(const Failure& failure, size_t most = 65'536);
   // End a call with an error, unless it is over.
   void fail(uint64_t call, const Failure& failure) noexcept;
 
@@ -69,7 +71,6 @@ class Calls : public std::enable_shared_from_this<Calls> {
   using Question = Decoded<wire::Kind>;
   void handle(const Question& question);
   void perform(const Question& question);
-  void handle_stored(const wire::Indirect& where);
   void infer(const wire::Infer& asked);
   void start(Inference& inference, const wire::Infer& asked);
   void withdraw(uint64_t call);
@@ -78,10 +79,7 @@ class Calls : public std::enable_shared_from_this<Calls> {
   void unload(const wire::UnloadModel& asked);
   void tell_ready(const wire::IsModelReady& asked);
   void spend_time(uint64_t call, std::function<Write()> task);
-  void end_task(uint64_t call) noexcept;
-  void done(uint64_t call, const Failure& failure) noexcept;
-  void done(uint64_t call, const Write& values) noexcept;
-  void answer(uint64_t call, const Write& rest) noexcept;
+  void done(uint64_t call, const Failure* failure, const Write& values = {}) noexcept;
   void check_new(uint64_t call);
   void check_may_ask(const std::string& name) const;
 

@@ -9,29 +9,20 @@ namespace {
 std::string shown(const Value& value) {
   char real[32];
   switch (value.form) {
-    case Form::kNil:
-      return "None";
     case Form::kFlag:
       return value.number != 0 ? "True" : "False";
     case Form::kUint:
       return std::to_string(value.number);
     case Form::kNegative:
-      return std::to_string(value.negative);
+      return std::to_string(static_cast<int64_t>(value.number));
     case Form::kReal:
       std::snprintf(real, sizeof real, "%g", value.real);
       return real;
-    case Form::kText:
-      return "str";
-    case Form::kRaw:
-      return "bytes";
-    case Form::kArray:
-      return "list";
-    case Form::kMap:
-      return "dict";
-    case Form::kBad:
-      break;
+    default:
+      // In the order of the forms.
+      constexpr const char* kNames[] = {"nothing", "None", "", "", "", "", "str", "bytes", "list", "dict"};
+      return kNames[static_cast<size_t>(value.form)];
   }
-  return "nothing";
 }
 
 // Goes through one message. Once something is wrong, `wrong` says what.
@@ -96,7 +87,7 @@ class Checker {
   bool fits(const Spec& spec) const {
     switch (spec.type) {
       case Type::kInt:
-        if (value_.form == Form::kNegative) return value_.negative >= spec.low;
+        if (value_.form == Form::kNegative) return static_cast<int64_t>(value_.number) >= spec.low;
         return value_.form == Form::kUint && value_.number <= spec.high &&
                (spec.low < 0 || value_.number >= static_cast<uint64_t>(spec.low));
       case Type::kReal:

@@ -33,7 +33,6 @@ struct Message {
   uint8_t sender;  // a side; 0 for either
   uint16_t first;
   uint16_t count;
-  uint64_t followers;  // the bit of each kind that may come next
 };
 
 // The messages of one channel.

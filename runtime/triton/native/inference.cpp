@@ -11,10 +11,7 @@
 namespace moonpool {
 namespace {
 
-constexpr size_t kMaxMessage = 65'536;
 constexpr size_t kMaxShownName = 80;
-// As in ipc/tensors.py.
-constexpr uint64_t kMaxElements = uint64_t{1} << 59;
 constexpr uint32_t kMaxOutputs = 65'536;
 
 // Memory for an output of a response. It is the stub's as soon as the response was sent.
@@ -49,31 +46,11 @@ triton::Error* deallocate(triton::ResponseAllocator*, void*, void* buffer, size_
   throw Violation("input '" + std::string(input.substr(0, kMaxShownName)) + "' " + why);
 }
 
-std::string shown(const List<uint64_t>& shape) {
-  std::string text;
-  for (const uint64_t dimension : shape) text += (text.empty() ? "" : ", ") + std::to_string(dimension);
-  return "[" + text + "]";
-}
-
-// Whether a tensor of elements of a fixed size has as many bytes as it says, and a shape that memory can have.
-bool has_size(const wire::NamedTensor& tensor) {
-  uint64_t elements = 1, bound = 1;
-  for (const uint64_t dimension : tensor.shape) {
-    elements *= dimension;
-    if (__builtin_mul_overflow(bound, std::max<uint64_t>(dimension, 1), &bound)) return false;
-    if (bound > kMaxElements) return false;
-  }
-  const uint64_t item = wire::kItemBytes[tensor.datatype];
-  return item == 0 || elements * item == tensor.size;
-}
-
-// What a response says, and where it lies.
+// What a response that is no error says, and where it lies.
 class Said {
  public:
   explicit Said(triton::InferenceResponse* response) : response_(response) {
     if (!response) return;
-    error_ = triton::InferenceResponseError(response);
-    if (error_) return;
     check(triton::InferenceResponseParameterCount(response, &parameters_));
     uint32_t outputs;
     check(triton::InferenceResponseOutputCount(response, &outputs));
@@ -102,10 +79,7 @@ class Said {
       check(triton::InferenceResponseParameter(response_, i, &name, &type, &value));
       write_parameter(writer, name, type, value);
     }
-    if (!error_) return writer.nil();
-    wire::Error{static_cast<uint64_t>(triton::ErrorCode(error_)),
-                std::string_view(triton::ErrorMessage(error_)).substr(0, kMaxMessage)}
-        .write(writer);
+    writer.nil();
   }
   // The stub has it, and the memory with it.
   void was_sent() const {
@@ -143,7 +117,6 @@ class Said {
   };
 
   triton::InferenceResponse* const response_;
-  triton::Error* error_ = nullptr;
   uint32_t parameters_ = 0;
   std::vector<Output> outputs_;
 };
@@ -162,8 +135,7 @@ void Inference::hold(const List<wire::Block>& blocks, Loans& loans, Answers& ans
       blocks_.push_back(answers.look(block));
       answers_.push_back(spot);
     } else {
-      blocks_.push_back(loans.look(block));
-      loans.hold(spot);
+      blocks_.push_back(loans.hold(block));
       loans_.push_back(spot);
     }
   }
@@ -202,8 +174,10 @@ void Inference::add_input(const wire::NamedTensor& input) {
   if (input.offset > block.size || input.size > block.size - input.offset) {
     refuse(input.name, "does not lie in its block");
   }
-  if (!has_size(input)) {
-    refuse(input.name, "of shape " + shown(input.shape) + " has " + std::to_string(input.size) + " bytes");
+  const auto elements = elements_of(input.shape);
+  const uint64_t item = wire::kItemBytes[input.datatype];
+  if (!elements || (item != 0 && *elements * item != input.size)) {
+    refuse(input.name, "has " + std::to_string(input.size) + " bytes, which its shape has not");
   }
   shape_.clear();
   for (const uint64_t dimension : input.shape) shape_.push_back(static_cast<int64_t>(dimension));
@@ -287,6 +261,11 @@ void Inference::respond(triton::InferenceResponse* response, bool is_final) {
   // A response of a request that still goes on, and that says nothing.
   if (!response && !is_final) return;
   try {
+    if (triton::Error* error = response ? triton::InferenceResponseError(response) : nullptr) {
+      const Failure failure(triton::ErrorCode(error), triton::ErrorMessage(error));
+      calls_->reply(call_, is_final, Calls::only(failure));
+      return;
+    }
     const Said said(response);
     if (calls_->reply(call_, is_final, [&](Writer& writer) { said.write(writer); })) {
       said.was_sent();

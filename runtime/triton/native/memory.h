@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -17,6 +18,9 @@ namespace moonpool {
 struct Violation : std::runtime_error {
   using runtime_error::runtime_error;
 };
+
+// The elements of a tensor of a shape that the stub named; none where no memory could hold them.
+std::optional<uint64_t> elements_of(const List<uint64_t>& shape);
 
 // Where regions for one stub come from. Any thread may call any method.
 class RegionSource {
@@ -48,32 +52,40 @@ class Loans {
   Spot lend(uint64_t size, char** memory, bool keep = false);
   uint64_t first_region() const { return first_region_; }
   // What is lent at this place. Throws Violation where so much is not.
-  View look(const wire::Block& block);
-  // Somebody else looks at what is lent: until `let_go` its bytes are not used again, whatever the stub says.
-  void hold(Spot spot);
+  View look(const wire::Block& block) { return look(block, 0); }
+  // As `look`, for somebody else: until `let_go` the bytes are not used again, whatever the stub says.
+  View hold(const wire::Block& block) { return look(block, 1); }
   void let_go(Spot spot);
   // The batch is over, and with it its loans, but for those that the model keeps. Throws Violation.
   void end_batch(const List<wire::Place>& held);
   // The stub gives back what it kept. Throws Violation.
-  void take_back(const wire::Place& place);
+  void take_back(const Spot& place);
   // Give up regions that were not used since the last time.
   void tidy();
   bool has_grown();
 
  private:
   struct Loan {
+    uint64_t size;
     bool is_kept;
     bool is_over;
     unsigned holds;
   };
-  using Each = std::map<Spot, Loan>::iterator;
-  void end(Each loan);
+  // A region, and what is lent of it: by where that begins.
+  struct Part {
+    std::shared_ptr<Region> region;
+    std::map<uint64_t, Loan> loans;
+    bool is_idle = false;
+  };
+  View look(const wire::Block& block, unsigned more_holds);
+  static bool place(Part& part, const Loan& loan, uint64_t* offset);
+  Loan* find(const Spot& spot);
+  void end(const Spot& spot, Loan& loan);
 
   RegionSource& source_;
   const uint64_t first_region_;
   std::mutex mutex_;
-  Arena arena_;
-  std::map<Spot, Loan> loans_;
+  std::map<uint64_t, Part> parts_;
   std::vector<Spot> batch_;
 };
 
@@ -103,5 +115,22 @@ class Answers {
   std::map<uint64_t, std::shared_ptr<Region>> regions_;
   std::vector<wire::Place> released_;
 };
+
+// The stub's message, or the one that it says lies in its memory; that is copied to `stored`. Throws Violation for what the
+// tables do not have.
+template <class Table>
+auto opened(const Table& table, std::string_view packet, Answers& answers, std::string* stored) {
+  stored->clear();
+  auto message = decode(table, wire::Side::STUB, packet);
+  if (message && message.kind() == wire::Kind::INDIRECT) {
+    const wire::Indirect where(message.fields);
+    const View view = answers.look({where.region, where.offset, where.size});
+    stored->assign(view.bytes, view.size);
+    answers.release({where.region, where.offset});
+    message = decode(table, wire::Side::STUB, *stored);
+  }
+  if (!message) throw Violation(message.wrong);
+  return message;
+}
 
 }  // namespace moonpool

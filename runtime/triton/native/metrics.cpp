@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "parameters.h"
 
 namespace moonpool {
 namespace {
@@ -14,32 +15,6 @@ constexpr uint64_t kMaxSize = 16 << 20;
 constexpr uint64_t kNumberSize = 32;
 // Observations in one message: each is a call, which nothing else of the stub's waits for longer than this.
 constexpr uint64_t kMaxObservations = 1 << 20;
-
-// Owns the labels of a metric while it is made.
-class Labels {
- public:
-  explicit Labels(const List<wire::NewMetricLabels>& labels) {
-    for (const wire::NewMetricLabels& label : labels) {
-      const std::string name(label.name), value(label.value);
-      all_.push_back(triton::ParameterNew(name.c_str(), triton::kString, value.c_str()));
-    }
-  }
-  ~Labels() {
-    for (const triton::Parameter* label : all_) {
-      triton::ParameterDelete(const_cast<triton::Parameter*>(label));
-    }
-  }
-  Labels(const Labels&) = delete;
-  const triton::Parameter** data() { return all_.data(); }
-  size_t size() const { return all_.size(); }
-
- private:
-  std::vector<const triton::Parameter*> all_;
-};
-
-bool begins_with(std::string_view text, std::string_view prefix) {
-  return text.substr(0, prefix.size()) == prefix;
-}
 
 }  // namespace
 
@@ -57,7 +32,8 @@ struct Metrics::Family {
 
 struct Metrics::Metric {
   Metric(const Family& family, const wire::NewMetric& asked) {
-    Labels labels(*asked.labels);
+    Parameters labels;
+    for (const wire::NewMetricLabels& label : *asked.labels) labels.add(label.name, label.value);
     if (!asked.buckets) {
       check(triton::MetricNew(&made, family.made, labels.data(), labels.size()));
       return;
@@ -88,7 +64,7 @@ uint64_t Metrics::hold(const wire::NewMetric& asked) {
     throw Failure(triton::kInvalidArg, "a model instance has at most " + std::to_string(kMaxHeld) +
                                            " metrics; use labels with fewer values");
   }
-  if (is_contained_ && (begins_with(asked.name, "nv_") || begins_with(asked.name, "moonpool_"))) {
+  if (is_contained_ && (asked.name.rfind("nv_", 0) == 0 || asked.name.rfind("moonpool_", 0) == 0)) {
     throw Failure(triton::kInvalidArg, "the metric '" + std::string(asked.name) +
                                            "' would pass for one of the server's; in this sandbox no "
                                            "name begins with nv_ or moonpool_");

@@ -107,7 +107,6 @@ std::string Model::told(std::string_view text) const {
 void Model::learn(const wire::ModelReady& ready) {
   for (const std::string_view name : ready.inputs) inputs_.emplace_back(name);
   for (const std::string_view name : ready.outputs) outputs_.emplace_back(name);
-  decoupled_ = ready.decoupled;
   reschedules_ = ready.reschedules;
   has_batches_ = ready.max_batch_size > 0;
   execute_timeout_ms_ = ready.execute_timeout_ms;

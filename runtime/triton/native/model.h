@@ -42,7 +42,6 @@ class Model {
   triton::Server* server() const { return server_; }
   const std::vector<std::string>& inputs() const { return inputs_; }
   const std::vector<std::string>& outputs() const { return outputs_; }
-  bool decoupled() const { return decoupled_; }
   bool reschedules() const { return reschedules_; }
   bool has_batches() const { return has_batches_; }
   // None: as long as it takes.
@@ -69,7 +68,7 @@ class Model {
   uint64_t version_ = 0;
   triton::Server* server_ = nullptr;
   std::vector<std::string> inputs_, outputs_;
-  bool decoupled_ = false, reschedules_ = false, has_batches_ = false, is_private_ = false;
+  bool reschedules_ = false, has_batches_ = false, is_private_ = false;
   std::optional<uint64_t> execute_timeout_ms_, finalize_timeout_ms_, recycle_requests_;
   uint64_t log_lines_per_s_ = 0;
   std::optional<std::vector<std::string>> may_ask_;

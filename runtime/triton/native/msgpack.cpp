@@ -1,7 +1,7 @@
 #include "msgpack.h"
 
+#include <algorithm>
 #include <cstring>
-#include <limits>
 
 namespace moonpool {
 namespace {
@@ -31,6 +31,11 @@ size_t character_bytes(std::string_view text) {
   if (!follows(3)) return 0;
   const bool overlong = first == 0xf0 && second < 0x90, beyond = first == 0xf4 && second >= 0x90;
   return overlong || beyond ? 0 : 4;
+}
+
+// The least power of two of bytes that the number fits, as the exponent.
+unsigned width_of(uint64_t number) {
+  return (number > UINT8_MAX) + (number > UINT16_MAX) + (number > UINT32_MAX);
 }
 
 }  // namespace
@@ -103,7 +108,7 @@ Value Reader::next() {
   if (first < 0xc0) return bytes(Form::kText, first & 0x1f);
   if (first >= 0xe0) {
     value.form = Form::kNegative;
-    value.negative = static_cast<int64_t>(first) - 0x100;
+    value.number = static_cast<uint64_t>(static_cast<int64_t>(first) - 0x100);
     return value;
   }
   switch (first) {
@@ -143,8 +148,9 @@ Value Reader::next() {
       const size_t width = size_t{1} << (first - 0xd0);
       if (!take(width, &value.number)) return bad();
       const unsigned unused = 64 - 8 * static_cast<unsigned>(width);
-      value.negative = static_cast<int64_t>(value.number << unused) >> unused;
-      value.form = value.negative < 0 ? Form::kNegative : Form::kUint;
+      const int64_t number = static_cast<int64_t>(value.number << unused) >> unused;
+      value.number = static_cast<uint64_t>(number);
+      value.form = number < 0 ? Form::kNegative : Form::kUint;
       return value;
     }
     case 0xd9:
@@ -178,55 +184,35 @@ bool Reader::nil() {
 
 int64_t Reader::integer() {
   const Value value = next();
-  if (value.form == Form::kNegative) return value.negative;
-  if (value.form == Form::kUint && value.number <= uint64_t{std::numeric_limits<int64_t>::max()}) {
-    return static_cast<int64_t>(value.number);
-  }
-  bad();
-  return 0;
+  const bool is_small = value.form == Form::kUint && value.number <= uint64_t{INT64_MAX};
+  if (value.form != Form::kNegative && !is_small) return static_cast<int64_t>(bad().number);
+  return static_cast<int64_t>(value.number);
 }
 
-void Writer::head(unsigned form, uint64_t number, size_t width) {
+void Writer::head(unsigned form, uint64_t number, unsigned width) {
   byte(form);
-  while (width > 0) byte(static_cast<unsigned>(number >> 8 * --width & 0xff));
+  for (int shift = (8 << width) - 8; shift >= 0; shift -= 8) byte(static_cast<unsigned>(number >> shift & 0xff));
 }
 
 void Writer::uint(uint64_t value) {
-  if (value < 0x80) {
-    byte(static_cast<unsigned>(value));
-  } else if (value <= UINT8_MAX) {
-    head(0xcc, value, 1);
-  } else if (value <= UINT16_MAX) {
-    head(0xcd, value, 2);
-  } else if (value <= UINT32_MAX) {
-    head(0xce, value, 4);
-  } else {
-    head(0xcf, value, 8);
-  }
+  if (value < 0x80) return byte(static_cast<unsigned>(value));
+  head(0xcc + width_of(value), value, width_of(value));
 }
 
 void Writer::integer(int64_t value) {
   const auto bits = static_cast<uint64_t>(value);
-  if (value >= 0) {
-    uint(bits);
-  } else if (value >= -32) {
-    byte(static_cast<unsigned>(bits & 0xff));
-  } else if (value >= INT8_MIN) {
-    head(0xd0, bits, 1);
-  } else if (value >= INT16_MIN) {
-    head(0xd1, bits, 2);
-  } else if (value >= INT32_MIN) {
-    head(0xd2, bits, 4);
-  } else {
-    head(0xd3, bits, 8);
-  }
+  if (value >= 0) return uint(bits);
+  if (value >= -32) return byte(static_cast<unsigned>(bits & 0xff));
+  // Half of the numbers of each width are negative.
+  const unsigned width = width_of(2 * ~bits);
+  head(0xd0 + width, bits, width);
 }
 
 void Writer::real(double value) {
   uint64_t bits;
   static_assert(sizeof bits == sizeof value, "a double has 64 bits");
   std::memcpy(&bits, &value, sizeof bits);
-  head(0xcb, bits, 8);
+  head(0xcb, bits, 3);
 }
 
 void Writer::text(std::string_view value) {
@@ -242,69 +228,24 @@ void Writer::text(std::string_view value) {
   }
   if (value.size() < 32) {
     byte(0xa0 | static_cast<unsigned>(value.size()));
-  } else if (value.size() <= UINT8_MAX) {
-    head(0xd9, value.size(), 1);
-  } else if (value.size() <= UINT16_MAX) {
-    head(0xda, value.size(), 2);
   } else {
-    head(0xdb, value.size(), 4);
+    head(0xd9 + width_of(value.size()), value.size(), width_of(value.size()));
   }
   bytes_.append(value);
 }
 
 void Writer::raw(std::string_view value) {
-  if (value.size() <= UINT8_MAX) {
-    head(0xc4, value.size(), 1);
-  } else if (value.size() <= UINT16_MAX) {
-    head(0xc5, value.size(), 2);
-  } else {
-    head(0xc6, value.size(), 4);
-  }
+  head(0xc4 + width_of(value.size()), value.size(), width_of(value.size()));
   bytes_.append(value);
 }
 
-void write(Writer& writer, const Value& value) {
-  switch (value.form) {
-    case Form::kFlag:
-      return writer.flag(value.number != 0);
-    case Form::kUint:
-      return writer.uint(value.number);
-    case Form::kNegative:
-      return writer.integer(value.negative);
-    case Form::kReal:
-      return writer.real(value.real);
-    case Form::kText:
-      return writer.text(value.bytes);
-    case Form::kRaw:
-      return writer.raw(value.bytes);
-    case Form::kArray:
-      return writer.array(value.number);
-    case Form::kMap:
-      return writer.map(value.number);
-    case Form::kNil:
-    case Form::kBad:
-      return writer.nil();
-  }
-}
+void Writer::array(size_t count) { counted(0x90, 0xdc, count); }
+void Writer::map(size_t count) { counted(0x80, 0xde, count); }
 
-void Writer::array(size_t count) {
-  if (count < 16) {
-    byte(0x90 | static_cast<unsigned>(count));
-  } else if (count <= UINT16_MAX) {
-    head(0xdc, count, 2);
-  } else {
-    head(0xdd, count, 4);
-  }
-}
-
-void Writer::map(size_t count) {
-  if (count < 16) {
-    byte(0x80 | static_cast<unsigned>(count));
-  } else if (count <= UINT16_MAX) {
-    head(0xde, count, 2);
-  } else {
-    head(0xdf, count, 4);
-  }
+void Writer::counted(unsigned few, unsigned many, size_t count) {
+  if (count < 16) return byte(few | static_cast<unsigned>(count));
+  const unsigned width = std::max(1u, width_of(count));
+  head(many + width - 1, count, width);
 }
 
 }  // namespace moonpool

@@ -18,8 +18,7 @@ enum class Form : uint8_t { kBad, kNil, kFlag, kUint, kNegative, kReal, kText, k
 // One value, or the head of an array or a map. What it points to is the reader's bytes.
 struct Value {
   Form form = Form::kBad;
-  uint64_t number = 0;  // of kUint and kFlag; the count of kArray and kMap
-  int64_t negative = 0;
+  uint64_t number = 0;  // of kUint, kFlag, and in two's complement kNegative; the count of kArray and kMap
   double real = 0;
   std::string_view bytes;  // of kText and kRaw
 };
@@ -97,7 +96,15 @@ class List {
   bool empty() const { return size_ == 0; }
   Iterator begin() const { return Iterator(items_, size_); }
   Iterator end() const { return Iterator(Reader(), 0); }
-  void read(Reader& reader);
+  void read(Reader& reader) { take(reader, reader.array(), 1); }
+
+ protected:
+  // So many items, of so many values each, are the reader's next.
+  void take(Reader& reader, uint32_t size, uint64_t values) {
+    size_ = size;
+    items_ = reader;
+    for (values *= size; values > 0 && !reader.failed(); --values) reader.skip();
+  }
 
  private:
   Reader items_;
@@ -115,20 +122,9 @@ struct Entry {
 };
 
 // The entries of a map that was accepted.
-class Entries {
+class Entries : public List<Entry> {
  public:
-  uint32_t size() const { return size_; }
-  List<Entry>::Iterator begin() const { return List<Entry>::Iterator(items_, size_); }
-  List<Entry>::Iterator end() const { return List<Entry>::Iterator(Reader(), 0); }
-  void read(Reader& reader) {
-    size_ = reader.map();
-    items_ = reader;
-    for (uint64_t left = 2 * uint64_t{size_}; left > 0 && !reader.failed(); --left) reader.skip();
-  }
-
- private:
-  Reader items_;
-  uint32_t size_ = 0;
+  void read(Reader& reader) { take(reader, reader.map(), 2); }
 };
 
 inline void read(Reader& reader, uint64_t& value) { value = reader.uint(); }
@@ -158,13 +154,6 @@ void List<T>::Iterator::advance() {
   if (left_ > 0) moonpool::read(reader_, value_);
 }
 
-template <class T>
-void List<T>::read(Reader& reader) {
-  size_ = reader.array();
-  items_ = reader;
-  for (uint32_t left = size_; left > 0 && !reader.failed(); --left) reader.skip();
-}
-
 // Whether it is UTF-8 as Python has it (no surrogates, nothing overlong); then also how many characters it has.
 bool is_utf8(std::string_view text, size_t* characters);
 
@@ -192,7 +181,9 @@ class Writer {
 
  private:
   void byte(unsigned value) { bytes_.push_back(static_cast<char>(value)); }
-  void head(unsigned form, uint64_t number, size_t width);
+  void counted(unsigned few, unsigned many, size_t count);
+  // The number takes two to the power of `width` bytes.
+  void head(unsigned form, uint64_t number, unsigned width);
 
   std::string bytes_;
 };
@@ -213,8 +204,6 @@ std::enable_if_t<std::is_arithmetic_v<T>> write(Writer& writer, T value) {
     writer.uint(value);
   }
 }
-// A scalar, or the head of what is to follow.
-void write(Writer& writer, const Value& value);
 // A row of the tables.
 template <class T>
 auto write(Writer& writer, const T& row) -> decltype(row.write(writer)) {
@@ -230,29 +219,9 @@ void write(Writer& writer, const std::vector<T>& values) {
   writer.array(values.size());
   for (const T& value : values) write(writer, value);
 }
-template <class T>
-void write(Writer& writer, const std::optional<T>& value) {
-  if (value) {
-    write(writer, *value);
-  } else {
-    writer.nil();
-  }
-}
-template <class T>
-void write(Writer& writer, const List<T>& values) {
-  writer.array(values.size());
-  for (const T& value : values) write(writer, value);
-}
-inline void write(Writer& writer, const Entries& entries) {
-  writer.map(entries.size());
-  for (const Entry& entry : entries) {
-    writer.text(entry.name);
-    write(writer, entry.value);
-  }
-}
 template <class... Values>
 void write_all(Writer& writer, const Values&... values) {
-  (moonpool::write(writer, values), ...);
+  (write(writer, values), ...);
 }
 
 }  // namespace moonpool

@@ -144,10 +144,7 @@ void OpenRequests::drop_factory(Pending& pending) {
 void OpenRequests::fail(const Failure& failure) {
   std::lock_guard lock(mutex_);
   for (auto& [key, pending] : open_) {
-    triton::Response* response = nullptr;
-    triton::Error* error = triton::ResponseNewFromFactory(&response, pending.factory);
-    if (!error) send_failure(response, failure);
-    complain(error, "an error cannot be sent");
+    send_failure(pending.factory, triton::ResponseNewFromFactory, failure);
     drop_factory(pending);
     if (pending.request) release(pending.request);
   }

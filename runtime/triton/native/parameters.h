@@ -1,13 +1,35 @@
 // Parameters of requests and responses, as Triton has them and as they travel.
 #pragma once
 
-#include <limits>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "api.h"
 #include "msgpack.h"
 
 namespace moonpool {
+
+// Owns parameters while something is made with them.
+class Parameters {
+ public:
+  Parameters() = default;
+  ~Parameters() {
+    for (const triton::Parameter* each : all_) triton::ParameterDelete(const_cast<triton::Parameter*>(each));
+  }
+  Parameters(const Parameters&) = delete;
+  void add(std::string_view name, std::string_view text) {
+    all_.push_back(triton::ParameterNew(std::string(name).c_str(), triton::kString, std::string(text).c_str()));
+  }
+  void add(std::string_view name, Raw value) {
+    all_.push_back(triton::ParameterBytesNew(std::string(name).c_str(), value.bytes.data(), value.bytes.size()));
+  }
+  const triton::Parameter** data() { return all_.data(); }
+  size_t size() const { return all_.size(); }
+
+ private:
+  std::vector<const triton::Parameter*> all_;
+};
 
 // Triton's functions for what has parameters; `real` is null in servers that are too old.
 template <class T>
@@ -23,12 +45,11 @@ template <class T>
 void set_parameter(T* owner, const Setters<T>& set, const Entry& entry) {
   const std::string name(entry.name);
   const Value& value = entry.value;
-  const bool is_small = value.number <= uint64_t{std::numeric_limits<int64_t>::max()};
+  const auto number = static_cast<int64_t>(value.number);
   if (value.form == Form::kText) {
     check(set.text(owner, name.c_str(), std::string(value.bytes).c_str()));
-  } else if (value.form == Form::kNegative || (value.form == Form::kUint && is_small)) {
-    const bool is_negative = value.form == Form::kNegative;
-    check(set.integer(owner, name.c_str(), is_negative ? value.negative : static_cast<int64_t>(value.number)));
+  } else if (value.form == Form::kNegative || (value.form == Form::kUint && number >= 0)) {
+    check(set.integer(owner, name.c_str(), number));
   } else if (value.form == Form::kFlag) {
     check(set.flag(owner, name.c_str(), value.number != 0));
   } else if (value.form == Form::kReal && set.real) {

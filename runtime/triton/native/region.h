@@ -1,13 +1,12 @@
-// Shared memory: sealed memfds, and which of their bytes are in use.
+// Shared memory: sealed memfds.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <vector>
 
 #include "channel.h"
+#include "wire.h"
 
 namespace moonpool {
 
@@ -33,39 +32,6 @@ class Region {
 };
 
 // Where a block begins.
-struct Spot {
-  uint64_t region;
-  uint64_t offset;
-  bool operator<(const Spot& other) const {
-    return region != other.region ? region < other.region : offset < other.offset;
-  }
-};
-
-// The regions of which this process gives out blocks. Not thread-safe.
-class Arena {
- public:
-  void add(std::shared_ptr<Region> region);
-  // A block, where there is room for one. The first that is large enough is cut, so that low addresses are used again
-  // and again and stay in the processor's cache.
-  bool take(uint64_t size, Spot* spot);
-  void give(Spot spot);
-  const std::shared_ptr<Region>& region(uint64_t id) const { return extents_.at(id).region; }
-  // How many bytes a block in use has; 0 for what is none.
-  uint64_t size_of(Spot spot) const;
-  uint64_t size() const;
-  bool has_grown() const { return extents_.size() > 1; }
-  // Takes out the regions beyond the first in which nothing was in use since the last time that this was asked.
-  std::vector<std::shared_ptr<Region>> retire_idle();
-
- private:
-  struct Extents {
-    std::shared_ptr<Region> region;
-    std::map<uint64_t, uint64_t> free;  // sizes by offset
-    std::map<uint64_t, uint64_t> used;
-    bool is_idle = false;
-  };
-  std::map<uint64_t, Extents> extents_;
-  uint64_t first_ = 0;
-};
+using Spot = wire::Place;
 
 }  // namespace moonpool

@@ -238,16 +238,7 @@ bool Stub::take_in_control() {
   for (int i = 0; i < kManyMessages; ++i) {
     const Channel::Received received = control_.receive(packet_, true);
     if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
-    auto message = decode(wire::kControl, wire::Side::STUB, packet_.bytes());
-    stored.clear();
-    if (message && message.kind() == Kind::INDIRECT) {
-      const wire::Indirect where(message.fields);
-      const View view = answers_.look({where.region, where.offset, where.size});
-      stored.assign(view.bytes, view.size);
-      answers_.release({where.region, where.offset});
-      message = decode(wire::kControl, wire::Side::STUB, stored);
-    }
-    if (!message) throw Violation(message.wrong);
+    const auto message = opened(wire::kControl, packet_.bytes(), answers_, &stored);
     // Responses are work that was asked for. Growth takes memory, and an honest stub asks for ever more.
     if (message.kind() != Kind::RESPONSES) {
       const double cost = message.kind() == Kind::GROW ? kGrowthCost : 1;

@@ -82,7 +82,7 @@ enum class Word : uint8_t {
   MEMORY = 70,  // question, instance, region, present, needed
   SCRUB = 71,  // question, model, text
   HELLO = 80,  // version, protocol, moonpool, pid
-  MODEL_READY = 81,  // model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask
+  MODEL_READY = 81,  // model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask
   REFUSED = 82,  // number, code, message
   STARTED = 83,  // instance, generation, has_is_ready, sandbox
   DIED = 85,  // instance, generation, code, message, restarts_in_ms
@@ -179,10 +179,6 @@ struct Remarks {
     reader.array();
     read_all(reader, parameters, error);
   }
-  void write(Writer& writer) const {
-    writer.array(2);
-    write_all(writer, parameters, error);
-  }
 };
 
 struct Response {
@@ -195,10 +191,6 @@ struct Response {
   void read(Reader& reader) {
     reader.array();
     read_all(reader, batch, index, flags, blocks, layout, remarks);
-  }
-  void write(Writer& writer) const {
-    writer.array(6);
-    write_all(writer, batch, index, flags, blocks, layout, remarks);
   }
 };
 
@@ -228,10 +220,6 @@ struct NamedTensor {
     reader.array();
     read_all(reader, name, datatype, shape, block, offset, size);
   }
-  void write(Writer& writer) const {
-    writer.array(6);
-    write_all(writer, name, datatype, shape, block, offset, size);
-  }
 };
 
 struct InferDetails {
@@ -245,10 +233,6 @@ struct InferDetails {
   void read(Reader& reader) {
     reader.array();
     read_all(reader, request_id, correlation_id, flags, parameters, trace, memory, device);
-  }
-  void write(Writer& writer) const {
-    writer.array(7);
-    write_all(writer, request_id, correlation_id, flags, parameters, trace, memory, device);
   }
 };
 
@@ -289,10 +273,6 @@ struct Tensor {
     reader.array();
     read_all(reader, index, datatype, shape, block, offset, size);
   }
-  void write(Writer& writer) const {
-    writer.array(6);
-    write_all(writer, index, datatype, shape, block, offset, size);
-  }
 };
 
 struct Confined {
@@ -300,19 +280,16 @@ struct Confined {
   List<std::string_view> layers{};
   List<std::string_view> left_out{};
   explicit Confined(Reader reader) { read_all(reader, version, layers, left_out); }
-  void write(Writer& writer) const { write_all(writer, version, layers, left_out); }
 };
 
 struct Completed {
   std::string_view config{};
   explicit Completed(Reader reader) { read_all(reader, config); }
-  void write(Writer& writer) const { write_all(writer, config); }
 };
 
 struct Loaded {
   Entries facts{};
   explicit Loaded(Reader reader) { read_all(reader, facts); }
-  void write(Writer& writer) const { write_all(writer, facts); }
 };
 
 struct Failed {
@@ -320,7 +297,6 @@ struct Failed {
   std::string_view message{};
   std::string_view traceback{};
   explicit Failed(Reader reader) { read_all(reader, stage, message, traceback); }
-  void write(Writer& writer) const { write_all(writer, stage, message, traceback); }
 };
 
 struct Answer {
@@ -332,14 +308,12 @@ struct Answer {
   std::optional<List<std::optional<Remarks>>> remarks{};
   std::optional<List<uint64_t>> states{};
   explicit Answer(Reader reader) { read_all(reader, batch, held, released, blocks, layout, remarks, states); }
-  void write(Writer& writer) const { write_all(writer, batch, held, released, blocks, layout, remarks, states); }
 };
 
 struct Finalized {
   std::string_view message{};
   std::string_view traceback{};
   explicit Finalized(Reader reader) { read_all(reader, message, traceback); }
-  void write(Writer& writer) const { write_all(writer, message, traceback); }
 };
 
 struct Indirect {
@@ -347,33 +321,28 @@ struct Indirect {
   uint64_t offset{};
   uint64_t size{};
   explicit Indirect(Reader reader) { read_all(reader, region, offset, size); }
-  void write(Writer& writer) const { write_all(writer, region, offset, size); }
 };
 
 struct Grow {
   uint64_t size{};
   int64_t device{};
   explicit Grow(Reader reader) { read_all(reader, size, device); }
-  void write(Writer& writer) const { write_all(writer, size, device); }
 };
 
 struct Event {
   uint64_t device{};
   Raw handle{};
   explicit Event(Reader reader) { read_all(reader, device, handle); }
-  void write(Writer& writer) const { write_all(writer, device, handle); }
 };
 
 struct Release {
   List<Place> places{};
   explicit Release(Reader reader) { read_all(reader, places); }
-  void write(Writer& writer) const { write_all(writer, places); }
 };
 
 struct Retire {
   uint64_t region{};
   explicit Retire(Reader reader) { read_all(reader, region); }
-  void write(Writer& writer) const { write_all(writer, region); }
 };
 
 struct Log {
@@ -382,40 +351,34 @@ struct Log {
   std::string_view file{};
   uint64_t line{};
   explicit Log(Reader reader) { read_all(reader, level, message, file, line); }
-  void write(Writer& writer) const { write_all(writer, level, message, file, line); }
 };
 
 struct Responses {
   List<Response> responses{};
   explicit Responses(Reader reader) { read_all(reader, responses); }
-  void write(Writer& writer) const { write_all(writer, responses); }
 };
 
 struct Metrics {
   List<MetricsChanges> changes{};
   List<uint64_t> dropped{};
   explicit Metrics(Reader reader) { read_all(reader, changes, dropped); }
-  void write(Writer& writer) const { write_all(writer, changes, dropped); }
 };
 
 struct Readiness {
   uint64_t question{};
   std::optional<std::string_view> reason{};
   explicit Readiness(Reader reader) { read_all(reader, question, reason); }
-  void write(Writer& writer) const { write_all(writer, question, reason); }
 };
 
 struct Begun {
   uint64_t batch{};
   explicit Begun(Reader reader) { read_all(reader, batch); }
-  void write(Writer& writer) const { write_all(writer, batch); }
 };
 
 struct Exited {
   uint64_t pid{};
   int64_t code{};
   explicit Exited(Reader reader) { read_all(reader, pid, code); }
-  void write(Writer& writer) const { write_all(writer, pid, code); }
 };
 
 struct Infer {
@@ -430,19 +393,16 @@ struct Infer {
   List<std::string_view> outputs{};
   std::optional<InferDetails> details{};
   explicit Infer(Reader reader) { read_all(reader, call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details); }
-  void write(Writer& writer) const { write_all(writer, call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details); }
 };
 
 struct Withdraw {
   uint64_t call{};
   explicit Withdraw(Reader reader) { read_all(reader, call); }
-  void write(Writer& writer) const { write_all(writer, call); }
 };
 
 struct LetGo {
   List<Place> places{};
   explicit LetGo(Reader reader) { read_all(reader, places); }
-  void write(Writer& writer) const { write_all(writer, places); }
 };
 
 struct LoadModel {
@@ -451,7 +411,6 @@ struct LoadModel {
   std::string_view config{};
   std::optional<List<LoadModelFiles>> files{};
   explicit LoadModel(Reader reader) { read_all(reader, call, model, config, files); }
-  void write(Writer& writer) const { write_all(writer, call, model, config, files); }
 };
 
 struct UnloadModel {
@@ -459,7 +418,6 @@ struct UnloadModel {
   std::string_view model{};
   bool dependents{};
   explicit UnloadModel(Reader reader) { read_all(reader, call, model, dependents); }
-  void write(Writer& writer) const { write_all(writer, call, model, dependents); }
 };
 
 struct IsModelReady {
@@ -467,7 +425,6 @@ struct IsModelReady {
   std::string_view model{};
   std::string_view version{};
   explicit IsModelReady(Reader reader) { read_all(reader, call, model, version); }
-  void write(Writer& writer) const { write_all(writer, call, model, version); }
 };
 
 struct NewMetric {
@@ -478,26 +435,22 @@ struct NewMetric {
   std::optional<List<NewMetricLabels>> labels{};
   std::optional<List<double>> buckets{};
   explicit NewMetric(Reader reader) { read_all(reader, call, name, description, metric_kind, labels, buckets); }
-  void write(Writer& writer) const { write_all(writer, call, name, description, metric_kind, labels, buckets); }
 };
 
 struct MetricValue {
   uint64_t call{};
   uint64_t metric{};
   explicit MetricValue(Reader reader) { read_all(reader, call, metric); }
-  void write(Writer& writer) const { write_all(writer, call, metric); }
 };
 
 struct Long {
   uint64_t size{};
   explicit Long(Reader reader) { read_all(reader, size); }
-  void write(Writer& writer) const { write_all(writer, size); }
 };
 
 struct ModelReady {
   uint64_t model{};
   std::optional<std::string_view> config{};
-  bool decoupled{};
   bool reschedules{};
   uint64_t max_batch_size{};
   List<std::string_view> inputs{};
@@ -508,8 +461,7 @@ struct ModelReady {
   uint64_t log_lines_per_s{};
   std::optional<uint64_t> recycle_requests{};
   std::optional<List<std::string_view>> may_ask{};
-  explicit ModelReady(Reader reader) { read_all(reader, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask); }
-  void write(Writer& writer) const { write_all(writer, model, config, decoupled, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask); }
+  explicit ModelReady(Reader reader) { read_all(reader, model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask); }
 };
 
 struct Refused {
@@ -517,7 +469,6 @@ struct Refused {
   uint64_t code{};
   std::string_view message{};
   explicit Refused(Reader reader) { read_all(reader, number, code, message); }
-  void write(Writer& writer) const { write_all(writer, number, code, message); }
 };
 
 struct Born {
@@ -529,7 +480,6 @@ struct Born {
   uint64_t response_region{};
   uint64_t response_size{};
   explicit Born(Reader reader) { read_all(reader, instance, generation, pid, request_region, request_size, response_region, response_size); }
-  void write(Writer& writer) const { write_all(writer, instance, generation, pid, request_region, request_size, response_region, response_size); }
 };
 
 struct Started {
@@ -538,28 +488,24 @@ struct Started {
   bool has_is_ready{};
   std::string_view sandbox{};
   explicit Started(Reader reader) { read_all(reader, instance, generation, has_is_ready, sandbox); }
-  void write(Writer& writer) const { write_all(writer, instance, generation, has_is_ready, sandbox); }
 };
 
 struct SetAside {
   uint64_t question{};
   uint64_t size{};
   explicit SetAside(Reader reader) { read_all(reader, question, size); }
-  void write(Writer& writer) const { write_all(writer, question, size); }
 };
 
 struct Scrubbed {
   uint64_t question{};
   std::string_view text{};
   explicit Scrubbed(Reader reader) { read_all(reader, question, text); }
-  void write(Writer& writer) const { write_all(writer, question, text); }
 };
 
 struct Grown {
   uint64_t instance{};
   uint64_t generation{};
   explicit Grown(Reader reader) { read_all(reader, instance, generation); }
-  void write(Writer& writer) const { write_all(writer, instance, generation); }
 };
 
 struct Died {
@@ -569,13 +515,11 @@ struct Died {
   std::string_view message{};
   std::optional<uint64_t> restarts_in_ms{};
   explicit Died(Reader reader) { read_all(reader, instance, generation, code, message, restarts_in_ms); }
-  void write(Writer& writer) const { write_all(writer, instance, generation, code, message, restarts_in_ms); }
 };
 
 struct Ended {
   uint64_t number{};
   explicit Ended(Reader reader) { read_all(reader, number); }
-  void write(Writer& writer) const { write_all(writer, number); }
 };
 
 struct Hello {
@@ -584,7 +528,6 @@ struct Hello {
   std::string_view moonpool{};
   uint64_t pid{};
   explicit Hello(Reader reader) { read_all(reader, version, protocol, moonpool, pid); }
-  void write(Writer& writer) const { write_all(writer, version, protocol, moonpool, pid); }
 };
 
 struct Note {
@@ -593,7 +536,6 @@ struct Note {
   std::string_view file{};
   uint64_t line{};
   explicit Note(Reader reader) { read_all(reader, level, message, file, line); }
-  void write(Writer& writer) const { write_all(writer, level, message, file, line); }
 };
 
 inline constexpr Spec kSpecs[] = {
@@ -787,17 +729,16 @@ inline constexpr Spec kSpecs[] = {
     {"completes", Type::kFlag, false, 0, 0, 0, 0u},
     {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"config", Type::kText, true, 0, 0, 0, 16777216u},
-    {"decoupled", Type::kFlag, false, 0, 0, 0, 0u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 201, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 201, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 200, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 200, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"finalize_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
     {"log_lines_per_s", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"recycle_requests", Type::kInt, true, 0, 0, 1, 9223372036854775807u},
-    {"may_ask", Type::kList, true, 201, 1, 0, 4096u},
+    {"may_ask", Type::kList, true, 200, 1, 0, 4096u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"number", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"code", Type::kInt, false, 0, 0, 0, 7u},
@@ -858,9 +799,9 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
+    {"", Type::kList, false, 261, 1, 0, 65536u},
     {"", Type::kList, false, 262, 1, 0, 65536u},
-    {"", Type::kList, false, 263, 1, 0, 65536u},
-    {"", Type::kRow, false, 264, 6, 0, 0u},
+    {"", Type::kRow, false, 263, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
     {"shape", Type::kList, false, 125, 1, 0, 32u},
@@ -870,83 +811,83 @@ inline constexpr Spec kSpecs[] = {
 };
 
 constexpr Table<Kind, 10> kWork = {{{
-    {"CONFINED", 10, 2, 0, 3, 2u},
-    {"START", 1, 1, 5, 1, 28u},
-    {"COMPLETED", 2, 2, 6, 1, 128u},
-    {"LOADED", 3, 2, 7, 1, 160u},
-    {"FAILED", 4, 2, 8, 3, 128u},
-    {"EXECUTE", 5, 1, 11, 6, 64u},
-    {"ANSWER", 6, 2, 44, 7, 160u},
-    {"FINALIZE", 7, 1, 57, 0, 256u},
-    {"FINALIZED", 8, 2, 57, 2, 0u},
-    {"INDIRECT", 9, 0, 21, 3, 0u},
+    {"CONFINED", 10, 2, 0, 3},
+    {"START", 1, 1, 5, 1},
+    {"COMPLETED", 2, 2, 6, 1},
+    {"LOADED", 3, 2, 7, 1},
+    {"FAILED", 4, 2, 8, 3},
+    {"EXECUTE", 5, 1, 11, 6},
+    {"ANSWER", 6, 2, 44, 7},
+    {"FINALIZE", 7, 1, 57, 0},
+    {"FINALIZED", 8, 2, 57, 2},
+    {"INDIRECT", 9, 0, 21, 3},
 }}, kSpecs};
 
 constexpr Table<Kind, 21> kControl = {{{
-    {"SANDBOX", 15, 1, 59, 1, 0u},
-    {"REGION", 16, 1, 60, 5, 0u},
-    {"LENT_REGION", 40, 1, 65, 2, 0u},
-    {"GROW", 17, 2, 67, 2, 0u},
-    {"EVENT", 48, 0, 69, 2, 0u},
-    {"REFUSED", 18, 1, 71, 1, 0u},
-    {"RELEASE", 19, 0, 72, 1, 0u},
-    {"RETIRE", 20, 0, 73, 1, 0u},
-    {"LOG", 21, 2, 74, 4, 0u},
-    {"RESPONSES", 22, 2, 78, 1, 0u},
-    {"CANCEL", 23, 1, 86, 2, 0u},
-    {"INDIRECT", 9, 0, 21, 3, 0u},
-    {"METRICS", 24, 2, 88, 2, 0u},
-    {"LOGGING", 25, 1, 96, 4, 0u},
-    {"READY", 26, 1, 100, 1, 0u},
-    {"READINESS", 27, 2, 101, 2, 0u},
-    {"PEER", 28, 1, 57, 0, 0u},
-    {"BEGUN", 29, 2, 103, 1, 0u},
-    {"FORK", 45, 1, 104, 1, 0u},
-    {"REAP", 46, 1, 105, 1, 0u},
-    {"EXITED", 47, 2, 106, 2, 0u},
+    {"SANDBOX", 15, 1, 59, 1},
+    {"REGION", 16, 1, 60, 5},
+    {"LENT_REGION", 40, 1, 65, 2},
+    {"GROW", 17, 2, 67, 2},
+    {"EVENT", 48, 0, 69, 2},
+    {"REFUSED", 18, 1, 71, 1},
+    {"RELEASE", 19, 0, 72, 1},
+    {"RETIRE", 20, 0, 73, 1},
+    {"LOG", 21, 2, 74, 4},
+    {"RESPONSES", 22, 2, 78, 1},
+    {"CANCEL", 23, 1, 86, 2},
+    {"INDIRECT", 9, 0, 21, 3},
+    {"METRICS", 24, 2, 88, 2},
+    {"LOGGING", 25, 1, 96, 4},
+    {"READY", 26, 1, 100, 1},
+    {"READINESS", 27, 2, 101, 2},
+    {"PEER", 28, 1, 57, 0},
+    {"BEGUN", 29, 2, 103, 1},
+    {"FORK", 45, 1, 104, 1},
+    {"REAP", 46, 1, 105, 1},
+    {"EXITED", 47, 2, 106, 2},
 }}, kSpecs};
 
 constexpr Table<Kind, 11> kCalls = {{{
-    {"INFER", 30, 2, 108, 10, 0u},
-    {"REPLY", 31, 1, 136, 7, 0u},
-    {"WITHDRAW", 32, 2, 143, 1, 0u},
-    {"LET_GO", 33, 2, 144, 1, 0u},
-    {"LOAD_MODEL", 34, 2, 145, 4, 0u},
-    {"UNLOAD_MODEL", 35, 2, 152, 3, 0u},
-    {"IS_MODEL_READY", 36, 2, 155, 3, 0u},
-    {"NEW_METRIC", 38, 2, 158, 6, 0u},
-    {"METRIC_VALUE", 39, 2, 168, 2, 0u},
-    {"DONE", 37, 1, 170, 3, 0u},
-    {"INDIRECT", 9, 0, 21, 3, 0u},
+    {"INFER", 30, 2, 108, 10},
+    {"REPLY", 31, 1, 136, 7},
+    {"WITHDRAW", 32, 2, 143, 1},
+    {"LET_GO", 33, 2, 144, 1},
+    {"LOAD_MODEL", 34, 2, 145, 4},
+    {"UNLOAD_MODEL", 35, 2, 152, 3},
+    {"IS_MODEL_READY", 36, 2, 155, 3},
+    {"NEW_METRIC", 38, 2, 158, 6},
+    {"METRIC_VALUE", 39, 2, 168, 2},
+    {"DONE", 37, 1, 170, 3},
+    {"INDIRECT", 9, 0, 21, 3},
 }}, kSpecs};
 
 constexpr Table<Word, 23> kLauncher = {{{
-    {"LONG", 60, 0, 173, 1, 0u},
-    {"BACKEND", 61, 1, 174, 4, 0u},
-    {"LOGGING", 62, 1, 178, 4, 0u},
-    {"MODEL", 63, 1, 182, 6, 0u},
-    {"MODEL_READY", 81, 2, 188, 13, 0u},
-    {"REFUSED", 82, 2, 202, 3, 0u},
-    {"INSTANCE", 64, 1, 205, 5, 0u},
-    {"BORN", 89, 2, 210, 7, 0u},
-    {"STARTED", 83, 2, 217, 4, 0u},
-    {"MEMORY", 70, 1, 221, 5, 0u},
-    {"SET_ASIDE", 91, 2, 226, 2, 0u},
-    {"SCRUB", 71, 1, 228, 3, 0u},
-    {"SCRUBBED", 92, 2, 231, 2, 0u},
-    {"LOST", 65, 1, 233, 4, 0u},
-    {"OVERDUE", 66, 1, 237, 2, 0u},
-    {"GROWN", 90, 2, 239, 2, 0u},
-    {"RENEW", 69, 1, 241, 3, 0u},
-    {"DIED", 85, 2, 244, 5, 0u},
-    {"END", 67, 1, 249, 2, 0u},
-    {"END_MODEL", 68, 1, 251, 1, 0u},
-    {"ENDED", 86, 2, 252, 1, 0u},
-    {"HELLO", 80, 2, 253, 4, 0u},
-    {"NOTE", 88, 2, 257, 4, 0u},
+    {"LONG", 60, 0, 173, 1},
+    {"BACKEND", 61, 1, 174, 4},
+    {"LOGGING", 62, 1, 178, 4},
+    {"MODEL", 63, 1, 182, 6},
+    {"MODEL_READY", 81, 2, 188, 12},
+    {"REFUSED", 82, 2, 201, 3},
+    {"INSTANCE", 64, 1, 204, 5},
+    {"BORN", 89, 2, 209, 7},
+    {"STARTED", 83, 2, 216, 4},
+    {"MEMORY", 70, 1, 220, 5},
+    {"SET_ASIDE", 91, 2, 225, 2},
+    {"SCRUB", 71, 1, 227, 3},
+    {"SCRUBBED", 92, 2, 230, 2},
+    {"LOST", 65, 1, 232, 4},
+    {"OVERDUE", 66, 1, 236, 2},
+    {"GROWN", 90, 2, 238, 2},
+    {"RENEW", 69, 1, 240, 3},
+    {"DIED", 85, 2, 243, 5},
+    {"END", 67, 1, 248, 2},
+    {"END_MODEL", 68, 1, 250, 1},
+    {"ENDED", 86, 2, 251, 1},
+    {"HELLO", 80, 2, 252, 4},
+    {"NOTE", 88, 2, 256, 4},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 261;
+constexpr size_t kLayoutSpec = 260;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tests.compiled import compiled
 
+from moonpool.ipc.messages import LAYOUT
 from moonpool.runtime.triton import wire_header
 
 NATIVE = wire_header.HEADER.parent
@@ -88,6 +89,7 @@ def file_of(asked: Asked) -> bytes:
 
 def _compiled(name: str, folder: Path, *options: str) -> Path:
     (folder / "structs.inc").write_text(_structs(), encoding="utf-8")
+    (folder / "writers.inc").write_text(_writers(), encoding="utf-8")
     here = Path(__file__).parent
     sources = [here / f"{name}.cpp", NATIVE / "codec.cpp", NATIVE / "msgpack.cpp"]
     return compiled(folder / name, sources, f"-I{NATIVE}", f"-I{folder}", *options)
@@ -108,6 +110,26 @@ def _texts(data: bytes) -> list[bytes]:
         texts.append(data[at + 4 : at + 4 + size])
         at += 4 + size
     return texts
+
+
+def _writers() -> str:
+    """A function for each struct that writes what it has; rows are arrays of it."""
+    rows = wire_header.Rows()
+    messages = [rows.message(kind, message) for kind, message in wire_header.received().items()]
+    assert messages
+    rows.type(LAYOUT.item, "")
+    names = {wire_header.camel(kind.name) for kind in wire_header.received()}
+    parts = []
+    for name, fields in rows.fields.items():
+        begin, function = f"writer.array({len(fields)});", "write"
+        if name in names:
+            begin, function = "", "write_fields"
+        values = "".join(f", each.{field}" for field in fields)
+        parts.append(
+            f"inline void {function}(Writer& writer, const wire::{name}& each)"
+            f" {{ {begin} write_all(writer{values}); }}"
+        )
+    return "\n".join(parts)
 
 
 def _structs() -> str:

@@ -9,6 +9,53 @@
 
 #include "wire.h"
 
+// What the library reads and never writes.
+namespace moonpool {
+
+inline void write(Writer& writer, const Value& value) {
+  switch (value.form) {
+    case Form::kFlag:
+      return writer.flag(value.number != 0);
+    case Form::kUint:
+      return writer.uint(value.number);
+    case Form::kNegative:
+      return writer.integer(static_cast<int64_t>(value.number));
+    case Form::kReal:
+      return writer.real(value.real);
+    case Form::kText:
+      return writer.text(value.bytes);
+    case Form::kRaw:
+      return writer.raw(value.bytes);
+    case Form::kArray:
+      return writer.array(value.number);
+    case Form::kMap:
+      return writer.map(value.number);
+    case Form::kNil:
+    case Form::kBad:
+      return writer.nil();
+  }
+}
+template <class T>
+void write(Writer& writer, const std::optional<T>& value) {
+  if (value) {
+    write(writer, *value);
+  } else {
+    writer.nil();
+  }
+}
+template <class T>
+void write(Writer& writer, const List<T>& values) {
+  writer.array(values.size());
+  for (const T& value : values) write(writer, value);
+}
+inline void write(Writer& writer, const Entries& entries) {
+  writer.map(entries.size());
+  for (const Entry& entry : entries) write_all(writer, entry.name, entry.value);
+}
+#include "writers.inc"
+
+}  // namespace moonpool
+
 using namespace moonpool;
 
 namespace {
@@ -24,7 +71,7 @@ std::string by_struct(Reader fields) {
   Writer writer;
   writer.array(1 + wire::field_count(kind));
   writer.uint(static_cast<uint64_t>(kind));
-  Message(fields).write(writer);
+  write_fields(writer, Message(fields));
   return std::string(writer.bytes());
 }
 

@@ -207,6 +207,11 @@ class Shim:
         self._post.wake()
         self._hearing.join()
         self._post.close()
+        # What was said last, and nobody asked for.
+        while not self._heard.empty():
+            _, fds = self._heard.get() or ([], [])
+            for fd in fds:
+                os.close(fd)
         for stub in self.stubs.values():
             stub.close()
         assert self.process.stderr is not None
