@@ -133,9 +133,15 @@ class Channel:
 
         Descriptors that the peer sent along are dropped by the kernel.
         """
-        if not self._inbox:
-            self.wait()
-        packet = self._inbox.popleft()
+        if self._inbox:
+            packet = self._inbox.popleft()
+        else:
+            try:
+                packet = self._receive(_ROOM[0])
+            except ConnectionResetError:  # as in `wait`
+                return self.receive()
+            except OSError as error:
+                raise self._gone(error) from error
         return packet if 0 < len(packet) <= MAX_PACKET_BYTES else self._checked(packet)
 
     def receive_ready(self) -> bytes | None:

@@ -73,7 +73,9 @@ class Conversation:
         kind = message[0]
         if kind not in self._ours:
             raise LocalProtocolError(f"{Kind(kind).name} may not be sent now; {self._turn()}")
-        packet = self._overflow.pack(*message)
+        packet = encode(*message)
+        if len(packet) > MAX_PACKET_BYTES:
+            packet = self._overflow.indirect(packet)
         if self._is_stub:
             self.channel.send_waiting(packet)
         else:
@@ -90,9 +92,10 @@ class Conversation:
     def accept(self, packet: bytes) -> list[Any]:
         """Check a packet that was received. Raises `RemoteProtocolError`."""
         fields = self._codec.decode(packet)
-        if fields[0] == _INDIRECT:
-            fields = self._codec.decode_stored(self._overflow.load(*fields[1:]))
         kind = fields[0]
+        if kind == _INDIRECT:
+            fields = self._codec.decode_stored(self._overflow.load(*fields[1:]))
+            kind = fields[0]
         if kind not in self._theirs:
             raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._turn()}")
         self._ours, self._theirs = self._after[kind]

@@ -67,7 +67,10 @@ class Answer:
                 targets.get(len(self._plans)) if targets else None,
                 request._preferred_memory,
             )
-            self._add(plan or NO_OUTPUTS, remark)
+            if remark is None and plan is not None:
+                self._plans.append(plan)
+            else:
+                self._add(plan or NO_OUTPUTS, remark)
 
     def leave_open(self, requests: list[InferenceRequest]) -> None:
         """All responses come later, or the word that a request is to be rescheduled."""

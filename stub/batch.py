@@ -109,8 +109,12 @@ class Batch:
                     tensors.append(Tensor.from_wire(name, datatype, shape, array))
                 else:
                     tensors.append(devices.tensor(name, datatype, shape, lease, offset))
-            row = None if details is None else details[index]
-            requests.append(self._request(tensors, row, (self._port, batch, index)))
+            origin = (self._port, batch, index)
+            if details is None or details[index] is None:
+                request = InferenceRequest.from_wire(NO_DETAILS, self._outputs, tensors, origin)
+            else:
+                request = self._request(tensors, details[index], origin)
+            requests.append(request)
         if self.targets:
             self.targets = {}
         for index, output, region_id, offset, size_bytes in targets or ():
@@ -132,10 +136,9 @@ class Batch:
         return requests
 
     def _request(
-        self, tensors: list[Tensor], row: list[Any] | None, origin: tuple[Port, int, int]
+        self, tensors: list[Tensor], row: list[Any], origin: tuple[Port, int, int]
     ) -> InferenceRequest:
-        if row is None:
-            return InferenceRequest.from_wire(NO_DETAILS, self._outputs, tensors, origin)
+        """A request of which something is said beside its inputs."""
         details = Details._make(row)
         wanted = self._outputs
         if details.outputs is not None:

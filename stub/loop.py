@@ -154,7 +154,8 @@ class Stub:
         except BaseException as error:  # a model may raise anything, SystemExit included
             answer.fail(requests, self._report(model, error))
         del requests
-        self._main.control.metric_changes.flush()
+        if self._main.control.metric_changes.are_made:
+            self._main.control.metric_changes.flush()
         fields = peer.give()
         if peer.responses.is_forked:
             sys.stderr.write("A process that the model forked came back from execute and ends.\n")

@@ -30,6 +30,8 @@ class MetricChanges:
     def __init__(self, send: Callable[[list[Row], list[int]], object]) -> None:
         """`send` hands rows, and the numbers of what nobody refers to any more, to the runtime."""
         self._send = send
+        # Whether `flush` may have anything to do: models without metrics come by all the time.
+        self.are_made = False
         self._new: deque[tuple[int, int, float]] = deque()
         self._dropped: deque[int] = deque()
         self._sums: dict[int, tuple[int, float]] = {}
@@ -44,6 +46,7 @@ class MetricChanges:
     def add(self, metric: int, operation: int, value: float) -> None:
         """Apply an operation to a metric, soon."""
         self._new.append((metric, operation, value))
+        self.are_made = True
         self._wish()
         if len(self._new) >= _MANY and self._lock.acquire(blocking=False):
             try:
@@ -64,6 +67,7 @@ class MetricChanges:
     def start(self) -> None:
         """Send from now on what no `flush` sends, on a thread of its own."""
         with self._lock:
+            self.are_made = True
             if self._sender is None:
                 self._sender = threads.start(self._run, "moonpool-metrics")
 
@@ -77,7 +81,7 @@ class MetricChanges:
 
     def flush(self) -> None:
         """Send all that was added before, or wait for whoever does so."""
-        if self._sender is None and not self._new:  # models without metrics come by all the time
+        if not self.are_made:
             return
         with self._lock:
             # What is dropped from here on may have changes that are not added up yet.

@@ -29,28 +29,6 @@ if TYPE_CHECKING:
 _ARRIVAL_S = 30.0
 
 
-class _Turn:
-    """A lock for the arena that a destructor cannot wait for in vain.
-
-    A collection of garbage may run anything of the model's in the middle of an allocation.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._is_taken = False
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        if self._is_taken:
-            self._lock.release()
-            raise OutOfMemory("a destructor asked for memory while memory was being allocated")
-        self._is_taken = True
-
-    def __exit__(self, *_: object) -> None:
-        self._is_taken = False
-        self._lock.release()
-
-
 class Regions(Overflow):
     """What the stub knows of shared memory. `allocate`, `hold`, `find` and `empty` are for any thread."""
 
@@ -67,7 +45,8 @@ class Regions(Overflow):
         self.arena = Arena(self._grow)
         # None until device memory is handled.
         self.devices: DeviceMemory | None = None
-        self._turn = _Turn()
+        # Of whoever uses the arenas.
+        self._turn = threading.RLock()
         self._is_deserted = False
 
     def add_first(self, region_id: int, size_bytes: int, fd: int, writer: int) -> None:
@@ -202,6 +181,9 @@ class Regions(Overflow):
     def allocate(self, size_bytes: int, device: int = NO_DEVICE) -> Block:
         """A block for an answer. Raises `OutOfMemory` with the runtime's reason."""
         arena = self.arena if device == NO_DEVICE else self.on_devices().arena(device)
+        # A collection of garbage may run anything of the model's in the middle of an allocation.
+        if self._turn._is_owned():  # type: ignore[attr-defined]
+            raise OutOfMemory("a destructor asked for memory while memory was being allocated")
         with self._turn:
             if self.returned:
                 self._collect()
