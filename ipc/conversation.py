@@ -46,7 +46,7 @@ class Overflow:
 class Conversation:
     """One end of a work channel. One thread at a time."""
 
-    __slots__ = ("_after", "_codec", "_is_stub", "_ours", "_overflow", "_theirs", "channel")
+    __slots__ = ("_after", "_codec", "_is_stub", "_overflow", "_turn", "channel")
 
     def __init__(
         self, channel: Channel, us: Side, overflow: Overflow, after: Kind | None = None
@@ -57,7 +57,7 @@ class Conversation:
         self._overflow = overflow
         self._codec = work_codec(us)
         # What may come next, from us and from the peer; and the same after each kind, worked out before.
-        self._ours, self._theirs = _split(_FIRST if after is None else WORK[after].followers, us)
+        self._turn = _split(_FIRST if after is None else WORK[after].followers, us)
         self._after = {int(kind): _split(message.followers, us) for kind, message in WORK.items()}
 
     def use_overflow(self, overflow: Overflow) -> None:
@@ -71,8 +71,8 @@ class Conversation:
         `RemoteProtocolError` where the runtime's peer does not read.
         """
         kind = message[0]
-        if kind not in self._ours:
-            raise LocalProtocolError(f"{Kind(kind).name} may not be sent now; {self._turn()}")
+        if kind not in self._turn[0]:
+            raise LocalProtocolError(f"{Kind(kind).name} may not be sent now; {self._words()}")
         packet = encode(*message)
         if len(packet) > MAX_PACKET_BYTES:
             packet = self._overflow.indirect(packet)
@@ -83,7 +83,7 @@ class Conversation:
                 self.channel.send(packet)
             except BlockingIOError as error:
                 raise RemoteProtocolError("the stub answers without reading") from error
-        self._ours, self._theirs = self._after[kind]
+        self._turn = self._after[kind]
 
     def receive(self) -> list[Any]:
         """The next message, its kind first; blocks. Raises `PeerGone`, `RemoteProtocolError`."""
@@ -96,17 +96,18 @@ class Conversation:
         if kind == _INDIRECT:
             fields = self._codec.decode_stored(self._overflow.load(*fields[1:]))
             kind = fields[0]
-        if kind not in self._theirs:
-            raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._turn()}")
-        self._ours, self._theirs = self._after[kind]
+        if kind not in self._turn[1]:
+            raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._words()}")
+        self._turn = self._after[kind]
         return fields
 
     @property
     def allowed(self) -> frozenset[int]:
         """The kinds that may come next, from either side."""
-        return self._ours | self._theirs
+        ours, theirs = self._turn
+        return ours | theirs
 
-    def _turn(self) -> str:
+    def _words(self) -> str:
         names = " or ".join(sorted(Kind(kind).name for kind in self.allowed)) or "nothing"
         return f"{names} may come next"
 

@@ -117,10 +117,14 @@ class Batch:
             requests.append(request)
         if self.targets:
             self.targets = {}
-        for index, output, region_id, offset, size_bytes in targets or ():
+        if targets:
+            self._aim(targets)
+        return requests
+
+    def _aim(self, targets: list[list[int]]) -> None:
+        for index, output, region_id, offset, size_bytes in targets:
             target = Target(self._regions.request_region(region_id), offset, size_bytes)
             self.targets.setdefault(index, {})[output] = target
-        return requests
 
     def _read(self, packed: bytes) -> list[list[Any]]:
         """The inputs of each request as they are viewed: strings and BF16 as the bytes that they are."""

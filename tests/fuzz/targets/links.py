@@ -127,7 +127,7 @@ def _step(pair: Pair, choices: Choices, kept: list[Any]) -> None:
         for outcome in outcomes:
             _take(outcome, kept)
         # The peer spoke past its own end of the conversation.
-        peer.conversation._ours, peer.conversation._theirs = peer.conversation._after[Kind.ANSWER]
+        peer.conversation._turn = peer.conversation._after[Kind.ANSWER]
     elif operation == 3:
         _take(link.response(_told(Kind.RESPONSES, [liar.response()])[0])[1], kept)
     elif operation == 4:
