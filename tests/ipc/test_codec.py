@@ -115,6 +115,14 @@ def test_the_channels_share_only_what_stands_for_a_large_message() -> None:
     assert set(WORK) | set(CONTROL) | set(CALLS) == set(Kind)
 
 
+def test_a_field_may_be_called_as_what_leads_every_message() -> None:
+    check = compile_check(Kind.LOG, Message(None, {"kind": Text(3), "it": Int(0, 7)}))
+
+    check([int(Kind.LOG), "abc", 7])
+    with pytest.raises(RemoteProtocolError, match=r"LOG\.kind may not be str"):
+        check([int(Kind.LOG), "abcd", 7])
+
+
 @pytest.mark.parametrize(
     ("spec", "most", "beyond"),
     [(Text(5), "ß" * 5, "ß" * 6), (Raw(5), b"12345", b"123456"), (ListOf(Int(), 2), [0, 0], [0] * 3),
