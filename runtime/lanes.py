@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # The stub says EVENT before what needs it, but on another channel.
 _ARRIVAL_S = 10.0
+# No socket holds more packets.
+_MOST_WAITING = 300
 
 
 class Lanes:
@@ -27,14 +29,16 @@ class Lanes:
     def __init__(
         self,
         send_event: Callable[[int, bytes], None],
-        read_events: Callable[[float], bool],
+        read_event: Callable[[], bool],
         gpus: Sequence[int] | None,
     ) -> None:
-        """`send_event` sends EVENT. `read_events` takes in what comes on the control channel within so many seconds;
+        """`send_event` sends EVENT. `read_event` takes in the next message of the control channel, if there is one;
         False where another thread does that. `gpus` are those that the stub sees, in its order; None for all.
         """
         self._send_event = send_event
-        self._read_events = read_events
+        self._read_event = read_event
+        # The thread that reads, while it looks for an event: what it reads may have to be received, too.
+        self._looking = 0
         self._gpus = gpus
         self._lanes: dict[int, Lane] = {}
         # Those whose event the stub has told.
@@ -101,23 +105,49 @@ class Lanes:
             lane.publish()
 
     def receive(self) -> None:
-        """After a message of the stub's. Raises `CudaError`, `RemoteProtocolError`, `PeerGone`."""
+        """After a message of the stub's. Raises `CudaError`, `RemoteProtocolError`, `PeerGone`.
+
+        Waits for events that the stub has not told yet, but where the thread is the one that reads them: it has others to
+        hear, and what is told of memory there comes after the event.
+        """
         if self._is_closed:
             return
         for gpu, lane in self._lanes.copy().items():
             if gpu not in self._met:
                 self._await(gpu)
-            lane.receive()
+            if gpu in self._met:
+                lane.receive()
+
+    def met(self, gpu: int) -> Lane:
+        """The lane to a block that the stub names. Raises `RemoteProtocolError` where it has not told its event."""
+        if gpu not in self._met and not self._is_closed:
+            raise RemoteProtocolError(f"a block on device {self.number_of(gpu)} ahead of its EVENT")
+        return self.lane(gpu)
 
     def _await(self, gpu: int) -> None:
+        if self._looking == threading.get_ident() or self._look(gpu):
+            return
         deadline = time.monotonic() + _ARRIVAL_S
-        while gpu not in self._met and not self._is_closed:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise RemoteProtocolError("the stub does not say its EVENT")
-            if not self._read_events(left_s):
-                with self._changed:
-                    self._changed.wait_for(lambda: gpu in self._met or self._is_closed, left_s)
+        with self._changed:
+            while gpu not in self._met and not self._is_closed:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise RemoteProtocolError("the stub does not say its EVENT")
+                self._changed.wait(left_s)
+
+    def _look(self, gpu: int) -> bool:
+        """Take in what has come; False where another thread does that."""
+        if not self._read_event():
+            return False
+        self._looking = threading.get_ident()
+        try:
+            for _ in range(_MOST_WAITING):
+                if gpu in self._met:
+                    break
+                self._read_event()
+        finally:
+            self._looking = 0
+        return True
 
     def tidy(self) -> None:
         """Let go of what the devices are done with by now."""
@@ -133,12 +163,12 @@ class Lanes:
             for lane in self._lanes.values():
                 lane.close()
             # Who has these refers to this, too.
-            self._send_event, self._read_events = _tell_nobody, _hear_nobody
+            self._send_event, self._read_event = _tell_nobody, _hear_nobody
 
 
 def _tell_nobody(_number: int, _handle: bytes) -> None:
     """The stub is gone."""
 
 
-def _hear_nobody(_timeout_s: float) -> bool:
+def _hear_nobody() -> bool:
     return False

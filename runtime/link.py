@@ -343,7 +343,7 @@ class Link(Overflow):
             )
         place = (region_id, offset)
         if self.lanes is not None and region_id in self.device_answers:
-            lane = self.lanes.lane(region.device.ordinal)
+            lane = self.lanes.met(region.device.ordinal)
             return region.lease(offset, size_bytes, self._release, place, lane)
         return region.lease(offset, size_bytes, self._release, place)
 

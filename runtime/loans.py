@@ -246,12 +246,12 @@ class Loans:
         )
 
     def _open_on_device(self, loan: Block | DeviceLease, size_bytes: int) -> DeviceLease:
+        region: DeviceRegion = loan.region  # type: ignore[assignment]
+        lane = self.lanes.met(region.device.ordinal)
         # A lease knows the stub's lane since it was lent.
         if type(loan) is not Block:
             return loan  # type: ignore[return-value]
         loan.holds += 1
-        region: DeviceRegion = loan.region  # type: ignore[assignment]
-        lane = self.lanes.lane(region.device.ordinal)
         return region.lease(loan.offset, size_bytes, self._give_back, loan, lane)
 
     def _find_target(self, place: Place) -> Lease | None:

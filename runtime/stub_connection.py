@@ -5,7 +5,6 @@ The process that started the stub has more of it (`runtime.stub_handle`); a fron
 
 from __future__ import annotations
 
-import select
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError, ProtocolError
@@ -88,15 +87,12 @@ class StubConnection:
         def send_event(number: int, handle: bytes) -> None:
             self.control.send(Kind.EVENT, number, handle)
 
-        return Lanes(send_event, self._read_events, self._gpus)
+        return Lanes(send_event, self._read_event, self._gpus)
 
-    def _read_events(self, timeout_s: float) -> bool:
-        """Take in what the stub tells within so long; False where the reactor's thread is another one, and does."""
+    def _read_event(self) -> bool:
+        """Take in what the stub has told next; False where the reactor's thread is another one, and does."""
         if not self._reactor.is_here:
             return False
-        poll = select.poll()
-        poll.register(self.control.channel.fileno(), select.POLLIN)
-        poll.poll(timeout_s * 1000)
         self.read(1)
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.gpu.cards import Fake
@@ -18,10 +18,17 @@ class Ends:
     """Lanes to a stub that says nothing by itself."""
 
     def __init__(self, gpus: tuple[int, ...] | None = None) -> None:
+        # What there is to be read, for the thread that reads; None where another one does.
+        self.to_read: list[Callable[[], object]] | None = None
         self.told: list[tuple[int, bytes]] = []
         self.lanes = Lanes(
-            lambda number, handle: self.told.append((number, handle)), lambda _: False, gpus
+            lambda number, handle: self.told.append((number, handle)), self.read_event, gpus
         )
+
+    def read_event(self) -> bool:
+        if self.to_read:
+            self.to_read.pop(0)()
+        return self.to_read is not None
 
 
 @pytest.fixture
@@ -72,6 +79,26 @@ def test_a_stub_that_never_says_its_event_is_not_waited_for_for_ever(
 
     with pytest.raises(RemoteProtocolError, match="does not say its EVENT"):
         ends.lanes.receive()
+
+
+def test_who_reads_for_all_does_not_wait_for_a_stub_that_does_not_say_its_event(ends: Ends) -> None:
+    ends.lanes.lane(0)
+    ends.to_read = []
+
+    ends.lanes.receive()
+
+    with pytest.raises(RemoteProtocolError, match="a block on device 0 ahead of its EVENT"):
+        ends.lanes.met(0)
+
+
+def test_who_reads_for_all_takes_in_an_event_that_has_come(ends: Ends) -> None:
+    lane = ends.lanes.lane(0)
+    # What comes before it has to be received as well.
+    ends.to_read = [*[ends.lanes.receive] * 200, lambda: ends.lanes.meet(0, b"")]
+
+    ends.lanes.receive()
+
+    assert ends.lanes.met(0) is lane
 
 
 def test_who_waits_is_let_go_of_when_the_stub_is_gone(ends: Ends) -> None:
