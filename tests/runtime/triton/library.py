@@ -64,4 +64,11 @@ def sanitizer_libraries(names: Sequence[str]) -> str:
     for path in found:
         if not os.path.isabs(path):
             pytest.skip(f"the compiler has no {path}")
-    return " ".join(found)
+    preloaded = " ".join(found)
+    # Where addresses are drawn from more than it knows, the one for threads ends at once.
+    tried = subprocess.run(
+        ["true"], env={**os.environ, "LD_PRELOAD": preloaded}, capture_output=True, check=False
+    )
+    if tried.returncode:
+        pytest.skip(f"no program runs with {preloaded}: {tried.stderr.decode(errors='replace')}")
+    return preloaded
