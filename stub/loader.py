@@ -98,7 +98,8 @@ def _same_folder(one: str, other: str) -> bool:
 
 
 def _append_to_path(folders: Iterable[str]) -> None:
-    sys.path.extend(os.path.abspath(folder) for folder in folders)
+    # No backend's folder is an empty text, and not where the runtime was started.
+    sys.path.extend(os.path.abspath(folder) for folder in folders if folder)
 
 
 def _import(load: Callable[[], ModuleType], path: str) -> ModuleType:

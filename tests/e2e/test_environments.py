@@ -209,6 +209,13 @@ class TestPacked:
 
 
 class TestPath:
+    def test_where_the_runtime_was_started_is_not_on_it(
+        self, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+
+        assert str(tmp_path) not in ask("sys.path")
+
     def test_pythonpath_goes_before_everything_as_in_triton(
         self, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -94,14 +94,15 @@ class Surroundings:
                 del sys.modules[name]
                 if name in before:
                     sys.modules[name] = before[name]
-        rest = list(self._path_before)
+        rest, kept = list(self._path_before), []
         self._path = []
-        for folder in list(sys.path):
+        for folder in sys.path:
             if folder in rest:
                 rest.remove(folder)
+                kept.append(folder)
             else:
-                sys.path.remove(folder)
                 self._path.append(folder)
+        sys.path[:] = kept
         pb_utils.set_model_dir("")
         host.use(None)
         logger.set_levels(True, True, True, False)
