@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import ModelError, ModelNotFound
 from moonpool.runtime.frontend.grpc.answers import Answers
+from moonpool.runtime.frontend.grpc.backlog import Backlog
 from moonpool.runtime.frontend.grpc.handlers import UNREADABLE
 from moonpool.runtime.frontend.grpc.infer_request import Asked, Plan
 from moonpool.runtime.frontend.grpc.infer_response import answer
@@ -47,6 +48,7 @@ class Inference:
         pattern = options.header_forward_pattern
         self._forwards = re.compile(pattern) if pattern else None
         self._max_backlog_bytes = options.max_backlog_bytes
+        self.backlog: Backlog[Stream] = Backlog(options.max_backlogs_bytes)
 
     def find(self, asked: Asked) -> Hosted:
         """Who is asked. Raises `ModelNotFound`, `ModelUnavailable`, `InvalidRequest`."""

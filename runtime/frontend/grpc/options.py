@@ -49,6 +49,8 @@ class GrpcOptions:
     """More RPCs at once are refused."""
     max_backlog_bytes: int = 256 << 20
     """What may wait for the client of one stream, who does not read, before the stream is ended."""
+    max_backlogs_bytes: int = 1 << 30
+    """What may wait for all of them, before the stream is ended for which the most waits."""
     arguments: tuple[tuple[str, int | str], ...] = field(default=())
     """Further channel arguments of gRPC by their names, such as `grpc.max_concurrent_streams`."""
 

@@ -167,10 +167,17 @@ class Stream:
     def _put(self, message: bytes) -> None:
         if not self._is_over:
             self._messages.append(message)
-            self._backlog_bytes += len(message)
+            self._count(len(message))
+
+    def _count(self, more_bytes: int) -> None:
+        self._backlog_bytes += more_bytes
+        self.inference.backlog.change(self, more_bytes)
 
     def _flush(self) -> None:
         """Send the next message, unless one is on its way."""
+        most = self.inference.backlog.most()
+        if most is not None:
+            most.end_unread()
         with self._lock:
             if self._backlog_bytes > self._max_backlog_bytes and not self._is_over:
                 too_much = self._backlog_bytes
@@ -181,20 +188,20 @@ class Stream:
                 self._is_sending = True
                 message = self._messages[0]
         if too_much:
-            self._end(
-                Status(
-                    "RESOURCE_EXHAUSTED",
-                    f"{too_much} bytes of responses wait for the client of this stream, who does not read them",
-                )
-            )
+            self.end_unread()
         else:
             self._call.send(message, self._sent)
+
+    def end_unread(self) -> None:
+        """Too much waits for the client."""
+        words = "bytes of responses wait for the client of this stream, who does not read them"
+        self._end(Status("RESOURCE_EXHAUSTED", f"{self._backlog_bytes} {words}"))
 
     def _sent(self) -> None:
         with self._lock:
             self._is_sending = False
             if self._messages:
-                self._backlog_bytes -= len(self._messages.popleft())
+                self._count(-len(self._messages.popleft()))
         self._flush()
         self._read_on()
         self._finish_if_done()
@@ -230,7 +237,7 @@ class Stream:
             self._open.clear()
             self._in_order.clear()
             self._messages.clear()
-            self._backlog_bytes = 0
+            self._count(-self._backlog_bytes)
         for request in left:
             request.cancel()
 

@@ -295,6 +295,11 @@ class Connection(asyncio.BufferedProtocol):
         """How much waits for the client."""
         return self._transport.get_write_buffer_size()
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the client takes less than is sent."""
+        return self._stalled_since is not None
+
     async def writable(self) -> None:
         """Returns when there is room, or nobody who would need it."""
         if self._drained is not None:

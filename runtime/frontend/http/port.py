@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _BUFFER_BYTES = 256 << 10
 _LOOK_S = 1.0
+# What may wait for all clients together who do not take it.
+_UNSENT_BYTES = 4 << 30
 # What all clients together have in shared memory of bodies that have not come yet.
 _AWAITED_BYTES = 256 << 20
 _NO_HEAD = Head("GET", b"", "1.1", ())
@@ -86,7 +88,18 @@ class Port:
         self.now = self.loop.time()
         for connection in list(self._connections):
             connection.look(self.now)
+        self._relieve()
         self._looking = self.loop.call_later(self._look_s, self._look)
+
+    def _relieve(self) -> None:
+        """Leave the clients for whom the most waits, while too much waits for all."""
+        waiting = [(each.unsent_bytes, each) for each in self._connections if each.is_stalled]
+        total_bytes = sum(unsent_bytes for unsent_bytes, _ in waiting)
+        for unsent_bytes, connection in sorted(waiting, key=lambda each: each[0], reverse=True):
+            if total_bytes <= _UNSENT_BYTES:
+                break
+            total_bytes -= unsent_bytes
+            connection.abort()
 
     def room_for(self, head: Head, size_bytes: int) -> tuple[memoryview, int]:
         """Memory for a body that is to come, and how much of it is shared: to be taken off `awaited_bytes` in the end.

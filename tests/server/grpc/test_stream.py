@@ -188,6 +188,30 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
     wait_until(lambda: not core._calls)
 
 
+def test_of_many_clients_that_do_not_read_the_one_is_left_for_whom_the_most_waits(
+    serve: Serve,
+) -> None:
+    served = serve("repeat", max_backlogs_bytes=48 << 20)
+    backlog = served.server._inference.backlog
+    few, many = Requests(repeat(400, size=1 << 16)), Requests(repeat(2000, size=1 << 16))
+    stub = served.stub()
+    patient = stub.ModelStreamInfer(iter(few), timeout=6 * TIMEOUT_S)
+    wait_until(lambda: backlog._total_bytes > 1 << 20, what="some to wait")
+    greedy = stub.ModelStreamInfer(iter(many), timeout=6 * TIMEOUT_S)
+    scheduler = served.runtime.registry.find("repeat").scheduler
+    wait_until(lambda: len(backlog._of) == 2, what="both to wait")
+
+    wait_until(lambda: not scheduler.executing and not len(scheduler.outcomes.open), 30)
+
+    with pytest.raises(grpc.RpcError) as raised:
+        list(greedy)
+    many.close()
+    few.close()
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len(list(patient)) == 400
+    assert backlog._total_bytes == 0
+
+
 def test_hundreds_of_streams_that_are_dropped_leave_nothing(serve: Serve) -> None:
     served = serve("add_sub")
     calls = []

@@ -15,6 +15,8 @@ import pytest
 from tests.server.http.listening import Answer, Client, Listening, listening
 from tests.waiting import wait_until
 
+from moonpool.runtime.frontend.http import port
+
 __all__ = ["listening"]
 
 
@@ -296,6 +298,19 @@ def announce(client: Client, path: bytes, size_bytes: int) -> None:
     head = b"POST %b HTTP/1.1\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n"
     client.send(head % (path, size_bytes))
     assert client.line() == b"HTTP/1.1 100 Continue\r\n"
+
+
+def test_of_clients_that_do_not_read_the_one_is_left_for_whom_the_most_waits(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port, "_UNSENT_BYTES", 64 << 20)
+    with listening.client() as patient, listening.client() as greedy:
+        patient.send(b"GET /big/32 HTTP/1.1\r\n\r\n")
+        greedy.send(b"GET /big/64 HTTP/1.1\r\n\r\n")
+
+        wait_until(lambda: listening.port.connections == 1)
+
+        assert len(patient.answer().body) == 32 << 20
 
 
 def test_who_says_that_much_is_to_come_takes_nothing(listening: Listening) -> None:
