@@ -15,20 +15,6 @@ if TYPE_CHECKING:
 RELEASE_RESCHEDULE = 2
 
 
-def are_answers(returned: object, requests: Sequence[InferenceRequest]) -> bool:
-    """Whether there is a response to each request and nothing else was done to any: nothing is left to validate."""
-    if type(returned) is not list or len(returned) != len(requests):
-        return False
-    for response, request in zip(returned, requests):
-        if (
-            type(response) is not InferenceResponse
-            or request._release_flags
-            or request._reply is not None
-        ):
-            return False
-    return True
-
-
 def validate_execute_return(
     returned: object,
     requests: Sequence[InferenceRequest],

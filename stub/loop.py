@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from moonpool.stub.request import InferenceRequest
 
 _EXECUTE = int(Kind.EXECUTE)
-_ANSWER = int(Kind.ANSWER)
 
 
 class Stub:
@@ -160,7 +159,7 @@ class Stub:
         if peer.responses.is_forked:
             sys.stderr.write("A process that the model forked came back from execute and ends.\n")
             os._exit(1)
-        peer.conversation.send(_ANSWER, *fields)
+        peer.conversation.send(*fields)
         if self._calls.let_go:
             self._calls.tidy()
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from moonpool.stub import loader, logger, pb_utils
 from moonpool.stub.errors import InvalidReturn
-from moonpool.stub.execute import are_answers, validate_execute_return
+from moonpool.stub.execute import validate_execute_return
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model_config import ModelConfig
 from moonpool.stub.native import NativeAdapter, complete_config
 from moonpool.stub.report import describe, traceback_of
+from moonpool.stub.response import InferenceResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from moonpool.stub.inherited import Inherited
     from moonpool.stub.regions import Regions
     from moonpool.stub.request import InferenceRequest
-    from moonpool.stub.response import InferenceResponse
 
 
 class Model:
@@ -75,17 +75,34 @@ class Model:
 
         Raises `InvalidReturn`.
         """
+        if type(returned) is list and len(returned) == len(requests) and not self._is_decoupled:
+            for response, request in zip(returned, requests):
+                if (
+                    type(response) is not InferenceResponse
+                    or request._release_flags
+                    or request._reply is not None
+                ):
+                    break
+            else:
+                return returned
+        return self._validated(returned, requests)
+
+    def _validated(
+        self, returned: object, requests: list[InferenceRequest]
+    ) -> list[InferenceResponse | None]:
+        """As `responses`, where there is more to it than a response to each request."""
         if type(returned) is not list and isinstance(returned, list):
             returned = list(returned)  # its methods are the model's
-        if self._is_decoupled or not are_answers(returned, requests):
-            validate_execute_return(
-                returned,
-                requests,
-                self._instance,
-                decoupled=self._is_decoupled,
-                reschedules=self._reschedules,
-            )
-        return [None] * len(requests) if returned is None else returned  # type: ignore[return-value]
+        validate_execute_return(
+            returned,
+            requests,
+            self._instance,
+            decoupled=self._is_decoupled,
+            reschedules=self._reschedules,
+        )
+        if returned is None:
+            return [None] * len(requests)
+        return returned  # type: ignore[return-value]
 
     @property
     def is_ready(self) -> Callable[[], object] | None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from moonpool.stub.request import InferenceRequest
 
 
+_ANSWER = int(Kind.ANSWER)
+
+
 class Peer:
     """Its work channel is for the main thread of the stub alone, as is what is not said to be for others."""
 
@@ -96,14 +99,15 @@ class Peer:
         return requests
 
     def give(self) -> tuple[object, ...]:
-        """The fields of ANSWER. To be called when nothing else refers to the batch's objects."""
+        """ANSWER, as it is sent. To be called when nothing else refers to the batch's objects."""
         # In no variable: a name for the requests would keep them beyond this.
         batch_id = self._executing[0]
         self._executing = (batch_id, [])
         held, released = self.batch.let_go()
         if self.regions.devices is not None:
             self.regions.devices.publish()
-        return (batch_id, held, released, *self.answer.give())
+        blocks, layout, remarks, states = self.answer.give()
+        return _ANSWER, batch_id, held, released, blocks, layout, remarks, states
 
     # Cancellation
 
