@@ -98,10 +98,16 @@ def _write(path: Path, contents: bytes, mode: int) -> None:
 
 
 def install(backends: Path, library: Path) -> Path:
-    """Put the backend `moonpool` beside the others; the directory that it has then."""
+    """Put the backend `moonpool` beside the others; the directory that it has then. Raises `NotInstallable`."""
     check_backends(backends)
     folder = backends / NAME
-    put(folder, NAME, library)
+    try:
+        put(folder, NAME, library)
+    except OSError as error:
+        raise NotInstallable(
+            f"{folder} cannot be written: {error.strerror}; do so as the owner of {backends}, or make an "
+            f"overlay, which writes nothing there: moonpool triton overlay {backends}"
+        ) from error
     return folder
 
 

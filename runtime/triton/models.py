@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.backend import Model
@@ -17,9 +17,6 @@ from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.loading import HostingRules
 from moonpool.runtime.source import ModelSource, of_file
 from moonpool.runtime.start import input_names, output_names
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger("moonpool")
 # What a model may complete.

@@ -173,6 +173,16 @@ def test_a_moonpool_without_a_library_says_how_to_get_one(
         installation.find_library()
 
 
+def test_a_directory_that_cannot_be_written_is_told(cli: CommandLine, any_library: Path) -> None:
+    backends = "/sys/kernel"  # closed to root, too
+
+    done = cli("triton", "install", backends, "--library", str(any_library))
+
+    assert done.returncode != 0
+    assert f"{backends}/moonpool cannot be written: " in done.stderr
+    assert f"moonpool triton overlay {backends}" in done.stderr
+
+
 def test_a_wrong_directory_is_told(cli: CommandLine, tmp_path: Path, any_library: Path) -> None:
     ended = cli("triton", "install", tmp_path / "nowhere", "--library", any_library)
 
