@@ -52,7 +52,7 @@ def models(both: Both, repository: Path) -> Iterator[None]:
         write(repository, names[-1], "sequences.py", batching, rows)
     for number, batching in enumerate(STRATEGIES):
         names.append(f"iterative_{number}")
-        write(repository, names[-1], "generates.py", f"iterative_sequence: true {batching}")
+        write(repository, names[-1], "generates.py", ITERATIVE + batching)
     names.append("texts")
     write(repository, names[-1], "sequences.py", TEXTS)
     with ThreadPoolExecutor(len(names)) as threads:
@@ -110,6 +110,8 @@ BATCHERS = [
 TEXTS = """
 control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING } }
 """
+# A sequence that nobody continues in time would be another one on the slower side.
+ITERATIVE = "iterative_sequence: true max_sequence_idle_microseconds: 3600000000 "
 STRATEGIES = ["", "oldest { max_candidate_sequences: 2 }"]
 
 
