@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import json
 import os
 import runpy
@@ -50,6 +51,7 @@ class Peer:
         self.count = 0
         self.blocks: list[list[int]] = []
         self.left_open: list[int] = []
+        self.details = ""
 
     def say(self, *message: object) -> None:
         self.work.send(encode(*message))
@@ -343,6 +345,66 @@ def call_of_strings(peer: Peer) -> None:
     peer.answer(responses=[[[], None, reply[-1]]])
 
 
+STRANGE_NAMES = [
+    "",
+    "a b",
+    "0x",
+    "x" * 10_000,
+    "\u00e9",
+    "a\0b",
+    "__a",
+    "nv_inference_count",
+    "le",
+    "strange",
+]
+STRANGE_LABELS: list[object] = [
+    None,
+    [],
+    [["", ""]],
+    [["a b", "x"]],
+    [["__x", "y"]],
+    [["le", "1"]],
+    [["a", "1"], ["a", "2"]],
+    [["a", 'x\n"\\']],
+    [["\u00e9", "\u00e9"]],
+    [["a\0", "b\0"]],
+]
+NO_NUMBER, NO_END = float("nan"), float("inf")
+STRANGE_BUCKETS: list[object] = [
+    None,
+    [],
+    [NO_NUMBER],
+    [NO_END, -NO_END],
+    [2.0, 1.0],
+    [1.0, 1.0],
+    [-1.0] * 1000,
+]
+
+
+def asks_for_strange_metrics(peer: Peer) -> None:
+    """All that a packet may say, and changes of those that it got; the last of these may be its end."""
+    codec = calls_codec(Side.STUB)
+    held = []
+    asked = itertools.product(STRANGE_NAMES, STRANGE_LABELS, STRANGE_BUCKETS, range(3))
+    for number, (name, labels, buckets, kind) in enumerate(asked):
+        peer.calls.send(encode(Kind.NEW_METRIC, number, name, "told\n", kind, labels, buckets))
+        _, _, error, values = codec.decode(peer.calls.recv(MAX_PACKET_BYTES))
+        if error is None and labels is not None:
+            held.append((values["metric"], kind))
+    for metric, _ in held:
+        peer.calls.send(encode(Kind.METRIC_VALUE, 1, metric))
+        codec.decode(peer.calls.recv(MAX_PACKET_BYTES))
+    number = int(peer.details[len("strange metrics ") :])
+    operation, value = divmod(number, len(STRANGE_VALUES))
+    # Each kind has an operation of its own; what is wrong about the last of them is told at the end.
+    for metric, _ in sorted(held, key=lambda each: each[1] != operation):
+        peer.tell(Kind.METRICS, [[metric, operation, STRANGE_VALUES[value], 3]], [])
+    peer.answer()
+
+
+STRANGE_VALUES = [NO_NUMBER, NO_END, -NO_END, -1.0, 1e308]
+
+
 def tells_much(peer: Peer) -> None:
     """Three times as much as is heard in a second."""
     for _ in range(60_000):
@@ -512,6 +574,7 @@ LATER: dict[str, Fault] = {
     "asks too often": asks_too_often,
     "a call of strings": call_of_strings,
     "tells much": tells_much,
+    **{f"strange metrics {number}": asks_for_strange_metrics for number in range(15)},
     "leaves it open": leave_open,
     "ends the cancelled": end_the_cancelled,
     "grows beyond all": grow_beyond_all,
@@ -550,7 +613,8 @@ def serve(peer: Peer, start: dict[str, Any]) -> None:
         _, peer.batch, _, peer.blocks, layout, requests, _ = message
         peer.count = len(unpack_layout(layout))
         details = requests and requests[0]
-        fault = (FAULTS | LATER).get(details[0]) if details else None
+        peer.details = details[0] if details else ""
+        fault = (FAULTS | LATER).get(peer.details)
         if fault is None:
             peer.answer()
         else:

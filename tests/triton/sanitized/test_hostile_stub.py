@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import grpc
@@ -76,6 +77,17 @@ def test_a_stub_that_tells_much_is_heard_more_slowly(
     assert isinstance(ask(side, "tells much"), Answer)
 
     assert time.monotonic() - begin_s > 1.0
+
+
+@pytest.mark.parametrize("number", range(15))
+def test_metrics_of_all_kinds_and_values_leave_the_server_there(
+    hostile: SanitizedServer, side: TritonSide, number: int
+) -> None:
+    ask(side, f"strange metrics {number}")
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{hostile.metrics_port}/metrics") as page:
+        assert b"nv_inference_request_success" in page.read()
+    wait_until(lambda: isinstance(ask(side), Answer), 30.0, "an instance")
 
 
 def test_strings_that_are_named_again_and_again_are_not_copied_without_end(
