@@ -189,9 +189,8 @@ class Launcher:
             self._post.tell(Word.SET_ASIDE, question, size_bytes, fds=(fd,))
 
     def _scrub(self, question: int, number: int, text: str) -> None:
-        if number in self._models:
-            _log.error("model '%s': %s", self._models[number].model.name, text)
-        self._post.tell(Word.SCRUBBED, question, scrubbed(text))
+        told = self._models[number].scrubbed(text) if number in self._models else scrubbed(text)
+        self._post.tell(Word.SCRUBBED, question, told)
 
     def _end(self, number: int, is_finalized: bool) -> None:
         instance = self._instances.pop(number)

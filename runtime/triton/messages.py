@@ -177,7 +177,7 @@ LAUNCHER: dict[IntEnum, Message] = {
     ),
     # Comes with one descriptor, of a sealed memfd of this size with all its pages.
     Word.SET_ASIDE: Message(_LAUNCHER, {"question": _ID, "size": Int(1)}),
-    # What a model that is private says of an error: it goes into the log, and comes back as it may be told.
+    # What a model that is private says of an error: it comes back as it may be told, and what that leaves out is logged.
     Word.SCRUB: Message(_SHIM, {"question": _ID, "model": _ID, "text": _TEXT}),
     Word.SCRUBBED: Message(_LAUNCHER, {"question": _ID, "text": _TEXT}),
     # `is_executing`: it had requests. `why`: how it broke the protocol, "" where it just ended.

@@ -15,6 +15,8 @@ from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.config_schema import MESSAGES
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.loading import HostingRules
+from moonpool.runtime.output import Budget, harmless
+from moonpool.runtime.public_text import scrubbed
 from moonpool.runtime.source import ModelSource, of_file
 from moonpool.runtime.start import input_names, output_names
 
@@ -28,6 +30,8 @@ _COMPLETED = (
     "dynamic_batching",
     "sequence_batching",
 )
+# Of an error that is logged, and of each of its lines.
+_MOST_LINES, _MOST_CHARACTERS = 100, 8192
 # Options that the server itself would have to act on: of all models, and of those that keep something from one
 # request of a sequence to the next.
 _WITHOUT_EFFECT = ("retry",)
@@ -67,6 +71,24 @@ class ServedModel:
         source = _source(checked, Path(directory), version, Path(backend_directory))
         self.model = Model(checked, ModelOptions.from_parameters(checked), version, source)
         self._before = checked.raw
+        self._budget = Budget(self.model.options.log_lines_per_s)
+
+    def scrubbed(self, text: str) -> str:
+        """What clients are told of an error in the model's own words; the log has what they are not told.
+
+        A model that says too much is logged in part, as ever. For one thread.
+        """
+        told = scrubbed(text)
+        if told == text:
+            return told
+        lines, dropped = text.splitlines()[:_MOST_LINES], self._budget.dropped
+        if self._budget.spend(len(lines)):
+            if dropped:
+                self._budget.dropped = 0
+                _log.warning("model '%s': %d errors were left out here", self.model.name, dropped)
+            for line in lines:
+                _log.error("model '%s': %s", self.model.name, harmless(line[:_MOST_CHARACTERS]))
+        return told
 
     def completed(self) -> str | None:
         """The configuration with what the model has completed, for TRITONBACKEND_ModelSetConfig; None if it is as it was."""

@@ -270,12 +270,17 @@ def test_more_memory_than_the_machine_has_is_refused(shim: Shim, start: Start) -
 def test_what_a_model_says_of_an_error_is_logged_whole_and_told_without_folders(
     shim: Shim, write: Write
 ) -> None:
-    ready = shim.load(write(DOUBLES), CONFIG)
+    ready = shim.load(write(DOUBLES), with_options(MOONPOOL_LOG_LINES_PER_S="10"))
 
     shim.tell(Word.SCRUB, 1001, ready[1], "no file '/srv/a/b.txt'")
 
     assert shim.hear(Word.SCRUBBED) == [Word.SCRUBBED, 1001, "no file 'b.txt'"]
     assert (2, "model 'm': no file '/srv/a/b.txt'") in shim.notes
+    for _ in range(30):
+        shim.tell(Word.SCRUB, 1002, ready[1], "/srv/a/b\n" * 10_000)
+        assert shim.hear(Word.SCRUBBED)[:2] == [Word.SCRUBBED, 1002]
+    # What is said again and again is not logged for ever.
+    assert sum("/srv/a/b" in text for _, text in shim.notes) < 30 * 100
 
 
 def test_a_model_that_is_not_there_is_refused(shim: Shim, tmp_path: Path) -> None:
