@@ -395,6 +395,9 @@ void Calls::spend_time(uint64_t call, std::function<Write()> task) {
         self->done(call, nullptr, task());
       } catch (const Failure& failure) {
         self->done(call, &failure);
+      } catch (const std::exception& error) {  // there is no memory for it
+        const Failure failure(triton::kInternal, error.what());
+        self->done(call, &failure);
       }
     }).detach();
   } catch (const std::system_error& error) {
