@@ -160,7 +160,7 @@ def _flattened(values: list[Any]) -> tuple[list[Any], set[type]]:
             break
         values = list(chain.from_iterable(values))
         types = set(map(type, values))
-    if list in types:
+    if list in types and len(types) > 1:
         # As Triton, which takes numbers beside arrays of numbers.
         values = list(_leaves(values))
         types = set(map(type, values))

@@ -6,7 +6,7 @@ import json
 import os
 import pty
 import select
-import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,11 +107,17 @@ class Terminal:
     def __init__(self, cli: CommandLine, *arguments: object) -> None:
         self._deadline = Deadline(30.0)
         self._seen = ""
-        self.pid, self._fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(cli.folder)
-            command = cli.command(*arguments)
-            os.execvpe(command[0], command, environment({"PYTHON_COLORS": "0", "NO_COLOR": "1"}))
+        self._fd, theirs = pty.openpty()
+        # `setsid --ctty` makes it the terminal of the command: a fork of this process would stop at locks of its threads.
+        with open(theirs, "r+b", buffering=0) as terminal:
+            self._process = subprocess.Popen(
+                ["setsid", "--ctty", *cli.command(*arguments)],
+                cwd=cli.folder,
+                env=environment({"PYTHON_COLORS": "0", "NO_COLOR": "1"}),
+                stdin=terminal,
+                stdout=terminal,
+                stderr=terminal,
+            )
 
     def read_until(self, text: str) -> str:
         """What was written up to and with this text."""
@@ -132,14 +138,11 @@ class Terminal:
 
     def end(self) -> int:
         """The exit code, after reading what is left."""
-        _, status = os.waitpid(self.pid, 0)
-        self.pid = 0
-        return os.waitstatus_to_exitcode(status)
+        return self._process.wait(self._deadline.remaining_s)
 
     def close(self) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        self._process.kill()
+        self._process.wait()
         os.close(self._fd)
 
 
