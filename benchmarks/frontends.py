@@ -11,6 +11,7 @@ from benchmarks.peer.presser import Case, Failed, Presser, presser
 from benchmarks.peer.served import MoonpoolServed
 from benchmarks.report import Report, main
 
+_MODEL = "add_sub"
 _CALLERS = 16
 _ROUNDS = 5
 _SECONDS = 1.5
@@ -49,7 +50,7 @@ def cases() -> dict[str, Case]:
     pair = {"INPUT0": 4, "INPUT1": 4}
     return {
         f"add_sub, {protocol.upper()}, {_CALLERS} callers": Case(
-            protocol, "add_sub", "FP32", pair, True, _CALLERS
+            protocol, _MODEL, "FP32", pair, True, _CALLERS
         )
         for protocol in ("http", "grpc")
     }
@@ -58,14 +59,14 @@ def cases() -> dict[str, Case]:
 def measure(report: Report, quick: bool) -> None:
     """Each case with all servers in turns; the first round does not count."""
     pressed = presser()
-    for name, case in cases().items():
-        with _servers(case) as servers:
+    with _servers() as servers:
+        for name, case in cases().items():
             try:
                 found = _in_turns(pressed, case, servers, quick)
             except Failed as error:
                 report.skipped(name, str(error))
                 continue
-        _report(report, name, found)
+            _report(report, name, found)
     report.note(
         f"Server, one instance of the model and generator share {len(os.sched_getaffinity(0))} cores; "
         f"{pressed.words}."
@@ -75,11 +76,11 @@ def measure(report: Report, quick: bool) -> None:
 
 
 @contextlib.contextmanager
-def _servers(case: Case) -> Iterator[dict[int, MoonpoolServed]]:
+def _servers() -> Iterator[dict[int, MoonpoolServed]]:
     with contextlib.ExitStack() as stack:
         servers = {}
         for count in counts():
-            servers[count] = MoonpoolServed((case.model,), [f"--frontends={count}"])
+            servers[count] = MoonpoolServed((_MODEL,), [f"--frontends={count}"])
             stack.callback(servers[count].close)
         yield servers
 
