@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from moonpool.runtime.config import ModelConfig
+    from moonpool.runtime.config import ModelConfig, TensorConfig
 
 
 class Reshaping(NamedTuple):
@@ -34,19 +34,22 @@ class Reshaping(NamedTuple):
 
 def of_inputs(config: ModelConfig) -> dict[str, Reshaping]:
     """By name, those that clients do not send as the model has them."""
-    has_rows = config.max_batch_size > 0
-    return {
-        tensor.name: Reshaping(tensor.dims, tensor.reshape, has_rows)
-        for tensor in config.inputs
-        if tensor.reshape is not None
-    }
+    return _of(config.inputs, config)
 
 
 def of_outputs(config: ModelConfig) -> dict[str, Reshaping]:
     """By name, those that clients do not get as the model has them."""
+    return {
+        name: Reshaping(there.wanted, there.given, there.has_rows)
+        for name, there in _of(config.outputs, config).items()
+    }
+
+
+def _of(tensors: Iterable[TensorConfig], config: ModelConfig) -> dict[str, Reshaping]:
+    """From what clients have to what the model has."""
     has_rows = config.max_batch_size > 0
     return {
-        tensor.name: Reshaping(tensor.reshape, tensor.dims, has_rows)
-        for tensor in config.outputs
+        tensor.name: Reshaping(tensor.dims, tensor.reshape, has_rows)
+        for tensor in tensors
         if tensor.reshape is not None
     }

@@ -6,6 +6,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
+from typing import Any
 
 from benchmarks.peer.peer import Floats, Peer, rate_of_threads
 
@@ -75,12 +76,17 @@ class Queues(Peer):
         return self._answered.get()
 
     def close(self) -> None:
-        self._asked.put(None)
-        self._process.join()
-        self._process.close()
-        for queue in (self._asked, self._answered):
-            queue.close()
-            queue.join_thread()
+        end_queues(self._process, self._asked, self._answered)
+
+
+def end_queues(process: Any, asked: Any, answered: Any) -> None:
+    """End a process that is asked until it is asked None, and both queues; also those of torch."""
+    asked.put(None)
+    process.join()
+    process.close()
+    for queue in (asked, answered):
+        queue.close()
+        queue.join_thread()
 
 
 def serve_queues(

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from benchmarks.peer.peer import Unavailable
+from benchmarks.peer.standard_library import end_queues
 
 
 class TorchDeviceQueues:
@@ -33,12 +34,7 @@ class TorchDeviceQueues:
 
     def close(self) -> None:
         """End the other process."""
-        self._asked.put(None)
-        self._process.join()
-        self._process.close()
-        for queue in (self._asked, self._answered):
-            queue.close()
-            queue.join_thread()
+        end_queues(self._process, self._asked, self._answered)
 
 
 def serve(asked: Any, answered: Any, ordinal: int, sizes: list[int]) -> None:

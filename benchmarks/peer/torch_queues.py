@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.peer.peer import Floats, Peer, Unavailable
+from benchmarks.peer.standard_library import end_queues
 
 
 class TorchQueues(Peer):
@@ -29,12 +30,7 @@ class TorchQueues(Peer):
         return total.numpy(), difference.numpy()
 
     def close(self) -> None:
-        self._asked.put(None)
-        self._process.join()
-        self._process.close()
-        for queue in (self._asked, self._answered):
-            queue.close()
-            queue.join_thread()
+        end_queues(self._process, self._asked, self._answered)
 
 
 def serve(asked: Any, answered: Any) -> None:

@@ -67,18 +67,9 @@ class Said {
     }
     writer.array(outputs_.size());
     for (size_t block = 0; block < outputs_.size(); ++block) outputs_[block].write(writer, block);
-    if (parameters_) {
-      writer.map(parameters_);
-    } else {
-      writer.nil();
-    }
-    for (uint32_t i = 0; i < parameters_; ++i) {
-      const char* name;
-      int type;
-      const void* value;
-      check(triton::InferenceResponseParameter(response_, i, &name, &type, &value));
-      write_parameter(writer, name, type, value);
-    }
+    write_parameters(writer, parameters_, [this](uint32_t i, auto... found) {
+      return triton::InferenceResponseParameter(response_, i, found...);
+    });
     writer.nil();
   }
   // The stub has it, and the memory with it.

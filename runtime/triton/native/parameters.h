@@ -77,4 +77,18 @@ inline void write_parameter(Writer& writer, const char* name, int type, const vo
   }
 }
 
+// So many, or nil for none. `get` asks the server for one by its index, as RequestParameter does.
+template <class Get>
+void write_parameters(Writer& writer, uint32_t count, const Get& get) {
+  if (count == 0) return writer.nil();
+  writer.map(count);
+  for (uint32_t i = 0; i < count; ++i) {
+    const char* name;
+    int type;
+    const void* value;
+    check(get(i, &name, &type, &value));
+    write_parameter(writer, name, type, value);
+  }
+}
+
 }  // namespace moonpool

@@ -185,7 +185,9 @@ void Requests::gather_details(triton::Request* request) {
   }
   // The server has applied the priority already, and tells nobody of it.
   write_all(details_, flags, timeout_us, 0u);
-  gather_parameters(request, parameters);
+  write_parameters(details_, parameters, [request](uint32_t i, auto... found) {
+    return triton::RequestParameter(request, i, found...);
+  });
   gather_outputs(request, outputs);
   if (trace) {
     details_.text(name_of(trace, batch_, requests_.size()));
@@ -193,18 +195,6 @@ void Requests::gather_details(triton::Request* request) {
     details_.nil();
   }
   write_all(details_, is_on_device_ ? wire::kOrdinaryMemory : wire::kAnyMemory, 0u);
-}
-
-void Requests::gather_parameters(triton::Request* request, uint32_t count) {
-  if (count == 0) return details_.nil();
-  details_.map(count);
-  for (uint32_t i = 0; i < count; ++i) {
-    const char* name;
-    int type;
-    const void* value;
-    check(triton::RequestParameter(request, i, &name, &type, &value));
-    write_parameter(details_, name, type, value);
-  }
 }
 
 // Which are wanted; nil where all are.

@@ -49,7 +49,6 @@ class Requests {
   void gather(triton::Request* request);
   void gather_input(triton::Request* request, uint32_t number);
   void gather_details(triton::Request* request);
-  void gather_parameters(triton::Request* request, uint32_t count);
   void gather_outputs(triton::Request* request, uint32_t count);
 
   const Model& model_;

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from tests.triton import (
-    test_backends,
-    test_completion,
-    test_differences,
-    test_log,
-    test_metrics,
-    test_returns,
-    test_senders,
-    test_sequences,
-    test_snippets,
-    test_stages,
-    test_values,
-)
+from importlib import import_module
+
 from tests.triton.test_sequences import models
+from tests.triton.test_values import pytestmark
 
-__all__ = ["models"]
+__all__ = ["models", "pytestmark"]
 
-MODULES = (
-    test_backends,
-    test_completion,
-    test_differences,
-    test_log,
-    test_metrics,
-    test_returns,
-    test_senders,
-    test_sequences,
-    test_snippets,
-    test_stages,
-    test_values,
+TOPICS = (
+    "backends",
+    "completion",
+    "differences",
+    "log",
+    "metrics",
+    "returns",
+    "senders",
+    "sequences",
+    "snippets",
+    "stages",
+    "values",
 )
 # They tell how moonpool's own core differs; here it is Triton's on both sides.
 OF_THE_CORE = {
@@ -42,8 +32,7 @@ OF_THE_CORE = {
     "test_what_triton_lets_through_or_says_of_something_else_is_refused",
 }
 
-pytestmark = test_values.pytestmark
-for module in MODULES:
-    for name, value in vars(module).items():
+for topic in TOPICS:
+    for name, value in vars(import_module(f"tests.triton.test_{topic}")).items():
         if name.startswith("test_") and name not in OF_THE_CORE:
             globals()[name] = value
