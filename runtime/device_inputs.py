@@ -93,8 +93,6 @@ def _copy(
 ) -> list[int]:
     """Queue the copies of arrays into one block, which is returned."""
     block, lane = loans.allocate_on(gpu, size_bytes, keep=keep), loans.lanes.lane(gpu)
-    # Others may have had the block, and not be done with it.
-    lane.gather()
     start = block.region.address + block.offset  # type: ignore[attr-defined]
     for array, offset in zip(arrays, offsets, strict=True):
         array.enter(lane.stream)

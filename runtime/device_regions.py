@@ -45,7 +45,7 @@ class DeviceCallerMemory:
         self._regions: list[DeviceRegion] = []
         self._arena = Arena(self._create)
         # It has no peer: it orders those who have a block one after the other.
-        self._lane = Lane(device(gpu))
+        self._lane = Lane(device(gpu), shares_events=False)
         # Blocks whose arrays are gone, appended by whichever thread dropped the last of them.
         self._returned: deque[object] = deque()
         self._give_back: Callable[[object], object] = self._returned.append
@@ -70,7 +70,6 @@ class DeviceCallerMemory:
                 returned: Block = self._returned.popleft()  # type: ignore[assignment]
                 self._arena.release(returned)
             block = self._arena.allocate(size_bytes)
-            self._lane.publish()
         region: DeviceRegion = block.region  # type: ignore[assignment]
         lease = region.lease(block.offset, block.size_bytes, self._give_back, block, self._lane)
         return DeviceArray.over(lease, 0, datatype, shape)

@@ -17,8 +17,8 @@ from moonpool.ipc.errors import CudaError, RemoteProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# The stub says EVENT before what needs it, but on another channel.
-_ARRIVAL_S = 10.0
+# The stub says EVENT before what needs it, but on another channel, and makes its context first.
+_ARRIVAL_S = 30.0
 # No socket holds more packets.
 _MOST_WAITING = 300
 
@@ -33,7 +33,9 @@ class Lanes:
         gpus: Sequence[int] | None,
     ) -> None:
         """`send_event` sends EVENT. `read_event` takes in the next message of the control channel, if there is one;
-        False where another thread does that. `gpus` are those that the stub sees, in its order; None for all.
+        False where another thread does that. `gpus` are those that a contained stub sees, in its order; None where it sees all.
+        With a contained one no events are shared: to open one the driver reads what the stub says, and what waits for it may wait
+        for ever. Each waits for its own work instead.
         """
         self._send_event = send_event
         self._read_event = read_event
@@ -77,7 +79,7 @@ class Lanes:
             with self._changed:
                 lane = self._lanes.get(gpu)
                 if lane is None:
-                    lane = Lane(device(gpu))
+                    lane = Lane(device(gpu), shares_events=self._gpus is None)
                     self._send_event(number, lane.handle)
                     self._lanes[gpu] = lane
         return lane
@@ -89,6 +91,8 @@ class Lanes:
             lane = self._lanes.get(gpu)
             if lane is None or gpu in self._met:
                 raise RemoteProtocolError(f"EVENT of device {number} came unasked")
+            if handle and self._gpus is not None:
+                raise RemoteProtocolError("a contained stub shares no events")
             try:
                 lane.meet(handle)
             except CudaError:

@@ -129,10 +129,11 @@ class DeviceMemory:
 
     def touch(self, lease: DeviceLease) -> None:
         """The next message names this block: whoever used it did so before."""
-        if lease.streams:
+        streams = lease.streams
+        if streams:
             with self._changed:
                 ordinal = lease.mapping.device.ordinal
-                self._touched.setdefault(ordinal, set()).update(lease.streams)
+                self._touched.setdefault(ordinal, set()).update(streams)
 
     def publish(self) -> None:
         """Before a message that names blocks on any device, or gives them back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
@@ -11,7 +12,7 @@ from moonpool.ipc import dlpack
 from moonpool.ipc.cuda import driver as api
 from moonpool.ipc.cuda.device import device, device_of
 from moonpool.ipc.cuda.lane import order
-from moonpool.ipc.errors import BadTensor
+from moonpool.ipc.errors import BadTensor, CudaError, OutOfMemory
 from moonpool.ipc.tensors import BF16, DTYPES, NAMES, check_shape, code_of, size_bytes
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.region import DeviceLease
 
 _ON_DEVICE = (dlpack.CUDA, dlpack.CUDA_MANAGED)
-# By the package that an array comes from: what says on which stream its work goes on, for a device.
-_CURRENT: dict[str, Callable[[Any, int], Any]] = {
-    "torch": lambda torch, ordinal: torch.cuda.current_stream(ordinal).cuda_stream,
-    "cupy": lambda cupy, ordinal: cupy.cuda.get_current_stream(ordinal).ptr,
+# By the package that an array comes from: the stream that its work goes on for a device, and its handle.
+_CURRENT: dict[str, tuple[Callable[[Any, int], Any], str]] = {
+    "torch": (lambda torch, ordinal: torch.cuda.current_stream(ordinal), "cuda_stream"),
+    "cupy": (lambda cupy, ordinal: cupy.cuda.get_current_stream(ordinal), "ptr"),
 }
 
 
@@ -33,8 +34,8 @@ class DeviceArray:
     """A C-contiguous array on a device. cupy, torch and others take it without a copy, by `__dlpack__` or
     `__cuda_array_interface__`, in the order of their own streams.
 
-    Its memory stays valid as long as it or anything made of it lives. A stream that it was handed out on must live as
-    long, too. Thread-safe as far as the bytes are not changed by two threads.
+    Its memory stays valid as long as it or anything made of it lives. A stream that it was handed out on must live until
+    whoever took it there lets go. Thread-safe as far as the bytes are not changed by two threads.
     """
 
     __slots__ = (
@@ -135,7 +136,7 @@ class DeviceArray:
     def leave(self, stream: int) -> None:
         """Let what others queue from now on, on the streams that they had the array on, come after what is queued on `stream`."""
         if self.lease is not None:
-            for other in list(self.lease.streams):
+            for other in self.lease.streams:
                 order(self.device, stream, other)
         elif self.stream:
             order(self.device, stream, self.stream)
@@ -162,7 +163,7 @@ class DeviceArray:
             self._wait_on(stream)
             self.device.finish(stream)
         if self.lease is not None:
-            self.lease.streams[api.LEGACY_STREAM] = None
+            self.lease.note(api.LEGACY_STREAM)
 
     def _reach(self) -> None:
         """Wait for what another process does to the array. Raises `CudaError` where that died before it was done."""
@@ -193,13 +194,8 @@ class DeviceArray:
             raise BufferError("The array is handed out as it is; copy what you get.")
         if stream == 0:
             raise BufferError("Stream 0 may be the default one or the thread's: say 1 or 2.")
-        if stream is None or stream > 0:
-            self.enter(api.LEGACY_STREAM if stream is None else stream)
-        elif self.lease is not None:
-            # Who waits for nothing works somewhere all the same.
-            self.lease.streams[api.LEGACY_STREAM] = None
         return dlpack.make(
-            self,
+            self if self.lease is None else _Use(self, self.lease, stream),
             self.address,
             self.__dlpack_device__(),
             self.datatype,
@@ -235,6 +231,34 @@ class DeviceArray:
         return f"<DeviceArray {NAMES[self.datatype]} {list(self.shape)} on device {self.device.ordinal}>"
 
 
+class _Use:
+    """What a reader of an array in a block of ours keeps until he is done with it.
+
+    What he queued on his stream by then comes before whatever is done to the block next. Who waits for nothing (-1) works on some
+    stream all the same: the default one is assumed.
+    """
+
+    __slots__ = ("_array", "_lease", "_stream", "_user")
+
+    def __init__(self, array: DeviceArray, lease: DeviceLease, stream: int | None) -> None:
+        self._array, self._lease, self._user = array, lease, object()
+        self._stream: object = None
+        if stream == -1:
+            lease.note(api.LEGACY_STREAM, self._user)
+            return
+        number = stream or api.LEGACY_STREAM
+        # A cupy that cannot use the device has no streams.
+        with suppress(RuntimeError):
+            current, kept = _current_stream("cupy", array.device)
+            self._stream = kept if current == number else None
+        lease.use(number, self._user)
+
+    def __del__(self) -> None:
+        # A device that has failed does nothing more.
+        with suppress(CudaError, OutOfMemory):
+            self._lease.done(self._user)
+
+
 def _of_capsule(capsule: object, source: object) -> DeviceArray | None:
     foreign = dlpack.look(capsule)
     if foreign is None:
@@ -254,13 +278,14 @@ def _of_capsule(capsule: object, source: object) -> DeviceArray | None:
         raise BadTensor(_NOT_CONTIGUOUS)
     foreign.take()
     here = device(foreign.device_id)
+    stream, kept = _current_stream(_package(source), here)
     return DeviceArray(
         here,
         foreign.address,
         datatype,
         foreign.shape,
-        owner=foreign,
-        stream=_current_stream(source, here),
+        owner=(foreign, kept),
+        stream=stream,
         is_read_only=foreign.is_read_only,
     )
 
@@ -281,15 +306,16 @@ def _of_interface(interface: dict[str, Any], source: object) -> DeviceArray | No
     here = device_of(int(address)) if size else device(0)
     if here is None:
         return None
-    stream = interface.get("stream")
+    # Before version 3 nobody said, and everybody used the default one.
+    stream, kept = _current_stream(_package(source), here)
+    named = interface.get("stream")
     return DeviceArray(
         here,
         int(address),
         datatype,
         shape,
-        owner=source,
-        # Before version 3 nobody said, and everybody used the default one.
-        stream=_current_stream(source, here) if stream is None else int(stream),
+        owner=(source, kept),
+        stream=stream if named is None else int(named),
         is_read_only=bool(is_read_only),
     )
 
@@ -304,10 +330,18 @@ def _check_strides(strides: Any, shape: tuple[int, ...], itemsize: int) -> None:
         expected *= size
 
 
-def _current_stream(source: object, where: Device) -> int:
-    """The stream that the source's library works on now; the default one where it does not say."""
-    package = type(source).__module__.partition(".")[0]
-    ask, module = _CURRENT.get(package), sys.modules.get(package)
-    if ask is None or module is None:
-        return api.LEGACY_STREAM
-    return int(ask(module, where.ordinal)) or api.LEGACY_STREAM
+def _current_stream(package: str, where: Device) -> tuple[int, object]:
+    """The stream that a library works on now, and what is to be kept as long as that is named: cupy's go with their objects.
+
+    The default one where the library does not say.
+    """
+    module = sys.modules.get(package)
+    if package not in _CURRENT or module is None:
+        return api.LEGACY_STREAM, None
+    ask, handle = _CURRENT[package]
+    stream = ask(module, where.ordinal)
+    return int(getattr(stream, handle)) or api.LEGACY_STREAM, stream
+
+
+def _package(source: object) -> str:
+    return type(source).__module__.partition(".")[0]

@@ -241,22 +241,13 @@ class Device:
             self.finish(stream)
 
     def mark(self, streams: Iterable[int]) -> list[int]:
-        """Events that stand for what is queued on these streams by now; they go back with `are_done`.
-
-        A stream that its user destroyed, against what was agreed, is nothing that could be waited for.
-        """
+        """Events that stand for what is queued on these streams by now; they go back with `are_done`."""
         events = []
         with self:
             for stream in streams:
                 event = self._take_event()
-                try:
-                    self.driver.cuEventRecord(event, stream)
-                except CudaError as error:
-                    if error.number != api.INVALID_HANDLE:
-                        raise
-                    self._events.append(event)
-                else:
-                    events.append(event)
+                events.append(event)
+                self.driver.cuEventRecord(event, stream)
         return events
 
     def are_done(self, events: list[int]) -> bool:

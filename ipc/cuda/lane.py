@@ -4,10 +4,10 @@ Theory of operation. A *lane* is a stream of our own for one peer on one device,
 crosses is ordered through the stream:
 
 - Before a message names blocks on the device, or gives them back, `publish` makes the lane wait for the streams that
-  touched them, and records the event.
+  touch them, and records the event.
 - After a message that names or gives back such blocks, `receive` makes the lane wait for the peer's event.
-- Whoever touches a block on a stream of his own lets that stream wait for the lane first (`DeviceLease.use`, `enter`). When the
-  lease is gone, or with the next `publish` that names the stream, the lane waits for him.
+- Whoever touches a block on a stream of his own lets that stream wait for the lane first (`DeviceLease.use`, `enter`). When he
+  is done with it, or with the next `publish` that names the stream, the lane waits for him.
 
 Nobody waits on the processor for any of it. An event that is recorded again only ever stands for more, so one for each
 direction is enough. There is a lane for each peer, and not one for all, because what waits for a slow or dead peer must
@@ -64,8 +64,6 @@ class Lane:
         self.device = device
         self.stream = device.new_stream()
         _lanes[self.stream] = self
-        # Streams that touched blocks whose leases are gone, each with its lane where it is one's; appended by any thread.
-        self.touched: deque[tuple[int, Lane | None]] = deque()
         # What is needed until work on the lane is done, with the events that say so.
         self._kept: deque[tuple[list[int], object]] = deque()
         self._own = self._peers = 0
@@ -107,13 +105,10 @@ class Lane:
     def publish(self, streams: Iterable[int] = ()) -> None:
         """To be called right before a message that names blocks or gives them back.
 
-        The peer sees what was queued on these streams, and on the lane, by now; and what was queued on the streams of leases that
-        are gone.
+        The peer sees what was queued on these streams, and on the lane, by now.
         """
         device = self.device
         with device:
-            if self.touched:
-                self._gather()
             for stream in streams:
                 self._wait_for(stream)
             if self._own:
@@ -132,40 +127,14 @@ class Lane:
     def enter(self, stream: int) -> None:
         """Let a stream wait for all that was received or queued on the lane by now."""
         if stream == self.stream:
-            self.gather()
             return
         if self.is_lost:
             raise _died()
-        with self.device as device:
-            if self.touched:
-                self._gather()
-            device.order_within(self.stream, stream)
+        self.device.order(self.stream, stream)
 
     def follow(self, other: Lane) -> None:
         """Let this lane wait for another one: what one peer made is handed to another."""
         other.enter(self.stream)
-
-    def gather(self) -> None:
-        """Wait on the lane for the streams that touched blocks whose leases are gone."""
-        if self.touched:
-            with self.device:
-                self._gather()
-
-    def _gather(self) -> None:
-        touched = self.touched
-        done: set[int] = set()
-        while touched:
-            try:
-                stream, _ = touched.popleft()
-            except IndexError:  # another thread gathers, too
-                return
-            if stream not in done:
-                done.add(stream)
-                try:
-                    self._wait_for(stream)
-                except CudaError as error:  # as in `Device.mark`
-                    if error.number != api.INVALID_HANDLE:
-                        raise
 
     def _wait_for(self, stream: int) -> None:
         """Within `with self.device`."""
@@ -275,7 +244,7 @@ class Lane:
                 self.device.driver.cuEventDestroy_v2(own)
 
     def __del__(self) -> None:
-        if hasattr(self, "touched"):  # else the stream was never made
+        if hasattr(self, "stream"):  # else it was never made
             self.close()
             self.device.close_stream(self.stream)
 

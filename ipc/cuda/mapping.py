@@ -31,17 +31,25 @@ class Mapping:
         self.address = address
         self.size_bytes = size_bytes
         self._origin = origin
-        # All lanes that leases of it had, and streams of leases that had none.
+        # All lanes that leases of it had.
         self.lanes: set[Lane] = set()
-        self.touched: deque[tuple[int, Lane | None]] = deque()
-        self._events: list[tuple[Device, list[int]]] | None = None
+        # What stands for work of those who had leases without a lane, by device.
+        self._marked: deque[tuple[Device, list[int]]] = deque()
+        self._is_marked = False
+
+    def wait_for(self, stream: int, lane: Lane | None) -> None:
+        """What is queued by now on a stream, of a lane's or of the device, may touch the memory. Raises `CudaError`."""
+        device = self.device if lane is None else lane.device
+        self._marked.append((device, device.mark([stream])))
 
     def end(self) -> bool:
         """Unmap it; False, and it is still mapped, where work is queued that may touch it. For `Device.tidy`."""
         device = self.device
-        if self._events is None:
-            self._events = self._marked()
-        if not all(where.are_done(events) for where, events in self._events):
+        if not self._is_marked:
+            self._is_marked = True
+            for lane in self.lanes:
+                self.wait_for(lane.stream, lane)
+        if not all(where.are_done(events) for where, events in self._marked):
             return False
         driver = device.driver
         with device:
@@ -55,22 +63,7 @@ class Mapping:
         self.lanes.clear()
         return True
 
-    def _marked(self) -> list[tuple[Device, list[int]]]:
-        """Events that stand for all that was queued by now and may touch the memory."""
-        streams = set()
-        for stream, lane in self.touched:
-            if lane is None:
-                streams.add(stream)
-            else:
-                self.lanes.add(lane)
-        self.touched.clear()
-        marked = [(self.device, self.device.mark(streams))]
-        for lane in self.lanes:
-            lane.gather()
-            marked.append((lane.device, lane.device.mark([lane.stream])))
-        return marked
-
     def __del__(self) -> None:
         # It lives on in the list, and this is called once.
-        if hasattr(self, "touched"):
+        if hasattr(self, "_is_marked"):
             self.device.dying.append(self)

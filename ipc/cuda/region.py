@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from ctypes import byref, c_int, c_ulonglong, c_void_p
 from typing import TYPE_CHECKING
 
@@ -35,12 +36,13 @@ if TYPE_CHECKING:
 class DeviceLease:
     """One block on a device, until the last reference to this is gone.
 
-    `give_back` is called with `token` once, as that of `ipc.memory.Lease` is: it must not block nor take a lock. The streams that
-    used the block go to the lane before that. A stream must live as long as the lease that it was named to.
+    `give_back` is called with `token` once, as that of `ipc.memory.Lease` is: it must not block nor take a lock. The lane waits for
+    the streams that used the block before that. A stream must live as long as it is named here: to the driver, the handle of one
+    that was destroyed is any address.
     """
 
     __slots__ = (
-        "__weakref__", "address", "give_back", "lane", "mapping", "offset", "region", "size", "streams", "token",
+        "__weakref__", "address", "give_back", "lane", "mapping", "offset", "region", "size", "token", "users",
     )  # fmt: skip
 
     def __init__(
@@ -61,23 +63,49 @@ class DeviceLease:
         self.size = size_bytes
         # What orders it, which may be set later; None where nobody else touches the region.
         self.lane = lane
-        # The streams that may touch it, each with its lane where it is one's; that of the lease's own lane is not among them.
-        self.streams: dict[int, Lane | None] = {}
+        # By who uses it there: the streams that may touch it, each with its lane where it is one's; that of the lease's own lane is
+        # not among them.
+        self.users: dict[object, tuple[int, Lane | None]] = {}
         self.give_back = give_back
         self.token = token
 
-    def use(self, stream: int) -> None:
-        """From now on, work that is queued on `stream` may touch the block: it comes after all that was there before."""
+    def use(self, stream: int, user: object = None) -> None:
+        """From now on, work that is queued on `stream` may touch the block: it comes after all that was there before.
+
+        Until `done` with the same `user`; without one, as long as the lease lives.
+        """
         self.wait_on(stream)
+        self.note(stream, user)
+
+    def note(self, stream: int, user: object = None) -> None:
+        """As `use`, for work that waits for nothing."""
         if self.lane is None or stream != self.lane.stream:
-            self.streams[stream] = lane_of(stream)
+            self.users[stream if user is None else user] = stream, lane_of(stream)
+
+    def done(self, user: object) -> None:
+        """What that user queued by now is all that he did. Raises `CudaError`."""
+        found = self.users.pop(user, None)
+        if found is not None:
+            self._order(*found)
 
     def wait_on(self, stream: int) -> None:
         """Let `stream` wait for all that was done to the block, without being one that uses it."""
         if self.lane is not None:
             self.lane.enter(stream)
-        for other in list(self.streams):
+        for other in self.streams:
             order(self.mapping.device, other, stream)
+
+    @property
+    def streams(self) -> set[int]:
+        """Those that may touch it; not that of its own lane."""
+        return {stream for stream, _ in list(self.users.values())}
+
+    def _order(self, stream: int, lane: Lane | None) -> None:
+        """Let whoever has the block next wait for what is queued on a stream by now."""
+        if self.lane is None:
+            self.mapping.wait_for(stream, lane)
+        else:
+            order(self.mapping.device, stream, self.lane.stream)
 
     def __del__(self) -> None:
         try:
@@ -86,9 +114,10 @@ class DeviceLease:
             return
         if self.lane is not None:
             self.mapping.lanes.add(self.lane)
-        if self.streams:
-            touched = self.mapping.touched if self.lane is None else self.lane.touched
-            touched.extend(self.streams.items())
+        # A device that has failed does nothing more.
+        with suppress(CudaError, OutOfMemory):
+            for stream, lane in set(self.users.values()):
+                self._order(stream, lane)
         give_back(self.token)
 
 
@@ -121,12 +150,14 @@ class DeviceRegion(Region):
         device.tidy()
         size_bytes = device.rounded(size_bytes)
         try:
-            if device.has_descriptors:
-                mapping, fd = _create(device, size_bytes)
-                region = cls(region_id, size_bytes, mapping, fd, b"")
-            else:
-                mapping, handle = _create_legacy(device, size_bytes)
-                region = cls(region_id, size_bytes, mapping, -1, handle)
+            # Whether virtual memory needs a current context NVIDIA's text leaves open.
+            with device:
+                if device.has_descriptors:
+                    mapping, fd = _create(device, size_bytes)
+                    region = cls(region_id, size_bytes, mapping, fd, b"")
+                else:
+                    mapping, handle = _create_legacy(device, size_bytes)
+                    region = cls(region_id, size_bytes, mapping, -1, handle)
         except OutOfMemory as error:
             free, total = device.memory_info()
             raise OutOfMemory(
@@ -151,10 +182,11 @@ class DeviceRegion(Region):
         """
         try:
             device.tidy()
-            if handle:
-                mapping = _open_legacy(device, size_bytes, handle)
-            else:
-                mapping = _import(device, size_bytes, fd)
+            with device:
+                if handle:
+                    mapping = _open_legacy(device, size_bytes, handle)
+                else:
+                    mapping = _import(device, size_bytes, fd)
         except (CudaError, ValueError) as error:
             raise RemoteProtocolError(
                 f"region {region_id} is no memory of {size_bytes} bytes on device {device.ordinal}: {error}"
@@ -298,10 +330,9 @@ def _map(device: Device, size_bytes: int, allocation: c_ulonglong) -> Mapping:
 
 def _create_legacy(device: Device, size_bytes: int) -> tuple[Mapping, bytes]:
     address, handle = c_ulonglong(), api.IpcHandle()
-    with device:
-        device.driver.cuMemAlloc_v2(byref(address), size_bytes)
-        mapping = Mapping(device, address.value, size_bytes, Origin.ALLOCATED)
-        device.driver.cuIpcGetMemHandle(byref(handle), address)
+    device.driver.cuMemAlloc_v2(byref(address), size_bytes)
+    mapping = Mapping(device, address.value, size_bytes, Origin.ALLOCATED)
+    device.driver.cuIpcGetMemHandle(byref(handle), address)
     return mapping, bytes(handle)
 
 
@@ -309,7 +340,6 @@ def _open_legacy(device: Device, size_bytes: int, handle: bytes) -> Mapping:
     if len(handle) != api.HANDLE_BYTES:
         raise ValueError(f"its handle has {len(handle)} bytes")
     address = c_ulonglong()
-    with device:
-        opened = api.IpcHandle.from_buffer_copy(handle)
-        device.driver.cuIpcOpenMemHandle_v2(byref(address), opened, api.LAZY_PEER_ACCESS)
+    opened = api.IpcHandle.from_buffer_copy(handle)
+    device.driver.cuIpcOpenMemHandle_v2(byref(address), opened, api.LAZY_PEER_ACCESS)
     return Mapping(device, address.value, size_bytes, Origin.OPENED)

@@ -60,6 +60,7 @@ _GPU = (
     ("/proc/driver/nvidia-uvm", READ),
     ("/sys", READ),
     ("/proc/devices", READ),
+    ("/proc/sys/vm/mmap_min_addr", READ),
     # From version 570 on, the driver names the threads that it begins, and does not work where it may not.
     (OWN_THREADS, READ | WRITE_FILE),
 )

@@ -120,7 +120,8 @@ def allowed(
     if ports:
         table.update(_TCP)
     if gpu:
-        table.update(_GPU)
+        for name, alternatives in _GPU.items():
+            table[name] = (*table.get(name, ()), *alternatives)
     if forks or FORK in granted:
         table.update(dict.fromkeys(("fork", "vfork"), ()))
         # What is forked asks for things over a socket that it hands to its parent.
@@ -179,14 +180,19 @@ _ADVICE = (0, 1, 2, 3, 4, 8, 10, 11, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 25)
 # FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, TCGETS, TCGETS2, TIOCGWINSZ
 _IOCTLS = (0x541B, 0x5421, 0x5451, 0x5450, 0x5401, 0x802C542A, 0x5413)
 # Those of NVIDIA's driver are of the type 'F'; those of its unified memory are small numbers without a type, and two
-# that begin and end its use. Which devices they reach Landlock decides. CUDA does not start without `memfd_create`.
+# that begin and end its use. Which devices they reach Landlock decides. CUDA does not start without `memfd_create`, nor without
+# a socket of AF_UNIX and SOCK_SEQPACKET with an abstract name, at which other processes could ask it for a descriptor:
+# it may listen, but `accept` is refused, and `connect` where no ports are granted.
 _GPU: dict[str, Alternatives] = {
     "ioctl": (
-        *_one_of(1, (*_IOCTLS, 0x30000001, 0x30000002)),
+        *_one_of(1, (0x30000001, 0x30000002)),
         ((1, 0xFF00, (0x4600,)),),
         ((1, ALL_BITS & ~0xFF, (0,)),),
     ),
     "memfd_create": (),
+    "socket": (((0, ALL_BITS, (1,)), (1, _SOCK_TYPE, (5,))),),
+    "bind": (),
+    "listen": (),
 }
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions,
 # F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS

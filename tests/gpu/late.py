@@ -7,6 +7,7 @@ late; a card is given much to do before it.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +22,36 @@ from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
 
 SIZE = 4096
 LATE_US = 150_000
-# On a card: so many times so many bytes, which takes 50 ms where 4 TB are written in a second, and longer elsewhere.
-BUSY_ROUNDS, BUSY_BYTES = 800, 256 << 20
-_scratch: dict[int, int] = {}
+# On a card: for so long, but with no more pieces of work than a stream takes without waiting.
+BUSY_S, MOST_ROUNDS = 0.3, 800
+BUSY_BYTES = 2 << 30
+_busy: dict[int, Busy] = {}
+
+
+class Busy:
+    """Work for a card: memory that is written again and again."""
+
+    def __init__(self, where: Device) -> None:
+        self._where = where
+        self._bytes = min(BUSY_BYTES, where.memory_info()[0] // 8)
+        address, stream = ctypes.c_ulonglong(), where.new_stream()
+        with where:
+            where.driver.cuMemAlloc_v2(ctypes.byref(address), self._bytes)
+        self._address = address.value
+        self._rounds = 0
+        for self._rounds in (1, 8):
+            begun = time.perf_counter()
+            self.start(stream)
+            where.finish(stream)
+            took_s = time.perf_counter() - begun
+        where.close_stream(stream)
+        self._rounds = min(MOST_ROUNDS, int(8 * BUSY_S / took_s) + 1)
+
+    def start(self, stream: int) -> None:
+        """Queue it."""
+        with self._where:
+            for _ in range(self._rounds):
+                self._where.driver.cuMemsetD8Async(self._address, 0, self._bytes, stream)
 
 
 def is_fake(where: Device) -> bool:
@@ -42,14 +70,9 @@ def late(where: Device, stream: int) -> Iterator[None]:
         finally:
             fake.fakeDelay(ctypes.c_long(0), 0)
         return
-    if where.ordinal not in _scratch:
-        address = ctypes.c_ulonglong()
-        with where:
-            where.driver.cuMemAlloc_v2(ctypes.byref(address), BUSY_BYTES)
-        _scratch[where.ordinal] = address.value
-    with where:
-        for _ in range(BUSY_ROUNDS):
-            where.driver.cuMemsetD8Async(_scratch[where.ordinal], 0, BUSY_BYTES, stream)
+    if where.ordinal not in _busy:
+        _busy[where.ordinal] = Busy(where)
+    _busy[where.ordinal].start(stream)
     yield
 
 

