@@ -37,7 +37,7 @@ def start_failure(python: str, error: OSError) -> str:
 
 def exec_failure(python: str, number: str) -> str:
     """The same, where the sandbox's launcher says with which error; "" where that is none."""
-    known = number.isascii() and number.isdigit() and int(number[:4]) in errno.errorcode
+    known = number in map(str, errno.errorcode)
     return start_failure(python, OSError(int(number), os.strerror(int(number)))) if known else ""
 
 

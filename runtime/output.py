@@ -43,7 +43,7 @@ class Budget:
     """How many lines may be logged: so many a second, saved up for one second at most."""
 
     def __init__(self, lines_per_s: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lines_per_s = lines_per_s
+        self.lines_per_s = lines_per_s
         self._clock = clock
         self._left = float(lines_per_s)
         self._at = clock()
@@ -52,7 +52,7 @@ class Budget:
     def spend(self, lines: int = 1) -> bool:
         """Whether one more may be logged, which counts as so many; counts those that may not."""
         now = self._clock()
-        self._left = min(self._lines_per_s, self._left + (now - self._at) * self._lines_per_s)
+        self._left = min(self.lines_per_s, self._left + (now - self._at) * self.lines_per_s)
         self._at = now
         if self._left < 1:
             self.dropped += 1
@@ -128,26 +128,27 @@ class Output:
             _log.info("[%s] %s%s", self._instance, _shown(line[:_LINE_BYTES]), cut)
 
     def _allowed(self, lines: int = 1) -> bool:
-        dropped = self._budget.dropped
         if not self._budget.spend(lines):
             return False
-        if dropped:
-            self._budget.dropped = 0
-            _log.warning("[%s] %d lines were left out: too many a second", self._instance, dropped)
+        self._tell_dropped()
         return True
+
+    def _tell_dropped(self) -> None:
+        if self._budget.dropped:
+            _log.warning(
+                "[%s] %d lines were left out: too many a second (MOONPOOL_LOG_LINES_PER_S is %d)",
+                self._instance,
+                self._budget.dropped,
+                self._budget.lines_per_s,
+            )
+            self._budget.dropped = 0
 
     def flush(self) -> None:
         """Log what has no end of line yet, and how much was left out."""
         if self._rest:
             self._print([self._rest])
             self._rest = b""
-        if self._budget.dropped:
-            _log.warning(
-                "[%s] %d lines were left out: too many a second",
-                self._instance,
-                self._budget.dropped,
-            )
-            self._budget.dropped = 0
+        self._tell_dropped()
 
     def tail(self) -> list[str]:
         """The last lines, for explaining why a stub did not start."""

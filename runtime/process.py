@@ -101,8 +101,14 @@ class SpawnedProcess(ChildProcess):
     """A child of this process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        """Reap it from now on."""
-        super().__init__(process.pid, os.pidfd_open(process.pid))
+        """Reap it from now on. Raises OSError, and then it has ended."""
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:  # this process has no descriptor to spare
+            process.kill()
+            process.wait()
+            raise
+        super().__init__(process.pid, pidfd)
         # Reaped by its pidfd below; Popen must not try to, nor warn that nobody did.
         process.returncode = 0
 

@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.channel import Channel
@@ -34,9 +35,9 @@ from moonpool.runtime.stub_metrics import StubMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from socket import socket
 
     from moonpool.runtime.backend import Model
-    from moonpool.runtime.link import Link
     from moonpool.runtime.process import ChildProcess
     from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.sandbox.plan import Plan
@@ -81,37 +82,32 @@ class StubHandle(StubConnection):
         self._reason: BaseException | None = None
         # Has ended; tells nothing any more.
         self._has_exited = self._is_mute = False
-        work, work_end = Channel.pair()
-        calls, calls_end = Channel.pair()
-        channel, control_end = Channel.pair()
-        control = ControlChannel(channel)
-        self._send = control.send
-        self.bounds = Bounds(name, plan.policy, options, stubs.watcher)
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        self._output = Output(name, read_fd, options.log_lines_per_s)
-        opened: list[Channel | Output | Link] = [work, channel, calls, self._output]
         try:
-            self._send(Kind.SANDBOX, self.bounds.policy.to_json())
-            is_shared = stubs.audience.is_there
-            super().__init__(
-                work, control, options, stubs.reactor, is_shared=is_shared, gpus=plan.gpus
-            )
-            opened.append(self.link)
-            fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)
-            self.process: ChildProcess = (fork or plan.spawn)(name, *fds)
-            self.bounds.begin(self.process)
-        except BaseException as error:
-            for thing in opened:
-                thing.close()
-            self.bounds.release()
-            plan.release()
-            if isinstance(error, OSError):
-                raise LoadFailed(start_failure(plan.python, error), stage="start") from error
-            raise
-        finally:
-            for end in (work_end, control_end, calls_end):
-                end.close()
-            os.close(write_fd)
+            with ExitStack() as undo, ExitStack() as started:
+                undo.callback(plan.release)
+                (work, work_end), (calls, calls_end), (channel, control_end) = (
+                    _pair(undo, started) for _ in range(3)
+                )
+                control = ControlChannel(channel)
+                self._send = control.send
+                self.bounds = Bounds(name, plan.policy, options, stubs.watcher)
+                undo.callback(self.bounds.release)
+                read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+                started.callback(os.close, write_fd)
+                self._output = Output(name, read_fd, options.log_lines_per_s)
+                undo.callback(self._output.close)
+                self._send(Kind.SANDBOX, self.bounds.policy.to_json())
+                is_shared = stubs.audience.is_there
+                super().__init__(
+                    work, control, options, stubs.reactor, is_shared=is_shared, gpus=plan.gpus
+                )
+                undo.callback(self.link.close)
+                fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)
+                self.process: ChildProcess = (fork or plan.spawn)(name, *fds)
+                self.bounds.begin(self.process)
+                undo.pop_all()
+        except OSError as error:
+            raise LoadFailed(start_failure(plan.python, error), stage="start") from error
         self._watch(calls, ModelControl(stubs.models, model))
 
     def _watch(self, calls: Channel, models: ModelControl) -> None:
@@ -389,6 +385,14 @@ class StubHandle(StubConnection):
 
     def __repr__(self) -> str:
         return f"<Stub {self.name} {self.process!r}>"
+
+
+def _pair(undo: ExitStack, started: ExitStack) -> tuple[Channel, socket]:
+    """A channel, and its other end, which is not needed here once the stub has it."""
+    mine, theirs = Channel.pair()
+    undo.callback(mine.close)
+    started.callback(theirs.close)
+    return mine, theirs
 
 
 def _nothing(*_: object) -> None:

@@ -23,7 +23,9 @@ def granted(options: ModelOptions, gpus: Sequence[int] = ()) -> tuple[str, ...]:
     if not is_contained(options.sandbox):
         return ()
     paths = [f"{'write' if writes else 'read'} {path}" for path, writes in options.sandbox_paths]
+    interpreter = options.execution_env_path
     return (
+        *([f"run the interpreter of {interpreter}"] if interpreter is not None else []),
         *paths,
         *(f"use GPU {gpu}" for gpu in gpus),
         *(f"connect to port {port}" for port in options.sandbox_ports),

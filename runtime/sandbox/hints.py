@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -24,7 +25,9 @@ def withheld(message: str, policy: Policy) -> str:
         return ""
     found = _FILE.search(message)
     if found is not None:
-        return f"\n{_about_file(found[1], policy)}"
+        # A model may name what can be the path of nothing.
+        with contextlib.suppress(ValueError):
+            return f"\n{_about_file(found[1], policy)}"
     if _CALL in message:
         return (
             f"\nA model in the sandbox '{policy.level}' has no network and no other processes; the parameters "

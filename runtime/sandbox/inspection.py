@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.policy import Policy
 
-_REQUIRED = ("limits", "no_new_privs", "landlock", "seccomp")
+_REQUIRED = ("limits", "no_new_privs", "not_dumpable", "landlock", "seccomp")
 # Not CapBnd, which only root can empty, and which gives nothing to a process that gets no new privileges.
 _CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapAmb")
 # As the kernel numbers the modes of seccomp.

@@ -130,8 +130,7 @@ def try_layer(layer: str) -> Offer:
     try:
         refusal, detail = _tried(layer, policy)
     finally:
-        if user is not None:
-            users.give_back(user)
+        users.give_back(user)
     return Offer(layer, not refusal, LAYERS[layer], detail, refusal)
 
 

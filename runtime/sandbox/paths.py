@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
+from moonpool.runtime.errors import LoadFailed
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -42,6 +44,16 @@ def needed_paths(
             *(path for path, _ in granted),
         ]
     )
+
+
+def check_granted(granted: Sequence[tuple[str, bool]]) -> None:
+    """Raises `LoadFailed` for a path that is not there: who misspells one is not to wonder why nothing was granted."""
+    for path, _ in granted:
+        if not os.path.exists(path):
+            raise LoadFailed(
+                f"MOONPOOL_SANDBOX_PATHS names {path}, which is not there; make it, or take it out",
+                stage="sandbox",
+            )
 
 
 def outermost(paths: Iterable[str]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.policy import Policy, is_contained
@@ -14,7 +15,7 @@ from moonpool.runtime.process import StubProcess
 from moonpool.runtime.sandbox import bytecode, scratch, users
 from moonpool.runtime.sandbox.gpu_access import access_to
 from moonpool.runtime.sandbox.grants import granted
-from moonpool.runtime.sandbox.paths import needed_paths
+from moonpool.runtime.sandbox.paths import check_granted, needed_paths
 
 if TYPE_CHECKING:
     from moonpool.runtime.backend import Model
@@ -41,6 +42,8 @@ class Plan:
     is_foreign: bool = False
     # Of the process that this one is forked from, which has the user and the folder, too.
     template: Confinement | None = None
+    # What gives the user and the folder back.
+    held: ExitStack = field(default_factory=ExitStack)
 
     def spawn(
         self, name: str, work_fd: int, control_fd: int, calls_fd: int, output_fd: int
@@ -60,22 +63,16 @@ class Plan:
 
     def for_a_fork(self, model: Model, template: Confinement) -> Plan:
         """The plan for a process that the one of this plan, which is so confined, forks."""
-        changes = {"forks": False, "limits": _limits(model)}
-        policy = Policy(**{**vars(self.policy), **changes})
-        return replace(self, policy=policy, template=template)
+        policy = self.policy.changed(forks=False, limits=_limits(model))
+        return replace(self, policy=policy, template=template, held=ExitStack())
 
     def number_of(self, gpu: int) -> int:
         """The number under which the process knows a GPU of its own, or any where it sees all."""
         return self.gpus.index(gpu) if self.gpus else gpu
 
     def release(self) -> None:
-        """Its process has ended. May be called many times."""
-        if self.template is not None:
-            return
-        if self.policy.scratch:
-            scratch.remove(self.policy.scratch)
-        if self.policy.user is not None:
-            users.give_back(self.policy.user)
+        """Its process has ended. May be called many times: what is another plan's by then stays so."""
+        self.held.close()
 
 
 def plan_for(
@@ -101,29 +98,24 @@ def plan_for(
     )
     common = Policy(
         level=options.sandbox,
-        limits=_limits(model),
+        limits=_limits(model, 1 + _forked(model) if forks else 1),
         cpus=options.cpus,
         nice=_nice(options.cpu_weight),
         forks=forks,
     )
-    if forks and options.task_limit is not None:
-        # They are counted together, as those of one user.
-        instances = sum(
-            group.count * max(1, len(group.gpus)) for group in model.config.instance_groups
-        )
-        common.limits["tasks"] = options.task_limit * (instances + 1)
     python = str(environment.python)
     if not common.is_contained:
         return Plan(common, python, variables, os.getcwd(), ())
     bytecode.keep()
     access = access_to(gpus)
-    user = users.take()
-    own_folder = scratch.make(user)
+    check_granted(options.sandbox_paths)
+    read = needed_paths(model.source, environment, variables, folder, options.sandbox_paths)
+    user, own_folder, held = _take()
     policy = common.changed(
         user=user,
         devices=access.devices,
-        read=needed_paths(model.source, environment, variables, folder, options.sandbox_paths),
-        write=[path for path, writes in options.sandbox_paths if writes],
+        read=read,
+        write=[os.path.realpath(path) for path, writes in options.sandbox_paths if writes],
         scratch=own_folder,
         scratch_bytes=options.scratch_bytes,
         ports=options.sandbox_ports,
@@ -134,16 +126,41 @@ def plan_for(
         # What CUDA compiles for the card is not kept where others would find it.
         cache = f"{own_folder}/cuda"
         variables |= {"CUDA_VISIBLE_DEVICES": access.visible, "CUDA_CACHE_PATH": cache}
-    is_foreign = environment.root is not None
-    return Plan(policy, python, variables, own_folder, granted(options, gpus), gpus, is_foreign)
+    return Plan(
+        policy,
+        python,
+        variables,
+        own_folder,
+        granted(options, gpus),
+        gpus,
+        is_foreign=environment.root is not None,
+        held=held,
+    )
 
 
-def _limits(model: Model) -> dict[str, int]:
+def _take() -> tuple[int | None, str, ExitStack]:
+    """A user, if there is one, and a folder of its, with what gives them back. Raises OSError."""
+    with ExitStack() as held:
+        user = users.take()
+        held.callback(users.give_back, user)
+        folder = scratch.make(user)
+        held.callback(scratch.remove, folder)
+        return user, folder, held.pop_all()
+
+
+def _forked(model: Model) -> int:
+    """How many instances a template has."""
+    return sum(group.count * max(1, len(group.gpus)) for group in model.config.instance_groups)
+
+
+def _limits(model: Model, processes: int = 1) -> dict[str, int]:
+    """For so many that are one user, whose tasks are counted together."""
     options = model.options
+    tasks = options.task_limit
     # A GPU's driver reserves more addresses than any machine has memory.
     limits = {
         "data_bytes" if model.config.uses_gpu else "memory_bytes": options.memory_limit_bytes,
-        "tasks": options.task_limit,
+        "tasks": None if tasks is None else tasks * processes,
         "open_files": options.open_files,
         "file_bytes": options.scratch_bytes if is_contained(options.sandbox) else None,
     }

@@ -70,8 +70,8 @@ def _locked(user: int) -> bool:
     return True
 
 
-def give_back(user: int) -> None:
-    """No process is this user any more. Any thread may call it, and twice."""
+def give_back(user: int | None) -> None:
+    """No process is this user any more; nothing happens for None. Any thread may call it, and twice."""
     global _fd
     with _lock:
         if user not in _taken:

@@ -50,7 +50,7 @@ class Contained:
         self._applied = applied
         self._parent_pid = os.getppid()
         self._user: int | None = None
-        self._has_user_namespace = False
+        self._has_mounts = self._has_user_namespace = False
         # Whether the files of others cannot be changed, whatever their modes are.
         self._others_are_safe = False
 
@@ -78,6 +78,7 @@ class Contained:
         version = landlock.abi()
         with self._required("landlock", f"landlock:{version}"):
             self._restrict_files(version)
+        self._check_calls()
         with self._required("seccomp"):
             self._filter_calls(scoped=version >= landlock.KNOWS_SCOPES)
 
@@ -115,7 +116,11 @@ class Contained:
 
     def _choose_user(self) -> None:
         if self._policy.user is None:
-            return
+            raise SandboxRefused(
+                "own_user",
+                "the runtime has none to give",
+                "run it as root, with the rights that SANDBOX.md names, to have it",
+            )
         if not identity.may_change_user():
             raise SandboxRefused(
                 "own_user",
@@ -130,10 +135,11 @@ class Contained:
         with refusing("namespaces", f"{what} to have it"):
             names = namespaces.enter(network=bool(self._policy.ports))
         self._applied.on.append("namespaces:" + "+".join(names))
+        self._has_mounts = True
         self._has_user_namespace = "user" in names
 
     def _rearrange_mounts(self) -> None:
-        if any(name.startswith("namespaces:") for name in self._applied.on):
+        if self._has_mounts:
             with refusing("namespaces", "allow mounts in them to have a scratch folder in memory"):
                 self._others_are_safe = mounts.rearrange(self._policy, self._user)
 
@@ -182,26 +188,31 @@ class Contained:
                 "use Linux 6.2 or later with landlock among its security modules (lsm=), or "
                 "the level best-effort to go without",
             )
-        if version < landlock.KNOWS_TRUNCATE and not self._others_are_safe:
-            raise SandboxRefused(
-                "landlock",
-                "this kernel's does not keep files from being cut short",
-                "use Linux 6.2 or later, allow user namespaces, or run the runtime as root",
-            )
-        if version < landlock.KNOWS_PORTS and self._policy.ports:
-            raise SandboxRefused(
-                "landlock",
-                "this kernel's does not know of ports, of which some were granted",
-                "use Linux 6.7 or later, or grant none",
-            )
         if len(os.listdir("/proc/self/task")) != 1:
             raise SandboxRefused(
                 "landlock",
                 "this process has threads already, which it would not hold",
                 "look for what begins threads when Python starts (sitecustomize, .pth files)",
             )
+        if version < landlock.KNOWS_TRUNCATE and not self._others_are_safe:
+            self._lack(
+                "this kernel's does not keep files from being cut short",
+                "use Linux 6.2 or later, allow user namespaces, or run the runtime as root",
+            )
+        if version < landlock.KNOWS_PORTS and self._policy.ports:
+            self._lack(
+                "this kernel's does not know of ports, of which some were granted",
+                "use Linux 6.7 or later, or grant none",
+            )
         self._pin_files()
         landlock.restrict(version, self._rights(), self._policy.ports)
+
+    def _lack(self, why: str, what_to_do: str) -> None:
+        """Note what Landlock does not do here, which `strict` cannot do without."""
+        refused = SandboxRefused("landlock", why, what_to_do)
+        if self._policy.level == STRICT:
+            raise refused
+        self._applied.left_out.append(str(refused))
 
     def _pin_files(self) -> None:
         """Hold the files that have to stay the same ones, as long as this process lives."""
@@ -223,6 +234,17 @@ class Contained:
             *((path, _writing(path)) for path in writable),
         ]
 
+    def _check_calls(self) -> None:
+        """A grant that is misspelled is an error at all levels, and no reason to go without the filter."""
+        machine = syscalls.this_machine()
+        unknown = set(self._policy.syscalls) - kernel.NUMBERS.keys() - {rules.FORK}
+        if unknown and machine in syscalls.ARCHITECTURES:
+            raise SandboxRefused(
+                "seccomp",
+                f"there is no system call {min(unknown)} on {machine}",
+                "take it out of MOONPOOL_SANDBOX_SYSCALLS",
+            )
+
     def _filter_calls(self, *, scoped: bool) -> None:
         machine = syscalls.this_machine()
         if machine not in syscalls.ARCHITECTURES:
@@ -230,13 +252,6 @@ class Contained:
                 "seccomp",
                 f"there is no filter for {machine}",
                 f"use {_MACHINES}, or the level best-effort to go without",
-            )
-        unknown = set(self._policy.syscalls) - kernel.NUMBERS.keys() - {rules.FORK}
-        if unknown:
-            raise SandboxRefused(
-                "seccomp",
-                f"there is no system call {min(unknown)} on {machine}",
-                "take it out of MOONPOOL_SANDBOX_SYSCALLS",
             )
         _install_filter(
             self._policy,
@@ -248,12 +263,17 @@ class Contained:
 
 def tighten(policy: Policy) -> None:
     """Put on again what an exec takes off, and no longer allow one. Raises `SandboxRefused`."""
-    with refusing("not_dumpable"):
-        identity.forbid_looking_inside()
-    if syscalls.this_machine() in syscalls.ARCHITECTURES:
-        with refusing("seccomp"):
-            # The first filter holds on, so what that one decides is decided.
-            _install_filter(policy, others_are_safe=True, scoped=True)
+    try:
+        with refusing("not_dumpable"):
+            identity.forbid_looking_inside()
+        if syscalls.this_machine() in syscalls.ARCHITECTURES:
+            with refusing("seccomp"):
+                # The first filter holds on, so what that one decides is decided.
+                _install_filter(policy, others_are_safe=True, scoped=True)
+    except SandboxRefused:
+        # What `best-effort` goes without was said when the layers were put on.
+        if policy.level == STRICT:
+            raise
 
 
 def _install_filter(

@@ -54,7 +54,7 @@ def abi() -> int:
 def restrict(version: int, paths: Iterable[tuple[str, int]], ports: Iterable[int]) -> None:
     """Leave this thread nothing but these rights over what is at each path, and connections to these ports.
 
-    What is not there is passed over. Needs no_new_privs. Raises OSError, with the path where one was the reason.
+    What is not there is passed over, and so are ports where this version does not know of them. Needs no_new_privs. Raises OSError, with the path where one was the reason.
     """
     handled = (1 << _RIGHTS.get(version, _MOST_RIGHTS)) - 1
     words = [handled]
@@ -68,7 +68,7 @@ def restrict(version: int, paths: Iterable[tuple[str, int]], ports: Iterable[int
     try:
         for path, rights in paths:
             _allow(ruleset, path, rights & handled)
-        for port in ports:
+        for port in ports if version >= KNOWS_PORTS else ():
             kernel.call("landlock_add_rule", ruleset, _PORT, struct.pack("=QQ", _CONNECT, port), 0)
         kernel.call("landlock_restrict_self", ruleset, 0)
     finally:

@@ -4,12 +4,11 @@ A user of its own cannot pass a folder that is closed to others, such as somebod
 granted below it. So the topmost closed folder is covered by an empty one, and what was granted is put back at the
 places where it was.
 
-Source: `mount(2)`, `mount_setattr(2)`, `tmpfs(5)`.
+Source: `mount(2)`, `mount_setattr(2)`, `open_tree(2)`, `move_mount(2)`, `tmpfs(5)`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 _RDONLY, _NOSUID, _NODEV = 1, 2, 4
 _BIND, _REC, _PRIVATE = 4096, 16384, 1 << 18
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+# OPEN_TREE_CLONE, and MOVE_MOUNT_F_EMPTY_PATH.
+_CLONE, _FROM_FD = 1, 4
 # A file of nothing takes a page's worth of the kernel's memory.
 _BYTES_PER_FILE = 4096
 _FEWEST_FILES = 1024
@@ -49,13 +50,33 @@ def rearrange(policy: Policy, user: int | None) -> bool:
     finally:
         os.umask(umask)
     written = [*policy.write, *([OWN_THREADS] if policy.devices else [])]
-    for path in written:
-        _mount(path, path, "", _BIND | _REC)
-    if not _set_attributes("/", on=_RDONLY | _NOSUID):
+    return _forbid_writing([*written, *([policy.scratch] if policy.scratch else [])])
+
+
+def _forbid_writing(kept: Iterable[str]) -> bool:
+    """Make all read-only but what is at these paths, which stays as it is; False where the kernel does not know how."""
+    copies: dict[str, int] = {}
+    try:
+        for path in kept:
+            copies[path] = _copied(path)
+        attributes = struct.pack("=QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
+        _call("mount_setattr", "/", _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
+        for path, fd in copies.items():
+            _call("move_mount", path, fd, b"", _AT_FDCWD, os.fsencode(path), _FROM_FD)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
         return False
-    for path in (*written, *([policy.scratch] if policy.scratch else [])):
-        _set_attributes(path, off=_RDONLY)
+    finally:
+        for fd in copies.values():
+            os.close(fd)
     return True
+
+
+def _copied(path: str) -> int:
+    """A descriptor of what is mounted at `path` and below, as it is: what is read-only there, nobody makes writable."""
+    flags = _CLONE | _AT_RECURSIVE | os.O_CLOEXEC
+    return _call("open_tree", path, _AT_FDCWD, os.fsencode(path), flags)
 
 
 def closed_above(path: str, user: int) -> str:
@@ -114,35 +135,13 @@ def _own_scratch(path: str, size_bytes: int, user: int | None) -> None:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    try:
-        kernel.call(
-            "mount",
-            os.fsencode(source),
-            os.fsencode(target),
-            kind.encode(),
-            flags,
-            options.encode(),
-        )
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, target) from error
+    texts = (os.fsencode(source), os.fsencode(target), kind.encode())
+    _call("mount", target, *texts, flags, options.encode())
 
 
-def _set_attributes(path: str, *, on: int = 0, off: int = 0) -> bool:
-    """Change what is allowed on the mount at `path` and all below; False where the kernel does not know how."""
-    attributes = struct.pack("=QQQQ", on, off, 0, 0)
-    if "mount_setattr" not in kernel.NUMBERS:
-        return False
+def _call(name: str, path: str, *arguments: int | bytes) -> int:
+    """A system call that is about `path`. Raises OSError, which says so."""
     try:
-        kernel.call(
-            "mount_setattr",
-            _AT_FDCWD,
-            os.fsencode(path),
-            _AT_RECURSIVE,
-            ctypes.create_string_buffer(attributes, len(attributes)),
-            len(attributes),
-        )
+        return kernel.call(name, *arguments)
     except OSError as error:
-        if error.errno == errno.ENOSYS:
-            return False
         raise OSError(error.errno, error.strerror, path) from error
-    return True

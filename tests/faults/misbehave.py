@@ -26,7 +26,7 @@ BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES  # noqa: E402
 from moonpool.ipc.codec import calls_codec, control_codec, encode, unpack_layout, work_codec  # noqa: E402
-from moonpool.ipc.messages import FINAL, NO_DEVICE, OPEN, PROTOCOL_VERSION, Kind, Side  # noqa: E402
+from moonpool.ipc.messages import EXEC_FAILED, FINAL, NO_DEVICE, OPEN, PROTOCOL_VERSION, Kind, Side  # noqa: E402
 from moonpool.ipc.policy import Policy  # noqa: E402
 from moonpool.stub.sandbox import layers  # noqa: E402
 
@@ -594,6 +594,9 @@ STARTS: dict[str, Fault] = {
     "completes with no JSON": lambda peer: peer.say(Kind.COMPLETED, "{"),
     "completes with a number": lambda peer: peer.say(Kind.COMPLETED, "7"),
     "completes with no end": lambda peer: peer.say(Kind.COMPLETED, "[" * 30_000),
+    "fails with an error of exec that is none": lambda peer: peer.say(
+        Kind.FAILED, EXEC_FAILED, "0013" + "9" * 30, ""
+    ),
     "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
 }
 

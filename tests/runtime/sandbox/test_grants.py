@@ -88,6 +88,7 @@ def test_a_level_is_raised_and_not_lowered() -> None:
 def test_what_is_granted_is_said_in_words() -> None:
     options = model(
         SANDBOX="strict",
+        EXECUTION_ENV_PATH="/environment",
         SANDBOX_PATHS="/data, rw:/out",
         SANDBOX_PORTS="443",
         SANDBOX_SYSCALLS="fork",
@@ -96,6 +97,7 @@ def test_what_is_granted_is_said_in_words() -> None:
     ).options
 
     assert granted(options) == (
+        "run the interpreter of /environment",
         "read /data",
         "write /out",
         "connect to port 443",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -46,10 +47,74 @@ def test_it_goes_with_all_that_is_in_it_and_nothing_else(place: Path) -> None:
     assert (kept / "file").exists()
 
 
-def test_what_a_killed_runtime_left_is_removed_by_the_next(place: Path) -> None:
+def test_it_goes_however_deep_its_folders_are(place: Path) -> None:
+    folder = scratch.make(None)
+    fd = os.open(folder, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=fd)
+        os.mknod("file", dir_fd=fd)
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+
+    scratch.remove(folder)
+
+    assert not list(place.iterdir())
+
+
+def test_what_cannot_be_removed_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = scratch.make(None)
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        scratch.remove(folder)
+
+    assert f"the scratch folder {folder} stays" in caplog.text
+    scratch.remove(folder)
+    assert not list(place.iterdir())
+
+
+def left_by_a_killed_runtime(place: Path) -> Path:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-        left = place / f"moonpool-scratch-{ended.pid}-abc"
+    return place / f"moonpool-scratch-{ended.pid}-abc"
+
+
+def test_a_link_that_is_named_like_what_was_left_leads_nowhere(place: Path) -> None:
+    """Others may write where folders for temporary files are."""
+    victim = place / "victim"
+    (victim / "below").mkdir(parents=True)
+    for folder in (victim / "below", victim):
+        folder.chmod(0o755)
+    link = left_by_a_killed_runtime(place)
+    link.symlink_to(victim)
+
+    scratch.remove(scratch.make(None))
+
+    assert link.is_symlink()
+    assert [each.stat().st_mode & 0o777 for each in (victim, victim / "below")] == [0o755, 0o755]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of others")
+def test_a_folder_of_somebody_else_that_is_named_so_stays(place: Path) -> None:
+    theirs = left_by_a_killed_runtime(place)
+    theirs.mkdir()
+    os.chown(theirs, 1234, 1234)
+
+    scratch.remove(scratch.make(None))
+
+    assert theirs.exists()
+    theirs.rmdir()
+
+
+def test_what_a_killed_runtime_left_is_removed_by_the_next(place: Path) -> None:
+    left = left_by_a_killed_runtime(place)
     left.mkdir()
     (left / "file").touch()
     others = [place / f"moonpool-scratch-{os.getpid()}-abc", place / "moonpool-scratch-mine-abc"]

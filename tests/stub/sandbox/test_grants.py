@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.stub.sandbox.children import INSTANCE, Identity
 
+from moonpool.ipc.policy import BEST_EFFORT, STRICT
 from moonpool.stub.sandbox import landlock
 
 if landlock.abi() < landlock.KNOWS_PORTS:
@@ -153,8 +154,10 @@ def test_system_calls_are_granted_by_name(identity: Identity) -> None:
     assert results["os.fork()"].startswith("PermissionError")
 
 
-def test_an_unknown_system_call_is_refused_by_name(identity: Identity) -> None:
-    results = identity.attempt(identity.policy(syscalls=["levitate"]))
+@pytest.mark.parametrize("level", [STRICT, BEST_EFFORT])
+def test_an_unknown_system_call_is_refused_by_name(identity: Identity, level: str) -> None:
+    """Also at the level that goes without what is refused: it is no reason to go without the filter."""
+    results = identity.attempt(identity.policy(level=level, syscalls=["levitate"]))
 
     assert results["refused"] == (
         f"seccomp: there is no system call levitate on {os.uname().machine}; "

@@ -126,3 +126,31 @@ def test_everything_but_what_it_may_write_is_read_only(identity: Identity) -> No
 
     assert list(results.values())[2:] == ["ok 1", "ok 1", "ok 0", "ok 0", "ok None"]
     assert left == ["x"]
+
+
+def test_what_is_mounted_read_only_below_a_granted_folder_stays_so(identity: Identity) -> None:
+    with identity.scratch() as shared:
+        inner = f"{shared}/inner"
+        results = identity.attempt(
+            identity.policy(write=[shared]),
+            f"os.statvfs('{shared}').f_flag & os.ST_RDONLY",
+            f"os.statvfs('{inner}').f_flag & os.ST_RDONLY",
+            f"open('{inner}/x', 'w')",
+            before=MOUNTED.format(inner=inner),
+        )
+        needs_mounts(results)
+
+    assert list(results.values())[2:4] == ["ok 0", "ok 1"]
+    assert results[f"open('{inner}/x', 'w')"].startswith("OSError [Errno 30]")
+
+
+# As a container may give its processes a folder that is not theirs to write to.
+MOUNTED = """
+import os
+from moonpool.stub.sandbox import mounts, namespaces
+namespaces.enter(network=True)
+mounts._mount("none", "/", "", mounts._REC | mounts._PRIVATE)
+os.mkdir({inner!r})
+mounts._mount("tmpfs", {inner!r}, "tmpfs", 0, "mode=0777")
+mounts._mount("none", {inner!r}, "", 32 | mounts._BIND | mounts._RDONLY)  # MS_REMOUNT
+"""

@@ -102,7 +102,8 @@ def test_namespaces_are_a_second_line_that_is_left_out_where_they_are_forbidden(
     assert not {"namespaces"} & set(names_of(results))
     assert {"landlock", "seccomp", "no_capabilities"} <= set(names_of(results))
     assert ("own_user" in names_of(results)) == identity.is_root
-    assert [sentence.partition(":")[0] for sentence in results["left_out"]] == ["namespaces"]
+    missing = ["namespaces"] if identity.is_root else ["own_user", "namespaces"]
+    assert [sentence.partition(":")[0] for sentence in results["left_out"]] == missing
     denied = ["open('/etc/passwd')", "socket.socket()", "os.chmod('/usr', 0)"]
     assert [each for each in denied if not results[each].startswith("PermissionError")] == []
     assert left == ["x"]
@@ -150,6 +151,55 @@ def test_ports_are_not_granted_where_landlock_does_not_know_of_them(identity: Id
         "landlock: this kernel's does not know of ports, of which some were granted; "
         "use Linux 6.7 or later, or grant none"
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "ports", "gap"), [(2, [], "from being cut short"), (3, [443], "know of ports")]
+)
+def test_best_effort_has_what_there_is_of_an_old_landlock(
+    identity: Identity, version: int, ports: list[int], gap: str
+) -> None:
+    identity.needs_no_mounts()
+    old = (
+        f"from moonpool.stub.sandbox import identity, landlock\nlandlock.abi = lambda: {version}\n"
+        "identity.may_change_user = lambda: False\n"
+    )
+
+    results = identity.attempt(
+        identity.policy(level=BEST_EFFORT, ports=ports),
+        "open('/etc/passwd')",
+        before=old + hide("unshare", absent=False),
+    )
+
+    assert f"landlock:{version}" in results["on"]
+    assert any(gap in each for each in results["left_out"] if each.startswith("landlock: "))
+    assert results["open('/etc/passwd')"].startswith("PermissionError")
+
+
+def test_a_user_that_is_not_to_be_had_is_said(identity: Identity) -> None:
+    results = identity.attempt(identity.policy(user=None))
+
+    assert "own_user" not in names_of(results)
+    assert results["left_out"][0].startswith("own_user: the runtime has none to give; run it as")
+
+
+@pytest.mark.parametrize("level", [STRICT, BEST_EFFORT])
+def test_what_best_effort_went_without_is_not_asked_for_again(
+    identity: Identity, level: str
+) -> None:
+    """By a process that became another program, or that a template forked."""
+    again = f"layers.tighten(Policy(level={level!r}))"
+
+    results = identity.attempt(
+        identity.policy(level=BEST_EFFORT),
+        again,
+        before="from moonpool.ipc.policy import Policy\n" + hide("seccomp"),
+    )
+
+    if level == STRICT:
+        assert results[again].startswith("SandboxRefused seccomp: ")
+    else:
+        assert results[again] == "ok None"
 
 
 def test_a_process_with_threads_is_not_confined_by_halves(identity: Identity) -> None:
