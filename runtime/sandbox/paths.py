@@ -30,7 +30,14 @@ def needed_paths(
     backend_folder: str,
     granted: Sequence[tuple[str, bool]],
 ) -> list[str]:
-    """Existing paths without links, none of them inside another one."""
+    """Existing paths without links, none of them inside another one. Raises `LoadFailed` for a granted one that is not."""
+    for path, _ in granted:
+        # Who misspells one is not to wonder why nothing was granted.
+        if not os.path.exists(path):
+            raise LoadFailed(
+                f"MOONPOOL_SANDBOX_PATHS names {path}, which is not there; make it, or take it out",
+                stage="sandbox",
+            )
     package = [*map(str, _PACKAGES), os.path.dirname(msgpack.__file__)]
     return outermost(
         [
@@ -44,16 +51,6 @@ def needed_paths(
             *(path for path, _ in granted),
         ]
     )
-
-
-def check_granted(granted: Sequence[tuple[str, bool]]) -> None:
-    """Raises `LoadFailed` for a path that is not there: who misspells one is not to wonder why nothing was granted."""
-    for path, _ in granted:
-        if not os.path.exists(path):
-            raise LoadFailed(
-                f"MOONPOOL_SANDBOX_PATHS names {path}, which is not there; make it, or take it out",
-                stage="sandbox",
-            )
 
 
 def outermost(paths: Iterable[str]) -> list[str]:

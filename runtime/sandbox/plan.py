@@ -15,7 +15,7 @@ from moonpool.runtime.process import StubProcess
 from moonpool.runtime.sandbox import bytecode, scratch, users
 from moonpool.runtime.sandbox.gpu_access import access_to
 from moonpool.runtime.sandbox.grants import granted
-from moonpool.runtime.sandbox.paths import check_granted, needed_paths
+from moonpool.runtime.sandbox.paths import needed_paths
 
 if TYPE_CHECKING:
     from moonpool.runtime.backend import Model
@@ -108,7 +108,6 @@ def plan_for(
         return Plan(common, python, variables, os.getcwd(), ())
     bytecode.keep()
     access = access_to(gpus)
-    check_granted(options.sandbox_paths)
     read = needed_paths(model.source, environment, variables, folder, options.sandbox_paths)
     user, own_folder, held = _take()
     policy = common.changed(
