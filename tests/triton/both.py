@@ -26,6 +26,7 @@ class Both:
         self.moonpool = moonpool
         # What hindered each model of the zoo: Triton's word, then moonpool's.
         self.loads: dict[str, tuple[Failure | None, Failure | None]] = {}
+        self._marks = 0
 
     def infer(self, model: str, inputs: Inputs, **options: Any) -> Outcome:
         """The outcome, which is the same on both sides."""
@@ -78,13 +79,24 @@ class Both:
         self.triton.log()
         self.moonpool.log()
 
-    def log(self) -> list[LogLine]:
-        """What models logged since the last look, the same on both sides."""
-        # Lines come later than the answers of their requests. Where they stay different, the comparison says how.
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: self.moonpool.log_length == self.triton.log_length)
-        theirs = self.triton.log()
-        ours = self.moonpool.log()
+    def log(self, model: str) -> list[LogLine]:
+        """What the model has logged since the last look, the same on both sides.
+
+        Lines come later than the answers to their requests, and one after the other: what is before a line that it is
+        asked for now is all.
+        """
+        self._marks += 1
+        mark = f"mark {self._marks}"
+        code = f"attempt(lambda: {mark!r}); sender.send(y(0), FINAL)"
+        if model == "speaks":
+            code = f"logger.log_info(repr({mark!r}))"
+        ask = self.stream if model == "streams" else self.infer
+        ask(model, {"CODE": np.array([code.encode()], object)})
+        return self.log_until(repr(mark))
+
+    def log_until(self, text: str) -> list[LogLine]:
+        """What was logged since the last look and before this line, the same on both sides."""
+        theirs, ours = (_lines_before(side, text) for side in (self.triton, self.moonpool))
         assert ours == theirs
         return ours
 
@@ -97,6 +109,17 @@ class Both:
         """What moonpool alone says of it: for what Triton cannot be asked."""
         inputs = {"CODE": np.array([code.encode()], object)}
         return _word(self.moonpool.infer("snippets", inputs, **options))
+
+
+def _lines_before(side: TritonSide | MoonpoolSide, text: str) -> list[LogLine]:
+    lines: list[LogLine] = []
+
+    def is_there() -> bool:
+        lines.extend(side.log())
+        return any(line.text == text for line in lines)
+
+    wait_until(is_there, what=f"{text!r} in the log")
+    return lines[: [line.text for line in lines].index(text)]
 
 
 def without_id(outcome: Outcome) -> Outcome:

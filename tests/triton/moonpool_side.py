@@ -39,6 +39,7 @@ class MoonpoolSide:
     def __init__(self, repository: Path) -> None:
         self._runtime = moonpool.Runtime(repository, models=[], backend_directory=BACKENDS)
         self._lines = _Lines()
+        self._heard = 0
         self._logger = logging.getLogger("moonpool.stub")
         self._logger.addHandler(self._lines)
         self._logger.setLevel(logging.DEBUG)
@@ -101,14 +102,10 @@ class MoonpoolSide:
         """The exposition of all metrics."""
         return self._runtime.metrics()
 
-    @property
-    def log_length(self) -> int:
-        """How many lines `log` would give."""
-        return len(self._lines.lines)
-
     def log(self) -> list[LogLine]:
         """What models logged on purpose since the last look."""
-        lines, self._lines.lines = self._lines.lines, []
+        lines = self._lines.lines[self._heard :]
+        self._heard += len(lines)
         return lines
 
 

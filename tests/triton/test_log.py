@@ -35,4 +35,4 @@ def test_a_line_is_the_same_in_both_logs(both: Both, code: str) -> None:
 
     both.infer("speaks", {"CODE": np.array([f"\n\n{code}".encode()], object)})
 
-    both.log()
+    both.log("speaks")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from tests.triton.answers import Failure, Inputs
 from tests.triton.both import Both
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.triton
 
@@ -15,8 +14,6 @@ def code(*lines: str) -> Inputs:
     return {"CODE": np.array(["\n".join(lines).encode()], object)}
 
 
-# When it has been answered, all that models said before is in the log.
-LAST = code("sender.send(y(0), FINAL)")
 # Each ends its request: one that Triton never ends cannot be compared.
 ONE = {
     "a response with the flag": ["sender.send(y(1), FINAL)"],
@@ -93,8 +90,7 @@ WRONG_TYPES = {
 @pytest.mark.parametrize("name", ONE)
 def test_a_model_that_answers_once_may_send_the_answer(both: Both, name: str) -> None:
     both.infer("sends", code(*ONE[name]))
-    both.infer("sends", LAST)
-    both.log()
+    both.log("sends")
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -104,8 +100,7 @@ def test_a_decoupled_model_may_send_the_same(both: Both, name: str) -> None:
     lines = [line for line in ONE[name] if not line.startswith("returned")]
 
     both.stream("streams", code(*lines))
-    both.stream("streams", LAST)
-    both.log()
+    both.log("streams")
 
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
@@ -120,7 +115,7 @@ def test_arguments_of_wrong_types_are_type_errors(both: Both, model: str, name: 
         both.infer(model, code(*lines))
     else:
         both.stream(model, code(*lines))
-    both.log()
+    both.log(model)
 
 
 MANY = {
@@ -178,8 +173,7 @@ RETURNED_AND_SENT = {
 def test_a_request_is_answered_once(both: Both) -> None:
     for lines in RETURNED_AND_SENT.values():
         both.infer("sends", code(*lines))
-    both.infer("sends", LAST)
-    both.log()
+    both.log("sends")
 
 
 AWAITS = {
@@ -263,5 +257,4 @@ def test_a_model_finds_out_that_its_client_is_gone(both: Both) -> None:
     both.triton.first_of_stream("streams", code(*lines))
     both.moonpool.first_of_stream("streams", code(*lines))
 
-    wait_until(lambda: both.triton.log_length == 4, what="what Triton's model says")
-    assert [line.text for line in both.log()] == ["False", "True", "True", "None"]
+    assert [line.text for line in both.log_until("None")] == ["False", "True", "True"]

@@ -131,21 +131,12 @@ class TritonSide:
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
             return str(answer.read().decode())
 
-    @property
-    def log_length(self) -> int:
-        """How many lines `log` would give."""
-        return len(_LINE.findall(self._unheard()))
-
     def log(self) -> list[LogLine]:
         """What models logged on purpose since the last look."""
-        text = self._unheard()
-        self._heard += len(text)
-        return [LogLine(a, b, c or d) for a, b, c, d in _LINE.findall(text)]
-
-    def _unheard(self) -> str:
-        """Whole lines: of the last one, a part may be written."""
+        # Whole lines: of the last one, a part may be written.
         text, end, _ = self.server.log()[self._heard :].rpartition("\n")
-        return text + end
+        self._heard += len(text + end)
+        return [LogLine(a, b, c or d) for a, b, c, d in _LINE.findall(text)]
 
     def set_verbose(self, level: int) -> None:
         request = pb.LogSettingsRequest()

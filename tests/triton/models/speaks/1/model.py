@@ -11,6 +11,6 @@ class TritonPythonModel:
     def execute(self, requests):
         logger = pb_utils.Logger
         (code,) = pb_utils.get_input_tensor_by_name(requests[0], "CODE").as_numpy()
-        exec(code.decode(), {"logger": logger, "pb_utils": pb_utils})
+        exec(compile(code.decode(), "model.py", "exec"), {"logger": logger, "pb_utils": pb_utils})
         output = pb_utils.Tensor("Y", np.zeros(1, np.int32))
         return [pb_utils.InferenceResponse([output])]
