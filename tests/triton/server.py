@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ VARIABLE = "MOONPOOL_TRITON_PYTHON"
 BACKENDS = Path(__file__).parent / "backends"
 # How the names begin that this process of a run uses in /dev/shm.
 REGIONS = f"moonpool_tests_{os.getpid()}_"
+_NUMBERS = itertools.count()
 START_TIMEOUT_S = 50.0
 STOP_TIMEOUT_S = 50.0
 _READY = "Started Metrics Service"
@@ -44,15 +46,13 @@ def interpreter() -> Path:
     return usual
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has now; all differ."""
+def _reserved(count: int) -> list[socket.socket]:
+    """Ports, bound and not listened to: nobody is given one, and a server that names one may listen there (ip(7), SO_REUSEADDR)."""
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    return sockets
 
 
 class TritonServer:
@@ -71,9 +71,11 @@ class TritonServer:
         self._repository = repository
         self._models = models
         self._backends = folder / "backends"
-        self.http_port, self.grpc_port, self.metrics_port = _free_ports(3)
+        # While it runs, its own.
+        self.http_port = self.grpc_port = self.metrics_port = 0
+        self._reserved: list[socket.socket] = []
         # A run may have several servers, and one that ends takes along what has its prefix.
-        self._regions = f"{REGIONS}{self.grpc_port}_"
+        self._regions = f"{REGIONS}{next(_NUMBERS)}_"
         self.log_file = folder / "tritonserver.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -81,6 +83,9 @@ class TritonServer:
         """Return when it takes requests."""
         if not self._backends.exists():
             self._lay_out_backend()
+        self._reserved = _reserved(3)
+        ports = [each.getsockname()[1] for each in self._reserved]
+        self.http_port, self.grpc_port, self.metrics_port = ports
         with open(self.log_file, "wb") as log:
             self._process = subprocess.Popen(
                 self._command(), env=self._environment(), stdout=log, stderr=log, cwd="/"
@@ -95,7 +100,7 @@ class TritonServer:
         finally:
             if _READY not in self.log():
                 process.kill()
-                process.wait()
+                self.stop()
                 pytest.fail(f"tritonserver did not start:\n{self.log()[-4000:]}", pytrace=False)
 
     def _lay_out_backend(self) -> None:
@@ -148,6 +153,9 @@ class TritonServer:
     def stop(self) -> None:
         """End it and all that it leaves behind: a stub that hangs in its end, and its region."""
         process, self._process = self._process, None
+        for each in self._reserved:
+            each.close()
+        self._reserved = []
         if process is None:
             return
         process.send_signal(signal.SIGTERM)
@@ -161,7 +169,7 @@ class TritonServer:
         for pid in _stubs(self._regions):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not _stubs(self._regions), 10.0, "the server's stubs to end")
+        wait_until(lambda: not _stubs(self._regions), 30.0, "the server's stubs to end")
         for name in os.listdir("/dev/shm"):
             if name.startswith(self._regions):
                 os.unlink(f"/dev/shm/{name}")

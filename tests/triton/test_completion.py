@@ -65,7 +65,7 @@ def test_a_model_changes_the_same_of_its_configuration(
 ) -> None:
     change, config = CHANGES[name]
     folder = repository / f"changes_{name}"
-    (folder / "1").mkdir(parents=True)
+    (folder / "1").mkdir(parents=True, exist_ok=True)
     (folder / "1" / "model.py").write_text(MODEL.replace("CHANGE", change))
     (folder / "config.pbtxt").write_text('backend: "python" ' + config)
     shape = (1, 4) if "batch" in change + config else (4,)

@@ -29,7 +29,7 @@ max_sequence_idle_microseconds: 3600000000
 
 def write(repository: Path, model: str, file: str, batching: str, rows: int = 4) -> None:
     """A model of the tests with this sequence batcher."""
-    (repository / model / "1").mkdir(parents=True)
+    (repository / model / "1").mkdir(parents=True, exist_ok=True)
     shutil.copy(MODELS / file, repository / model / "1" / "model.py")
     datatype = "TYPE_STRING" if file == "sequences.py" else "TYPE_FP32"
     (repository / model / "config.pbtxt").write_text(
