@@ -12,13 +12,14 @@ TIMEOUT_S = 20.0
 
 
 class Http(NamedTuple):
-    """A request. `until` asks again, under a deadline, until the status is that one."""
+    """A request. `until` asks again, under a deadline, until the status is that one, `has` until the body has that."""
 
     method: str
     path: str
     body: bytes = b""
     headers: Mapping[str, str] = {}
     until: int = 0
+    has: bytes = b""
 
 
 class Reply(NamedTuple):

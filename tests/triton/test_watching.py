@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToDict
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.server.observability.models import write
+from tests.server.observability.models import trace_entries, write
 from tests.server.running import running as moonpool_running
 from tests.triton.server import TritonServer, interpreter
 from tests.waiting import wait_until
@@ -54,6 +54,18 @@ class Side:
         address = f"http://127.0.0.1:{self._metrics_port}/metrics"
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
             return str(answer.read().decode())
+
+    def counters(self) -> list[str]:
+        """What is shown of requests to `doubles`."""
+        names = r'nv_inference_(?:request_(?:success|failure)|count|exec_count)\{model="doubles"'
+        return sorted(line for line in self.metrics().splitlines() if re.match(names, line))
+
+    def statistics(self) -> dict[str, Any]:
+        """Of `doubles`."""
+        asked = pb.ModelStatisticsRequest(name="doubles")
+        (found,) = self.stub.ModelStatistics(asked, timeout=TIMEOUT_S).model_stats
+        shown: dict[str, Any] = MessageToDict(found, always_print_fields_with_no_presence=True)
+        return shown
 
     def infer(self, model: str, value: float, rows: int = 1, request_id: str = "") -> bool:
         """Whether it succeeded."""
@@ -98,7 +110,7 @@ class Side:
         """All that is in the trace files."""
         found: list[dict[str, Any]] = []
         for path in self.traces.parent.glob(f"{self.traces.name}*"):
-            found += json.loads(path.read_text() or "[]")
+            found += trace_entries(path)
         return found
 
 
@@ -145,27 +157,15 @@ def test_the_same_requests_count_the_same(sides: tuple[Side, Side]) -> None:
             side.infer("doubles", 2, 3),
         ]
         assert outcomes == [True, False, True]
-        asked = pb.ModelStatisticsRequest(name="doubles")
-        (stats,) = side.stub.ModelStatistics(asked, timeout=TIMEOUT_S).model_stats
-        shown = MessageToDict(stats, always_print_fields_with_no_presence=True)
+        # Triton counts a batch when its requests have been answered.
+        wait_until(lambda side=side: side.statistics()["executionCount"] == "3", TIMEOUT_S)  # type: ignore[misc]
+        shown = side.statistics()
         assert int(shown.pop("lastInference")) > 0
         told.append(json.loads(json.dumps(shown), object_hook=_without_times))
     theirs, ours = told
 
     assert ours == theirs
-    assert ours["executionCount"] == "3"
-    lines = [
-        sorted(
-            line
-            for line in side.metrics().splitlines()
-            if re.match(
-                r'nv_inference_(?:request_(?:success|failure)|count|exec_count)\{model="doubles"',
-                line,
-            )
-        )
-        for side in sides
-    ]
-    assert lines[1] == lines[0]
+    wait_until(lambda: sides[0].counters() == sides[1].counters(), TIMEOUT_S, "the same counters")
 
 
 def _without_times(shown: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 _TENSORS = """
 input [{ name: "IN", data_type: TYPE_FP32, dims: [4] }]
@@ -60,6 +62,15 @@ class TritonPythonModel:
     ),
 }
 _IMPORTS = "import os\nimport signal\n\nimport triton_python_backend_utils as pb_utils\n"
+
+
+def trace_entries(file: Path) -> list[dict[str, Any]]:
+    """What is in a file of traces; nothing while it is being written."""
+    try:
+        found: list[dict[str, Any]] = json.loads(file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return []
+    return found
 
 
 def write(folder: Path, *names: str) -> Path:

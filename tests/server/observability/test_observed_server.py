@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.server.observability.models import write
+from tests.server.observability.models import trace_entries, write
 from tests.server.observability.test_server_metrics import Scrape
 from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
@@ -29,13 +29,9 @@ def post(server: RunningServer, path: str, changes: dict[str, Any]) -> tuple[int
     return server.get(path, "POST", json.dumps(changes).encode())
 
 
-def entries(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    return found
-
-
 def models_of(path: Path) -> list[tuple[str, int | None]]:
-    return [(e["model_name"], e.get("parent_id")) for e in entries(path) if "model_name" in e]
+    found = trace_entries(path)
+    return [(each["model_name"], each.get("parent_id")) for each in found if "model_name" in each]
 
 
 def test_a_server_is_watched(tmp_path: Path) -> None:
@@ -70,7 +66,7 @@ def test_a_server_is_watched(tmp_path: Path) -> None:
         assert set(models_of(traces)) == {("asks", None), ("doubles", 1)}
         names = [
             e["timestamps"][0]["name"]
-            for e in entries(traces)
+            for e in trace_entries(traces)
             if e["id"] == 1 and "timestamps" in e
         ]
         assert names[:2] == ["HTTP_RECV_START", "HTTP_RECV_END"]
@@ -106,9 +102,8 @@ def test_streams_over_http_are_traced(tmp_path: Path) -> None:
         one = json.dumps({"IN": [1, 0, 0, 0]}).encode()
         assert server.get("/v2/models/counts/generate", "POST", one)[0] == 200
         wait_until(lambda: len(models_of(traces)) == 2)
-        marks = [
-            (e["id"], e["timestamps"][0]["name"]) for e in entries(traces) if "timestamps" in e
-        ]
+        found = trace_entries(traces)
+        marks = [(e["id"], e["timestamps"][0]["name"]) for e in found if "timestamps" in e]
 
     assert [name for number, name in marks if number == 1].count("HTTP_SEND_START") == 3
     assert {"HTTP_RECV_START", "COMPUTE_END", "HTTP_SEND_END", "REQUEST_END"} <= {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc_client
 from tests.runtime.triton.library import library
+from tests.server.observability.models import trace_entries
 from tests.triton.server import TritonServer
 from tests.waiting import wait_until
 from tritonclient.utils import np_to_triton_dtype
@@ -45,8 +45,7 @@ class HostingServer(TritonServer):
     def traces(self) -> list[dict[str, Any]]:
         """Those of requests so far; what is timed or said of each stands apart there."""
         files = self._trace_file.parent.glob(f"{self._trace_file.name}*")
-        found = [each for file in files for each in json.loads(file.read_text() or "[]")]
-        return [each for each in found if "model_name" in each]
+        return [each for file in files for each in trace_entries(file) if "model_name" in each]
 
     def lay_out(self) -> tuple[Path, Path]:
         """Its backends, and its libraries, for somebody else to start."""
@@ -88,6 +87,10 @@ class HostingServer(TritonServer):
             "regions": maps.count("memfd:moonpool"),
             "processes": len(children(self.launcher)),
         }
+
+    def has_no_more_than(self, before: dict[str, int]) -> bool:
+        """Whether nothing has grown since: what ended goes a moment later than whoever asked for it is told."""
+        return all(now <= before[name] for name, now in self.facts().items())
 
 
 def children(pid: int) -> list[int]:

@@ -14,7 +14,8 @@ from tests.triton.protocol.conftest import Server, Servers
 from tests.triton.protocol.grpc_cases import Call
 from tests.triton.protocol.known import difference
 from tests.triton.server import REGIONS
-from tritonclient.grpc import service_pb2_grpc
+from tests.waiting import wait_until
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("region")]
 
@@ -41,6 +42,17 @@ def _answer(server: Server, call: Call) -> Any:
         return message(getattr(stub, method)(request, timeout=TIMEOUT_S))
     except grpc.RpcError as error:
         return error.code().name, words(error.details() or "")
+    finally:
+        if method == "RepositoryModelUnload":
+            wait_until(
+                lambda: not _is_leaving(stub, request.model_name), TIMEOUT_S, "it to be gone"
+            )
+
+
+def _is_leaving(stub: Any, model: str) -> bool:
+    """Whether a model is still being unloaded: what is asked for then may be answered in several ways."""
+    index = stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=TIMEOUT_S)
+    return any(each.name == model and each.state == "UNLOADING" for each in index.models)
 
 
 def _responses(server: Server, requests: Sequence[Any], metadata: Sequence[tuple[str, str]]) -> Any:

@@ -40,14 +40,15 @@ CASES = [
 
 
 def _ask(server: Server, request: Http) -> Reply:
-    if not request.until:
+    if not request.until and not request.has:
         return send(server.http_port, request)
 
     def asked() -> Reply | None:
         reply = send(server.http_port, request)
-        return reply if reply.status == request.until else None
+        is_it = reply.status == request.until if request.until else request.has in reply.body
+        return reply if is_it else None
 
-    found = wait_until(asked, what=f"{request.path} to be {request.until}")
+    found = wait_until(asked, 60.0, f"{request.path} to be {request.until or request.has!r}")
     assert found is not None
     return found
 
