@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests import sandbox_level
+from tests import sandbox_level, settings_of_hypothesis
 from tests.chaos import seed
 from tests.chaos.seed import pytest_report_header
 from tests.gpu import cards
@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not here")
     sandbox_level.pytest_configure(config)
     seed.draw(config)
+    settings_of_hypothesis.load(config)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
