@@ -20,7 +20,7 @@ import pytest
 from tests.waiting import Deadline, wait_until
 
 # Long enough for a process that was told to go, or was killed, to be noticed and reaped.
-GRACE_S = 3.0
+GRACE_S = 20.0
 SHM = "/dev/shm"
 
 # How a path begins that may stay open, and why.

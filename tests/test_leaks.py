@@ -97,7 +97,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What pytest prints of a suite in which most tests leave something behind."""
     folder = tmp_path_factory.mktemp("suite")
     (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "conftest.py").write_text("import tests.leaks\ntests.leaks.GRACE_S = 0.3\n")
+    (folder / "conftest.py").write_text("import tests.leaks\ntests.leaks.GRACE_S = 0.5\n")
     (folder / "test_suite.py").write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "-p", "no:xdist"]
     return subprocess.run(

@@ -64,8 +64,7 @@ def test_a_death_while_idle_is_noticed_and_mended_without_a_request(
     with hosted(runtime, "victim", FILE, SIGNATURE):
         pid = kill(runtime)
         wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 1, 30.0)
-
-        assert runtime.is_ready("victim")
+        wait_until(lambda: runtime.is_ready("victim"))
         assert ask(runtime) != pid
 
     assert (
@@ -151,7 +150,7 @@ def test_twenty_deaths_leave_nothing_behind(runtime: moonpool.Runtime) -> None:
             assert ask(runtime) > 0
             assert runtime.instances("victim")[0]["restarts"] == number + 1
 
-        wait_until(lambda: counts() == before, 10.0, f"{before} children, descriptors, threads")
+        wait_until(lambda: counts() == before, what=f"{before} children, descriptors, threads")
 
 
 # Requests around a death

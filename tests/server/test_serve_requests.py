@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import signal
 import socket
@@ -264,7 +265,9 @@ def test_both_protocols_may_speak_tls(models: Path, tmp_path: Path) -> None:
 def children(server: RunningServer) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{server.process.pid}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
+        # Threads end while they are being listed.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, (task / "children").read_text().split())
     return found
 
 
@@ -272,7 +275,7 @@ def cmdline(pid: int) -> bytes:
     """Empty for a process that has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return b""
 
 

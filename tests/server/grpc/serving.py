@@ -16,7 +16,7 @@ from moonpool.runtime.frontend.grpc.options import GrpcOptions
 from moonpool.runtime.frontend.grpc.server import GrpcServer
 from moonpool.runtime.frontend.service import Service
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 ROOT = Path(__file__).parent.parent.parent.parent
 EXAMPLES = ROOT / "examples" / "models"
 MODELS = ROOT / "tests" / "models" / "grpc"

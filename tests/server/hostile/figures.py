@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +31,10 @@ class Figures(NamedTuple):
 def _family(pid: int) -> list[int]:
     found = [pid]
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            found += _family(int(child))
+        # Threads end while they are being listed.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in (thread / "children").read_text().split():
+                found += _family(int(child))
     return found
 
 

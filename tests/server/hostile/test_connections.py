@@ -18,7 +18,7 @@ from tests.waiting import Deadline
 BODY = as_bytes(GOOD)
 HEAD = b"POST /v2/models/add_sub/infer HTTP/1.1\r\nHost: x\r\n"
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-ANSWER_S = 10.0
+ANSWER_S = 30.0
 
 
 @contextlib.contextmanager

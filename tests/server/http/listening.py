@@ -23,7 +23,7 @@ from moonpool.runtime.frontend.http.port import Port
 uvloop.new_event_loop().close()
 
 T = TypeVar("T")
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 class Answer(NamedTuple):

@@ -74,7 +74,7 @@ def front_ends(server: RunningServer) -> list[int]:
     children = Path(f"/proc/{server.process.pid}/task")
     found: list[int] = []
     for task in children.iterdir():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             pids = (task / "children").read_text().split()
             found += [int(pid) for pid in pids if is_front_end(pid)]
     return sorted(found)
