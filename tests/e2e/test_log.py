@@ -17,6 +17,8 @@ import moonpool
 CODE: Config = {"input": [tensor("CODE", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 
 Say = Callable[[str], str]
+# Which levels the model's process delivers: info, warning, error, verbose.
+LEVELS = "said = Logger.log_info.__globals__['_Route'].is_wanted"
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -37,6 +39,8 @@ def say(runtime: moonpool.Runtime, loaded: None) -> Iterator[Say]:  # noqa: ARG0
 
     yield run
     runtime.log_settings(log_info=True, log_warning=True, log_error=True, log_verbose_level=0)
+    # A change is on its way to the stub beside the requests, and may arrive a moment after the next of them.
+    wait_until(lambda: run(LEVELS) == "(True, True, True, False)")
 
 
 def lines(runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture) -> list[str]:

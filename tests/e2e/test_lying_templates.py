@@ -64,8 +64,6 @@ def _instead_of_the_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MARKS", str(tmp_path))
     monkeypatch.setenv("FAULT_BOOT", process._BOOT)
     monkeypatch.setattr(process, "_BOOT", str(LIAR))
-    monkeypatch.setattr(template_stub, "_FORK_S", 0.5)
-    monkeypatch.setattr(template_stub, "_REAP_S", 0.2)
 
 
 def ask(runtime: moonpool.Runtime, do: str = "") -> dict[str, int]:
@@ -86,6 +84,8 @@ def test_where_a_template_lies_an_instance_is_started_without_it(
     words: str,
 ) -> None:
     monkeypatch.setenv("FAULT_IN_TEMPLATE", fault)
+    if fault == "says nothing":
+        monkeypatch.setattr(template_stub, "_FORK_S", 0.5)
     before = len(os.listdir("/proc/self/fd"))
 
     with hosted(runtime, "m", FILE, CONFIG):
@@ -124,6 +124,7 @@ def test_a_template_that_does_not_tell_an_end_delays_nobody_for_long(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT_IN_TEMPLATE", "never tells an end")
+    monkeypatch.setattr(template_stub, "_REAP_S", 0.2)
     with hosted(runtime, "m", FILE, CONFIG):
         pid = pids(runtime)[0]
         os.kill(pid, signal.SIGKILL)

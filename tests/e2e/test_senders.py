@@ -79,8 +79,9 @@ def test_what_execute_raises_reaches_the_client(runtime: moonpool.Runtime) -> No
 def test_a_client_that_does_not_wait_any_more_is_a_cancelled_request(
     runtime: moonpool.Runtime,
 ) -> None:
+    # Long enough for the model to have it by then.
     with pytest.raises(RequestTimedOut):
-        ask(runtime, "wait_cancelled", timeout_s=0.05)
+        ask(runtime, "wait_cancelled", timeout_s=0.5)
     assert ask(runtime, "told") == ["cancelled"]
 
 

@@ -350,7 +350,8 @@ def test_texts_are_ids_where_the_input_for_ids_is_one(serve: Serve) -> None:
 
 
 def test_sequences_over_the_slots_wait_until_one_ends_or_is_idle_for_too_long(serve: Serve) -> None:
-    with serve(max_batch_size=1, max_sequence_idle_microseconds=300_000) as client:
+    # Long enough for the first to be ended in time.
+    with serve(max_batch_size=1, max_sequence_idle_microseconds=2_000_000) as client:
         client.ask("1s")
         second, third = client.send("2s"), client.send("3s")
         assert client.ask("1e")["sum"] == 2

@@ -54,10 +54,10 @@ def test_a_crash_leaves_no_core_file(attackers: Attackers, level: str) -> None:
 def test_what_never_answers_is_ended_at_its_time(
     runtime: moonpool.Runtime, model_folder: Path, level: str, how: str
 ) -> None:
-    attacker = load_attacker(runtime, level, model_folder, "hanging", EXECUTE_TIMEOUT_S=0.3)
+    attacker = load_attacker(runtime, level, model_folder, "hanging", EXECUTE_TIMEOUT_S=1)
     try:
         outcome = attacker.tries("self.hang", how=how)
-        assert "took longer than 0.3 s to execute" in str(outcome.died)
+        assert "took longer than 1 s to execute" in str(outcome.died)
         assert answers(runtime)
         assert attacker.finds("kernel.make", name="getpid") == attacker.pid
     finally:

@@ -50,7 +50,7 @@ def test_the_instance_is_usable_after_a_caller_gave_up(folder: Path) -> None:
 def test_a_caller_that_gave_up_does_not_take_its_batch_with_it(folder: Path) -> None:
     with office(folder, **batching()) as (backend, runtime):
         first = runtime.submit("m", row(0))
-        hasty = Caller(runtime, row(1), timeout_s=0.5)
+        hasty = Caller(runtime, row(1), timeout_s=1.0)
         patient = Caller(runtime, row(2))
         queued(runtime, 2)
         backend.wait_for(1).answer()

@@ -86,7 +86,7 @@ def test_a_thread_that_leaves_hands_its_batch_to_the_reactor(folder: Path) -> No
     with office(folder, **BATCHING) as (backend, runtime):
         first = Caller(runtime, row(0))
         backend.wait_for(1)
-        hasty = [Caller(runtime, row(i), timeout_s=0.3) for i in (1, 2)]
+        hasty = [Caller(runtime, row(i), timeout_s=1.0) for i in (1, 2)]
         patient = runtime.submit("m", row(3))
         queued(runtime, 3)
         backend.wait_for(1).answer()

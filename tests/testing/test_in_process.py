@@ -485,7 +485,7 @@ def test_a_model_that_never_ends_a_request_is_told_of() -> None:
         kept[0].send(y())
 
     with (
-        load(execute, DECOUPLED, timeout_s=0.05) as model,
+        load(execute, DECOUPLED, timeout_s=0.5) as model,
         pytest.raises(moonpool.RequestTimedOut, match="sent 1 responses to a request, and no last"),
     ):
         model.responses(X=ROW)
@@ -629,7 +629,7 @@ def test_a_coroutine_that_still_waits_ends_with_the_model() -> None:
             ended.append(True)
 
     with (
-        load(execute, timeout_s=0.05) as model,
+        load(execute, timeout_s=0.5) as model,
         pytest.raises(moonpool.RequestTimedOut),
     ):
         model.infer(X=ROW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from moonpool.runtime.frontend.traces import Traces
 
 __all__ = ["serving"]
 SUMS = "/v2/models/add_sub"
+# In /dev/shm, for one test at a time.
+KEY = f"/moonpool_test_{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +195,9 @@ def test_tensors_travel_in_the_memory_of_clients() -> None:
 
 def exchange_in_memory(serving: Serving) -> None:
     client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{serving.port}")
-    region = shm.create_shared_memory_region("r", "/moonpool_test_http", 4096)
+    region = shm.create_shared_memory_region("r", KEY, 4096)
     try:
-        client.register_system_shared_memory("r", "/moonpool_test_http", 4096)
+        client.register_system_shared_memory("r", KEY, 4096)
         for value, offset in ((1, 0), (2, 16)):
             shm.set_shared_memory_region(
                 region, [np.full((1, 4), value, np.float32)], offset=offset
@@ -225,12 +228,12 @@ def test_large_tensors_travel_in_the_memory_of_clients() -> None:
 
 def exchange_much_in_memory(serving: Serving) -> None:
     size_bytes = 3 << 20
-    memory = posix_ipc.SharedMemory("/moonpool_test_large", posix_ipc.O_CREX, size=2 * size_bytes)
+    memory = posix_ipc.SharedMemory(KEY, posix_ipc.O_CREX, size=2 * size_bytes)
     data = np.random.default_rng(1).integers(0, 256, size_bytes, np.uint8).tobytes()
     try:
         with open(memory.fd, "r+b", buffering=0, closefd=False) as file:
             file.write(data)
-            key = {"key": "/moonpool_test_large", "byte_size": 2 * size_bytes}
+            key = {"key": KEY, "byte_size": 2 * size_bytes}
             path = "/v2/systemsharedmemory/region/large/"
             assert serving.post(path + "register", key).status == 200
             place = {"shared_memory_region": "large", "shared_memory_byte_size": size_bytes}

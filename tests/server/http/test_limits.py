@@ -22,11 +22,15 @@ __all__ = ["listening"]
 
 @pytest.fixture
 def strict() -> Iterator[Listening]:
-    """With little patience, and little room."""
+    """With little room."""
+    made = Listening(head_bytes=2048, body_bytes=100_000, connections=4)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def impatient() -> Iterator[Listening]:
     made = Listening(
-        head_bytes=2048,
-        body_bytes=100_000,
-        connections=4,
         head_timeout_s=0.2,
         body_timeout_s=0.2,
         body_bytes_per_s=1 << 30,
@@ -138,8 +142,8 @@ def test_a_body_is_not_asked_for_where_the_request_is_refused(listening: Listeni
         (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n12", "body"),
     ],
 )
-def test_a_client_that_dawdles_is_told_so(strict: Listening, data: bytes, what: str) -> None:
-    answer = strict.ask(data)
+def test_a_client_that_dawdles_is_told_so(impatient: Listening, data: bytes, what: str) -> None:
+    answer = impatient.ask(data)
 
     assert (answer.status, error_of(answer)) == (
         408,
@@ -147,27 +151,27 @@ def test_a_client_that_dawdles_is_told_so(strict: Listening, data: bytes, what: 
     )
 
 
-def test_a_client_that_says_nothing_is_left(strict: Listening) -> None:
-    with strict.client() as client:
+def test_a_client_that_says_nothing_is_left(impatient: Listening) -> None:
+    with impatient.client() as client:
         assert client.rest() == b""
 
 
-def test_a_client_that_takes_nothing_is_left(strict: Listening) -> None:
-    with strict.client() as client:
+def test_a_client_that_takes_nothing_is_left(impatient: Listening) -> None:
+    with impatient.client() as client:
         client.send(b"GET /big/64 HTTP/1.1\r\n\r\n")
 
-        wait_until(lambda: strict.port.connections == 1)
-        wait_until(lambda: strict.port.connections == 0)
+        wait_until(lambda: impatient.handler.handled)
+        wait_until(lambda: impatient.port.connections == 0)
 
 
-def test_a_model_that_takes_its_time_is_waited_for(strict: Listening) -> None:
-    handler = strict.handler
-    with strict.client() as client:
+def test_a_model_that_takes_its_time_is_waited_for(impatient: Listening) -> None:
+    handler = impatient.handler
+    with impatient.client() as client:
         client.send(b"GET /held HTTP/1.1\r\n\r\n")
         held = wait_until(lambda: handler.held)[0]
-        with strict.client() as other:
+        with impatient.client() as other:
             assert other.rest() == b""  # it was idle for so long that it was left
-        strict.call(lambda: held.respond(200, (), (b"late",)))
+        impatient.call(lambda: held.respond(200, (), (b"late",)))
 
         assert client.answer().body == b"late"
 
