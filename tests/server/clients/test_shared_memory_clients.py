@@ -10,16 +10,18 @@ from tests.server.running import RunningServer
 
 # In a process of its own: with Python's own shared memory comes a process that outlives what it was for.
 CLIENT = """
+import os
 import sys
 import numpy as np
 import tritonclient.utils.shared_memory as memory
 kind = __import__(f"tritonclient.{sys.argv[1]}", fromlist=["InferInput"])
 left, right = np.arange(4, dtype=np.float32), np.full(4, 0.5, np.float32)
-handle = memory.create_shared_memory_region("r", f"/moonpool-clients-{sys.argv[1]}", 64)
+key = f"/moonpool-clients-{os.getpid()}"
+handle = memory.create_shared_memory_region("r", key, 64)
 try:
     memory.set_shared_memory_region(handle, [left, right])
     client = kind.InferenceServerClient(sys.argv[2])
-    client.register_system_shared_memory("r", f"/moonpool-clients-{sys.argv[1]}", 64)
+    client.register_system_shared_memory("r", key, 64)
     inputs = [kind.InferInput(name, [4], "FP32") for name in ("INPUT0", "INPUT1")]
     outputs = [kind.InferRequestedOutput(name) for name in ("OUTPUT0", "OUTPUT1")]
     for index, tensor in enumerate([*inputs, *outputs]):
@@ -47,12 +49,13 @@ def test_tensors_stay_in_shared_memory(server: RunningServer, protocol: str) -> 
 
 # Large enough to be lent; the same request again and again, with other numbers.
 LARGE = """
+import os
 import sys
 import numpy as np
 import tritonclient.utils.shared_memory as memory
 kind = __import__(f"tritonclient.{sys.argv[1]}", fromlist=["InferInput"])
 count = 1 << 16
-key = f"/moonpool-large-{sys.argv[1]}"
+key = f"/moonpool-large-{os.getpid()}"
 handle = memory.create_shared_memory_region("large", key, 8 * count)
 try:
     client = kind.InferenceServerClient(sys.argv[2])

@@ -86,13 +86,11 @@ def test_requests_and_errors_are_counted(runtime: moonpool.Runtime, overview: Ov
     with pytest.raises(moonpool.ModelError):
         runtime.infer("fails", {"X": np.zeros(4, np.float32)})
 
-    def told() -> dict[str, int]:
-        return {m["name"]: m.get("success", 0) for m in overview.snapshot()["models"]}
+    def told() -> list[tuple[int, int]]:
+        return [(each["success"], each["failure"]) for each in overview.snapshot()["models"][:2]]
 
-    wait_until(lambda: told()["add_sub"] == 1)
-    shown = overview.snapshot()
-    assert [model.get("failure") for model in shown["models"][:2]] == [0, 1]
-    assert [error["model"] for error in shown["errors"]] == ["fails"]
+    wait_until(lambda: told() == [(1, 0), (0, 1)])
+    wait_until(lambda: [error["model"] for error in overview.snapshot()["errors"]] == ["fails"])
 
 
 def test_it_is_json(overview: Overview) -> None:
