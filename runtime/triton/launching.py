@@ -77,7 +77,7 @@ class Launcher:
             _log.debug("the server has ended, or needs this backend no more")
         finally:
             in_parallel(
-                lambda each: each.end(is_finalized=False),
+                lambda each: each.end(finalizes=False),
                 [*self._instances.values()],
                 "moonpool-end",
             )
@@ -192,9 +192,8 @@ class Launcher:
         told = self._models[number].scrubbed(text) if number in self._models else scrubbed(text)
         self._post.tell(Word.SCRUBBED, question, told)
 
-    def _end(self, number: int, is_finalized: bool) -> None:
-        instance = self._instances.pop(number)
-        _apart("moonpool-end", lambda: instance.end(is_finalized=is_finalized))
+    def _end(self, number: int) -> None:
+        _apart("moonpool-end", self._instances.pop(number).end)
 
 
 def _apart(name: str, act: Callable[..., None], *arguments: Any) -> None:

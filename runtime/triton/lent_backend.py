@@ -29,13 +29,6 @@ class LentBackend(PythonBackend):
             lent.reason = error
             raise
 
-    def model_instance_finalize(self, instance: ModelInstance) -> None:
-        lent = _lent(instance)
-        if lent.is_healthy:
-            lent.stub.leave(lent.leaves_in_s)
-        else:
-            lent.stub.end()
-
     def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
         lent = _lent(instance)
         lent.reason = super().explain(lent, error)

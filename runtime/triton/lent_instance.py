@@ -19,7 +19,7 @@ from moonpool.runtime.restart import GiveUp
 from moonpool.runtime.states import InstanceState
 from moonpool.runtime.supervisor import Supervisor
 from moonpool.runtime.triton.error_codes import code_of
-from moonpool.runtime.triton.lent_stub import EXIT_S, LentStub
+from moonpool.runtime.triton.lent_stub import LentStub
 from moonpool.runtime.triton.messages import Word
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ _log = logging.getLogger("moonpool")
 _S = InstanceState
 # How often a start that is to be given up is looked at.
 _LOOK_S = 0.1
-# For a model that may take as long as it likes to finalize.
-_LONG_S = 86_400.0
 
 
 class LentInstance(ModelInstance):
@@ -52,8 +50,6 @@ class LentInstance(ModelInstance):
         super().__init__(backend, model, name, kind, device_id)
         # Of its present process, or the last one.
         self.generation = 0
-        # How long that may take to end by itself, as it was told to; None: it was not.
-        self.leaves_in_s: float | None = None
         # Why the last one ended, or did not start.
         self.reason: BaseException = LoadFailed(f"'{name}' was not started")
         self._number = number
@@ -105,17 +101,15 @@ class LentInstance(ModelInstance):
             self.backend.abort(self, took_too_long(self.name, limit_s))
 
     def renew(self, generation: int, served: int) -> None:
-        """The process is being finalized, as it has served long enough: start another one."""
+        """The process has served long enough: end it, and start another one."""
         if generation != self.generation or self._seat.machine.state is not _S.READY:
             return
         self.served = served
-        timeout_s = self.model.options.finalize_timeout_s
-        self.leaves_in_s = EXIT_S + (_LONG_S if timeout_s is None else timeout_s)
         self._supervisor.begin(self._seat, partial(self._supervisor.renew, self._seat), "recycle")
 
-    def end(self, *, is_finalized: bool) -> None:
-        """End the process, and start no other; waits."""
-        self.leaves_in_s = EXIT_S if is_finalized else None
+    def end(self, *, finalizes: bool = True) -> None:
+        """Let the model finalize unless that is of no use, end the process, and start no other; waits."""
+        self.is_healthy &= finalizes
         while not self._was_started.wait(_LOOK_S):
             # It may have nothing yet that could be broken off.
             self._supervisor.give_up_starting()
@@ -137,7 +131,6 @@ class LentInstance(ModelInstance):
         if state == _S.READY:
             stub = self.stub
             has_check, sandbox = stub.readiness.has_check, str(stub.confinement)
-            self.leaves_in_s = None
             fds = (stub.lend_work(),)
             self._tell(Word.STARTED, self.generation, has_check, sandbox, fds=fds)
             if self.model.config.sequence_batching is None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from moonpool.runtime.stub_handle import GRACE_S, StubHandle
+from moonpool.runtime.stub_handle import StubHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.region import SharedRegion
-
-_log = logging.getLogger("moonpool")
-# How long a process that has finalized its model may take to be gone.
-EXIT_S = 1.0
 
 
 class LentStub(StubHandle):
@@ -49,21 +44,9 @@ class LentStub(StubHandle):
         return region
 
     def lend_work(self) -> int:
-        """The descriptor of its work channel, for another process alone. The model is initialized."""
-        channel = self.link.conversation.channel
-        fd = os.dup(channel.fileno())
-        channel.close()
+        """A descriptor of its work channel, for another process until the model is to finalize. It is initialized."""
         self.control.channel.close()
-        self.link.close()
-        return fd
+        return os.dup(self.link.conversation.channel.fileno())
 
     def tell(self, *message: object) -> None:
         """Whoever has the channel tells it."""
-
-    def leave(self, within_s: float | None) -> None:
-        """Wait so long for a process that is ending by itself; None: end it."""
-        if within_s is None:
-            self._stop(grace_s=GRACE_S)
-        elif self.process.wait(within_s) is None:
-            _log.warning("[%s] is finalized, but its process does not end; killing it", self.name)
-        self.end()

@@ -15,7 +15,8 @@ never uses a number again; all that concerns one instance is in order. Every que
 A *generation* is one process of an instance, counted from 1; also a start that fails uses one up. With BORN the shim becomes the
 runtime of that stub on the control and calls channels: a model logs, makes metrics and asks for other models
 while it initializes. With STARTED, when the model is initialized, it becomes so on the work channel, in the state after
-LOADED; from then on it allocates in the request region. When one of the channels or the process ends after
+LOADED, until it says RENEW or END: to finalize the model is for the launcher. From STARTED on it allocates in the request
+region. When one of the channels or the process ends after
 STARTED, or the stub breaks the protocol at any time after BORN, the shim says LOST, once for each generation; the launcher
 ends what is left of the process and finds out why. What the shim says of a generation that is over already is
 passed by.
@@ -35,7 +36,7 @@ from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, Text
 from moonpool.ipc.messages import Message
 
 # Raised by one with every change of what follows: both ends must come from one moonpool.
-LAUNCHER_VERSION = 2
+LAUNCHER_VERSION = 3
 
 
 class End(IntEnum):
@@ -130,7 +131,6 @@ LAUNCHER: dict[IntEnum, Message] = {
             "inputs": ListOf(_NAME, _MAX_TENSORS),
             "outputs": ListOf(_NAME, _MAX_TENSORS),
             "execute_timeout_ms": Maybe(_MILLISECONDS),
-            "finalize_timeout_ms": Maybe(_MILLISECONDS),
             # Whether what its model says of errors is to be scrubbed, and its memory is not for other stubs.
             "is_private": Flag(),
             # Of what its instances log, in each of them; the rest is counted and left out.
@@ -188,8 +188,7 @@ LAUNCHER: dict[IntEnum, Message] = {
     Word.OVERDUE: Message(_SHIM, {"instance": _ID, "generation": Int(1)}),
     # Its process has more memory than it may keep: the instance is to be renewed.
     Word.GROWN: Message(_LAUNCHER, {"instance": _ID, "generation": Int(1)}),
-    # It has executed so many requests, which is enough, has none now, and is sent FINALIZE after this. LOST is not
-    # said of it.
+    # It has executed so many requests, which is enough, and has none now. LOST is not said of it.
     Word.RENEW: Message(_SHIM, {"instance": _ID, "generation": Int(1), "served": _ID}),
     # Why the process ended, or could not be started again: the error of the requests that it had. It is started again
     # after so many milliseconds; nil: never, and then `message` is that of later requests, too.
@@ -203,8 +202,8 @@ LAUNCHER: dict[IntEnum, Message] = {
             "restarts_in_ms": Maybe(_MILLISECONDS),
         },
     ),
-    # Nobody needs the instance any more. `is_finalized`: the stub has said FINALIZED and is ending by itself.
-    Word.END: Message(_SHIM, {"instance": _ID, "is_finalized": Flag()}),
+    # Nobody needs the instance any more.
+    Word.END: Message(_SHIM, {"instance": _ID}),
     # Its instances have ended.
     Word.END_MODEL: Message(_SHIM, {"model": _ID}),
     # The instance's process is gone, or nothing is left of the model.

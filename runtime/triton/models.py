@@ -112,7 +112,6 @@ class ServedModel:
             input_names(config),
             output_names(config),
             _milliseconds(options.execute_timeout_s),
-            _milliseconds(options.finalize_timeout_s),
             is_private,
             options.log_lines_per_s,
             None if sequences is not None else options.recycle_requests,

@@ -189,7 +189,6 @@ using Responded = void(InferenceResponse*, uint32_t flags, void* user);
   REQUIRED(TRITONBACKEND_, RequestParameterCount, Error*, (Request*, uint32_t*))                                  \
   REQUIRED(TRITONBACKEND_, RequestRelease, Error*, (Request*, uint32_t flags))                                    \
   OPTIONAL(TRITONBACKEND_, RequestTrace, Error*, (Request*, Trace**))                                             \
-  REQUIRED(TRITONBACKEND_, ResponseDelete, Error*, (Response*))                                                   \
   REQUIRED(TRITONBACKEND_, ResponseFactoryDelete, Error*, (ResponseFactory*))                                     \
   OPTIONAL(TRITONBACKEND_, ResponseFactoryIsCancelled, Error*, (ResponseFactory*, bool*))                         \
   REQUIRED(TRITONBACKEND_, ResponseFactoryNew, Error*, (ResponseFactory**, Request*))                             \

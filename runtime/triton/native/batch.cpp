@@ -74,7 +74,7 @@ bool Batch::give(Stub& stub) {
 }
 
 void Batch::wait(Stub& stub) {
-  const auto limit_ms = model_.execute_timeout_ms();
+  const auto limit_ms = model_.facts().execute_timeout_ms;
   bool is_overdue = false;
   for (;;) {
     const Channel::Received received = stub.work().receive(packet_, false);
@@ -91,6 +91,7 @@ void Batch::wait(Stub& stub) {
 void Batch::finish(Stub& stub) {
   wait(stub);
   answered_ns_ = now_ns();
+  stub.catch_up();
   std::string stored;
   const auto message = opened(wire::kWork, packet_.bytes(), stub.answers(), &stored);
   if (message.kind() != Kind::ANSWER) {

@@ -82,7 +82,7 @@ bool is_ready(triton::Server* server, const std::string& name, int64_t version) 
 Calls::Calls(Channel channel, Stub& stub, const Model& model)
     : channel_(std::move(channel)),
       model_(model),
-      metrics_(model.is_private()),
+      metrics_(model.facts().is_private),
       stub_(&stub) {}
 
 short Calls::events() {
@@ -196,14 +196,15 @@ void Calls::infer(const wire::Infer& asked) {
 void Calls::start(Inference& inference, const wire::Infer& asked) {
   const std::string name(asked.model);
   check_may_ask(name);
-  if (!is_ready(model_.server(), name, asked.version)) {
+  uint32_t properties;
+  void* unused;
+  // Not by its readiness, which may be for this very thread to tell of.
+  if (triton::Error* error = triton::ServerModelTransactionProperties(model_.server(), name.c_str(), asked.version,
+                                                                      &properties, &unused)) {
+    triton::ErrorDelete(error);
     throw Failure(triton::kUnavailable,
                   "Failed for execute the inference request. Model '" + name + "' is not ready.");
   }
-  uint32_t properties;
-  void* unused;
-  check(triton::ServerModelTransactionProperties(model_.server(), name.c_str(), asked.version,
-                                                 &properties, &unused));
   if ((properties & kDecoupledFlag) != 0 && !asked.decoupled) {
     throw Failure(triton::kUnsupported,
                   "Model " + name +
@@ -347,7 +348,7 @@ void Calls::load(const wire::LoadModel& asked) {
       files.emplace_back(file.path, file.contents.bytes);
     }
   }
-  if (model_.may_ask() && !(config.empty() && files.empty())) {
+  if (model_.facts().may_ask && !(config.empty() && files.empty())) {
     throw Failure(triton::kUnsupported,
                   "a model in a sandbox cannot bring the configuration or files of model '" + name +
                       "' inside of tritonserver, which would not check what they give it; put them into the "
@@ -437,10 +438,10 @@ void Calls::check_new(uint64_t call) {
 }
 
 void Calls::check_may_ask(const std::string& name) const {
-  const auto& patterns = model_.may_ask();
+  const auto& patterns = model_.facts().may_ask;
   if (!patterns) return;
-  for (const std::string& pattern : *patterns) {
-    if (fnmatch(pattern.c_str(), name.c_str(), FNM_NOESCAPE) == 0) return;
+  for (const std::string_view pattern : *patterns) {
+    if (fnmatch(std::string(pattern).c_str(), name.c_str(), FNM_NOESCAPE) == 0) return;
   }
   throw Failure(triton::kUnavailable,
                 "the sandbox of model '" + model_.name() + "' does not let it ask for model '" + name +

@@ -44,6 +44,8 @@ class Calls : public std::enable_shared_from_this<Calls> {
   bool read(Flow& flow);
   // The stub is gone: what it asked for is not wanted any more.
   void close();
+  // Whether it ever had any. From any thread.
+  bool has_metrics() const { return metrics_.were_held(); }
   // What the model did to its metrics; how many observations that was. Throws Violation.
   uint64_t change_metrics(const wire::Metrics& changes) { return metrics_.change(changes); }
 

@@ -1,11 +1,8 @@
 #include "instance.h"
 
-#include <chrono>
-
 namespace moonpool {
 namespace {
 
-using wire::Kind;
 using wire::Word;
 
 constexpr const char* kKinds[] = {"AUTO", "CPU", "GPU", "MODEL"};
@@ -32,10 +29,8 @@ Instance::Instance(triton::ModelInstance* instance, Model& model)
 Instance::~Instance() {
   if (!launcher_) return;
   if (stub_) stub_->leave();
-  const bool is_finalized = stub_ && finalize(*stub_);
-  replace(nullptr);
   try {
-    launcher_->send<Word::END>(number_, is_finalized);
+    launcher_->send<Word::END>(number_);
     while (mailbox_->next()->word != Word::ENDED) {
     }
   } catch (const Failure&) {  // then it has ended with the launcher
@@ -71,17 +66,18 @@ void Instance::execute(triton::Request** requests, uint32_t count) {
 
 // Whether a process has served long enough. One that has requests open serves on.
 bool Instance::is_due(Stub& stub) const {
-  const auto most = model_.recycle_requests();
+  const auto most = model_.facts().recycle_requests;
   const bool is_enough = most && served_ >= *most;
   return (is_enough || mailbox_->grown_generation() == stub.generation()) && !stub.has_ended() &&
          !stub.open_requests().are_open();
 }
 
 // The next process is started while nobody waits for it yet.
-void Instance::renew(Stub& stub) noexcept {
-  launcher_->send<Word::RENEW>(number_, stub.generation(), served_);
+void Instance::renew(Stub& stub) {
+  // In this order: of one generation the launcher answers LOST or RENEW.
   stub.leave();
-  finalize(stub);
+  launcher_->send<Word::RENEW>(number_, stub.generation(), served_);
+  stub.wait();
   replace(nullptr);
 }
 
@@ -149,33 +145,6 @@ std::shared_ptr<Stub> Instance::started() {
       throw *end_;
     }
   }
-}
-
-// False where it has to be ended by others.
-bool Instance::finalize(Stub& stub) noexcept {
-  if (stub.has_ended()) return false;
-  Writer message;
-  wire::encode<Kind::FINALIZE>(message);
-  if (stub.work().send(message.bytes()) != Channel::Sent::kDone) return false;
-  const auto limit_ms = model_.finalize_timeout_ms();
-  const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms.value_or(0));
-  Packet packet;
-  Channel::Received received;
-  do {
-    received = stub.work().receive(packet, false);
-  } while (received == Channel::Received::kNothing && (!limit_ms || Clock::now() < deadline));
-  if (received != Channel::Received::kDone) {
-    log(triton::kWarning, "[" + name_ + "] did not finalize in time, or ended; it is ended now");
-    return false;
-  }
-  const auto finalized = decode(wire::kWork, wire::Side::STUB, packet.bytes());
-  if (!finalized || finalized.kind() != Kind::FINALIZED) return false;
-  const wire::Finalized said(finalized.fields);
-  if (!said.message.empty()) {
-    log(triton::kError, "[" + name_ + "] finalize failed: " + std::string(said.message) + "\n" +
-                            std::string(said.traceback));
-  }
-  return true;
 }
 
 void Instance::replace(std::shared_ptr<Stub> stub) {

@@ -31,9 +31,8 @@ class Instance {
   Stub& stub();
   void start();
   std::shared_ptr<Stub> started();
-  bool finalize(Stub& stub) noexcept;
   bool is_due(Stub& stub) const;
-  void renew(Stub& stub) noexcept;
+  void renew(Stub& stub);
   void replace(std::shared_ptr<Stub> stub);
 
   const Model& model_;

@@ -1,6 +1,7 @@
 // The custom metrics that one stub holds, by the numbers that it knows them by.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -18,6 +19,8 @@ class Metrics {
   // The model of a stub that is contained may not pass its figures off as the server's.
   explicit Metrics(bool is_contained) : is_contained_(is_contained) {}
 
+  // Whether there ever was one. From any thread.
+  bool were_held() const { return next_ > 1; }
   // The number of another metric, or of a family alone. Throws Failure.
   uint64_t hold(const wire::NewMetric& asked);
   // How many observations that was. Throws Violation for what no honest stub sends.
@@ -44,7 +47,7 @@ class Metrics {
 
   const bool is_contained_;
   std::map<uint64_t, Held> held_;
-  uint64_t next_ = 1;
+  std::atomic<uint64_t> next_{1};
   uint64_t size_ = 0;
 };
 

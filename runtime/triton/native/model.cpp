@@ -60,12 +60,13 @@ Model::Model(triton::Model* model, BackendState& backend) : model_(model), backe
   name_ = name;
   directory_ = directory;
   std::lock_guard lock(mutex_);
-  const auto letter = introduce(completes);
-  const wire::ModelReady ready(letter->fields);
-  learn(ready);
-  if (ready.config) {
+  letter_ = introduce(completes);
+  facts_.emplace(letter_->fields);
+  for (const std::string_view each : facts_->inputs) inputs_.emplace_back(each);
+  for (const std::string_view each : facts_->outputs) outputs_.emplace_back(each);
+  if (facts_->config) {
     triton::Message* config;
-    check(triton::MessageNewFromSerializedJson(&config, ready.config->data(), ready.config->size()));
+    check(triton::MessageNewFromSerializedJson(&config, facts_->config->data(), facts_->config->size()));
     const JsonText owned(config);
     check(triton::ModelSetConfig(model, kConfigVersion, config));
   }
@@ -97,26 +98,11 @@ std::unique_ptr<Letter> Model::introduce(bool completes) const {
 }
 
 std::string Model::told(std::string_view text) const {
-  if (!is_private_) return std::string(text);
+  if (!facts_->is_private) return std::string(text);
   uint64_t model;
   const auto knows = launcher(&model);
   const auto letter = knows->ask<Word::SCRUB>(Launcher::new_number(), model, text);
   return std::string(wire::Scrubbed(letter->fields).text);
-}
-
-void Model::learn(const wire::ModelReady& ready) {
-  for (const std::string_view name : ready.inputs) inputs_.emplace_back(name);
-  for (const std::string_view name : ready.outputs) outputs_.emplace_back(name);
-  reschedules_ = ready.reschedules;
-  has_batches_ = ready.max_batch_size > 0;
-  execute_timeout_ms_ = ready.execute_timeout_ms;
-  finalize_timeout_ms_ = ready.finalize_timeout_ms;
-  is_private_ = ready.is_private;
-  recycle_requests_ = ready.recycle_requests;
-  log_lines_per_s_ = ready.log_lines_per_s;
-  if (!ready.may_ask) return;
-  may_ask_.emplace();
-  for (const std::string_view pattern : *ready.may_ask) may_ask_->emplace_back(pattern);
 }
 
 std::string Model::config() const {

@@ -42,23 +42,12 @@ class Model {
   triton::Server* server() const { return server_; }
   const std::vector<std::string>& inputs() const { return inputs_; }
   const std::vector<std::string>& outputs() const { return outputs_; }
-  bool reschedules() const { return reschedules_; }
-  bool has_batches() const { return has_batches_; }
-  // None: as long as it takes.
-  std::optional<uint64_t> execute_timeout_ms() const { return execute_timeout_ms_; }
-  std::optional<uint64_t> finalize_timeout_ms() const { return finalize_timeout_ms_; }
-  // Whether it is in a sandbox, and not to tell of the machine, nor to pass for the server.
-  bool is_private() const { return is_private_; }
+  // What the launcher has found out about it.
+  const wire::ModelReady& facts() const { return *facts_; }
   // What clients are told of an error that its model speaks of. Throws Failure.
   std::string told(std::string_view text) const;
-  uint64_t log_lines_per_s() const { return log_lines_per_s_; }
-  // None: a process serves for as long as it lives.
-  std::optional<uint64_t> recycle_requests() const { return recycle_requests_; }
-  // Patterns of the names of models that it may ask for, where its sandbox lets it not ask for any.
-  const std::optional<std::vector<std::string>>& may_ask() const { return may_ask_; }
 
  private:
-  void learn(const wire::ModelReady& ready);
   std::unique_ptr<Letter> introduce(bool completes) const;
   std::string config() const;
 
@@ -68,10 +57,8 @@ class Model {
   uint64_t version_ = 0;
   triton::Server* server_ = nullptr;
   std::vector<std::string> inputs_, outputs_;
-  bool reschedules_ = false, has_batches_ = false, is_private_ = false;
-  std::optional<uint64_t> execute_timeout_ms_, finalize_timeout_ms_, recycle_requests_;
-  uint64_t log_lines_per_s_ = 0;
-  std::optional<std::vector<std::string>> may_ask_;
+  std::unique_ptr<Letter> letter_;
+  std::optional<wire::ModelReady> facts_;  // in the letter
 
   // Guards what follows: the launcher that knows the model, and by which number.
   mutable std::mutex mutex_;

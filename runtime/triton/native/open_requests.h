@@ -21,7 +21,7 @@ namespace moonpool {
 // meet here: responses come before the answer to their batch and after it.
 class OpenRequests {
  public:
-  explicit OpenRequests(const Model& model) : answer_(model), reschedules_(model.reschedules()) {}
+  explicit OpenRequests(const Model& model) : answer_(model), reschedules_(model.facts().reschedules) {}
 
   // What the answer to a batch leaves to be done with a request.
   enum class Left { kRespond, kRelease, kReschedule, kNothing };

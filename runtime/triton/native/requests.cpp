@@ -108,7 +108,7 @@ void Requests::gather(triton::Request* request) {
   const auto first = tensors_.begin() + static_cast<std::ptrdiff_t>(item.first);
   std::sort(first, tensors_.end(),
             [](const Tensor& one, const Tensor& other) { return one.index < other.index; });
-  const bool has_rows = model_.has_batches() && count > 0 && first->dims > 0;
+  const bool has_rows = model_.facts().max_batch_size > 0 && count > 0 && first->dims > 0;
   rows_ += has_rows ? static_cast<uint64_t>(first->shape[0]) : 1;
   most_tensors_ = std::max<size_t>(most_tensors_, count);
   requests_.push_back(request);

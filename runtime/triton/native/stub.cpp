@@ -20,8 +20,6 @@ constexpr int kKeepMilliseconds = 5'000;
 constexpr int kLookMilliseconds = 50;
 // As in Triton.
 constexpr auto kReadiness = std::chrono::seconds(5);
-// Messages of one channel that are read before others have their turn.
-constexpr int kManyMessages = 64;
 // More than a socket holds.
 constexpr int kMostLastMessages = 1024;
 constexpr size_t kMostLetGo = 1 << 20;
@@ -55,19 +53,25 @@ Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& mo
                *this),
       open_requests_(model),
       calls_(std::make_shared<Calls>(Channel(std::move(descriptors.at(1))), *this, model)),
-      log_lines_(static_cast<double>(model.log_lines_per_s())),
+      log_lines_(static_cast<double>(model.facts().log_lines_per_s)),
       listener_([this] { listen(); }) {}
 
 Stub::~Stub() {
   leave();
   control_.shut();
   wake();
-  if (listener_.joinable()) listener_.join();
+  wait();
 }
 
 void Stub::leave() {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   is_stopping_ = true;
+  lock.unlock();
+  if (has_ended_) wait();
+}
+
+void Stub::wait() {
+  if (listener_.joinable()) listener_.join();
 }
 
 void Stub::begin(const wire::Started& started, Descriptor work) {
@@ -80,6 +84,12 @@ void Stub::begin(const wire::Started& started, Descriptor work) {
   // Before anybody was to be told.
   lock.unlock();
   report();
+}
+
+void Stub::catch_up() {
+  if (!calls_->has_metrics()) return;
+  const std::lock_guard lock(listening_);
+  if (!has_ended_) read_control(kMostLastMessages);
 }
 
 void Stub::take_back_late() {
@@ -137,7 +147,7 @@ void Stub::overdue() { launcher_->send<Word::OVERDUE>(instance_, generation_); }
 const Failure& Stub::death() {
   // It may live on without some of its channels.
   distrust("");
-  if (listener_.joinable()) listener_.join();
+  wait();
   return *death_;
 }
 
@@ -193,6 +203,7 @@ void Stub::listen_until_end() {
     ends[0].events = pause ? 0 : POLLIN;
     ends[1].events = static_cast<short>(ends[0].events | calls_->events());
     const int ready = poll(ends, std::size(ends), pause ? pause : wait_milliseconds());
+    const std::lock_guard lock(listening_);
     if (ready == 0 && !pause) tidy();
     if (ready <= 0) continue;
     if (is_readable(ends[2])) {
@@ -210,8 +221,7 @@ void Stub::listen_until_end() {
     if (open_requests_.are_open()) tell_cancelled();
     if (has_exited) {
       // What it sent before its end is not lost. Whoever holds its end of the channel yet may send on for ever.
-      for (int i = 0; i < kMostLastMessages && read_control(); i += kManyMessages) {
-      }
+      read_control(kMostLastMessages);
       return;
     }
   }
@@ -223,8 +233,8 @@ int Stub::wait_milliseconds() {
 }
 
 // False at the end of the channel.
-bool Stub::read_control() {
-  const bool is_open = take_in_control();
+bool Stub::read_control(int most) {
+  const bool is_open = take_in_control(most);
   // After all that is there has been looked at: who asks for memory waits, and asks for nothing more.
   if (growth_) {
     const wire::Grow wish = *std::exchange(growth_, std::nullopt);
@@ -233,9 +243,9 @@ bool Stub::read_control() {
   return is_open;
 }
 
-bool Stub::take_in_control() {
+bool Stub::take_in_control(int most) {
   std::string stored;
-  for (int i = 0; i < kManyMessages; ++i) {
+  for (int i = 0; i < most; ++i) {
     const Channel::Received received = control_.receive(packet_, true);
     if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
     const auto message = opened(wire::kControl, packet_.bytes(), answers_, &stored);
@@ -363,6 +373,7 @@ void Stub::report() noexcept {
       death_ = failure;
     }
   }
+  const std::lock_guard lock(listening_);
   open_requests_.fail(*death_);
 }
 

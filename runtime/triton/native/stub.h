@@ -38,6 +38,9 @@ class Stub final : public RegionSource {
   const Channel& work() const { return work_; }
   // Around a batch: whether the stub has requests.
   void set_executing(bool is_executing) { is_executing_ = is_executing; }
+  // Take in what a stub with metrics told before it answered: whoever has the response may look for them. For the thread
+  // that executes. Throws Violation.
+  void catch_up();
   // What the model kept and let go of while it had nothing to answer. When no batch is out.
   void take_back_late();
   Loans& loans() { return loans_; }
@@ -65,8 +68,10 @@ class Stub final : public RegionSource {
 
   // End it, for this reason; the first one counts. From any thread.
   void distrust(const std::string& why) noexcept;
-  // Its end is not to be told any more.
+  // Its end is not to be told any more; whoever tells of it already has done so when this returns.
   void leave();
+  // Until the process has ended.
+  void wait();
   // Ask for its end because a batch takes too long.
   void overdue();
   bool has_ended() const { return has_ended_; }
@@ -80,11 +85,14 @@ class Stub final : public RegionSource {
   void retire(uint64_t region) override;
 
  private:
+  // Messages of one channel that are read before others have their turn.
+  static constexpr int kManyMessages = 64;
+
   void listen() noexcept;
   void listen_until_end();
   int wait_milliseconds();
-  bool read_control();
-  bool take_in_control();
+  bool read_control(int most = kManyMessages);
+  bool take_in_control(int most);
   void handle(const Decoded<wire::Kind>& message);
   void log_of_model(const wire::Log& line);
   void grow(uint64_t needed, int64_t device);
@@ -105,13 +113,16 @@ class Stub final : public RegionSource {
   Answers answers_;
   OpenRequests open_requests_;
   const std::shared_ptr<Calls> calls_;
+  // Guards what follows, and all that is done about what the stub says: while a batch is answered, two may listen.
+  std::mutex listening_;
   std::vector<wire::Place> released_;
   std::optional<wire::Grow> growth_;  // that was asked for and not answered yet
-  // Lines that it may log, and how many more it did; for whoever listens.
+  // Lines that it may log, and how many more it did.
   Budget log_lines_;
   Flow flow_;
   uint64_t lines_left_out_ = 0;
   Packet packet_;
+
   std::atomic<bool> is_executing_{false};
   std::atomic<bool> has_ended_{false};
   LogLevels log_levels_;

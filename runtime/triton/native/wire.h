@@ -76,13 +76,13 @@ enum class Word : uint8_t {
   INSTANCE = 64,  // instance, model, name, kind, device
   LOST = 65,  // instance, generation, is_executing, why
   OVERDUE = 66,  // instance, generation
-  END = 67,  // instance, is_finalized
+  END = 67,  // instance
   END_MODEL = 68,  // model
   RENEW = 69,  // instance, generation, served
   MEMORY = 70,  // question, instance, region, present, needed
   SCRUB = 71,  // question, model, text
   HELLO = 80,  // version, protocol, moonpool, pid
-  MODEL_READY = 81,  // model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask
+  MODEL_READY = 81,  // model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask
   REFUSED = 82,  // number, code, message
   STARTED = 83,  // instance, generation, has_is_ready, sandbox
   DIED = 85,  // instance, generation, code, message, restarts_in_ms
@@ -124,7 +124,7 @@ constexpr uint64_t kHistogram = 2;
 constexpr uint64_t kIncrement = 0;
 constexpr uint64_t kSet = 1;
 constexpr uint64_t kObserve = 2;
-constexpr uint64_t kLauncherVersion = 2;
+constexpr uint64_t kLauncherVersion = 3;
 constexpr uint64_t kMaxMessageBytes = 67108864;
 constexpr uint64_t kFirstRegion = 4294967296;
 constexpr uint64_t kMaxPacketBytes = 32768;
@@ -456,12 +456,11 @@ struct ModelReady {
   List<std::string_view> inputs{};
   List<std::string_view> outputs{};
   std::optional<uint64_t> execute_timeout_ms{};
-  std::optional<uint64_t> finalize_timeout_ms{};
   bool is_private{};
   uint64_t log_lines_per_s{};
   std::optional<uint64_t> recycle_requests{};
   std::optional<List<std::string_view>> may_ask{};
-  explicit ModelReady(Reader reader) { read_all(reader, model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, finalize_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask); }
+  explicit ModelReady(Reader reader) { read_all(reader, model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask); }
 };
 
 struct Refused {
@@ -731,14 +730,13 @@ inline constexpr Spec kSpecs[] = {
     {"config", Type::kText, true, 0, 0, 0, 16777216u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 200, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 200, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 199, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 199, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
-    {"finalize_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
     {"log_lines_per_s", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"recycle_requests", Type::kInt, true, 0, 0, 1, 9223372036854775807u},
-    {"may_ask", Type::kList, true, 200, 1, 0, 4096u},
+    {"may_ask", Type::kList, true, 199, 1, 0, 4096u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"number", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"code", Type::kInt, false, 0, 0, 0, 7u},
@@ -788,7 +786,6 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"restarts_in_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
-    {"is_finalized", Type::kFlag, false, 0, 0, 0, 0u},
     {"model", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"number", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"version", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -799,9 +796,9 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 261, 1, 0, 65536u},
-    {"", Type::kList, false, 262, 1, 0, 65536u},
-    {"", Type::kRow, false, 263, 6, 0, 0u},
+    {"", Type::kList, false, 259, 1, 0, 65536u},
+    {"", Type::kList, false, 260, 1, 0, 65536u},
+    {"", Type::kRow, false, 261, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
     {"shape", Type::kList, false, 125, 1, 0, 32u},
@@ -866,28 +863,28 @@ constexpr Table<Word, 23> kLauncher = {{{
     {"BACKEND", 61, 1, 174, 4},
     {"LOGGING", 62, 1, 178, 4},
     {"MODEL", 63, 1, 182, 6},
-    {"MODEL_READY", 81, 2, 188, 12},
-    {"REFUSED", 82, 2, 201, 3},
-    {"INSTANCE", 64, 1, 204, 5},
-    {"BORN", 89, 2, 209, 7},
-    {"STARTED", 83, 2, 216, 4},
-    {"MEMORY", 70, 1, 220, 5},
-    {"SET_ASIDE", 91, 2, 225, 2},
-    {"SCRUB", 71, 1, 227, 3},
-    {"SCRUBBED", 92, 2, 230, 2},
-    {"LOST", 65, 1, 232, 4},
-    {"OVERDUE", 66, 1, 236, 2},
-    {"GROWN", 90, 2, 238, 2},
-    {"RENEW", 69, 1, 240, 3},
-    {"DIED", 85, 2, 243, 5},
-    {"END", 67, 1, 248, 2},
-    {"END_MODEL", 68, 1, 250, 1},
-    {"ENDED", 86, 2, 251, 1},
-    {"HELLO", 80, 2, 252, 4},
-    {"NOTE", 88, 2, 256, 4},
+    {"MODEL_READY", 81, 2, 188, 11},
+    {"REFUSED", 82, 2, 200, 3},
+    {"INSTANCE", 64, 1, 203, 5},
+    {"BORN", 89, 2, 208, 7},
+    {"STARTED", 83, 2, 215, 4},
+    {"MEMORY", 70, 1, 219, 5},
+    {"SET_ASIDE", 91, 2, 224, 2},
+    {"SCRUB", 71, 1, 226, 3},
+    {"SCRUBBED", 92, 2, 229, 2},
+    {"LOST", 65, 1, 231, 4},
+    {"OVERDUE", 66, 1, 235, 2},
+    {"GROWN", 90, 2, 237, 2},
+    {"RENEW", 69, 1, 239, 3},
+    {"DIED", 85, 2, 242, 5},
+    {"END", 67, 1, 247, 1},
+    {"END_MODEL", 68, 1, 248, 1},
+    {"ENDED", 86, 2, 249, 1},
+    {"HELLO", 80, 2, 250, 4},
+    {"NOTE", 88, 2, 254, 4},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 260;
+constexpr size_t kLayoutSpec = 258;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 

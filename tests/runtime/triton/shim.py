@@ -76,11 +76,6 @@ class Stub:
         data = bytes(region.memory()[begin + tensor[4] : begin + tensor[4] + tensor[5]])
         return [float(value) for value in np.frombuffer(data, np.float32)]
 
-    def finalize(self) -> None:
-        """Have the model finalized."""
-        self.work.send(Kind.FINALIZE)
-        assert self.work.receive()[0] == Kind.FINALIZED
-
     def kill(self) -> None:
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -192,10 +187,10 @@ class Shim:
         self.tell(Word.LOST, self.number_of(stub), stub.generation, is_executing, why)
         return self.hear(Word.DIED)
 
-    def end(self, stub: Stub, *, is_finalized: bool = True) -> None:
+    def end(self, stub: Stub) -> None:
         """Have an instance ended."""
         number = self.number_of(stub)
-        self.tell(Word.END, number, is_finalized)
+        self.tell(Word.END, number)
         assert self.hear(Word.ENDED) == [Word.ENDED, number]
 
     def stderr(self) -> str:

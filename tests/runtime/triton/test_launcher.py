@@ -30,19 +30,24 @@ def test_a_stub_that_was_started_answers_the_shim(start: Start) -> None:
     assert stub.infer([1, 2, 3]) == [2, 4, 6]
 
 
-def test_an_instance_that_was_finalized_ends(shim: Shim, start: Start) -> None:
-    stub = start()
+def test_an_instance_that_is_ended_is_finalized_first(
+    shim: Shim, start: Start, tmp_path: Path
+) -> None:
+    stub = start(
+        f"{DOUBLES}\n    def finalize(self):\n        open({str(tmp_path / 'end')!r}, 'x')"
+    )
 
-    stub.finalize()
     shim.end(stub)
 
+    assert (tmp_path / "end").exists()
     assert not os.path.exists(f"/proc/{stub.pid}")
 
 
-def test_an_instance_that_is_not_finalized_is_ended(shim: Shim, start: Start) -> None:
-    stub = start()
+def test_an_instance_that_does_not_finalize_in_time_is_ended(shim: Shim, start: Start) -> None:
+    text = f"{DOUBLES}\n    def finalize(self):\n        import time; time.sleep(1000)"
+    stub = start(text, with_options(MOONPOOL_FINALIZE_TIMEOUT_S="0.1"))
 
-    shim.end(stub, is_finalized=False)
+    shim.end(stub)
 
     assert not os.path.exists(f"/proc/{stub.pid}")
 
@@ -120,7 +125,6 @@ def test_a_process_that_has_served_long_enough_is_replaced(shim: Shim, start: St
     number = shim.number_of(stub)
 
     shim.tell(Word.RENEW, number, 1, 2)
-    stub.finalize()
 
     assert shim.hear(Word.STARTED, Word.DIED)[:3] == [Word.STARTED, number, 2]
     assert shim.stubs[number].infer([1]) == [2]
@@ -131,7 +135,8 @@ def test_a_process_that_has_served_long_enough_is_replaced(shim: Shim, start: St
 def test_a_process_that_does_not_finalize_in_time_is_replaced_all_the_same(
     shim: Shim, start: Start
 ) -> None:
-    stub = start(config=with_options(MOONPOOL_FINALIZE_TIMEOUT_S="0.1"))
+    text = f"{DOUBLES}\n    def finalize(self):\n        import time; time.sleep(1000)"
+    stub = start(text, with_options(MOONPOOL_FINALIZE_TIMEOUT_S="0.1"))
 
     shim.tell(Word.RENEW, shim.number_of(stub), 1, 2)
 
@@ -143,8 +148,7 @@ def test_an_instance_that_is_being_replaced_can_be_ended(shim: Shim, start: Star
     number = shim.number_of(stub)
 
     shim.tell(Word.RENEW, number, 1, 2)
-    stub.finalize()
-    shim.tell(Word.END, number, False)
+    shim.tell(Word.END, number)
 
     assert shim.hear(Word.ENDED) == [Word.ENDED, number]
 
@@ -229,7 +233,7 @@ def test_an_instance_that_is_starting_can_be_ended(shim: Shim, write: Write) -> 
     number = shim.begin_start(ready[1])
     shim.hear(Word.BORN)
 
-    shim.tell(Word.END, number, False)
+    shim.tell(Word.END, number)
 
     assert shim.hear(Word.ENDED) == [Word.ENDED, number]
 
@@ -350,7 +354,6 @@ def test_deaths_and_loads_leave_nothing_behind_in_the_launcher(shim: Shim, write
         shim.hear(Word.STARTED)
         stub = shim.stubs[number]
         assert stub.infer([1]) == [2]
-        stub.finalize()
         shim.end(stub)
         shim.tell(Word.END_MODEL, ready[1])
         shim.hear(Word.ENDED)

@@ -182,7 +182,7 @@ def test_the_servers_command_line_has_a_sandbox_for_all_models(write: Write) -> 
         ready = shim.load(write(DOUBLES), CONFIG)
 
         # Private, and it may ask for no other model.
-        assert ready[9:] == [True, 1000, None, []]
+        assert ready[8:] == [True, 1000, None, []]
         assert shim.start(ready[1]).infer([1]) == [2]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -156,6 +157,19 @@ def test_models_of_two_processes_have_one_metric(evaluate: Evaluate, client: Cli
         assert float(evaluate("[kept['m'].increment(1), kept['m'].value()][-1]")) == first + 3
     finally:
         client.load("asks_too")
+
+
+def test_a_change_of_a_metric_is_there_when_the_response_is(
+    evaluate: Evaluate, server: HostingServer
+) -> None:
+    evaluate("[kept.update(seen=family('seen_total')), kept.update(one=kept['seen'].Metric())]")
+    # With so much to hear before it that it is heard with a pause.
+    changing = "[[pb_utils.Logger.log_info('x') for _ in range(25000)], kept['one'].increment(1)]"
+
+    for count in (1, 2):
+        evaluate(changing)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
+            assert f"\nseen_total {count}\n" in page.read().decode()
 
 
 def test_a_contained_model_asks_for_what_it_may(evaluate: Evaluate) -> None:
