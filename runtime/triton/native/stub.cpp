@@ -314,7 +314,7 @@ void Stub::log_of_model(const wire::Log& line) {
     log(triton::kWarning, "model '" + model_.name() + "': " + std::to_string(lines_left_out_) +
                               " lines of an instance were left out: too many a second "
                               "(MOONPOOL_LOG_LINES_PER_S is " +
-                              std::to_string(model_.log_lines_per_s()) + ")");
+                              std::to_string(model_.facts().log_lines_per_s) + ")");
     lines_left_out_ = 0;
   }
   log_line(static_cast<int>(line.level), line.file, static_cast<int>(line.line), line.message);
