@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+# gRPC's library does not tell of connections, and nothing is better than a 0 that is none.
+_WITH_CONNECTIONS = frozenset({"http"})
+
+
 class Meter:
     """What one protocol counts, on one thread; any thread may read."""
 
@@ -125,8 +129,9 @@ class FrontendMetrics:
         ever, present, answers = [], [], []
         for protocol, opened, is_open, by_status in self._counts():
             labels = (("protocol", protocol),)
-            ever.append(Sample("", labels, opened))
-            present.append(Sample("", labels, is_open))
+            if protocol in _WITH_CONNECTIONS:
+                ever.append(Sample("", labels, opened))
+                present.append(Sample("", labels, is_open))
             for status, count in sorted(by_status.items()):
                 answers.append(Sample("", (*labels, ("status", status)), count))
         return [

@@ -50,8 +50,9 @@ class TraceFile:
             if log_frequency:
                 path = f"{path}.{self._index}"
                 self._index += 1
-            # As the user says, who may have said a pipe or a device.
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            # The user may have named a pipe, and nobody is to wait here for who reads it.
+            fd = os.open(path, flags | os.O_NONBLOCK, 0o644)
             self._file = os.fdopen(fd, "wb", buffering=0)
             self._file.write(b"[" + rows.encode() + b"]")
         else:

@@ -129,13 +129,13 @@ class Plan:
 class Asked:
     """One message: who is asked under which id, and, once that model is found, the request."""
 
-    __slots__ = ("_data", "_message", "_parts", "model", "plan", "read_ns", "request_id", "version")
+    __slots__ = ("_message", "_parts", "data", "model", "plan", "read_ns", "request_id", "version")
 
     def __init__(self, data: bytes) -> None:
         """Raises `BadMessage`."""
         # In nanoseconds of `time.monotonic_ns`.
         self.read_ns = time.monotonic_ns()
-        self._data = data
+        self.data = data
         self._parts: Parts = split(data)
         head = self._parts.head
         self.plan: Plan | None = _plans.get(head)
@@ -170,7 +170,7 @@ class Asked:
         prepared = plan.prepared
         if prepared is not None and prepared.signature is hosted.signature and not forwarded:
             tensors, request_id = self._parts.tensors, self.request_id
-            request = prepared.request(service, hosted.model, self._data, tensors, request_id)
+            request = prepared.request(service, hosted.model, self.data, tensors, request_id)
             if request is not None:
                 if plan.places:
                     service.lend_targets(hosted.model, request, plan.places)
@@ -188,7 +188,7 @@ class Asked:
         return request
 
     def _inputs(self, plan: Plan, service: Service, hosted: Hosted) -> dict[str, Input]:
-        tensors, data = self._parts.tensors, self._data
+        tensors, data = self._parts.tensors, self.data
         inputs: dict[str, Input] = {}
         taken = 0
         for index, (name, code, shape, place) in enumerate(plan.inputs):

@@ -12,7 +12,7 @@ from moonpool.runtime.errors import ModelError, ModelNotFound
 from moonpool.runtime.frontend.grpc.answers import Answers
 from moonpool.runtime.frontend.grpc.backlog import Backlog
 from moonpool.runtime.frontend.grpc.handlers import UNREADABLE
-from moonpool.runtime.frontend.grpc.infer_request import Asked, Plan
+from moonpool.runtime.frontend.grpc.infer_request import Asked
 from moonpool.runtime.frontend.grpc.infer_response import answer
 from moonpool.runtime.frontend.grpc.status import status_of
 from moonpool.runtime.frontend.grpc.stream import Stream
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.execution import Execution
     from moonpool.runtime.frontend.grpc.call import Call, Metadata
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
+    from moonpool.runtime.frontend.grpc.status import Status
     from moonpool.runtime.frontend.service import Service
     from moonpool.runtime.frontend.submission import Hosted
     from moonpool.runtime.frontend.trace import Trace
@@ -60,6 +61,16 @@ class Inference:
             raise
         return hosted
 
+    def find_plain(self, asked: Asked) -> Hosted:
+        """As `find`, for ModelInfer. Raises `ModelError`, too."""
+        hosted = self.find(asked)
+        if hosted.model.config.decoupled:
+            raise ModelError(
+                "ModelInfer RPC doesn't support models with decoupled transaction policy",
+                "UNSUPPORTED",
+            )
+        return hosted
+
     def forwarded(self, metadata: Metadata) -> dict[str, Parameter] | None:
         """The headers that the server was told to hand on to models as parameters."""
         if self._forwards is None:
@@ -86,6 +97,35 @@ class Inference:
             trace.mark("GRPC_WAITREAD_END", asked.read_ns)
             trace.follow(request)
         return trace
+
+    def read(
+        self, data: bytes, take: Callable[[Asked], object], fail: Callable[[Status], object]
+    ) -> None:
+        """Give a request to `take`: here, or, where it takes long to read its tensors, on a thread of its own.
+
+        `fail` is called for bytes that are no message.
+        """
+        self.run(len(data), lambda: self._read(data, take, fail))
+
+    def _read(
+        self, data: bytes, take: Callable[[Asked], object], fail: Callable[[Status], object]
+    ) -> None:
+        try:
+            asked = Asked(data)
+        except BadMessage:
+            fail(UNREADABLE)
+            return
+        self.run(self._bytes_in_memory(asked), lambda: take(asked))
+
+    def _bytes_in_memory(self, asked: Asked) -> int:
+        """How much is to be copied from memory of the client."""
+        try:
+            plan = asked.read()
+            if not plan.is_large:
+                return 0
+            return self.service.read_bytes(self.find(asked).model, plan.inputs)
+        except MoonpoolError:  # it is told in its turn
+            return 0
 
     def submit(self, hosted: Hosted, request: InferenceRequest, waiter: Waiter) -> None:
         """Send a request. Raises what `Scheduler.submit` raises."""
@@ -125,44 +165,29 @@ class Inference:
         """The handler of ModelStreamInfer."""
         Stream(self, call, self._max_backlog_bytes).begin()
 
-    def is_ours(self, call: Call, asked: Asked, data: bytes) -> bool:  # noqa: ARG002
+    def is_ours(self, call: Call, data: bytes) -> bool:  # noqa: ARG002
         """Whether it is to be answered here; where it is not, somebody else has been given it."""
         return True
+
+    def refuse(self, call: Call, asked: Asked, error: MoonpoolError) -> None:  # noqa: ARG002
+        """There is no such model for it."""
+        call.fail(status_of(error))
 
     def _received(self, call: Call, data: bytes | None) -> None:
         if data is None:
             call.fail(UNREADABLE)
             return
-        try:
-            asked = Asked(data)
-        except BadMessage:
-            call.fail(UNREADABLE)
-            return
-        if not self.is_ours(call, asked, data):
-            return
-        size_bytes = len(data)
-        if asked.plan is not None and asked.plan.is_large:
-            size_bytes += self._read_bytes(asked, asked.plan)
-        if size_bytes <= LARGE_BYTES:
-            self._begin(call, asked)
-        else:
-            self.run(size_bytes, lambda: self._begin(call, asked))
-
-    def _read_bytes(self, asked: Asked, plan: Plan) -> int:
-        try:
-            return self.service.read_bytes(self.find(asked).model, plan.inputs)
-        except MoonpoolError:  # it is told in its turn
-            return 0
+        if self.is_ours(call, data):
+            self.read(data, lambda asked: self._begin(call, asked), call.fail)
 
     def _begin(self, call: Call, asked: Asked) -> None:
         waiter: _OneResponse | None = None
         try:
-            hosted = self.find(asked)
-            if hosted.model.config.decoupled:
-                raise ModelError(
-                    "ModelInfer RPC doesn't support models with decoupled transaction policy",
-                    "UNSUPPORTED",
-                )
+            hosted = self.find_plain(asked)
+        except MoonpoolError as error:
+            self.refuse(call, asked, error)
+            return
+        try:
             request = asked.request(self.service, hosted, self.forwarded(call.metadata))
             waiter = _OneResponse(self, call, asked, hosted)
             waiter.trace = self.trace(call, hosted, asked, request)

@@ -30,13 +30,9 @@ class Method(NamedTuple):
     is_change: bool = False
 
 
-# By API: the method, whether it changes the server, and whether it may take very long.
+# By API: the method, whether it changes the server, and whether it waits for models.
 _CONTROL: dict[str, tuple[tuple[str, bool, bool], ...]] = {
-    "health": (
-        ("ServerLive", False, False),
-        ("ServerReady", False, False),
-        ("ModelReady", False, False),
-    ),
+    "health": (("ModelReady", False, True),),
     "metadata": (("ServerMetadata", False, False), ("ModelMetadata", False, False)),
     "model-config": (("ModelConfig", False, False),),
     "statistics": (("ModelStatistics", False, False),),
@@ -61,20 +57,21 @@ _CONTROL: dict[str, tuple[tuple[str, bool, bool], ...]] = {
 def methods(
     control: Control, inference: Inference, quick: Executor, slow: Executor
 ) -> dict[bytes, Method]:
-    """All methods by their paths. `quick` and `slow` run what may take milliseconds and minutes."""
+    """All methods by their paths. `quick` and `slow` run what takes milliseconds, and what waits for models."""
     found: dict[bytes, Method] = {}
     for api, members in _CONTROL.items():
         for name, is_change, is_slow in members:
             kind = getattr(service_pb2, f"{name}Request")
             handle = unary(kind, getattr(control, _snake(name)), slow if is_slow else quick)
             found[_path(name)] = Method(handle, api, is_change)
-    # Nothing that is busy must keep a probe from finding out that the server lives.
-    alive = unary(service_pb2.ServerLiveRequest, control.server_live)
-    found[_path("ServerLive")] = Method(alive, "health")
+    # Nothing that is busy must keep a probe from finding out how the server is.
+    for name in ("ServerLive", "ServerReady"):
+        kind = getattr(service_pb2, f"{name}Request")
+        found[_path(name)] = Method(unary(kind, getattr(control, _snake(name))), "health")
+    check = unary(health.HealthCheckRequest, control.check)
+    found[f"/{health.SERVICE}/Check".encode()] = Method(check, "health")
     found[_path("ModelInfer")] = Method(inference.handle, "inference")
     found[_path("ModelStreamInfer")] = Method(inference.handle_stream, "inference")
-    check = unary(health.HealthCheckRequest, control.check, quick)
-    found[f"/{health.SERVICE}/Check".encode()] = Method(check, "health")
     return found
 
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
     from moonpool.runtime.frontend.service import Service
 
-# Each RPC but inference has a thread while it is answered; loads have their own, as they may take minutes.
+# Each RPC but inference and health has a thread while it is answered; those that wait for models have their own.
 _CONTROL_THREADS = 4
-_LOADING_THREADS = 8
+_PATIENT_THREADS = 16
 
 
 class GrpcServer:
@@ -27,7 +27,7 @@ class GrpcServer:
     def __init__(self, service: Service, options: GrpcOptions) -> None:
         """Take the port. Raises `MoonpoolError` where it is taken, or a file of TLS cannot be read."""
         self._quick = ThreadPoolExecutor(_CONTROL_THREADS, "moonpool-grpc-control")
-        self._slow = ThreadPoolExecutor(_LOADING_THREADS, "moonpool-grpc-loading")
+        self._slow = ThreadPoolExecutor(_PATIENT_THREADS, "moonpool-grpc-patient")
         self._control = Control(service)
         turn = threading.Lock()
         self._inference = self.make_inference(service, turn, options)

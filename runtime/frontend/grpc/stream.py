@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from moonpool.runtime.frontend.grpc.infer_request import Asked
 from moonpool.runtime.frontend.grpc.infer_response import (
     answer,
     error_in_stream,
@@ -19,20 +18,20 @@ from moonpool.runtime.frontend.grpc.infer_response import (
     last_in_stream,
 )
 from moonpool.runtime.frontend.grpc.status import Status, status_of
-from moonpool.runtime.frontend.grpc.wire import BadMessage
 from moonpool.runtime.request import Response
 from moonpool.runtime.waiter import Waiter
 
 if TYPE_CHECKING:
     from moonpool.runtime.execution import Execution
     from moonpool.runtime.frontend.grpc.call import Call
+    from moonpool.runtime.frontend.grpc.infer_request import Asked
     from moonpool.runtime.frontend.grpc.inference import Inference
     from moonpool.runtime.frontend.submission import Hosted
     from moonpool.runtime.frontend.trace import Trace
     from moonpool.runtime.request import InferenceRequest, Outcome
 
 _MAX_IN_FLIGHT = 1024
-_ENDING = Status("UNAVAILABLE", "the server is ending")
+ENDING = Status("UNAVAILABLE", "the server is ending")
 _ERROR_MODE = ("triton_grpc_error", "true")
 
 
@@ -84,14 +83,9 @@ class Stream:
             self._finish_if_done()
             return
         # The next one is read when this one is in its queue: so they stay in order.
-        self.inference.run(len(data), lambda: self._take(data))
+        self.inference.read(data, self._take, self._end)
 
-    def _take(self, data: bytes) -> None:
-        try:
-            asked = Asked(data)
-        except BadMessage:
-            self._end(Status("INTERNAL", "Unable to parse request"))
-            return
+    def _take(self, asked: Asked) -> None:
         request: StreamRequest | None = None
         try:
             hosted = self.inference.find(asked)
@@ -214,7 +208,7 @@ class Stream:
                 return
             self._is_over = True
         if self._is_draining:
-            self._call.fail(_ENDING)
+            self._call.fail(ENDING)
         else:
             self._call.finish()
 

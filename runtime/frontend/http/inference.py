@@ -170,6 +170,8 @@ class Inference:
         """
 
         def done(future: asyncio.Future[Any]) -> None:
+            if future.cancelled():  # the server ends, and the client with it
+                return
             error = future.exception()
             if error is None:
                 if not exchange.is_gone:

@@ -65,7 +65,8 @@ class HttpServer:
                 )
                 self._parts.append((server, port))
             if options.metrics_port is not None:
-                bridge = AsgiBridge(loop, metrics_application(service, self._patient))
+                # Whoever watches the server is not to wait for its models.
+                bridge = AsgiBridge(loop, metrics_application(service, self._executor))
                 await self._listen(
                     "metrics",
                     options.metrics_address,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.frontend.grpc.inference import Inference
 from moonpool.runtime.frontend.grpc.server import GrpcServer
 from moonpool.runtime.frontend.pool.grpc_relay import GrpcRelay
@@ -13,12 +12,14 @@ from moonpool.runtime.model_control import version_of
 if TYPE_CHECKING:
     import threading
 
+    from moonpool.ipc.errors import MoonpoolError
     from moonpool.runtime.frontend.grpc.call import Call
     from moonpool.runtime.frontend.grpc.infer_request import Asked
     from moonpool.runtime.frontend.grpc.methods import Method
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
     from moonpool.runtime.frontend.pool.front_service import FrontService
     from moonpool.runtime.frontend.service import Service
+    from moonpool.runtime.frontend.submission import Hosted
 
 _INFER, _STREAM = b"ModelInfer", b"ModelStreamInfer"
 _SHARED = b"shared_memory_region"
@@ -33,19 +34,20 @@ class FrontGrpcInference(Inference):
         super().__init__(service, turn, options)
         self._relay = relay
 
-    def is_ours(self, call: Call, asked: Asked, data: bytes) -> bool:
-        if self._is_known(asked) and _SHARED not in data:
+    def find(self, asked: Asked) -> Hosted:
+        hosted: Hosted = self.service.models.find(asked.model, version_of(asked.version))
+        return hosted
+
+    def is_ours(self, call: Call, data: bytes) -> bool:
+        if _SHARED not in data:
             return True
-        # Clients register their memory with the main process, and it knows what is wrong with other names.
+        # Clients register their memory with the main process.
         self._relay.pass_on(call, data)
         return False
 
-    def _is_known(self, asked: Asked) -> bool:
-        try:
-            found = self.service.models.find(asked.model, version_of(asked.version))
-        except MoonpoolError:
-            return False
-        return not found.model.config.decoupled
+    def refuse(self, call: Call, asked: Asked, error: MoonpoolError) -> None:  # noqa: ARG002
+        # The main process knows all models, and what is wrong with other names.
+        self._relay.pass_on(call, asked.data)
 
 
 class FrontGrpcServer(GrpcServer):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from moonpool.runtime.frontend.grpc.status import Status
+from moonpool.runtime.frontend.grpc.stream import ENDING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +71,11 @@ def _answer(call: Call, done: Any) -> None:
 
 
 class _Stream:
-    """One RPC with a stream in each direction, and the thread that takes what comes back."""
+    """One RPC with a stream in each direction, and the thread that takes what comes back.
+
+    Each way one message at a time: the next one is read when the other side has taken the one before, so that nothing piles
+    up here.
+    """
 
     def __init__(self, channel: grpc.Channel, call: Call) -> None:
         self._channel = channel
@@ -78,23 +83,33 @@ class _Stream:
         self._asked: SimpleQueue[bytes | None] = SimpleQueue()
         self._room = threading.Semaphore(1)
         self._answers: Any = None
+        # Whether the client sends no more, and whether it might have, had the server not been about to end.
+        self._has_all = self._is_draining = False
 
     def begin(self) -> None:
         """Open the stream to the main process."""
         ask: Any = self._channel.stream_stream(self._call.method.decode())
         self._answers = ask(self._questions(), metadata=_metadata(self._call))
         self._call.when_gone(self._gone)
-        self._call.receive(self._received)
-        threading.Thread(target=self._pass_back, name="moonpool-grpc-relay", daemon=True).start()
-
-    def _received(self, data: bytes | None) -> None:
-        self._asked.put(data)
-        if data is not None:
-            self._call.receive(self._received)
+        self._call.when_draining(self._drain)
+        thread = threading.Thread(target=self._pass_back, name="moonpool-grpc-relay", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the machine has no thread to spare
+            self._gone()
+            raise
 
     def _questions(self) -> Iterator[bytes]:
+        self._call.receive(self._asked.put)
         while (data := self._asked.get()) is not None:
             yield data
+            self._call.receive(self._asked.put)
+        self._has_all = True
+
+    def _drain(self) -> None:
+        """The server is about to end: what was asked is still answered."""
+        self._is_draining = not self._has_all
+        self._asked.put(None)
 
     def _gone(self) -> None:
         self._answers.cancel()
@@ -113,7 +128,9 @@ class _Stream:
         self._room.acquire()
         self._asked.put(None)
         code = self._answers.code()
-        if code is grpc.StatusCode.OK:
-            self._call.finish()
-        else:
+        if code is not grpc.StatusCode.OK:
             self._call.fail(Status(code.name, self._answers.details() or ""))
+        elif self._is_draining:
+            self._call.fail(ENDING)
+        else:
+            self._call.finish()

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 import grpc
+import numpy as np
 import pytest
-from tests.server.grpc.serving import TIMEOUT_S, Served, messages
+from tests.e2e.hosting import tensor
+from tests.server.grpc.serving import ROOT, TIMEOUT_S, Served, messages
 from tests.waiting import wait_until
 
 import moonpool
@@ -43,6 +45,33 @@ def test_probes_ask_the_health_service_of_grpc(serve: Serve) -> None:
     )
 
     assert check(HealthCheckRequest(), timeout=TIMEOUT_S).status == 1
+
+
+def test_models_that_keep_a_probe_waiting_keep_no_other_waiting(serve: Serve) -> None:
+    served = serve()
+    channel, stub = served.channel(), served.stub()
+    config = {
+        "input": [tensor("HOW", "STRING", 1)],
+        "output": [tensor("SAID", "STRING", 1)],
+    }
+    served.runtime.load("moody", ROOT / "tests" / "models" / "moody.py", config=config)
+    served.runtime.infer("moody", {"HOW": np.array([b"hang"], np.object_)})
+    of_model = messages.ModelReadyRequest(name="moody")
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        HealthCheckRequest.SerializeToString,
+        HealthCheckResponse.FromString,
+    )
+
+    # As many as there are threads for what is not inference.
+    asked = [stub.ModelReady.future(of_model, timeout=TIMEOUT_S) for _ in range(5)]
+
+    assert check(HealthCheckRequest(), timeout=TIMEOUT_S).status == 1
+    assert stub.ServerReady(messages.ServerReadyRequest(), timeout=TIMEOUT_S).ready
+    assert stub.ServerMetadata(messages.ServerMetadataRequest(), timeout=TIMEOUT_S).name
+    assert not any(each.done() for each in asked)
+    served.runtime.infer("moody", {"HOW": np.array([b"open"], np.object_)})
+    assert all(not each.result().ready for each in asked)
 
 
 def test_a_method_that_is_none_is_refused(serve: Serve) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,17 @@ def test_metrics_have_a_port_of_their_own(serving: Serving) -> None:
     assert b'moonpool_frontend_requests_total{protocol="http",status="200"}' in reply.body
     assert serving.ask("POST", "/metrics", port=port).status == 405
     assert serving.ask("GET", "/v2", port=port).status == 404
+
+
+def test_metrics_are_told_while_others_wait_for_models(serving: Serving) -> None:
+    is_over = threading.Event()
+    patient = serving.server._patient
+    waiting = [patient.submit(is_over.wait, 60) for _ in range(patient._max_workers)]
+
+    assert serving.ask("GET", "/metrics", port=serving.server.ports["metrics"]).status == 200
+
+    is_over.set()
+    assert all(each.result() for each in waiting)
 
 
 def test_the_page_is_served(serving: Serving) -> None:

@@ -31,9 +31,7 @@ def test_what_is_taken_there_is_told_here_once() -> None:
 
     assert shown(here) == {
         ("connections_total", "http"): 3,
-        ("connections_total", "grpc"): 0,
         ("open_connections", "http"): 2,
-        ("open_connections", "grpc"): 0,
         ("requests_total", "http", "200"): 3,
         ("requests_total", "grpc", "OK"): 1,
     }

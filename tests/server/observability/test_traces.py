@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,21 @@ def test_a_request_is_told_from_end_to_end(ask: Ask, tmp_path: Path) -> None:
         {"id": 1, "model_name": "doubles", "model_version": 1, "request_id": "mine"},
         {"id": 2, "model_name": "doubles", "model_version": 1},
     ]
+    traces.close()
+
+
+def test_nobody_waits_for_who_reads_a_pipe_of_traces(
+    ask: Ask, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    traces = Traces(trace_options([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"]))
+
+    assert ask(traces, "doubles")
+
+    assert f"traces cannot be written to '{path}'" in caplog.text
+    # The error refers to what was to be written.
+    caplog.clear()
     traces.close()
 
 

@@ -1,0 +1,127 @@
+"""RPCs that a front end passes on, and those that it turns out not to answer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from tests.server.grpc.asking import add_sub
+from tests.server.grpc.serving import TIMEOUT_S, Served, messages
+from tests.server.grpc.streaming import Requests, told
+from tests.waiting import wait_until
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from moonpool.runtime.errors import ModelNotFound
+from moonpool.runtime.frontend.grpc.options import GrpcOptions
+from moonpool.runtime.frontend.pool.front_grpc import FrontGrpcServer
+from moonpool.runtime.frontend.pool.grpc_relay import _Stream
+
+
+@pytest.fixture
+def main() -> Iterator[Served]:
+    """The main process's server."""
+    served = Served(["add_sub"], GrpcOptions(port=0))
+    yield served
+    served.close()
+
+
+class Front:
+    """A front end before it, and a client; its models are those of the main process, as long as they are found."""
+
+    def __init__(self, main: Served) -> None:
+        self.models, self.metrics, self.traces = self, main.service.metrics, main.service.traces
+        self.backends = main.service.models.backends
+        self._of_main = main.service.models
+        self.found = 0
+        self.most_found = 10**9
+        service: Any = self
+        self.server = FrontGrpcServer(service, GrpcOptions(port=0), main.address)
+        self.server.start()
+        self._channel = grpc.insecure_channel(
+            f"127.0.0.1:{self.server.port}", [("grpc.use_local_subchannel_pool", 1)]
+        )
+        self.stub = GRPCInferenceServiceStub(self._channel)
+
+    def find(self, name: str, version: int | None = None) -> Any:
+        self.found += 1
+        if self.found > self.most_found:
+            raise ModelNotFound(f"'{name}' is not answered for here")
+        return self._of_main.find(name, version)
+
+    def close(self) -> None:
+        self._channel.close()
+        self.server.close()
+
+
+@pytest.fixture
+def front(main: Served) -> Iterator[Front]:
+    front = Front(main)
+    yield front
+    front.close()
+
+
+@pytest.mark.parametrize("most_found", [0, 1])
+def test_a_model_that_goes_while_it_is_asked_is_asked_of_the_main_process(
+    front: Front, most_found: int
+) -> None:
+    front.most_found = most_found
+
+    answer = front.stub.ModelInfer(add_sub(request_id="a"), timeout=TIMEOUT_S)
+
+    assert answer.id == "a"
+    assert len(answer.raw_output_contents) == 2
+
+
+def test_what_the_main_process_says_of_a_name_comes_back(front: Front) -> None:
+    asked = messages.ModelInferRequest(model_name="nope")
+
+    with pytest.raises(grpc.RpcError) as raised:
+        front.stub.ModelInfer(asked, timeout=TIMEOUT_S)
+
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    assert raised.value.details() == "Request for unknown model: 'nope' is not found"
+
+
+def test_a_stream_ends_when_the_front_end_is_to_end(front: Front) -> None:
+    requests = Requests(add_sub(request_id="a"))
+    call = front.stub.ModelStreamInfer(iter(requests), timeout=6 * TIMEOUT_S)
+    assert told(next(call))[1] == "a"
+
+    assert front.server.drain(TIMEOUT_S)
+
+    with pytest.raises(grpc.RpcError) as raised:
+        next(call)
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert raised.value.details() == "the server is ending"
+    requests.close()
+
+
+def test_a_stream_that_its_client_has_ended_ends_well(front: Front) -> None:
+    call = front.stub.ModelStreamInfer(iter([add_sub(request_id="a")]), timeout=TIMEOUT_S)
+
+    assert [told(response)[1] for response in call] == ["a"]
+    assert call.code() is grpc.StatusCode.OK
+    wait_until(lambda: not front.server._core._calls)
+
+
+class Sending:
+    """A call whose client always has something more to send."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def receive(self, received: Callable[[bytes], object]) -> None:
+        self.received += 1
+        received(b"%d" % self.received)
+
+
+def test_what_a_client_sends_is_read_as_the_main_process_takes_it() -> None:
+    call: Any = Sending()
+    channel: Any = None
+    questions = _Stream(channel, call)._questions()
+
+    for count in range(1, 6):
+        assert next(questions) == b"%d" % count
+        assert call.received == count
