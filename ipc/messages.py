@@ -78,11 +78,12 @@ MAX_PLACES_IN_PACKET = 1024
 MAX_METRIC_CHANGES = 256
 # What a message has room for of one metric: labels, buckets, characters. The runtime takes fewer.
 MAX_METRIC_PARTS = 65_536
-_LONG = 1 << 20
-_SHORT = 4096
+# Characters of a text: what a model or a client may choose, and what has a reason to be short.
+LONG = 1 << 20
+SHORT = 4096
 MAX_PARAMETERS = 4096
 # Of a configuration that comes from a model: JSON takes twenty times its size once it is read.
-_LARGEST_CONFIG = 1 << 22
+LARGEST_CONFIG = 1 << 22
 
 _ID = Int()
 _PLACE = Row(region=_ID, offset=_ID)
@@ -96,7 +97,7 @@ _LYING: dict[str, Spec] = {
 }
 _TENSOR = Row(index=Int(0, 65535), **_LYING)
 # A tensor between models, which know each other's tensors by name.
-_NAMED_TENSOR = Row(name=Text(_LONG), **_LYING)
+_NAMED_TENSOR = Row(name=Text(LONG), **_LYING)
 _TENSORS = ListOf(_TENSOR, 65536)
 LAYOUT = Packed(ListOf(_TENSORS, MAX_BATCH), 1 << 28)
 _TARGET = Row(request=Int(0, MAX_BATCH - 1), output=Int(0, 65535), region=_ID, offset=_ID, size=_ID)
@@ -111,18 +112,18 @@ _DEVICE_IF_ANY = Int(NO_DEVICE, MAX_DEVICES - 1)
 
 # What most requests leave at its default travels only where something of it was set.
 _DETAILS = Row(
-    request_id=Text(_LONG),
-    correlation_id=OneOf(Int(0, 2**64 - 1), Text(_SHORT)),
+    request_id=Text(LONG),
+    correlation_id=OneOf(Int(0, 2**64 - 1), Text(SHORT)),
     flags=Int(0, 2**32 - 1),
     timeout_us=Int(0, 2**64 - 1),
     priority=Int(0, 2**64 - 1),
     parameters=_PARAMETERS,
     outputs=Maybe(ListOf(Int(0, 65535), 65536)),
-    trace=Maybe(Text(_SHORT)),
+    trace=Maybe(Text(SHORT)),
     memory=_WANTED,
     device=_DEVICE,
 )
-_ERROR = Row(code=Int(0, 7), message=Text(_LONG))
+_ERROR = Row(code=Int(0, 7), message=Text(LONG))
 _REMARKS = Row(parameters=_PARAMETERS, error=Maybe(_ERROR))
 
 # What an answer says of one request.
@@ -148,7 +149,7 @@ WORK: dict[Kind, Message] = {
     # one that was left out.
     Kind.CONFINED: Message(
         _STUB,
-        {"version": Int(), "layers": ListOf(Text(256), 64), "left_out": ListOf(Text(_SHORT), 64)},
+        {"version": Int(), "layers": ListOf(Text(256), 64), "left_out": ListOf(Text(SHORT), 64)},
         (Kind.START,),
     ),
     # Who the stub is to be: see `moonpool.stub.handshake` for what the JSON text holds.
@@ -158,12 +159,12 @@ WORK: dict[Kind, Message] = {
         (Kind.COMPLETED, Kind.LOADED, Kind.FAILED),
     ),
     # The configuration after auto_complete_config, as JSON. This stub has done its work.
-    Kind.COMPLETED: Message(_STUB, {"config": Text(_LARGEST_CONFIG)}, (Kind.FINALIZE,)),
+    Kind.COMPLETED: Message(_STUB, {"config": Text(LARGEST_CONFIG)}, (Kind.FINALIZE,)),
     Kind.LOADED: Message(_STUB, {"facts": Table(64)}, (Kind.EXECUTE, Kind.FINALIZE)),
     # Stage, the error as the client gets it, and the traceback for the log.
     Kind.FAILED: Message(
         _STUB,
-        {"stage": Text(64), "message": Text(_LONG), "traceback": Text(_LONG)},
+        {"stage": Text(64), "message": Text(LONG), "traceback": Text(LONG)},
         (Kind.FINALIZE,),
     ),
     # `released`: blocks of earlier answers that nobody needs any more. `details`: of each request, where
@@ -199,7 +200,7 @@ WORK: dict[Kind, Message] = {
     ),
     Kind.FINALIZE: Message(_RUNTIME, {}, (Kind.FINALIZED,)),
     # What finalize raised, empty if nothing.
-    Kind.FINALIZED: Message(_STUB, {"message": Text(_LONG), "traceback": Text(_LONG)}),
+    Kind.FINALIZED: Message(_STUB, {"message": Text(LONG), "traceback": Text(LONG)}),
     Kind.INDIRECT: Message(None, {"region": _ID, "offset": _ID, "size": _ID}),
 }
 
@@ -227,7 +228,7 @@ CONTROL: dict[Kind, Message] = {
     # before the sender names the first block there. An empty handle of either: each waits for its own
     # work before it sends.
     Kind.EVENT: Message(None, {"device": _DEVICE, "handle": Raw(HANDLE_BYTES)}),
-    Kind.REFUSED: Message(_RUNTIME, {"reason": Text(_SHORT)}),
+    Kind.REFUSED: Message(_RUNTIME, {"reason": Text(SHORT)}),
     # Blocks that nobody needs any more, when no EXECUTE or ANSWER comes by for them to ride on: of
     # answers, from the runtime; of requests that the stub kept, from the stub.
     Kind.RELEASE: Message(None, {"places": ListOf(_PLACE, MAX_PLACES_IN_PACKET)}),
@@ -235,7 +236,7 @@ CONTROL: dict[Kind, Message] = {
     Kind.RETIRE: Message(None, {"region": _ID}),
     Kind.LOG: Message(
         _STUB,
-        {"level": Int(0, 3), "message": Text(_LONG), "file": Text(_SHORT), "line": Int(0, 2**31)},
+        {"level": Int(0, 3), "message": Text(LONG), "file": Text(SHORT), "line": Int(0, 2**31)},
     ),
     # Responses of requests that are executing or were left open; those of one request are in order.
     Kind.RESPONSES: Message(_STUB, {"responses": ListOf(_RESPONSE, MAX_RESPONSES_IN_PACKET)}),
@@ -259,7 +260,7 @@ CONTROL: dict[Kind, Message] = {
     ),
     # Is the model ready, as it says itself? One question at a time; the reason is nil if it is.
     Kind.READY: Message(_RUNTIME, {"question": _ID}),
-    Kind.READINESS: Message(_STUB, {"question": _ID, "reason": Maybe(Text(_SHORT))}),
+    Kind.READINESS: Message(_STUB, {"question": _ID, "reason": Maybe(Text(SHORT))}),
     # Another process of the runtime sends batches from now on. Comes with the descriptors of its work channel
     # and its control channel, on which it speaks as the runtime after LOADED.
     Kind.PEER: Message(_RUNTIME, {}),
@@ -267,7 +268,7 @@ CONTROL: dict[Kind, Message] = {
     Kind.BEGUN: Message(_STUB, {"batch": _ID}),
     # For a template alone: be another stub in a new process. Comes with the descriptors of its work, control and
     # calls channels, of its output, and of the socket on which it says that it is there.
-    Kind.FORK: Message(_RUNTIME, {"name": Text(_SHORT)}),
+    Kind.FORK: Message(_RUNTIME, {"name": Text(SHORT)}),
     # A process that it forked has ended: how?
     Kind.REAP: Message(_RUNTIME, {"pid": _ID}),
     Kind.EXITED: Message(_STUB, {"pid": _ID, "code": Int(-255, 255)}),
@@ -284,21 +285,21 @@ CALLS: dict[Kind, Message] = {
         _STUB,
         {
             "call": _ID,
-            "model": Text(_LONG),
+            "model": Text(LONG),
             "version": Int(-1),
             "decoupled": Flag(),
             "timeout_us": Int(0, 2**64 - 1),
             "released": _PLACES,
             "blocks": _BLOCKS,
             "inputs": ListOf(_NAMED_TENSOR, 65536),
-            "outputs": ListOf(Text(_LONG), 65536),
+            "outputs": ListOf(Text(LONG), 65536),
             "details": Maybe(
                 Row(
-                    request_id=Text(_LONG),
-                    correlation_id=OneOf(Int(0, 2**64 - 1), Text(_SHORT)),
+                    request_id=Text(LONG),
+                    correlation_id=OneOf(Int(0, 2**64 - 1), Text(SHORT)),
                     flags=Int(0, 2**32 - 1),
                     parameters=_PARAMETERS,
-                    trace=Maybe(Text(_SHORT)),
+                    trace=Maybe(Text(SHORT)),
                     memory=_WANTED,
                     device=_DEVICE,
                 )
@@ -328,25 +329,23 @@ CALLS: dict[Kind, Message] = {
         _STUB,
         {
             "call": _ID,
-            "model": Text(_LONG),
-            "config": Text(_LARGEST_CONFIG),
-            "files": Maybe(ListOf(Row(path=Text(_LONG), contents=Raw(1 << 31)), 65536)),
+            "model": Text(LONG),
+            "config": Text(LARGEST_CONFIG),
+            "files": Maybe(ListOf(Row(path=Text(LONG), contents=Raw(1 << 31)), 65536)),
         },
     ),
-    Kind.UNLOAD_MODEL: Message(_STUB, {"call": _ID, "model": Text(_LONG), "dependents": Flag()}),
+    Kind.UNLOAD_MODEL: Message(_STUB, {"call": _ID, "model": Text(LONG), "dependents": Flag()}),
     # An empty version is the latest.
-    Kind.IS_MODEL_READY: Message(
-        _STUB, {"call": _ID, "model": Text(_LONG), "version": Text(_SHORT)}
-    ),
+    Kind.IS_MODEL_READY: Message(_STUB, {"call": _ID, "model": Text(LONG), "version": Text(SHORT)}),
     # A metric, or the family alone where there are no labels; DONE has its number as `metric`.
     Kind.NEW_METRIC: Message(
         _STUB,
         {
             "call": _ID,
-            "name": Text(_LONG),
-            "description": Text(_LONG),
+            "name": Text(LONG),
+            "description": Text(LONG),
             "metric_kind": Int(0, 2),
-            "labels": Maybe(ListOf(Row(name=Text(_LONG), value=Text(_LONG)), MAX_METRIC_PARTS)),
+            "labels": Maybe(ListOf(Row(name=Text(LONG), value=Text(LONG)), MAX_METRIC_PARTS)),
             "buckets": Maybe(ListOf(Real(), MAX_METRIC_PARTS)),
         },
     ),

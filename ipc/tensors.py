@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moonpool.ipc.errors import BadTensor
+from moonpool.ipc.messages import MAX_DIMS as MAX_DIMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +91,6 @@ ITEMSIZE.update({BYTES: 0, BF16: 2})
 CODE_OF: dict[np.dtype[np.generic], int] = {dtype: code for code, dtype in DTYPES.items()}
 CODE_OF[np.dtype(np.object_)] = BYTES
 
-MAX_DIMS = 32
 # So that no product of a shape and an item size can pass what a signed 64-bit size holds.
 MAX_ELEMENTS = 2**59
 

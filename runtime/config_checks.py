@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from moonpool.ipc.messages import MAX_DIMS
 from moonpool.runtime.config_defaults import PYTHON_BACKEND
 from moonpool.runtime.config_shape import Raw
 from moonpool.runtime.config_source import Source
@@ -22,7 +23,6 @@ from moonpool.runtime.config_types import (
     VersionPolicy,
 )
 
-MAX_RANK = 32
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ILLEGAL = frozenset(";|&$`<>()[]{}\\\"'*?~#!")
 
@@ -112,8 +112,8 @@ def _tensor(
         raise source.error(f"{path}.dims", f"{prefix}must specify 'dims'{suffix}")
     dims = _dims(io["dims"], f"{prefix}dimension", f"{path}.dims", source, suffix)
     rank = len(dims) + (raw["max_batch_size"] > 0)
-    if rank > MAX_RANK:
-        what = f"{prefix}has {rank} dimensions with the batch; at most {MAX_RANK}{suffix}"
+    if rank > MAX_DIMS:
+        what = f"{prefix}has {rank} dimensions with the batch; at most {MAX_DIMS}{suffix}"
         raise source.error(f"{path}.dims", what)
     datatype = io["data_type"].removeprefix("TYPE_")
     return TensorConfig(
@@ -145,7 +145,7 @@ def _reshape(io: Raw, raw: Raw, prefix: str, path: str, source: Source) -> tuple
         )
         raise source.error(path, f"{prefix}{what}{suffix}")
     result = _dims(shape, f"{prefix}reshape dimensions", path, source, suffix)
-    if len(result) >= MAX_RANK:
+    if len(result) >= MAX_DIMS:
         raise source.error(path, f"{prefix}has too many reshape dimensions{suffix}")
     ours, theirs = _runs(io["dims"]), _runs(result)
     if io["dims"] and len(ours) != len(theirs) and 1 not in (len(ours), len(theirs)):

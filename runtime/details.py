@@ -6,7 +6,15 @@ import operator
 import re
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY, MAX_DEVICES, ORDINARY_MEMORY
+from moonpool.ipc.messages import (
+    ANY_MEMORY,
+    DEVICE_MEMORY,
+    LONG,
+    MAX_DEVICES,
+    MAX_PARAMETERS,
+    ORDINARY_MEMORY,
+    SHORT,
+)
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.request import Details
 
@@ -18,8 +26,6 @@ if TYPE_CHECKING:
 
 _UINT32 = 2**32 - 1
 _UINT64 = 2**64 - 1
-_LONG = 1 << 20
-_SHORT = 4096
 
 
 def details_of(
@@ -38,18 +44,18 @@ def details_of(
         return None
     memory, device = (ANY_MEMORY, 0) if outputs_in is None else _memory(outputs_in)
     if isinstance(correlation_id, str):
-        correlation: int | str = _text("correlation_id", correlation_id, _SHORT)
+        correlation: int | str = _text("correlation_id", correlation_id, SHORT)
     else:
         correlation = _number("correlation_id", correlation_id, _UINT64)
     return Details(
-        _text("request_id", request_id, _LONG),
+        _text("request_id", request_id, LONG),
         correlation,
         _number("flags", flags, _UINT32),
         _number("queue_timeout_us", timeout_us, _UINT64),
         _number("priority", priority, _UINT64),
         _parameters(parameters or {}) or None,
         None,
-        None if trace_context is None else _text("trace_context", trace_context, _SHORT),
+        None if trace_context is None else _text("trace_context", trace_context, SHORT),
         memory,
         device,
     )
@@ -113,8 +119,10 @@ def _text(name: str, value: object, length: int) -> str:
 
 
 def _parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    if len(parameters) > _SHORT:
-        raise InvalidRequest(f"there are {len(parameters)} parameters, and {_SHORT} is the most")
+    if len(parameters) > MAX_PARAMETERS:
+        raise InvalidRequest(
+            f"there are {len(parameters)} parameters, and {MAX_PARAMETERS} is the most"
+        )
     checked: dict[str, Parameter] = {}
     for key, value in parameters.items():
         if type(key) is not str or type(value) not in (bool, int, float, str):
@@ -123,8 +131,8 @@ def _parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
                 f"not {type(value).__name__}"
             )
         if type(value) is str:
-            _text(f"parameter {key!r}", value, _LONG)
+            _text(f"parameter {key!r}", value, LONG)
         elif type(value) is int and not -(2**63) <= value <= _UINT64:
             raise InvalidRequest(f"parameter {key!r} has more than 64 bits")
-        checked[_text("the name of a parameter", key, _LONG)] = value
+        checked[_text("the name of a parameter", key, LONG)] = value
     return checked

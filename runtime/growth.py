@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError, ProtocolError
-from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, NO_DEVICE, Kind, Side
+from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, NO_DEVICE, SHORT, Kind, Side
 from moonpool.runtime.regions import new_region
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool")
 # So many blocks of answers that callers let go of are worth a message of their own.
 _RELEASE_AT = 64
-# As REFUSED has room for.
-_MOST_WORDS = 4096
 
 
 class Growth:
@@ -59,7 +57,7 @@ class Growth:
                     region = self._new_on_device(needed_bytes, device)
             except MoonpoolError as error:
                 self._is_growing = False
-                self._control.send(Kind.REFUSED, str(error)[:_MOST_WORDS])
+                self._control.send(Kind.REFUSED, str(error)[:SHORT])
                 return
             region.is_private = link.loans.is_private
             if self._take_in(region):

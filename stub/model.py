@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.messages import LARGEST_CONFIG
 from moonpool.stub import loader, logger, pb_utils
 from moonpool.stub.errors import InvalidReturn
 from moonpool.stub.execute import validate_execute_return
@@ -123,7 +124,13 @@ class Model:
                 completed = complete_config(self._class, ModelConfig(json.dumps(config))).as_dict()
             else:
                 completed = self._auto_complete(config)
-            return json.dumps(completed)
+            text = json.dumps(completed)
+            if len(text) > LARGEST_CONFIG:
+                raise ValueError(
+                    f"the completed configuration has {len(text)} characters, and {LARGEST_CONFIG} "
+                    "is the most"
+                )
+            return text
         except LoadError:
             raise
         except BaseException as error:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.messages import LARGEST_CONFIG, SHORT
 from moonpool.stub.errors import TritonModelException, as_text, shown
 from moonpool.stub.host import current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# What their messages have room for.
-_MOST_NAME = 4096
-_MOST_CONFIG = 1 << 28
+# As LOAD_MODEL has room for.
+_MOST_FILES = 65536
+_MOST_FILE_BYTES = 1 << 31
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
@@ -26,7 +27,7 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
         signature = "model_name: str, config: str = '', files: object = None"
         raise _bad("load_model", signature, "None", (model_name, config))
     name = _sendable("name of a model", model_name)
-    text = _sendable("configuration", config, _MOST_CONFIG)
+    text = _sendable("configuration", config, LARGEST_CONFIG)
     current().load_model(name, text, _checked(name, files))
 
 
@@ -55,7 +56,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, (str, bytes))
 
 
-def _sendable(what: str, given: str | bytes, most: int = _MOST_NAME) -> str:
+def _sendable(what: str, given: str | bytes, most: int = SHORT) -> str:
     text = as_text(given)
     if len(text) > most:
         raise TritonModelException(f"a {what} of {len(text)} characters; {most} is the most")
@@ -74,12 +75,18 @@ def _checked(name: str, files: object) -> dict[str, bytes] | None:
             f"failed to load model '{name}', files should be a dictionary of file paths and file "
             "contents"
         )
+    if len(files) > _MOST_FILES:
+        raise TritonModelException(f"{len(files)} files for a model; {_MOST_FILES} is the most")
     for path, content in files.items():
         if not _is_text(path):
             raise TypeError(f"Object of type '{type(path).__name__}' is not an instance of 'str'")
         if not isinstance(content, bytes):
             raise TypeError(
                 f"Object of type '{type(content).__name__}' is not an instance of 'bytes'"
+            )
+        if len(content) > _MOST_FILE_BYTES:
+            raise TritonModelException(
+                f"a file of {len(content)} bytes for a model; {_MOST_FILE_BYTES} is the most"
             )
     return {_sendable("path", path): content for path, content in files.items()}
 

@@ -6,14 +6,12 @@ import threading
 from types import CoroutineType
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.messages import Kind
+from moonpool.ipc.messages import SHORT, Kind
 from moonpool.stub.report import describe
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
     from typing import Any, Callable
-
-_MAX_CHARACTERS = 4096
 
 
 class Readiness:
@@ -63,4 +61,4 @@ class Readiness:
 
     def _refusal(self, error: BaseException) -> str:
         text = f"Model '{self._instance}' is not ready: {describe(error)}"
-        return text[:_MAX_CHARACTERS]
+        return text[:SHORT]

@@ -8,7 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import CODES, BadTensor, MoonpoolError
-from moonpool.ipc.messages import ANY_MEMORY, MAX_DEVICES, MAX_METRIC_PARTS, Kind
+from moonpool.ipc.messages import (
+    ANY_MEMORY,
+    LONG,
+    MAX_DEVICES,
+    MAX_METRIC_PARTS,
+    MAX_PARAMETERS,
+    SHORT,
+    Kind,
+)
 from moonpool.stub.call_tensors import Placed, read_outputs
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import ONLY_IN_EXECUTE, Host
@@ -27,10 +35,8 @@ if TYPE_CHECKING:
     from moonpool.stub.request import InferenceRequest
 
 _INFER = int(Kind.INFER)
-_MAX_INT = 2**63 - 1
-_UINT32 = 2**32 - 1
-_UINT64 = 2**64 - 1
-_MAX_ID_CHARACTERS = 4096
+# Inputs, and as many outputs that are asked for: as INFER has room for.
+_MOST_TENSORS = 65536
 _EMPTY = ("", 0, 0, None, None, ANY_MEMORY, 0)
 
 
@@ -69,7 +75,7 @@ class StubHost(Host):
     # Requests to other models
 
     def infer(self, request: InferenceRequest, decoupled: bool) -> Answer:
-        self._check()
+        self._check(request)
         call = self._calls.open(request)
         failed = self._send(call, request, decoupled)
         if decoupled:
@@ -88,7 +94,7 @@ class StubHost(Host):
 
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
-        self._check()
+        self._check(request)
         if decoupled:
             future.set_result(self.infer(request, decoupled))
             return future
@@ -120,9 +126,14 @@ class StubHost(Host):
         else:
             future.set_result(self._response(call.inbox.popleft()))
 
-    def _check(self) -> None:
+    def _check(self, request: InferenceRequest) -> None:
         if not self.serves:
             raise TritonModelException(ONLY_IN_EXECUTE)
+        if request._origin is not None:
+            raise TritonModelException(
+                "a request that the model was given names no model: make one with "
+                "pb_utils.InferenceRequest(model_name=...) and its inputs"
+            )
 
     def _send(
         self, call: Call, request: InferenceRequest, decoupled: bool
@@ -153,14 +164,14 @@ class StubHost(Host):
             if placed is not None:
                 placed.take_back()
             text = f"Model {request._model_name} - Error when running inference: {error}"
-            return InferenceResponse(error=TritonError(text, _code(CODES.index(error.code))))
+            return InferenceResponse(error=TritonError(text, ErrorCode(CODES.index(error.code))))
         return None
 
     def _response(self, fields: list[Any]) -> InferenceResponse:
         _, _, _, _, blocks, rows, parameters, failure = fields
         error = None
         if failure is not None:
-            error = TritonError(failure[1], _code(failure[0]))
+            error = TritonError(failure[1], ErrorCode(failure[0]))
         outputs = read_outputs(blocks, rows, self._regions, self._calls.give_back) if rows else []
         response = InferenceResponse(outputs, error)
         response._parameters = parameters
@@ -249,22 +260,36 @@ def _prefixed(words: str) -> Iterator[None]:
 
 
 def _check_fields(request: InferenceRequest) -> None:
-    """Raises `BadTensor` for what no message has room for."""
-    correlation_id = request._details.correlation_id
-    if isinstance(correlation_id, str):
-        fits = len(correlation_id) <= _MAX_ID_CHARACTERS
-    else:
-        fits = 0 <= correlation_id <= _UINT64
+    """Raises `BadTensor` for what no message has room for and the request's constructor let pass."""
+    details = request._details
+    correlation_id = details.correlation_id
+    # Unlike all else, a model may give this anything.
+    trace: object = request._trace._context
     _, device = _wish(request)
     for name, value, is_good in (
-        ("correlation_id", correlation_id, fits),
-        ("flags", request._details.flags, 0 <= request._details.flags <= _UINT32),
-        ("timeout", request._details.timeout_us, 0 <= request._details.timeout_us <= _UINT64),
-        ("model_version", request._model_version, -1 <= request._model_version <= _MAX_INT),
+        ("model_name", request._model_name, len(request._model_name) <= LONG),
+        ("model_version", request._model_version, request._model_version >= -1),
+        ("request_id", details.request_id, len(details.request_id) <= LONG),
+        ("correlation_id", correlation_id, _is_number_or_short(correlation_id)),
+        ("trace", trace, trace is None or (isinstance(trace, str) and len(trace) <= SHORT)),
         ("device of the preferred_memory", device, 0 <= device < MAX_DEVICES),
     ):
         if not is_good:
             raise BadTensor(f"the {name} of the request cannot be {value!r:.60}")
+    names = request._requested_output_names
+    for what, things, most in (
+        ("parameters", details.parameters or (), MAX_PARAMETERS),
+        ("inputs", request._inputs, _MOST_TENSORS),
+        ("requested outputs", names, _MOST_TENSORS),
+    ):
+        if len(things) > most:
+            raise BadTensor(f"the request has {len(things)} {what}, and {most} is the most")
+    if names and max(map(len, names)) > LONG:
+        raise BadTensor(f"the name of a requested output has more than {LONG} characters")
+
+
+def _is_number_or_short(correlation_id: int | str) -> bool:
+    return isinstance(correlation_id, int) or len(correlation_id) <= SHORT
 
 
 def _wish(request: InferenceRequest) -> tuple[int, int]:
@@ -283,13 +308,6 @@ def _details(request: InferenceRequest) -> tuple[object, ...] | None:
         *_wish(request),
     )
     return None if details == _EMPTY else details
-
-
-_CODES = {int(code): code for code in ErrorCode}
-
-
-def _code(number: int) -> ErrorCode:
-    return _CODES[number]
 
 
 def _nothing() -> None:

@@ -162,18 +162,18 @@ def _kinds(name: str, enum: type[IntEnum]) -> str:
     return "\n".join(line.removesuffix("  // ") for line in lines)
 
 
-def _numbers(module: ModuleType, *private: str) -> dict[str, int]:
-    """The module's own numbers, and these."""
+def _numbers(module: ModuleType) -> dict[str, int]:
+    """The module's own numbers."""
     return {
         name: value
         for name, value in vars(module).items()
-        if type(value) is int and (name in private or (name.isupper() and name[0] != "_"))
+        if type(value) is int and name.isupper() and name[0] != "_"
     }
 
 
 def _constants() -> str:
     numbers = {
-        **_numbers(messages, "_LONG", "_SHORT", "_LARGEST_CONFIG"),
+        **_numbers(messages),
         **_numbers(metric_kinds),
         **_numbers(launcher),
         "MAX_PACKET_BYTES": channel.MAX_PACKET_BYTES,

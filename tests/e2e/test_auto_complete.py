@@ -127,6 +127,10 @@ def test_a_scheduler_of_the_configuration_stays(completion: Completion) -> None:
             'c.as_dict()["x"] = object()',
             "TypeError: Object of type object is not JSON serializable",
         ),
+        (
+            'c.as_dict()["parameters"] = {"a": {"string_value": "x" * (1 << 22)}}',
+            "and 4194304 is the most",
+        ),
         ("raise KeyError('k')", "KeyError: 'k'\n\nAt:\n"),
         ("import sys; sys.exit(3)", "SystemExit: 3\n\nAt:\n"),
         ('c.as_dict()["max_batch_size"] = float("nan")', "max_batch_size: must be an integer"),

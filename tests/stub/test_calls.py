@@ -6,17 +6,23 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.conversation import Overflow
+from moonpool.ipc.details import Details
 from moonpool.ipc.errors import OutOfMemory
-from moonpool.ipc.messages import Kind
+from moonpool.ipc.messages import LONG, SHORT, Kind
 from moonpool.stub.calls import Calls
+from moonpool.stub.errors import ErrorCode, TritonModelException
 from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
-from moonpool.stub.request import InferenceRequest
+from moonpool.stub.request import InferenceRequest, InferenceTrace
 from moonpool.stub.stub_host import StubHost
+from moonpool.stub.tensor import Tensor
+
+X = Tensor("X", np.zeros(1, np.float32))
 
 
 class NoMemory(Overflow):
@@ -42,13 +48,18 @@ def ends() -> Iterator[tuple[Calls, Channel]]:
     peer.close()
 
 
+@pytest.fixture
+def host(ends: tuple[Calls, Channel]) -> StubHost:
+    control = cast(Any, type("Control", (), {"metric_changes": None}))
+    host = StubHost(ends[0], cast(Any, NoMemory()), control, "m")
+    host.serves = True
+    return host
+
+
 def test_what_was_let_go_of_is_not_forgotten_where_a_request_cannot_be_sent(
-    ends: tuple[Calls, Channel],
+    ends: tuple[Calls, Channel], host: StubHost
 ) -> None:
     calls, _ = ends
-    control = cast(Any, type("Control", (), {"metric_changes": None}))
-    host = StubHost(calls, cast(Any, NoMemory()), control, "m")
-    host.serves = True
     calls.give_back((1, 64))
     request = InferenceRequest(model_name="x" * 100_000, inputs=[], requested_output_names=["Y"])
     response = cast(Any, host.infer(request, False))
@@ -56,13 +67,54 @@ def test_what_was_let_go_of_is_not_forgotten_where_a_request_cannot_be_sent(
     assert calls.take_let_go() == [(1, 64)]
 
 
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"model_name": "m" * (LONG + 1)}, "the model_name of the request cannot be 'mmm"),
+        ({"model_version": -2}, "the model_version of the request cannot be -2"),
+        ({"request_id": "i" * (LONG + 1)}, "the request_id of the request cannot be 'iii"),
+        ({"correlation_id": "c" * (SHORT + 1)}, "the correlation_id of the request cannot be 'ccc"),
+        ({"trace": InferenceTrace("t" * (SHORT + 1))}, "the trace of the request cannot be 'ttt"),
+        ({"trace": InferenceTrace(cast(Any, 5))}, "the trace of the request cannot be 5"),
+        ({"parameters": dict.fromkeys(map(str, range(4097)), 1)}, "4097 parameters, and 4096 is"),
+        ({"inputs": [X] * 65537}, "65537 inputs, and 65536 is the most"),
+        ({"requested_output_names": ["Y"] * 65537}, "65537 requested outputs, and 65536 is"),
+        (
+            {"requested_output_names": ["Y" * (LONG + 1)]},
+            "name of a requested output has more than",
+        ),
+        (
+            {"inputs": [Tensor("X" * (LONG + 1), X.as_numpy())]},
+            "the name of an input has more than",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_what_no_message_has_room_for_is_an_error_of_the_request(
+    host: StubHost, fields: dict[str, Any], wrong: str
+) -> None:
+    request = InferenceRequest(
+        **{"model_name": "b", "inputs": [], "requested_output_names": ["Y"], **fields}
+    )
+
+    response = cast(Any, host.infer(request, False))
+
+    assert wrong in response.error().message()
+    assert response.error().code() == ErrorCode.INVALID_ARG
+
+
+def test_a_request_that_the_model_was_given_cannot_be_sent_on(host: StubHost) -> None:
+    details = Details("", 0, 0, 0, 0, None)
+    request = InferenceRequest.from_wire(details, ["Y"], [], (cast(Any, None), 1, 0))
+
+    with pytest.raises(TritonModelException, match="names no model: make one with"):
+        host.infer(request, False)
+
+
 @pytest.mark.parametrize("number", [-1, 4096])
 def test_a_device_that_no_message_has_room_for_is_an_error_of_the_request(
-    ends: tuple[Calls, Channel], number: int
+    host: StubHost, number: int
 ) -> None:
-    control = cast(Any, type("Control", (), {"metric_changes": None}))
-    host = StubHost(ends[0], cast(Any, NoMemory()), control, "m")
-    host.serves = True
     wish = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_GPU, number)
     request = InferenceRequest(
         model_name="b", inputs=[], requested_output_names=["Y"], preferred_memory=wish
