@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.frontend.http.exchange import Body, Part
 
+_FED_BYTES = 1 << 16
 _STEP_BYTES = 1 << 20
+_MOST_PARTS = 1 << 16
 ENCODINGS = ("gzip", "deflate")
 _ANY, _GZIP, _ZLIB = 47, 31, 15
 # On a loopback even this is more work than sending the bytes as they are.
@@ -28,28 +30,41 @@ def inflate(body: Body, limit_bytes: int) -> bytearray:
     if not len(body):
         raise BadMessage(HTTPStatus.BAD_REQUEST, "nothing to be decompressed")
     out = bytearray()
-    left: Body = body
     try:
-        while len(left):
-            inflater = zlib.decompressobj(_ANY)
-            while not inflater.eof:
-                piece = inflater.decompress(left, min(_STEP_BYTES, limit_bytes - len(out) + 1))
-                out += piece
-                if len(out) > limit_bytes:
-                    raise BadMessage(
-                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                        f"the request body has more than {limit_bytes} bytes once it is decompressed",
-                    )
-                left = inflater.unconsumed_tail
-                if not piece and not left and not inflater.eof:
-                    raise zlib.error("it ends too early")
+        with memoryview(body) as packed:
+            begin = 0
             # A gzip file may have several parts.
-            left = inflater.unused_data
+            for _ in range(_MOST_PARTS):
+                begin += _inflate_part(packed, begin, out, limit_bytes)
+                if begin == len(packed):
+                    return out
+        raise zlib.error(f"it has more than {_MOST_PARTS} parts")
     except zlib.error as error:
         raise BadMessage(
             HTTPStatus.BAD_REQUEST, f"the request body cannot be decompressed: {error}"
         ) from None
-    return out
+
+
+def _inflate_part(packed: memoryview, begin: int, out: bytearray, limit_bytes: int) -> int:
+    """Add what is packed from `begin` on to `out`, up to the end of a part; how many bytes that had."""
+    inflater = zlib.decompressobj(_ANY)
+    fed = begin
+    while not inflater.eof:
+        # What a step leaves is copied, so that it gets little of the body at a time.
+        given = inflater.unconsumed_tail
+        if not given:
+            given = bytes(packed[fed : fed + _FED_BYTES])
+            fed += len(given)
+        piece = inflater.decompress(given, min(_STEP_BYTES, limit_bytes - len(out) + 1))
+        out += piece
+        if len(out) > limit_bytes:
+            raise BadMessage(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the request body has more than {limit_bytes} bytes once it is decompressed",
+            )
+        if not piece and not given and not inflater.eof:
+            raise zlib.error("it ends too early")
+    return fed - len(inflater.unused_data) - begin
 
 
 def deflate(encoding: str, parts: Sequence[Part]) -> list[bytes]:
