@@ -92,10 +92,10 @@ class LentRegion(Region):
     def give_up(self, blocks: list[tuple[int, int]]) -> None:
         """The model has kept some of these blocks (offset, size): all of them become its own."""
         inputs, self.buffer, self._inputs = self._inputs, None, None
+        if inputs is None:
+            return
         for offset, size_bytes in blocks:
             begin = offset // _PAGE * _PAGE
-            if inputs is None:
-                continue
             try:
                 inputs.madvise(_POPULATE_WRITE, begin, offset + size_bytes - begin)
             except OSError:

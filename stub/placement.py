@@ -191,14 +191,14 @@ class Placer:
         _check_names(outputs)
         plan = Plan(rows, len(there) + (1 if copied else 0), is_shared=False)
         _lay_out(plan, copied, len(there))
-        # Where there is no room for the copies, nothing has been done yet.
+        # A client may have cut its memory short; and where there is no room for the copies, nothing has been done yet.
+        for target, data in delivered:
+            target.region.write(target.offset, data)
         block = self._regions.allocate(plan.size_bytes) if copied else None
         self._regions.hold(ours)
         blocks += there
         if block is not None:
             _fill(block, arrays, plan, blocks)
-        for target, data in delivered:
-            target.region.write(target.offset, data)
         return plan
 
     def _moved(

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.messages import NO_DEVICE, Side
+from moonpool.ipc.region import SharedRegion
+from moonpool.stub.batch import Target
 from moonpool.stub.lent_region import LentRegion
+from moonpool.stub.placement import Placer
+from moonpool.stub.regions import Regions
+from moonpool.stub.response import InferenceResponse
+from moonpool.stub.tensor import Tensor
 
 _PAGE = 4096
 _BYTES = 4 * _PAGE
@@ -91,3 +98,27 @@ def test_an_object_that_is_too_short_is_an_error(lent: Lent) -> None:
         lent.lease()
     with pytest.raises(RemoteProtocolError, match="client's shared memory cannot be mapped"):
         lent.region.write(0, np.zeros(1, np.uint8))
+
+
+def test_nothing_is_left_of_a_response_whose_target_is_too_short(lent: Lent) -> None:
+    os.truncate(lent.fd, _PAGE)
+    regions = Regions(lambda *_: None)
+    answers = SharedRegion.create(2, 1 << 16)
+    regions.arrive(os.dup(answers.fd), 2, 1 << 16, int(Side.STUB), NO_DEVICE, b"")
+    placer = Placer(regions, {"outputs": ["Y", "V"]})
+    made = InferenceResponse([Tensor(name, np.ones(4, np.float32)) for name in ("Y", "V")])
+    blocks: list[list[int]] = []
+    try:
+        plan, remark = placer.answer(
+            made, ["Y", "V"], blocks, None, {0: Target(lent.region, 0, _BYTES)}
+        )
+        assert plan is None
+        assert remark is not None
+        assert "client's shared memory cannot be mapped" in remark[1][1]
+        # The next response of the batch counts its blocks from here on.
+        assert blocks == []
+        # All of the memory is free.
+        regions.allocate((1 << 16) - 64)
+    finally:
+        regions.close()
+        answers.close()
