@@ -131,6 +131,14 @@ class CallDesk:
             else:
                 self._done(fields[1], error)
 
+    def _indirect(self, fields: list[Any]) -> None:
+        packet = self._link.open(*fields[1:]).tobytes()
+        self._flow.took(len(packet))
+        inner = self._codec.decode_stored(packet)
+        if inner[0] == Kind.INDIRECT:
+            raise RemoteProtocolError("an indirect message in an indirect one")
+        self._handle(inner)
+
     def _leave_all(self) -> None:
         while self._calls:
             _, call = self._calls.popitem()
@@ -293,8 +301,6 @@ class CallDesk:
             if call.batch == batch:
                 self._end(call, ModelError("Request cancelled", "CANCELLED"))
 
-    # Time
-
     def _end_at(self, call: Call, when_s: float) -> None:
         self._deadlines.shrink(self._is_open, len(self._calls))
         self._deadlines.add(when_s, call)
@@ -313,16 +319,6 @@ class CallDesk:
         self._wakes_at_s = self._deadlines.next_s
         if self._wakes_at_s is not None:
             self._reactor.call_at(self._wakes_at_s, self._expire)
-
-    # Large messages
-
-    def _indirect(self, fields: list[Any]) -> None:
-        packet = self._link.open(*fields[1:]).tobytes()
-        self._flow.took(len(packet))
-        inner = self._codec.decode_stored(packet)
-        if inner[0] == Kind.INDIRECT:
-            raise RemoteProtocolError("an indirect message in an indirect one")
-        self._handle(inner)
 
     # Other things that models ask for
 
@@ -390,7 +386,11 @@ class CallDesk:
             self._done(number, error)
 
         self._tasks.add(number)
-        threading.Thread(target=run, name="moonpool-call").start()
+        try:
+            threading.Thread(target=run, name="moonpool-call").start()
+        except RuntimeError as error:
+            self._tasks.discard(number)
+            self._done(number, ModelUnavailable(f"the runtime has no thread for this: {error}"))
 
     def _done(
         self, number: int, error: BaseException | None, values: dict[str, Any] | None = None

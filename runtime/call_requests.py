@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import CODES, MoonpoolError, RemoteProtocolError
 from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY
-from moonpool.runtime.errors import ModelError, ModelUnavailable
+from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable
 from moonpool.runtime.public_text import public_text
 from moonpool.runtime.request import Details
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.signature import Signature
 
+_log = logging.getLogger("moonpool")
 # What fits a packet, whatever it says, so that there is always room for it.
 SHORT_MESSAGE = 7000
 _MAX_MESSAGE = 65536
@@ -95,6 +97,9 @@ class Fetching:
                 }
             except MoonpoolError as error:
                 fetched = error
+            except Exception as error:  # the stub waits for an answer, whatever went wrong
+                _log.exception("inputs of a call were not copied")
+                fetched = BackendError(f"the inputs cannot be copied from their device: {error!r}")
             self._running.discard(threading.current_thread())
             go_on(fetched)
 
@@ -105,7 +110,11 @@ class Fetching:
             return
         thread = threading.Thread(target=fetch, name="moonpool-fetch", daemon=True)
         self._running.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._running.discard(thread)
+            go_on(ModelUnavailable(f"the inputs cannot be copied from their device: {error}"))
 
 
 def wire_error(error: BaseException, most: int = _MAX_MESSAGE) -> list[object]:

@@ -226,8 +226,8 @@ class ModelRegistry:
             if name in self._leaving:
                 return
             if name in self._moves.names:
-                self._leaving.add(name)
-                self._start(name, lambda: self._unload_if_there(name))
+                if self._start(name, lambda: self._unload_if_there(name)):
+                    self._leaving.add(name)
                 return
             loaded = self._take(name)
             if loaded is None:

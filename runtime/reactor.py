@@ -92,8 +92,11 @@ class Reactor:
             self._armed.add(fd)
 
     def watch_room(self, fd: int, *, wanted: bool) -> None:
-        """Run the callback of a watched `fd` also whenever it can be written to. On the reactor's thread only."""
-        if wanted:
+        """Run the callback of a watched `fd` also whenever it can be written to. On the reactor's thread only.
+
+        Nothing happens where `fd` was forgotten meanwhile: another file may get its number.
+        """
+        if wanted and fd in self._readers:
             self._writers.add(fd)
         else:
             self._writers.discard(fd)

@@ -10,6 +10,7 @@ from moonpool.runtime.states import INSTANCE, Machine
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
 
     from moonpool.runtime.backend import ModelInstance
 
@@ -25,6 +26,8 @@ class Seat:
         # When the process that is to be replaced broke.
         self.broken_ns = 0
         self.recovery: threading.Thread | None = None
+        # What a recovery is to do for which no thread could be started yet.
+        self.unrecovered: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"<{self.machine!r} restarts={self.restarts}>"

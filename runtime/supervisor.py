@@ -78,7 +78,7 @@ class Supervisor:
         self._reactor = reactor
         self._tell = tell
         self._give_up_model = give_up
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._stopping = threading.Event()
         self.seats = [Seat(i, options.max_restarts + 1) for i in instances]
         self._seat_of = {seat.instance: seat for seat in self.seats}
@@ -179,9 +179,17 @@ class Supervisor:
         seat = self._seat_of[instance]
         instance.accepts = instance.is_healthy = False
         self.recycling.end_turn(instance)
-        if not self.begin(seat, partial(self._recover, seat, requests, error), "recover"):
-            # The machine has no thread to spare: better slowly than never.
-            self._recover(seat, requests, error)
+        seat.unrecovered = partial(self._recover, seat, requests, error)
+        self._recover_apart(seat)
+
+    def _recover_apart(self, seat: Seat) -> None:
+        """On a thread. Where there is none to be had, later: whoever reports a loss may hold locks."""
+        with self._lock:
+            recover = seat.unrecovered
+            if recover is None or self.begin(seat, recover, "recover"):
+                seat.unrecovered = None
+            else:
+                self._reactor.call_later(_JOIN_S, partial(self._recover_apart, seat))
 
     def begin(self, seat: Seat, act: Callable[[], None], name: str) -> bool:
         """Act on a thread that has the instance in its hand, and is waited for when that is to end.
@@ -354,6 +362,10 @@ class Supervisor:
 
     def _end_recovery(self, seat: Seat) -> None:
         """Wait until nobody tries to bring an instance back; a restart on its way is broken off."""
+        with self._lock:
+            recover, seat.unrecovered = seat.unrecovered, None
+        if recover is not None:
+            recover()
         while seat.recovery is not None and seat.recovery.is_alive():
             if seat.machine.state is _S.STARTING:
                 error = ModelUnavailable(f"model '{self._model.name}' is being unloaded")

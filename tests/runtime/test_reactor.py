@@ -193,6 +193,16 @@ def test_what_is_paused_can_be_written_to_and_is_forgotten(reactor: Reactor) -> 
         assert reactor._writers == set()
 
 
+def test_room_of_what_was_forgotten_is_not_waited_for(reactor: Reactor) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reactor.watch(ours.fileno(), lambda: None)
+        reactor.call_soon(lambda: reactor.forget(ours.fileno()))
+        reactor.call_soon(lambda: reactor.watch_room(ours.fileno(), wanted=True))
+        finish(reactor)
+        assert reactor._writers == set()
+
+
 def test_the_end_of_a_peer_is_reported(reactor: Reactor) -> None:
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     done = threading.Event()

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from tests.runtime.adders import CONFIG, rows, write_model
 from tests.runtime.recorder import PATIENCE_S, tensor
+from tests.waiting import wait_until
 
 import moonpool
 from moonpool import Runtime
@@ -54,6 +56,22 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runtime(repository: Path) -> Iterator[Runtime]:
     with Runtime(repository) as runtime:
         yield runtime
+
+
+def test_an_unload_for_which_there_was_no_thread_can_be_asked_for_again(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Runtime(repository, models=["add"]) as runtime:
+        models = runtime._models
+        with models._moves.of("add"):  # as while it is loaded
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                models.begin_unload("add")
+            models.begin_unload("add")
+        wait_until(lambda: not runtime.models())
 
 
 def test_a_model_can_be_unloaded_and_loaded_again(repository: Path) -> None:

@@ -33,21 +33,51 @@ def test_an_instance_that_breaks_while_idle_comes_back(folder: Path) -> None:
     backend.check_pairs()
 
 
-def test_an_instance_comes_back_also_where_no_thread_can_be_started(
+def refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("executes", [True, False], ids=["executing", "idle"])
+def test_an_instance_comes_back_once_a_thread_can_be_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, executes: bool
+) -> None:
+    gone = PeerGone("the instance is gone")
+    with office(folder) as (backend, runtime):
+        (seat,) = runtime._models.find("m").supervisor.seats
+        lost = runtime.submit("m", x(1)) if executes else None
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            if lost is not None:
+                backend.wait_for(1).break_down(gone)
+            else:
+                seat.instance.report_broken(gone)
+            wait_until(lambda: seat.unrecovered is not None)
+            # Whoever tries again must not wait for the instance either.
+            tried = threading.Event()
+            runtime._models.stubs.reactor.call_later(0.3, tried.set)
+            assert tried.wait(PATIENCE_S)
+        if lost is not None:
+            with pytest.raises(PeerGone, match="the instance is gone"):
+                lost.result(PATIENCE_S)
+        wait_until(lambda: seat.restarts == 1)
+        backend.is_quick = True
+        assert runtime.infer("m", x(2), timeout_s=PATIENCE_S)["Y"].flat[0] == 2
+    backend.check_pairs()
+
+
+def test_an_unload_recovers_an_instance_for_which_no_thread_can_be_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with office(folder) as (backend, runtime):
+        (seat,) = runtime._models.find("m").supervisor.seats
         lost = runtime.submit("m", x(1))
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             backend.wait_for(1).break_down(PeerGone("the instance is gone"))
-            with pytest.raises(PeerGone, match="the instance is gone"):
-                lost.result(PATIENCE_S)
-        backend.is_quick = True
-        assert runtime.infer("m", x(2), timeout_s=PATIENCE_S)["Y"].flat[0] == 2
+            wait_until(lambda: seat.unrecovered is not None)
+            runtime.unload("m")
+        with pytest.raises(PeerGone, match="the instance is gone"):
+            lost.result(PATIENCE_S)
     backend.check_pairs()
 
 

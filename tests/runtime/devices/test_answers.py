@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from typing import Any
 
@@ -16,7 +17,7 @@ from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.tensors import CODES
 from moonpool.runtime.answer_reader import AnswerReader
 from moonpool.runtime.call_requests import _MOST_FETCHED, Fetching
-from moonpool.runtime.errors import ModelUnavailable
+from moonpool.runtime.errors import BackendError, ModelUnavailable
 from moonpool.runtime.request import InferenceRequest, Response, Shapes, Wire
 
 
@@ -83,3 +84,31 @@ def test_a_model_cannot_have_any_number_of_inputs_copied_at_a_time() -> None:
     fetching.start(slow, {"X": 1}, go_on)
     assert done.acquire(timeout=10)
     assert came[-1] == {"X": 1}
+
+
+def test_inputs_that_cannot_be_copied_are_told_and_leave_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    slow: Any = Slow()
+    slow.may_go.set()
+    fetching = Fetching()
+    came: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    fetching.start(slow, {"X": MemoryError("none left")}, came.put)
+    error = came.get(timeout=10)
+    assert isinstance(error, BackendError)
+    assert "none left" in str(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(_MOST_FETCHED + 1):
+            fetching.start(slow, {"X": 1}, came.put)
+            error = came.get(timeout=10)
+            assert isinstance(error, ModelUnavailable)
+            assert "can't start new thread" in str(error)
+
+    fetching.start(slow, {"X": 1}, came.put)
+    assert came.get(timeout=10) == {"X": 1}

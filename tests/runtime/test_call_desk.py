@@ -1,0 +1,59 @@
+"""What a stub asks for beside inference, where the runtime cannot do it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tests.runtime.scripted import Pair
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import calls_codec, encode
+from moonpool.ipc.messages import Kind, Side
+from moonpool.runtime.call_desk import CallDesk
+from moonpool.runtime.reactor import Reactor
+
+
+class Models:
+    """The runtime as the model sees it: whatever is to be loaded is there at once."""
+
+    asker = SimpleNamespace(name="asker")
+
+    def load(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def stub() -> Iterator[Channel]:
+    """The stub's end of a channel whose other end a desk has."""
+    pair, reactor = Pair(), Reactor()
+    ours, theirs = Channel.pair()
+    peer = Channel(theirs)
+    desk = CallDesk(ours, pair.link, reactor, cast(Any, Models()), cast(Any, None))
+    desk.watch(lambda *_: None, lambda: None)
+    yield peer
+    reactor.call_soon(desk.close)
+    reactor.close()
+    peer.close()
+    pair.close()
+
+
+def test_a_call_for_which_there_is_no_thread_is_answered_and_its_number_is_free(
+    stub: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    codec = calls_codec(Side.STUB)
+    load = encode(Kind.LOAD_MODEL, 1, "m", "", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        stub.send(load)
+        _, number, error, _ = codec.decode(stub.receive())
+        assert number == 1
+        assert "can't start new thread" in error[1]
+
+    stub.send(load)
+    assert codec.decode(stub.receive()) == [Kind.DONE, 1, None, {}]
