@@ -4,7 +4,7 @@ Theory of operation. A fork has copies of everything, but the channels to the ru
 are the stub's alone. So the stub has a *door*: a socket that every fork, and every fork of a fork, inherits. For
 each question a fork makes a pair of sockets, hands one of them in through the door, and talks with a thread of
 the stub over the other; tensors travel as bytes. Nobody waits for a process that is gone: the end of either
-closes the pair.
+closes the pair, so a fork keeps no copy of what the stub has of another's.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moonpool.ipc.codec import encode, unpacked
+from moonpool.ipc.errors import LocalProtocolError
 from moonpool.ipc.tensors import BYTES, DTYPES
 from moonpool.stub import host, output, pb_utils, threads
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import Host
+from moonpool.stub.preferred_memory import ORDINARY
+from moonpool.stub.report import describe
 from moonpool.stub.request import InferenceRequest, InferenceTrace
 from moonpool.stub.response import InferenceResponse
 from moonpool.stub.response_iterator import ResponseIterator
@@ -59,6 +62,8 @@ class Door:
         self._on_fork = on_fork
         self._inside, self._outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_open = False
+        # What is being answered.
+        self._ends: set[socket.socket] = set()
         os.register_at_fork(after_in_parent=self._open, after_in_child=self._move_out)
 
     def _open(self) -> None:
@@ -70,6 +75,8 @@ class Door:
         """In a fork."""
         if self._inside.fileno() >= 0:
             self._inside.close()
+            for end in self._ends:
+                end.close()
             self._on_fork()
             output.prepare_fork()
             pb_utils.use_memory(None)
@@ -77,12 +84,37 @@ class Door:
 
     def _listen(self) -> None:
         while True:
-            _, fds, _, _ = socket.recv_fds(self._inside, 1, 1)
+            knock, fds, _, _ = socket.recv_fds(self._inside, 1, 1)
+            if not knock:  # nobody has the other end any more
+                return
             for fd in fds:
-                end = socket.socket(fileno=fd)
-                threading.Thread(
-                    target=_serve, args=(end,), name="moonpool-fork", daemon=True
-                ).start()
+                self._begin(socket.socket(fileno=fd))
+
+    def _begin(self, end: socket.socket) -> None:
+        self._ends.add(end)
+        thread = threading.Thread(
+            target=self._serve, args=(end,), name="moonpool-fork", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with contextlib.suppress(OSError):  # the fork has ended
+                _send(end, ("raise", f"the process that hosts the model is full: {error}"))
+            self._close(end)
+
+    def _serve(self, end: socket.socket) -> None:
+        """Do in the stub what a fork asks for, on a thread of its own."""
+        try:
+            with contextlib.suppress(OSError, EOFError):  # the fork has ended
+                _answer(end)
+        finally:
+            self._close(end)
+
+    def _close(self, end: socket.socket) -> None:
+        # A fork may have been made in the moment in which this came.
+        _hang_up(end)
+        end.close()
+        self._ends.discard(end)
 
 
 class ForkedHost(Host):
@@ -92,6 +124,10 @@ class ForkedHost(Host):
         self._door = door
 
     def _ask(self, *question: Any) -> socket.socket:
+        try:
+            packet = encode(*question)
+        except LocalProtocolError as error:
+            raise TritonModelException(str(error)) from error
         ours, theirs = socket.socketpair()
         try:
             socket.send_fds(self._door, [b"\0"], [theirs.fileno()])
@@ -100,23 +136,36 @@ class ForkedHost(Host):
             raise TritonModelException(_GONE) from error
         finally:
             theirs.close()
-        _send(ours, question)
+        with contextlib.suppress(OSError):  # what is to be read tells why nobody listens
+            _send_packet(ours, packet)
         return ours
 
     def infer(self, request: InferenceRequest, decoupled: bool) -> Answer:
         end = self._ask("infer", decoupled, *_packed_request(request))
+        if not decoupled:
+            with end:
+                return _response(*_told(end))
+        is_cancelled = False
 
         def receive() -> InferenceResponse | None:
-            answer = _receive(end)
-            return None if answer is None else _response(*answer)
+            try:
+                answer = _receive(end)
+            except EOFError:
+                if is_cancelled:
+                    return None
+                raise TritonModelException(_GONE) from None
+            return _response(*answer) if answer else None
 
-        if decoupled:
-            return ResponseIterator.over(receive, lambda: _hang_up(end), end.close)
-        with end:
-            response = receive()
-        if response is None:
-            raise TritonModelException(_GONE)
-        return response
+        def cancel() -> None:
+            nonlocal is_cancelled
+            is_cancelled = True
+            _hang_up(end)
+
+        def abandon() -> None:
+            _hang_up(end)
+            end.close()
+
+        return ResponseIterator.over(receive, cancel, abandon)
 
     def ainfer(self, request: InferenceRequest, decoupled: bool) -> asyncio.Future[Answer]:
         import asyncio
@@ -126,10 +175,7 @@ class ForkedHost(Host):
 
     def _call(self, method: str, *arguments: Any) -> Any:
         with self._ask(method, *arguments) as end:
-            answer = _receive(end)
-        if answer is None:
-            raise TritonModelException(_GONE)
-        return answer[0]
+            return _told(end)[0]
 
     def load_model(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
         self._call("load_model", name, config, files)
@@ -160,20 +206,21 @@ class ForkedHost(Host):
         return float(self._call("metric_value", metric))
 
 
-def _serve(end: socket.socket) -> None:
-    """Do in the stub what a fork asks for, on a thread of its own."""
-    with end, contextlib.suppress(OSError):  # the fork has ended
-        question = _receive(end)
-        if question is None:
-            return
-        try:
-            if question[0] == "infer":
-                _infer(end, *question[1:])
-            elif question[0] in _METHODS:
-                method = getattr(host.current(), question[0])
-                _send(end, ("answer", method(*question[1:])))
-        except TritonModelException as error:
-            _send(end, ("raise", str(error)))
+def _answer(end: socket.socket) -> None:
+    """Answer one question. Raises EOFError and OSError where nobody waits for the answer any more."""
+    question = _receive(end)
+    try:
+        if question[0] == "infer":
+            _infer(end, *question[1:])
+        elif question[0] in _METHODS:
+            method = getattr(host.current(), question[0])
+            _send(end, ("answer", method(*question[1:])))
+    except OSError:
+        raise
+    except TritonModelException as error:
+        _send(end, ("raise", str(error)))
+    except Exception as error:  # the fork waits for an answer, whatever went wrong
+        _send(end, ("raise", describe(error)))
 
 
 def _infer(end: socket.socket, decoupled: bool, *packed: Any) -> None:
@@ -181,6 +228,7 @@ def _infer(end: socket.socket, decoupled: bool, *packed: Any) -> None:
     if isinstance(answer, ResponseIterator):
         for response in answer:
             _send(end, ("answer", *_packed_response(response)))
+        _send(end, ("answer",))
     else:
         _send(end, ("answer", *_packed_response(answer)))
 
@@ -189,29 +237,42 @@ def _infer(end: socket.socket, decoupled: bool, *packed: Any) -> None:
 
 
 def _send(end: socket.socket, message: tuple[Any, ...]) -> None:
-    packet = encode(*message)
+    _send_packet(end, encode(*message))
+
+
+def _send_packet(end: socket.socket, packet: bytes) -> None:
     end.sendall(_LENGTH.pack(len(packet)))
     end.sendall(packet)
 
 
-def _receive(end: socket.socket) -> list[Any] | None:
-    """What was answered, None at the end. Raises TritonModelException where that is the answer."""
-    try:
-        head = _read(end, _LENGTH.size)
-        packet = _read(end, _LENGTH.unpack(head)[0])
-    except EOFError:
-        return None
-    first, *rest = unpacked(packet)
+def _receive(end: socket.socket) -> list[Any]:
+    """A question, or what was answered: nothing after the last of many responses.
+
+    Raises TritonModelException where that is the answer, EOFError where there is none.
+    """
+    head = _read(end, _LENGTH.size)
+    first, *rest = unpacked(_read(end, _LENGTH.unpack(head)[0]))
     if first == "raise":
         raise TritonModelException(rest[0])
     return rest if first == "answer" else [first, *rest]
+
+
+def _told(end: socket.socket) -> list[Any]:
+    """As `_receive`. Raises TritonModelException also where there is no answer."""
+    try:
+        return _receive(end)
+    except EOFError:
+        raise TritonModelException(_GONE) from None
 
 
 def _read(end: socket.socket, size_bytes: int) -> bytearray:
     data = bytearray(size_bytes)
     left = memoryview(data)
     while left:
-        count = end.recv_into(left)
+        try:
+            count = end.recv_into(left)
+        except ConnectionResetError:  # it ended without reading all that it was sent
+            count = 0
         if not count:
             raise EOFError
         left = left[count:]
@@ -261,6 +322,8 @@ def _request(
         requested_output_names=outputs,
         trace=InferenceTrace(trace),
         inputs=_tensors(inputs),
+        # A fork has no devices.
+        preferred_memory=ORDINARY,
     )
 
 
@@ -275,8 +338,7 @@ def _response(
 ) -> InferenceResponse:
     error = None
     if failure is not None:
-        code = next(code for code in ErrorCode if int(code) == failure[0])
-        error = TritonError(failure[1], code)
+        error = TritonError(failure[1], ErrorCode(failure[0]))
     response = InferenceResponse(_tensors(outputs), error)
     response._parameters = parameters
     return response
@@ -285,8 +347,8 @@ def _response(
 def _packed_tensors(tensors: Iterable[Tensor]) -> list[list[object]]:
     rows: list[list[object]] = []
     for tensor in tensors:
-        data: Any = tensor._array if tensor._wire is None else tensor._wire
-        rows.append([tensor._name, tensor._datatype, list(tensor._shape), data.tobytes()])
+        data = tensor._data.tobytes()
+        rows.append([tensor._name, tensor._datatype, list(tensor._shape), data])
     return rows
 
 

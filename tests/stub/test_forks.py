@@ -1,0 +1,193 @@
+"""What a fork of a stub is told, whatever becomes of the stub."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moonpool.stub import host
+from moonpool.stub.errors import TritonModelException
+from moonpool.stub.forks import Door, ForkedHost
+from moonpool.stub.host import Host
+from moonpool.stub.request import InferenceRequest
+from moonpool.stub.response import InferenceResponse
+from moonpool.stub.response_iterator import ResponseIterator
+from moonpool.stub.tensor import Tensor
+
+Y = InferenceResponse([Tensor("Y", np.arange(3, dtype=np.float32))])
+
+
+class Stub(Host):
+    """A host whose answers are the test's."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self.answer = answer
+        self.asked: list[InferenceRequest] = []
+
+    def infer(self, request: InferenceRequest, decoupled: bool) -> Any:
+        self.asked.append(request)
+        return ResponseIterator.over(self.answer, lambda: None) if decoupled else self.answer()
+
+    def is_model_ready(self, name: str, version: str) -> bool:  # noqa: ARG002
+        return bool(self.answer())
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkedHost]:
+    """The host of a fork, in the process of the stub: both have the same code."""
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
+    door = Door(lambda: None)
+    listener = threading.Thread(target=door._listen)
+    listener.start()
+    yield ForkedHost(door._outside)
+    host.use(None)
+    door._outside.close()
+    listener.join()
+    door._inside.close()
+
+
+def request() -> InferenceRequest:
+    return InferenceRequest(model_name="m", inputs=[], requested_output_names=["Y"])
+
+
+def raiser(error: BaseException) -> Callable[[], Any]:
+    def answer() -> Any:
+        raise error
+
+    return answer
+
+
+def responses(*outcomes: Any) -> Callable[[], Any]:
+    left = iter(outcomes)
+
+    def answer() -> Any:
+        outcome = next(left)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    return answer
+
+
+def test_responses_end_where_the_stub_says_so(forked: ForkedHost) -> None:
+    host.use(Stub(responses(Y, Y, None)))
+    answers: Any = forked.infer(request(), True)
+    assert [len(each.output_tensors()) for each in answers] == [1, 1]
+    # A loop over them sees all again.
+    assert len(list(answers)) == 2
+
+
+def test_responses_that_break_off_are_no_end(forked: ForkedHost) -> None:
+    host.use(Stub(responses(Y, ValueError("as planned"))))
+    stream: Any = forked.infer(request(), True)
+    answers = iter(stream)
+    next(answers)
+    with pytest.raises(TritonModelException, match="ValueError: as planned"):
+        next(answers)
+
+
+@pytest.mark.parametrize("error", [TritonModelException("as planned"), KeyError("as planned")])
+def test_whatever_goes_wrong_is_told(forked: ForkedHost, error: Exception) -> None:
+    host.use(Stub(raiser(error)))
+    with pytest.raises(TritonModelException, match="as planned"):
+        forked.infer(request(), False)
+    with pytest.raises(TritonModelException, match="as planned"):
+        forked.is_model_ready("m", "")
+
+
+def test_a_loop_that_is_cancelled_ends(forked: ForkedHost) -> None:
+    may_go_on = threading.Event()
+    first = iter([Y])
+
+    def answer() -> Any:
+        for response in first:
+            return response
+        may_go_on.wait(10)
+        return None
+
+    host.use(Stub(answer))
+    stream: Any = forked.infer(request(), True)
+    answers = iter(stream)
+    next(answers)
+    stream.cancel()
+    assert list(answers) == []
+    may_go_on.set()
+
+
+def test_outputs_are_asked_for_in_memory_that_a_fork_has(forked: ForkedHost) -> None:
+    stub = Stub(lambda: Y)
+    host.use(stub)
+    forked.infer(request(), False)
+    wish = stub.asked[0]._preferred_memory
+    assert wish is not None
+    assert wish.is_ordinary
+
+
+def test_a_fork_for_which_there_is_no_thread_is_told_and_the_next_is_served(
+    forked: ForkedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    host.use(Stub(lambda: Y))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TritonModelException, match="is full: can't start new thread"):
+            forked.infer(request(), False)
+    answer: Any = forked.infer(request(), False)
+    assert (answer.output_tensors()[0].as_numpy() == [0, 1, 2]).all()
+
+
+def test_what_cannot_travel_is_an_error(forked: ForkedHost) -> None:
+    asked = InferenceRequest(
+        model_name="m", inputs=[], requested_output_names=["Y"], parameters={"n": 1 << 70}
+    )
+    with pytest.raises(TritonModelException):
+        forked.infer(asked, False)
+
+
+DYING = """
+import os, signal, sys, threading
+from moonpool.stub import host
+from moonpool.stub.forks import Door
+from moonpool.stub.request import InferenceRequest
+
+
+class Stub(host.Host):
+    def infer(self, request, decoupled):
+        other = os.fork()
+        if not other:
+            signal.pause()
+        print(other, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+host.use(Stub())
+Door(lambda: None)
+if os.fork():
+    signal.pause()
+try:
+    host.current().infer(InferenceRequest(model_name="m", inputs=[], requested_output_names=[]), False)
+except Exception as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_fork_that_asks_hears_of_the_end_of_the_stub_while_another_fork_lives() -> None:
+    with subprocess.Popen([sys.executable, "-c", DYING], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        other = int(process.stdout.readline())
+        try:
+            assert process.stdout.readline() == b"The process that hosts the model has ended.\n"
+        finally:
+            os.kill(other, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
