@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import Lane
-from moonpool.ipc.errors import CudaError, RemoteProtocolError
+from moonpool.ipc.errors import CudaError, OutOfMemory, RemoteProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,7 +95,7 @@ class Lanes:
                 raise RemoteProtocolError("a contained stub shares no events")
             try:
                 lane.meet(handle)
-            except CudaError:
+            except (CudaError, OutOfMemory):
                 lane.meet(b"")
                 self._send_event(number, b"")
             self._met.add(gpu)

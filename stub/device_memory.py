@@ -19,7 +19,7 @@ from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
-from moonpool.ipc.errors import CudaError, RemoteProtocolError
+from moonpool.ipc.errors import CudaError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.messages import Kind
 from moonpool.stub.device_tensor import DeviceTensor
 
@@ -74,7 +74,7 @@ class DeviceMemory:
         lane = self.lane(ordinal)
         try:
             lane.meet(handle)
-        except CudaError:  # each waits for its own work then
+        except (CudaError, OutOfMemory):  # each waits for its own work then
             lane.meet(b"")
         if ordinal in self._met:
             return

@@ -86,9 +86,13 @@ class DeviceArray:
         if isinstance(source, DeviceArray):
             return source
         if hasattr(source, "__dlpack__") and hasattr(source, "__dlpack_device__"):
-            if int(source.__dlpack_device__()[0]) not in _ON_DEVICE:
+            kind, ordinal = source.__dlpack_device__()
+            if int(kind) not in _ON_DEVICE:
                 return None
-            return _of_capsule(dlpack.capsule_of(source, stream), source)
+            # PyTorch hands out what lies on its current device alone, which is the one whose context is.
+            with device(int(ordinal)):
+                capsule = dlpack.capsule_of(source, stream)
+            return _of_capsule(capsule, source)
         interface = getattr(source, "__cuda_array_interface__", None)
         if interface is not None:
             return _of_interface(interface, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import byref, c_int, c_size_t, c_void_p
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -201,7 +201,8 @@ class Device:
         return partial(self._unregister, address)
 
     def _unregister(self, address: int) -> None:
-        with self:
+        # A device that has failed has let go of it.
+        with suppress(CudaError), self:
             self.driver.cuMemHostUnregister(address)
 
     @contextmanager

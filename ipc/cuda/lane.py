@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 from ctypes import byref, c_void_p
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from moonpool.ipc.cuda import driver as api
-from moonpool.ipc.errors import CudaError
+from moonpool.ipc.errors import CudaError, OutOfMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,7 +82,7 @@ class Lane:
                 device.driver.cuEventCreate(byref(event), api.DISABLE_TIMING | api.INTERPROCESS)
                 self._own = event.value or 0
                 device.driver.cuIpcGetEventHandle(byref(handle), event)
-        except CudaError:  # not on this device, or not in this container
+        except (CudaError, OutOfMemory):  # not on this device, not in this container, or no more
             self._drop_own()
         else:
             self.handle = bytes(handle)
@@ -221,10 +222,12 @@ class Lane:
 
     def close(self) -> None:
         """The peer is gone. Arrays that were received stay valid. May be called many times."""
-        self._drop_own()
+        # What a device has that has failed goes with the process.
+        with suppress(CudaError):
+            self._drop_own()
         peers, self._peers = self._peers, 0
         if peers:
-            with self.device:
+            with suppress(CudaError), self.device:
                 if self._is_unfinished(peers):
                     self._missed = peers
                 else:
@@ -246,7 +249,8 @@ class Lane:
     def __del__(self) -> None:
         if hasattr(self, "stream"):  # else it was never made
             self.close()
-            self.device.close_stream(self.stream)
+            with suppress(CudaError):
+                self.device.close_stream(self.stream)
 
 
 def _died() -> CudaError:

@@ -2,7 +2,8 @@
  *
  * Device memory is ordinary memory that the processor may look at, so a test can read it and a model of a test can compute in it.
  * What the real driver refuses is refused here, by the same numbers: a missing context, sizes and descriptors that are no device memory,
- * handles opened by their own process or by one that may not look into the exporter.
+ * handles opened by their own process or by one that may not look into the exporter. As the real one it begins with a thread, a
+ * descriptor that stays open, a hundred GiB of addresses and a socket with an abstract name; where one of them is refused, so is its start.
  *
  * Work is queued on streams. By default it is done in the call. With FAKE_CUDA_DELAY_US every piece of work starts so much later,
  * on a thread for each stream, so that whoever forgets to wait sees bytes that are not there yet, or overwrites some that are
@@ -21,6 +22,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -28,7 +30,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -39,7 +43,7 @@ typedef uint64_t Allocation;
 
 enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-    INVALID_CONTEXT = 201, MAP_FAILED_HERE = 205, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+    INVALID_CONTEXT = 201, MAP_FAILED_HERE = 205, OPERATING_SYSTEM = 304, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
     ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_SUPPORTED = 801,
 };
 static const struct { int number; const char *name, *text; } ERRORS[] = {
@@ -51,6 +55,7 @@ static const struct { int number; const char *name, *text; } ERRORS[] = {
     {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {MAP_FAILED_HERE, "CUDA_ERROR_MAP_FAILED", "mapping of buffer object failed"},
+    {OPERATING_SYSTEM, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
@@ -131,6 +136,7 @@ static pthread_condattr_t monotonic;
 static int is_initialized, device_count_here, physical[MAX_DEVICES];
 static long delay_us;
 static int by_chance;
+static int fault;
 static size_t memory_bytes, used_bytes[MAX_DEVICES];
 static Context contexts[MAX_DEVICES];
 static Stream legacy[MAX_DEVICES];
@@ -158,7 +164,7 @@ static int names;
         calls[slot_].count++; \
     } while (0)
 #define LEAVE(result) do { CUresult r_ = (result); pthread_mutex_unlock(&lock); return r_; } while (0)
-#define NEEDS_CONTEXT() do { if (!is_initialized) LEAVE(NOT_INITIALIZED); if (depth == 0) LEAVE(INVALID_CONTEXT); } while (0)
+#define NEEDS_CONTEXT() do { if (!is_initialized) LEAVE(NOT_INITIALIZED); if (depth == 0) LEAVE(INVALID_CONTEXT); if (fault) LEAVE(fault); } while (0)
 #define NEEDS_INIT() do { if (!is_initialized) LEAVE(NOT_INITIALIZED); } while (0)
 
 /* How often a function was called in this process. */
@@ -187,6 +193,13 @@ void fakeDelay(long microseconds, int is_by_chance) {
     pthread_mutex_lock(&lock);
     delay_us = microseconds;
     by_chance = is_by_chance;
+    pthread_mutex_unlock(&lock);
+}
+
+/* What a kernel that touches what is not there does to its process: from now on all that needs a context fails; 0 undoes it. */
+void fakeFault(int number) {
+    pthread_mutex_lock(&lock);
+    fault = number;
     pthread_mutex_unlock(&lock);
 }
 
@@ -407,6 +420,27 @@ static long setting(const char *name, long usual) {
     return text && *text ? atol(text) : usual;
 }
 
+static void *idle(void *descriptor) {
+    pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
+    struct pollfd waited = {.fd = *(int *)descriptor};
+    for (;;) poll(&waited, 1, -1);
+    return NULL;
+}
+
+/* What libcuda does when it begins, as far as a sandbox or a limit could refuse it. */
+static int begin(void) {
+    static int lasting;
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "fake-cuda-uvmfd-%d", getpid());
+    int end = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    int is_listening = end >= 0 && !bind(end, (struct sockaddr *)&name, sizeof name) && !listen(end, 16);
+    if (end >= 0) close(end); /* the real one keeps it */
+    pthread_t thread;
+    if (!is_listening || (lasting = memfd_create("fake-cuda-lasting", MFD_CLOEXEC)) < 0) return 0;
+    if (pthread_create(&thread, NULL, idle, &lasting) || pthread_detach(thread)) return 0;
+    return mmap(NULL, (size_t)100 << 30, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) != MAP_FAILED;
+}
+
 CUresult cuInit(unsigned flags) {
     ENTER();
     if (flags) LEAVE(INVALID_VALUE);
@@ -434,6 +468,7 @@ CUresult cuInit(unsigned flags) {
         start_stream(&legacy[i], &contexts[i], 0);
     }
     is_initialized = 1;
+    if (device_count_here && !begin()) { is_initialized = device_count_here = 0; LEAVE(OPERATING_SYSTEM); }
     LEAVE(device_count_here ? SUCCESS : NO_DEVICE);
 }
 
@@ -514,7 +549,8 @@ CUresult cuCtxPushCurrent_v2(Context *context) {
 }
 
 CUresult cuCtxPopCurrent_v2(Context **found) {
-    ENTER(); NEEDS_CONTEXT();
+    ENTER(); NEEDS_INIT();
+    if (depth == 0) LEAVE(INVALID_CONTEXT);
     *found = stack[--depth];
     LEAVE(SUCCESS);
 }
@@ -799,7 +835,7 @@ CUresult cuMemGetAllocationGranularity(size_t *found, const Properties *properti
 }
 
 CUresult cuMemCreate(Allocation *found, size_t size, const Properties *properties, unsigned long long flags) {
-    ENTER(); NEEDS_INIT();
+    ENTER(); NEEDS_CONTEXT();
     if (!is_good(properties) || flags || size == 0 || size % GRANULARITY) LEAVE(INVALID_VALUE);
     if (properties->handle_types && getenv("FAKE_CUDA_NO_DESCRIPTORS")) LEAVE(NOT_SUPPORTED);
     int ordinal = properties->location.id;
@@ -838,7 +874,7 @@ CUresult cuMemExportToShareableHandle(void *found, Allocation handle, int type, 
 }
 
 CUresult cuMemImportFromShareableHandle(Allocation *found, void *descriptor, int type) {
-    ENTER(); NEEDS_INIT();
+    ENTER(); NEEDS_CONTEXT();
     int fd = (int)(intptr_t)descriptor;
     struct stat facts;
     if (type != 1 || fd < 0 || fstat(fd, &facts)) LEAVE(INVALID_VALUE);
@@ -863,7 +899,7 @@ CUresult cuMemGetAllocationPropertiesFromHandle(Properties *found, Allocation ha
 }
 
 CUresult cuMemAddressReserve(CUdeviceptr *found, size_t size, size_t alignment, CUdeviceptr wish, unsigned long long flags) {
-    ENTER(); NEEDS_INIT();
+    ENTER(); NEEDS_CONTEXT();
     (void)wish;
     if (size == 0 || size % GRANULARITY || flags || (alignment & (alignment - 1))) LEAVE(INVALID_VALUE);
     char *base = mmap(NULL, size + GRANULARITY, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -886,7 +922,7 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
 }
 
 CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, Allocation handle, unsigned long long flags) {
-    ENTER(); NEEDS_INIT();
+    ENTER(); NEEDS_CONTEXT();
     Range *range = range_from((void *)address, RESERVED);
     Object *object = object_of(handle);
     if (!range || !object || object->is_released || offset || flags || size != range->size || size > object->size || range->is_mapped)
@@ -901,7 +937,7 @@ CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, Allocation ha
 }
 
 CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
-    ENTER(); NEEDS_INIT();
+    ENTER(); NEEDS_CONTEXT();
     Range *range = range_from((void *)address, RESERVED);
     if (!range || range->size != size || !range->is_mapped) LEAVE(INVALID_VALUE);
     mmap(range->base, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
@@ -913,7 +949,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
 }
 
 CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const Access *access, size_t how_many) {
-    ENTER(); NEEDS_INIT();
+    ENTER(); NEEDS_CONTEXT();
     Range *range = range_from((void *)address, RESERVED);
     if (!range || range->size != size || !range->is_mapped || how_many != 1) LEAVE(INVALID_VALUE);
     if (access->location.type != 1 || access->location.id < 0 || access->location.id >= device_count_here) LEAVE(INVALID_DEVICE);

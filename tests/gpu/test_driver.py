@@ -180,14 +180,14 @@ def test_work_needs_a_context(gpu: Device) -> None:
 
 def test_memory_by_descriptor_comes_in_whole_pages(gpu: Device) -> None:
     properties = api.device_properties(0)
-    with _refused(INVALID_VALUE):
+    with gpu, _refused(INVALID_VALUE):
         gpu.driver.cuMemCreate(byref(c_ulonglong()), 4096, byref(properties), 0)
 
 
 def test_a_descriptor_that_is_no_device_memory_is_not_imported(gpu: Device) -> None:
     fd = os.memfd_create("no-device-memory")
     try:
-        with pytest.raises((CudaError, OutOfMemory)):
+        with gpu, pytest.raises((CudaError, OutOfMemory)):
             gpu.driver.cuMemImportFromShareableHandle(byref(c_ulonglong()), c_void_p(fd), 1)
     finally:
         os.close(fd)

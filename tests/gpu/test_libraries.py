@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tests.gpu.late import SIZE, block, late
+from tests.gpu.libraries import imported
 
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
@@ -39,7 +40,9 @@ class Library(NamedTuple):
 
 
 def _torch() -> Library:
-    torch = pytest.importorskip("torch")
+    torch = imported("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch cannot use the GPU")
     return Library(
         torch.from_dlpack,
         lambda source: torch.as_tensor(source, device="cuda:0"),
@@ -52,7 +55,7 @@ def _torch() -> Library:
 
 
 def _cupy() -> Library:
-    cupy = pytest.importorskip("cupy")
+    cupy = imported("cupy")
     return Library(
         cupy.from_dlpack,
         cupy.asarray,
@@ -64,9 +67,11 @@ def _cupy() -> Library:
     )
 
 
-@pytest.fixture(params=[_torch, _cupy], ids=["torch", "cupy"])
+@pytest.fixture(scope="module", params=[_torch, _cupy], ids=["torch", "cupy"])
 def library(request: pytest.FixtureRequest) -> Library:
     made: Library = request.param()
+    # It loads its kernels when it first needs them.
+    made.values(made.ones() * 2 + 1)
     return made
 
 

@@ -2,9 +2,11 @@
 
 HOW says what becomes of X: `pass` it through, `add` one in new memory on the device, `copy` it there and wait for nothing,
 `host` for one more in ordinary memory,
-`keep` it and pass through what was kept before, `ask NAME` to have another model pass it, `die`.
+`keep` it and pass through what was kept before, `ask NAME` to have another model pass it, `die`; `fault` has the fake driver refuse
+everything from then on.
 """
 
+import ctypes
 import os
 
 import numpy as np
@@ -37,6 +39,8 @@ class TritonPythonModel:
         how, _, rest = how.partition(" ")
         if how == "die":
             os._exit(3)
+        if how == "fault":
+            ctypes.CDLL("libcuda.so.1").fakeFault(700)
         if how == "ask":
             return self.ask(*rest.split(), x)
         if how == "host":
