@@ -42,17 +42,27 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
         latencies_ns.extend(mine)
 
     threads = [threading.Thread(target=work) for _ in range(concurrency)]
-    for thread in threads:
-        thread.start()
+    started: list[threading.Thread] = []
     begin_s = time.perf_counter()
     try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
         barrier.wait()
         begin_s = time.perf_counter()
         stop.wait(seconds)
+    except BaseException as error:
+        # Those that wait for all the others would wait for ever.
+        barrier.abort()
+        if not isinstance(error, RuntimeError):
+            raise
+        raise MoonpoolError(
+            f"this machine has no room for {concurrency} threads of callers: {error}"
+        ) from error
     finally:
         # Also when the user has had enough.
         stop.set()
-        for thread in threads:
+        for thread in started:
             thread.join()
     taken_s = time.perf_counter() - begin_s
     if failures:

@@ -52,6 +52,8 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # The list of all would hide what is wrong with a command line.
+    parser.usage = "moonpool bench REPO MODEL [--FLAG VALUE ...]\n       moonpool bench MODEL --url URL [--FLAG VALUE ...]"
     add = parser.add_argument
     add("repository", metavar="REPO", nargs="?", help="the directory of the models, without --url")
     add("model", metavar="MODEL", help="the model's name")

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (MoonpoolError, OSError) as error:
-        _complain(str(error) or type(error).__name__)
+        _complain(_text_of(error))
         if options.verbose:
             _complain_more(error)
         return FAILED
@@ -114,6 +114,12 @@ def make_parser() -> argparse.ArgumentParser:
         )
         subparser.set_defaults(run=command.run, parser=subparser)
     return parser
+
+
+def _text_of(error: MoonpoolError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def _complain_more(error: BaseException) -> None:

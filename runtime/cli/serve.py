@@ -87,17 +87,18 @@ def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
     from moonpool.runtime.terminal import Terminal
 
     progress = Progress() if Terminal(sys.stderr).is_terminal and not options.log_file else None
-    log = ServerLog(
-        LogOptions(
-            log_file=options.log_file,
-            log_info=options.log_info,
-            log_warning=options.log_warning,
-            log_error=options.log_error,
-            log_verbose_level=options.log_verbose,
-            log_format=options.log_format,
-        ),
-        progress=progress,
+    log_options = LogOptions(
+        log_file=options.log_file,
+        log_info=options.log_info,
+        log_warning=options.log_warning,
+        log_error=options.log_error,
+        log_verbose_level=options.log_verbose,
+        log_format=options.log_format,
     )
+    try:
+        log = ServerLog(log_options, progress=progress)
+    except OSError as error:
+        raise BadOption(f"--log-file: {options.log_file}: {error.strerror}") from error
     with logged(log):
         for flag, why in without_effect.items():
             logging.getLogger("moonpool.server").warning("--%s has no effect here: %s", flag, why)

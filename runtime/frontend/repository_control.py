@@ -45,6 +45,8 @@ class RepositoryControl:
         self._has_given_up = False
         # Why each model that failed did so, to say it once.
         self._said: dict[str, str] = {}
+        # Models that were loaded and are in no repository any more.
+        self._gone: set[str] = set()
 
     def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
         """Every version of every model, with its state and, where it is UNAVAILABLE, the reason.
@@ -60,7 +62,7 @@ class RepositoryControl:
                 entries.append({"name": name, "state": "UNAVAILABLE", "reason": _REPEATED})
             else:
                 entries += _entries(name, statuses.get(name), ready_only=ready_only)
-        return entries
+        return [{key: _told(text) for key, text in entry.items()} for entry in entries]
 
     def load(
         self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None
@@ -155,15 +157,22 @@ class RepositoryControl:
             return
         try:
             there = set(self._repositories.models())
-            for name in sorted(set(self._registry.statuses()) - there):
+            gone = set(self._registry.statuses()) - there
+            for name in sorted(gone - self._gone):
                 self._said.pop(name, None)
                 self._registry.begin_unload(name)
                 _log.info("'%s' is gone from the repository: unloading", name)
+            self._gone = gone
             self.load_all(again=again)
         except MoonpoolError as error:
             _log.error("the repositories cannot be read: %s", error)
         finally:
             self._polling.release()
+
+
+def _told(text: str) -> str:
+    """Directories may have names that are no text, and no protocol carries those."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _entries(name: str, status: ModelStatus | None, *, ready_only: bool) -> list[dict[str, str]]:

@@ -103,7 +103,9 @@ def trace_options(flags: Iterable[str]) -> TraceOptions:
     for name in _NUMBERS:
         number(f"opentelemetry,{name}", exporter[name])
     if said["mode"] not in (TRITON, OPENTELEMETRY):
-        raise BadSetting(f"invalid value for trace mode option: {said['mode']:.80}")
+        raise BadSetting(
+            f"--trace-config mode is {TRITON} or {OPENTELEMETRY}, not {said['mode']:.80}"
+        )
     unknown = set(levels) - {*LEVELS, "OFF"}
     if unknown:
         raise BadSetting(
@@ -115,7 +117,8 @@ def trace_options(flags: Iterable[str]) -> TraceOptions:
     options = TraceOptions(setting, said["mode"], said["file"], exporter, resource)
     reason = options.invalid_reason(setting)
     if reason:
-        raise BadSetting(f"--trace-config: {reason}")
+        needed = " (triton,file=PATH)" if not options.file else ""
+        raise BadSetting(f"--trace-config: {reason}{needed}")
     return options
 
 

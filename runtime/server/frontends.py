@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from typing import TYPE_CHECKING, Literal, cast
 
 from moonpool.runtime.frontend.http.options import HttpLimits, HttpOptions
@@ -18,6 +19,8 @@ def http_options(options: ServerOptions) -> HttpOptions:
     """Raises `BadOption`."""
     if bool(options.http_server_cert) != bool(options.http_server_key):
         raise BadOption("--http-server-cert and --http-server-key are needed both, or none")
+    if options.http_server_cert:
+        _check_pair("http", options.http_server_cert, options.http_server_key)
     return HttpOptions(
         address=options.http_address,
         port=options.http_port if options.allow_http else None,
@@ -48,6 +51,10 @@ def grpc_options(options: ServerOptions) -> GrpcOptions:
         raise BadOption("--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key")
     if options.grpc_use_ssl_mutual and not options.grpc_root_cert:
         raise BadOption("--grpc-use-ssl-mutual needs --grpc-root-cert")
+    if tls:
+        _check_pair("grpc", options.grpc_server_cert, options.grpc_server_key)
+    if options.grpc_use_ssl_mutual:
+        _check_root(options.grpc_root_cert)
     level = cast(
         "Literal['none', 'low', 'medium', 'high']", options.grpc_infer_response_compression_level
     )
@@ -73,6 +80,40 @@ def grpc_options(options: ServerOptions) -> GrpcOptions:
         restricted=restricted("--grpc-restricted-protocol", options.grpc_restricted_protocol),
         control_token=control_token(options.control_token_file),
     )
+
+
+def _check_pair(protocol: str, certificate: str, key: str) -> None:
+    """What is wrong with the files is said here: libraries that use them say less. Raises `BadOption`."""
+    flags = {f"--{protocol}-server-cert": certificate, f"--{protocol}-server-key": key}
+    for flag, path in flags.items():
+        _check_readable(flag, path)
+    try:
+        # Nobody is there to be asked for a password.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        given = " and ".join(f"{flag} ({path})" for flag, path in flags.items())
+        raise BadOption(
+            f"{given} must be a certificate and its private key in PEM form, without a password "
+            f"({error.reason or error})"
+        ) from error
+
+
+def _check_root(path: str) -> None:
+    _check_readable("--grpc-root-cert", path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise BadOption(
+            f"--grpc-root-cert ({path}) must be a certificate in PEM form ({error.reason or error})"
+        ) from error
+
+
+def _check_readable(flag: str, path: str) -> None:
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise BadOption(f"{flag}: {path}: {error.strerror}") from error
 
 
 def restricted(flag: str, texts: tuple[str, ...]) -> dict[str, tuple[str, str]]:

@@ -22,13 +22,16 @@ from moonpool.runtime.server.option_table import (
 from moonpool.runtime.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from moonpool.runtime.server.option_table import Option
 
 CONFIG = "config"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 _SEPARATOR = ";"
+_FLAGS = (*KNOWN, *SYNONYMS)
+# Behind the prefix, with the flag of each.
+_VARIABLES = {flag.upper().replace("-", "_"): flag for flag in _FLAGS}
 
 
 class BadOption(MoonpoolError):
@@ -96,7 +99,7 @@ def _add(group: argparse._ActionsContainer, option: Option, meaning: str | None)
 
 def given(namespace: argparse.Namespace) -> dict[str, list[str]]:
     """The texts of all flags that stand on the command line."""
-    flags = {*KNOWN, *SYNONYMS, CONFIG}
+    flags = {*_FLAGS, CONFIG}
     return {flag: texts for flag, texts in vars(namespace).items() if flag in flags and texts}
 
 
@@ -117,17 +120,17 @@ def _is_wrong(option: Option, text: str) -> bool:
     return False
 
 
-def _known(name: str, place: str) -> None:
-    if name not in KNOWN and name not in SYNONYMS:
-        raise BadOption(f"{place}: there is no such option{suggestion(name, (*KNOWN, *SYNONYMS))}")
+def _check_known(name: str, place: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise BadOption(f"{place}: there is no such option{suggestion(name, known)}")
 
 
 def _of_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, str, list[str]]]:
     for name in sorted(environment):
         if name.startswith(PREFIX) and name != CONFIG_VARIABLE:
-            flag = name.removeprefix(PREFIX).lower().replace("_", "-")
-            _known(flag, name)
-            text = environment[name]
+            word = name.removeprefix(PREFIX).upper()
+            _check_known(word, name, _VARIABLES)
+            flag, text = _VARIABLES[word], environment[name]
             option = KNOWN[SYNONYMS.get(flag, flag)]
             yield flag, name, text.split(_SEPARATOR) if option.is_many else [text]
 
@@ -145,7 +148,7 @@ def _of_file(path: str) -> Iterator[tuple[str, str, list[str]]]:
     for name, value in table.items():
         place = f"{path}: {name}"
         flag = name.replace("_", "-")
-        _known(flag, place)
+        _check_known(flag, place, _FLAGS)
         option = KNOWN[SYNONYMS.get(flag, flag)]
         if isinstance(value, list) and option.is_many:
             yield flag, place, [_text(each, place) for each in value]

@@ -163,10 +163,6 @@ class Option:
         return self.flag.replace("-", "_")
 
     @property
-    def variable(self) -> str:
-        return PREFIX + self.attribute.upper()
-
-    @property
     def needs_value(self) -> bool:
         return self.kind_name != "switch"
 

@@ -227,7 +227,7 @@ def test_a_file_that_is_missing_is_named() -> None:
 
 
 def test_a_variable_that_is_misspelt_is_an_error() -> None:
-    with pytest.raises(BadOption, match=r'MOONPOOL_SERVE_HTTP_PROT: .* did you mean "http-port"'):
+    with pytest.raises(BadOption, match=r'MOONPOOL_SERVE_HTTP_PROT: .* did you mean "HTTP_PORT"'):
         read({}, {"MOONPOOL_SERVE_HTTP_PROT": "1"})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,31 @@ def test_a_poll_loads_what_is_new_or_changed_and_unloads_what_is_gone(
     assert runtime.instances("good")[0]["pid"] != first
     assert sorted(runtime.models()) == ["good", "third"]
     wait_until(lambda: state(control, "other") == "UNAVAILABLE")
+
+
+def test_that_a_model_is_gone_is_said_once(
+    models: Path, runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "moonpool")
+    control = RepositoryControl(runtime, mode="poll")
+    control.poll()
+    shutil.rmtree(models / "good")
+    for _ in range(3):
+        control.poll()
+    assert caplog.text.count("'good' is gone from the repository") == 1
+    write(models, "good")
+    control.poll()
+    assert state(control, "good") == "READY"
+    shutil.rmtree(models / "good")
+    control.poll()
+    assert caplog.text.count("'good' is gone from the repository") == 2
+
+
+def test_the_index_has_directories_whose_names_are_no_text(
+    models: Path, control: RepositoryControl
+) -> None:
+    (models / os.fsdecode(b"m\xff")).mkdir()
+    assert [each["name"] for each in control.index()] == ["good", "m\\udcff", "other"]
 
 
 def test_a_poll_keeps_what_serves_where_its_replacement_fails(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.server.certificates import self_signed
 from tests.server.repositories import BAD, ECHO, write
 from tests.server.running import running, starting
 from tests.waiting import wait_until
@@ -58,12 +59,36 @@ def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Sai
         ("--metrics-config=nonsense=1",): "--metrics-config",
         ("--http-restricted-api=healthy:a=b",): "unknown API 'healthy'",
         ("--control-token-file=/nowhere/token",): "/nowhere/token: No such file",
+        ("--log-file=/nowhere/log",): "--log-file: /nowhere/log: No such file",
+        ("--trace-config=level=TIMESTAMPS",): "(triton,file=PATH)",
     }
     for arguments, what in wrong.items():
         code, text = said(models, *arguments)
         assert (code, what in text) == (2, True), text
     code, text = said()
     assert (code, "name a model repository" in text) == (2, True), text
+
+
+def test_what_is_wrong_with_certificates_is_said_of_their_flags(
+    models: Path, tmp_path: Path, said: Said
+) -> None:
+    key, certificate = self_signed(tmp_path)
+    (tmp_path / "other").mkdir()
+    other, _ = self_signed(tmp_path / "other")
+    empty = tmp_path / "empty"
+    empty.touch()
+    of_grpc = ("--grpc-use-ssl-mutual=true", f"--grpc-root-cert={empty}")
+    wrong = {
+        ("http", tmp_path / "none", key): f"--http-server-cert: {tmp_path}/none: No such file",
+        ("http", certificate, tmp_path): f"--http-server-key: {tmp_path}: Is a directory",
+        ("http", empty, key): f"--http-server-cert ({empty}) and --http-server-key ({key}) must be",
+        ("grpc", certificate, other): "a certificate and its private key in PEM form",
+        ("grpc", certificate, key): f"--grpc-root-cert ({empty}) must be a certificate in PEM form",
+    }
+    for (protocol, first, second), what in wrong.items():
+        pair = (f"--{protocol}-server-cert={first}", f"--{protocol}-server-key={second}")
+        code, text = said(models, *pair, *(of_grpc if protocol == "grpc" else ()))
+        assert (code, what in text) == (2, True), text
 
 
 def test_what_is_wrong_in_other_places_is_named(models: Path, tmp_path: Path, said: Said) -> None:
@@ -73,6 +98,9 @@ def test_what_is_wrong_in_other_places_is_named(models: Path, tmp_path: Path, sa
     assert (code, f"{file}: http-port: must be a port" in text) == (2, True), text
     code, text = said(models, MOONPOOL_SERVE_HTTP_PORT="x")
     assert (code, "MOONPOOL_SERVE_HTTP_PORT: must be a port" in text) == (2, True), text
+    code, text = said(models, MOONPOOL_SERVE_HTP_PORT="1")
+    what = 'MOONPOOL_SERVE_HTP_PORT: there is no such option; did you mean "HTTP_PORT"?'
+    assert (code, what in text) == (2, True), text
     code, text = said(tmp_path / "missing")
     assert (code, "there is no directory" in text) == (1, True), text
 

@@ -8,7 +8,6 @@ import json
 import signal
 import socket
 import ssl
-import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
+from tests.server.certificates import self_signed
 from tests.server.repositories import CONFIG, ECHO, write
 from tests.server.running import RunningServer, running, starting
 from tests.waiting import wait_until
@@ -255,11 +255,6 @@ def test_both_protocols_may_speak_tls(models: Path, tmp_path: Path) -> None:
             name, ssl=True, root_certificates=str(certificate)
         ) as client:
             assert client.is_server_ready(client_timeout=30)
-    with starting(
-        models, f"--http-server-cert={certificate}", f"--http-server-key={tmp_path}"
-    ) as server:
-        assert server.wait() == 1
-        assert "Traceback" not in server.text()
 
 
 def children(server: RunningServer) -> list[int]:
@@ -290,18 +285,3 @@ def status_of(request: urllib.request.Request) -> int:
     except urllib.error.HTTPError as error:
         with error:
             return error.code
-
-
-def self_signed(folder: Path) -> tuple[Path, Path]:
-    """A key and a certificate of localhost."""
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
-            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return key, certificate

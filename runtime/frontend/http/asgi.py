@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from moonpool.runtime.frontend.http.head import TEXT
+from moonpool.runtime.public_text import public_text
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -53,7 +54,7 @@ class AsgiBridge:
             if exchange.status:
                 exchange.abort()
             else:
-                exchange.fail(500, "internal error", TEXT)
+                exchange.fail(500, public_text(error), TEXT)
         else:
             # Does nothing where the application has ended its response.
             exchange.abort()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moonpool.runtime.frontend.http.exchange import Exchange
 from moonpool.runtime.frontend.http.head import BadMessage, HeadParser
 from moonpool.runtime.frontend.http.intake import Chunked, Fixed, too_large
+from moonpool.runtime.public_text import public_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,9 +173,9 @@ class Connection(asyncio.BufferedProtocol):
                 self._hold(data)
         except BadMessage as error:
             self._refuse(error)
-        except Exception:
+        except Exception as error:
             _log.exception("reading a request failed")
-            self._refuse(BadMessage(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error"))
+            self._refuse(BadMessage(HTTPStatus.INTERNAL_SERVER_ERROR, public_text(error)))
         finally:
             self._is_reading = False
             if self._exchange is None:
@@ -263,9 +264,9 @@ class Connection(asyncio.BufferedProtocol):
         exchange = self._exchange = Exchange(self, head, body, begun_ns)
         try:
             self._port.handler.handle(exchange)
-        except Exception:
+        except Exception as error:
             _log.exception("answering %s %r failed", head.method, head.target[:200])
-            exchange.fail(500, "internal error")
+            exchange.fail(500, public_text(error))
 
     # Out
 

@@ -178,11 +178,10 @@ class Inference:
                     go_on(future.result())
             elif isinstance(error, BadMessage):
                 exchange.fail(error.status, error.text, headers)
-            elif isinstance(error, MoonpoolError):
-                exchange.fail(http_status(error), public_text(error), headers)
             else:
-                _log.error("answering a request for inference failed", exc_info=error)
-                exchange.fail(500, "internal error", headers)
+                if not isinstance(error, MoonpoolError):
+                    _log.error("answering a request for inference failed", exc_info=error)
+                exchange.fail(http_status(error), public_text(error), headers)
 
         self._loop.run_in_executor(self._executor, function).add_done_callback(done)
 
@@ -349,10 +348,10 @@ class InferCall:
             rendered = render(service, model, plan, outcome, most_bytes)
         except MoonpoolError as error:
             self._fail(error, TEXT)
-        except Exception:
+        except Exception as error:
             # Whoever calls has others in the batch to tell.
             _log.exception("the response of %r cannot be written", model)
-            self._exchange.fail(500, "internal error", TEXT)
+            self._fail(error, TEXT)
         else:
             self._respond(rendered)
 

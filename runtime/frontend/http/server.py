@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.frontend.addresses import CannotListen
 from moonpool.runtime.frontend.http.application import application, metrics_application
 from moonpool.runtime.frontend.http.asgi import AsgiBridge
 from moonpool.runtime.frontend.http.inference import Inference
@@ -50,7 +50,7 @@ class HttpServer:
     async def bind(self) -> None:
         """Take the ports; nobody is served before `start`.
 
-        Raises `OSError` where an address cannot be had, and `ssl.SSLError` for bad certificates.
+        Raises `CannotListen`, and `OSError` for bad certificates.
         """
         options, service, loop = self._options, self._service, asyncio.get_running_loop()
         try:
@@ -115,9 +115,7 @@ class HttpServer:
                 start_serving=False,
             )
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            what = f"cannot listen at {address}, port {number} ({name}): {why}"
-            raise OSError(error.errno, what) from error
+            raise CannotListen(name, address, number, error) from error
         self._parts.append((server, port))
         self.ports[name] = server.sockets[0].getsockname()[1]
 

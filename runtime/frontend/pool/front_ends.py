@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import tempfile
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.frontend.addresses import CannotListen
 from moonpool.runtime.frontend.pool.fleet import Fleet
 from moonpool.runtime.frontend.pool.settings import settings_of
 
@@ -65,7 +65,7 @@ class FrontEnds:
         return str(self._folder / name)
 
     def bind(self) -> None:
-        """Take the public ports, so that nobody else has them. Raises `OSError`."""
+        """Take the public ports, so that nobody else has them. Raises `CannotListen`."""
         if self._http is not None and self._http.port is not None:
             self.ports["http"] = self._reserve("http", self._http.address, self._http.port)
         if self._grpc is not None:
@@ -86,9 +86,7 @@ class FrontEnds:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             reserved.bind(place)
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            what = f"cannot listen at {address}, port {port} ({name}): {why}"
-            raise OSError(error.errno, what) from error
+            raise CannotListen(name, address, port, error) from error
         number: int = reserved.getsockname()[1]
         return number
 

@@ -284,6 +284,17 @@ def test_metrics_have_a_port_of_their_own(serving: Serving) -> None:
     assert serving.ask("GET", "/v2", port=port).status == 404
 
 
+def test_what_nobody_foresaw_is_told_as_any_error(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving.service.metadata, "server_metadata", lambda: 1 // 0)
+
+    reply = serving.get("/v2")
+
+    assert (reply.status, reply.error) == (500, "internal error; see the server's log")
+    wait_until(lambda: "ZeroDivisionError" in caplog.text)
+
+
 def test_metrics_are_told_while_others_wait_for_models(serving: Serving) -> None:
     is_over = threading.Event()
     patient = serving.server._patient

@@ -168,7 +168,10 @@ def test_a_handler_that_breaks_is_an_answer_too(listening: Listening) -> None:
         client.send(post("/broken", b"") + post("/echo", b"next"))
         broken = client.answer()
 
-        assert (broken.status, broken.body) == (500, b'{"error":"internal error"}')
+        assert (broken.status, broken.body) == (
+            500,
+            b'{"error":"internal error; see the server\'s log"}',
+        )
         assert client.answer().body == b"next"
 
 

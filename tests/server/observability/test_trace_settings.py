@@ -147,7 +147,7 @@ def test_values_of_grpc_are_lists() -> None:
     ("flag", "text"),
     [
         ("x", "option format is"),
-        ("mode=x", "invalid value for trace mode option: x"),
+        ("mode=x", "--trace-config mode is triton or opentelemetry, not x"),
         ("level=x", "OFF, TIMESTAMPS or TENSORS, not x"),
         ("rate=x", "Unable to parse 'trace_rate', got: x"),
         ("triton,x=1", "knows no setting triton,x"),

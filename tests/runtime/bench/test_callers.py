@@ -1,0 +1,28 @@
+"""Callers in this process, as threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.bench.callers import measure
+
+
+def test_callers_for_whom_there_is_no_thread_are_told_of_and_nobody_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, started = threading.Thread.start, threading.active_count()
+
+    def start_some(thread: Any) -> None:
+        if threading.active_count() >= started + 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with pytest.raises(MoonpoolError, match="no room for 5 threads of callers: can't start new"):
+        measure(lambda: None, 5, 60.0)
+
+    assert threading.active_count() == started
