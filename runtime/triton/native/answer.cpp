@@ -43,8 +43,7 @@ void Answer::read(std::string_view layout, size_t responses) {
     layout_ = layout;
   }
   if (firsts_.size() != responses + 1) {
-    throw Violation(std::to_string(firsts_.size() - 1) + " responses in the place of " +
-                    std::to_string(responses));
+    throw Violation(std::to_string(firsts_.size() - 1) + " responses in the place of " + std::to_string(responses));
   }
 }
 
@@ -59,9 +58,7 @@ void Answer::read_row(const wire::Tensor& row) {
   if (row.index >= names_.size()) {
     throw Violation("output " + std::to_string(row.index) + ": there is none such");
   }
-  const auto refuse = [&](const std::string& why) {
-    throw Violation("output '" + names_[row.index] + "' " + why);
-  };
+  const auto refuse = [&](const std::string& why) { throw Violation("output '" + names_[row.index] + "' " + why); };
   for (size_t i = firsts_.back(); i < outputs_.size(); ++i) {
     if (outputs_[i].name == row.index) refuse("is given twice");
   }
@@ -73,8 +70,8 @@ void Answer::read_row(const wire::Tensor& row) {
   if (datatype != triton::kBytes && *elements * wire::kItemBytes[row.datatype] != row.size) {
     refuse("has " + std::to_string(row.size) + " bytes, which its shape has not");
   }
-  outputs_.push_back({row.index, datatype, first, static_cast<uint32_t>(dims_.size()) - first,
-                      row.block, row.offset, row.size, *elements});
+  outputs_.push_back({row.index, datatype, first, static_cast<uint32_t>(dims_.size()) - first, row.block, row.offset,
+                      row.size, *elements});
 }
 
 void Answer::open(const List<wire::Block>& blocks, Answers& answers, Loans* loans) {
@@ -107,8 +104,8 @@ void Answer::fill(triton::Response* response, size_t index) const {
     const Output& output = outputs_[i];
     const std::string& name = names_[output.name];
     triton::Output* made;
-    check(triton::ResponseOutput(response, &made, name.c_str(), output.datatype,
-                                 dims_.data() + output.first_dim, output.dims));
+    check(triton::ResponseOutput(response, &made, name.c_str(), output.datatype, dims_.data() + output.first_dim,
+                                 output.dims));
     void* buffer = nullptr;
     int memory_type = triton::kCpu;
     int64_t memory_type_id = 0;
@@ -126,8 +123,8 @@ void Answer::fill(triton::Response* response, size_t index) const {
   }
 }
 
-bool Answer::send(triton::Response* response, size_t index,
-                  const std::optional<wire::Remarks>& remarks, uint32_t flags) const {
+bool Answer::send(triton::Response* response, size_t index, const std::optional<wire::Remarks>& remarks,
+                  uint32_t flags) const {
   triton::Error* error = guarded([&] {
     if (remarks && remarks->error) {
       throw Failure(static_cast<int>(remarks->error->code), model_.told(remarks->error->message));

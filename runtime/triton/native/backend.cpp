@@ -38,8 +38,7 @@ EXPORT triton::Error* TRITONBACKEND_Initialize(triton::Backend* backend) {
   if (!triton::ErrorNew) std::abort();
   return guarded([&] {
     if (!missing.empty()) {
-      throw moonpool::Failure(triton::kUnsupported,
-                              "this tritonserver is too old for moonpool; it lacks" + missing);
+      throw moonpool::Failure(triton::kUnsupported, "this tritonserver is too old for moonpool; it lacks" + missing);
     }
     auto state = std::make_unique<BackendState>(backend);
     check(triton::BackendSetState(backend, state.get()));
@@ -51,8 +50,7 @@ EXPORT triton::Error* TRITONBACKEND_Finalize(triton::Backend* backend) {
   return guarded([&] { delete &state_of<BackendState>(backend, triton::BackendState); });
 }
 
-EXPORT triton::Error* TRITONBACKEND_GetBackendAttribute(triton::Backend*,
-                                                        triton::BackendAttribute* attribute) {
+EXPORT triton::Error* TRITONBACKEND_GetBackendAttribute(triton::Backend*, triton::BackendAttribute* attribute) {
   missing_functions();
   if (!triton::BackendAttributeSetParallelModelInstanceLoading) return nullptr;
   return triton::BackendAttributeSetParallelModelInstanceLoading(attribute, true);
@@ -62,8 +60,7 @@ EXPORT triton::Error* TRITONBACKEND_ModelInitialize(triton::Model* model) {
   return guarded([&] {
     triton::Backend* backend;
     check(triton::ModelBackend(model, &backend));
-    auto state = std::make_unique<moonpool::Model>(
-        model, state_of<BackendState>(backend, triton::BackendState));
+    auto state = std::make_unique<moonpool::Model>(model, state_of<BackendState>(backend, triton::BackendState));
     check(triton::ModelSetState(model, state.get()));
     state.release();
   });
@@ -77,8 +74,7 @@ EXPORT triton::Error* TRITONBACKEND_ModelInstanceInitialize(triton::ModelInstanc
   return guarded([&] {
     triton::Model* model;
     check(triton::ModelInstanceModel(instance, &model));
-    auto state = std::make_unique<Instance>(
-        instance, state_of<moonpool::Model>(model, triton::ModelState));
+    auto state = std::make_unique<Instance>(instance, state_of<moonpool::Model>(model, triton::ModelState));
     check(triton::ModelInstanceSetState(instance, state.get()));
     state.release();
   });
@@ -92,9 +88,7 @@ EXPORT triton::Error* TRITONBACKEND_ModelInstanceReady(triton::ModelInstance* in
   return guarded([&] { state_of<Instance>(instance, triton::ModelInstanceState).check_ready(); });
 }
 
-EXPORT triton::Error* TRITONBACKEND_ModelInstanceExecute(triton::ModelInstance* instance,
-                                                         triton::Request** requests,
+EXPORT triton::Error* TRITONBACKEND_ModelInstanceExecute(triton::ModelInstance* instance, triton::Request** requests,
                                                          uint32_t count) {
-  return guarded(
-      [&] { state_of<Instance>(instance, triton::ModelInstanceState).execute(requests, count); });
+  return guarded([&] { state_of<Instance>(instance, triton::ModelInstanceState).execute(requests, count); });
 }

@@ -54,10 +54,9 @@ int64_t version_of(const std::string& text) {
   const long long number = std::strtoll(text.c_str(), &end, 10);
   const bool is_number = end != text.c_str() && errno == 0;
   if (is_number && number >= 0) return number;
-  throw Failure(triton::kInvalidArg,
-                "failed to get model version from specified version string '" + text + "'" +
-                    (is_number ? "" : " (details: stol)") +
-                    ", version should be an integral value > 0");
+  throw Failure(triton::kInvalidArg, "failed to get model version from specified version string '" + text + "'" +
+                                         (is_number ? "" : " (details: stol)") +
+                                         ", version should be an integral value > 0");
 }
 
 void load_model(triton::Server* server, const std::string& name, const std::string& config,
@@ -80,10 +79,7 @@ bool is_ready(triton::Server* server, const std::string& name, int64_t version) 
 }  // namespace
 
 Calls::Calls(Channel channel, Stub& stub, const Model& model)
-    : channel_(std::move(channel)),
-      model_(model),
-      metrics_(model.facts().is_private),
-      stub_(&stub) {}
+    : channel_(std::move(channel)), model_(model), metrics_(model.facts().is_private), stub_(&stub) {}
 
 short Calls::events() {
   std::lock_guard lock(mutex_);
@@ -169,8 +165,8 @@ void Calls::perform(const Question& question) {
 
 void Calls::infer(const wire::Infer& asked) {
   if (asked.blocks.size() > asked.inputs.size()) {
-    throw Violation(std::to_string(asked.blocks.size()) + " blocks for " +
-                    std::to_string(asked.inputs.size()) + " inputs");
+    throw Violation(std::to_string(asked.blocks.size()) + " blocks for " + std::to_string(asked.inputs.size()) +
+                    " inputs");
   }
   take_back(asked.released);
   auto inference = std::make_shared<Inference>(shared_from_this(), asked.call, stub_->open_requests().batch());
@@ -183,8 +179,7 @@ void Calls::infer(const wire::Infer& asked) {
   }
   try {
     if (are_many) {
-      throw Failure(triton::kUnavailable, std::to_string(wire::kMaxCalls) +
-                                              " requests of this model are open already");
+      throw Failure(triton::kUnavailable, std::to_string(wire::kMaxCalls) + " requests of this model are open already");
     }
     start(*inference, asked);
   } catch (const Failure& failure) {
@@ -202,8 +197,7 @@ void Calls::start(Inference& inference, const wire::Infer& asked) {
   if (triton::Error* error = triton::ServerModelTransactionProperties(model_.server(), name.c_str(), asked.version,
                                                                       &properties, &unused)) {
     triton::ErrorDelete(error);
-    throw Failure(triton::kUnavailable,
-                  "Failed for execute the inference request. Model '" + name + "' is not ready.");
+    throw Failure(triton::kUnavailable, "Failed for execute the inference request. Model '" + name + "' is not ready.");
   }
   if ((properties & kDecoupledFlag) != 0 && !asked.decoupled) {
     throw Failure(triton::kUnsupported,
@@ -213,8 +207,7 @@ void Calls::start(Inference& inference, const wire::Infer& asked) {
                       "to the 'exec' or 'async_exec' calls for decoupled models.'");
   }
   const auto trace = asked.details ? asked.details->trace : std::nullopt;
-  inference.start(asked, model_.server(),
-                  trace ? stub_->open_requests().child_trace(*trace) : nullptr);
+  inference.start(asked, model_.server(), trace ? stub_->open_requests().child_trace(*trace) : nullptr);
 }
 
 void Calls::withdraw(uint64_t call) {
@@ -248,9 +241,8 @@ void Calls::take_back(const List<wire::Place>& places) {
 void Calls::take_room(uint64_t size) {
   std::lock_guard lock(mutex_);
   if (copied_bytes_ > 0 && copied_bytes_ + size > kMaxCopiedBytes) {
-    throw Failure(triton::kUnavailable,
-                  "the strings in open requests of this model take " + std::to_string(copied_bytes_) +
-                      " bytes already");
+    throw Failure(triton::kUnavailable, "the strings in open requests of this model take " +
+                                            std::to_string(copied_bytes_) + " bytes already");
   }
   copied_bytes_ += size;
 }
@@ -299,8 +291,7 @@ bool Calls::reply(uint64_t call, bool is_final, const Write& write) noexcept {
   try {
     if (!is_full) return send_reply(call, is_final, write);
     ended->cancel();
-    send_reply(call, true, only(Failure(triton::kUnavailable,
-                                        "the model that asked leaves responses unread")));
+    send_reply(call, true, only(Failure(triton::kUnavailable, "the model that asked leaves responses unread")));
   } catch (const std::exception& error) {
     stub_->distrust(error.what());
   }
@@ -316,9 +307,7 @@ Calls::Write Calls::only(const Failure& failure, size_t most) {
   };
 }
 
-void Calls::fail(uint64_t call, const Failure& failure) noexcept {
-  reply(call, true, only(failure));
-}
+void Calls::fail(uint64_t call, const Failure& failure) noexcept { reply(call, true, only(failure)); }
 
 bool Calls::send_reply(uint64_t call, bool is_final, const Write& write) {
   stub_->answers().take_released(&released_, wire::kMaxPlacesInPacket);
@@ -375,9 +364,7 @@ void Calls::tell_ready(const wire::IsModelReady& asked) {
   const int64_t version = version_of(std::string(asked.version));
   check_may_ask(name);
   // It may be this very model, which is heard by this very thread.
-  spend_time(asked.call, [=, server = model_.server()] {
-    return value_of("ready", is_ready(server, name, version));
-  });
+  spend_time(asked.call, [=, server = model_.server()] { return value_of("ready", is_ready(server, name, version)); });
 }
 
 // Do what takes long on a thread of its own, and tell the stub when it is done. Throws Failure.
@@ -385,8 +372,7 @@ void Calls::spend_time(uint64_t call, std::function<Write()> task) {
   {
     std::lock_guard lock(mutex_);
     if (tasks_.size() >= kMaxTasks) {
-      throw Failure(triton::kUnavailable,
-                    std::to_string(kMaxTasks) + " of these are on their way already");
+      throw Failure(triton::kUnavailable, std::to_string(kMaxTasks) + " of these are on their way already");
     }
     tasks_.insert(call);
   }
@@ -443,9 +429,9 @@ void Calls::check_may_ask(const std::string& name) const {
   for (const std::string_view pattern : *patterns) {
     if (fnmatch(std::string(pattern).c_str(), name.c_str(), FNM_NOESCAPE) == 0) return;
   }
-  throw Failure(triton::kUnavailable,
-                "the sandbox of model '" + model_.name() + "' does not let it ask for model '" + name +
-                    "'; MOONPOOL_SANDBOX_MODELS in its configuration names those that it may");
+  throw Failure(triton::kUnavailable, "the sandbox of model '" + model_.name() + "' does not let it ask for model '" +
+                                          name +
+                                          "'; MOONPOOL_SANDBOX_MODELS in its configuration names those that it may");
 }
 
 template <Kind kind>
@@ -456,14 +442,8 @@ void Calls::begin(uint64_t call) {
 }
 
 void Calls::send() {
-  std::string_view packet = message_.bytes();
-  if (packet.size() > wire::kMaxPacketBytes) {
-    char* memory;
-    const Spot spot = stub_->loans().lend(packet.size(), &memory, true);
-    std::memcpy(memory, packet.data(), packet.size());
-    wire::encode<Kind::INDIRECT>(indirect_, spot.region, spot.offset, packet.size());
-    packet = indirect_.bytes();
-  }
+  pack(message_, stub_->loans(), true);
+  const std::string_view packet = message_.bytes();
   if (waiting_.empty()) {
     // Its end is seen elsewhere.
     if (channel_.send(packet) != Channel::Sent::kFull) return;

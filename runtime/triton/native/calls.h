@@ -102,7 +102,7 @@ class Calls : public std::enable_shared_from_this<Calls> {
   std::set<uint64_t> tasks_;
   std::deque<std::string> waiting_;
   uint64_t waiting_bytes_ = 0, copied_bytes_ = 0;
-  Writer message_, indirect_;
+  Writer message_;
   std::vector<wire::Place> released_;
 };
 

@@ -47,8 +47,7 @@ Channel::Sent Channel::send(std::string_view packet, int descriptor) const {
   return Sent::kDone;
 }
 
-Channel::Received Channel::receive(Packet& packet, bool at_once,
-                                   std::vector<Descriptor>* descriptors) const {
+Channel::Received Channel::receive(Packet& packet, bool at_once, std::vector<Descriptor>* descriptors) const {
   iovec part{packet.bytes_.get(), wire::kMaxPacketBytes + 1};
   msghdr message{};
   message.msg_iov = &part;

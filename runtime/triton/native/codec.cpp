@@ -181,8 +181,7 @@ const Message* check_message(const Message* messages, size_t count, const Spec* 
   }
   const unsigned length = 1u + message->count;
   if (head.number != length) {
-    *wrong = std::string(message->name) + " that is not an array of " + std::to_string(length) +
-             " led by its kind";
+    *wrong = std::string(message->name) + " that is not an array of " + std::to_string(length) + " led by its kind";
     return nullptr;
   }
   *fields = checker.reader();
@@ -193,8 +192,7 @@ const Message* check_message(const Message* messages, size_t count, const Spec* 
   return message;
 }
 
-bool check_packed(const Spec* specs, const Spec& spec, std::string_view packed, uint64_t most,
-                  std::string* wrong) {
+bool check_packed(const Spec* specs, const Spec& spec, std::string_view packed, uint64_t most, std::string* wrong) {
   Checker checker(specs, Reader(packed), most, wrong);
   if (checker.check(spec) && checker.check_end()) return true;
   checker.say("layout");

@@ -62,15 +62,13 @@ const Message* check_message(const Message* messages, size_t count, const Spec* 
                              std::string_view packet, Reader* fields, std::string* wrong);
 
 // Whether the bytes are one value as the spec says, of at most so many values; else `wrong` says why.
-bool check_packed(const Spec* specs, const Spec& spec, std::string_view packed, uint64_t most,
-                  std::string* wrong);
+bool check_packed(const Spec* specs, const Spec& spec, std::string_view packed, uint64_t most, std::string* wrong);
 
 template <class Table, class Side>
 Decoded<typename Table::Kind> decode(const Table& table, Side peer, std::string_view packet) {
   Decoded<typename Table::Kind> decoded;
-  decoded.message =
-      check_message(table.messages.data(), table.messages.size(), table.specs,
-                    static_cast<uint8_t>(peer), packet, &decoded.fields, &decoded.wrong);
+  decoded.message = check_message(table.messages.data(), table.messages.size(), table.specs, static_cast<uint8_t>(peer),
+                                  packet, &decoded.fields, &decoded.wrong);
   return decoded;
 }
 

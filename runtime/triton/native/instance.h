@@ -17,23 +17,159 @@ namespace moonpool {
 class Instance {
  public:
   // Starts the first process. Throws Failure with the reason why it does not run.
-  Instance(triton::ModelInstance* instance, Model& model);
+  Instance(triton::ModelInstance* instance, Model& model)
+      : model_(model), kind_(kKinds[kind_of(instance) & 3]), batch_(instance, model, kind_ != "CPU") {
+    const char* name;
+    check(triton::ModelInstanceName(instance, &name));
+    check(triton::ModelInstanceDeviceId(instance, &device_));
+    name_ = name;
+    start();
+  }
+
   // Lets the model finalize, and waits until its process is gone.
-  ~Instance();
+  ~Instance() {
+    if (!launcher_) return;
+    if (stub_) stub_->leave();
+    try {
+      launcher_->send<wire::Word::END>(number_);
+      while (mailbox_->next()->word != wire::Word::ENDED) {
+      }
+    } catch (const Failure&) {  // then it has ended with the launcher
+    }
+    launcher_->close(number_);
+  }
 
   // One batch; on the server's thread of this instance. Throws Failure where nothing was done with the requests; else
   // all have been dealt with.
-  void execute(triton::Request** requests, uint32_t count);
+  void execute(triton::Request** requests, uint32_t count) {
+    Stub* taken = &stub();
+    batch_.gather(requests, count);
+    if (batch_.is_empty()) return;
+    try {
+      for (int attempt = 1; !batch_.give(*taken); ++attempt) {
+        const Failure death = taken->death();
+        taken = nullptr;
+        if (attempt == kAttempts) throw death;
+        taken = &stub();
+      }
+      taken->set_executing(true);
+      batch_.finish(*taken);
+    } catch (const Failure& failure) {
+      batch_.fail(failure, taken);
+    } catch (const std::exception& violation) {
+      taken->distrust(violation.what());
+      batch_.fail(taken->death(), taken);
+    }
+    if (taken) taken->set_executing(false);
+    batch_.close();
+    if (!taken) return;
+    served_ += count;
+    if (is_due(*taken)) renew(*taken);
+  }
+
   // Whether it is ready, also by its model's word. From any thread. Throws Failure that says why not.
-  void check_ready();
+  void check_ready() {
+    std::shared_ptr<Stub> stub;
+    {
+      std::lock_guard lock(mutex_);
+      stub = stub_;
+    }
+    if (!stub) throw Failure(triton::kUnavailable, "'" + name_ + "' has no process");
+    stub->check_ready();
+  }
 
  private:
-  Stub& stub();
-  void start();
-  std::shared_ptr<Stub> started();
-  bool is_due(Stub& stub) const;
-  void renew(Stub& stub);
-  void replace(std::shared_ptr<Stub> stub);
+  static constexpr const char* kKinds[] = {"AUTO", "CPU", "GPU", "MODEL"};
+  // Processes that may be gone before one takes a batch.
+  static constexpr int kAttempts = 3;
+
+  static int kind_of(triton::ModelInstance* instance) {
+    int kind;
+    check(triton::ModelInstanceKind(instance, &kind));
+    return kind;
+  }
+
+  // The process that takes batches; waits for it where it is being started again.
+  Stub& stub() {
+    if (stub_ && !stub_->has_ended()) return *stub_;
+    if (stub_) {
+      const Failure death = stub_->death();
+      const bool is_final = stub_->is_final();
+      replace(nullptr);
+      if (is_final) end_ = death;
+    }
+    if (end_) throw *end_;
+    if (mailbox_->is_closed()) {
+      start();
+    } else {
+      replace(started());
+    }
+    return *stub_;
+  }
+
+  // Have a launcher start the instance for the first time.
+  void start() {
+    uint64_t model;
+    launcher_ = model_.launcher(&model);
+    launcher_->tell_log_levels();
+    number_ = Launcher::new_number();
+    mailbox_ = launcher_->open(number_);
+    launcher_->send<wire::Word::INSTANCE>(number_, model, name_, kind_, static_cast<uint64_t>(device_));
+    try {
+      replace(started());
+    } catch (const Failure&) {
+      launcher_->close(number_);
+      launcher_ = nullptr;
+      throw;
+    }
+  }
+
+  // Waits for a process that takes batches.
+  std::shared_ptr<Stub> started() {
+    std::shared_ptr<Stub> stub;
+    for (;;) {
+      const auto letter = mailbox_->next();
+      if (letter->word == wire::Word::BORN) {
+        const wire::Born born(letter->fields);
+        stub = std::make_shared<Stub>(launcher_, *mailbox_, model_, born, std::move(letter->descriptors));
+      } else if (letter->word == wire::Word::STARTED && stub) {
+        stub->begin(wire::Started(letter->fields), std::move(letter->descriptors.at(0)));
+        return stub;
+      } else if (letter->word == wire::Word::DIED) {
+        stub = nullptr;
+        const wire::Died died(letter->fields);
+        if (died.restarts_in_ms) continue;
+        end_.emplace(static_cast<int>(died.code), std::string(died.message));
+        throw *end_;
+      }
+    }
+  }
+
+  // Whether a process has served long enough. One that has requests open serves on.
+  bool is_due(Stub& stub) const {
+    const auto most = model_.facts().recycle_requests;
+    const bool is_enough = most && served_ >= *most;
+    return (is_enough || mailbox_->grown_generation() == stub.generation()) && !stub.has_ended() &&
+           !stub.open_requests().are_open();
+  }
+
+  // The next process is started while nobody waits for it yet.
+  void renew(Stub& stub) noexcept {
+    // In this order: of one generation the launcher answers LOST or RENEW.
+    stub.leave();
+    launcher_->send<wire::Word::RENEW>(number_, stub.generation(), served_);
+    stub.wait();
+    replace(nullptr);
+  }
+
+  void replace(std::shared_ptr<Stub> stub) {
+    served_ = 0;
+    {
+      std::lock_guard lock(mutex_);
+      stub_.swap(stub);
+    }
+    // Here the last one ends.
+  }
 
   const Model& model_;
   std::string name_, kind_;

@@ -38,9 +38,9 @@ std::pair<std::string, std::string> settings() {
   std::ifstream file(path);
   std::string interpreter, program;
   if (!std::getline(file, interpreter) || !std::getline(file, program)) {
-    throw Failure(triton::kUnavailable,
-                  path + " does not name an interpreter and a program; install the backend with "
-                         "`moonpool triton install`");
+    throw Failure(triton::kUnavailable, path +
+                                            " does not name an interpreter and a program; install the backend with "
+                                            "`moonpool triton install`");
   }
   return {interpreter, program};
 }
@@ -75,8 +75,7 @@ void Mailbox::close() {
   arrived_.notify_all();
 }
 
-Launcher::Launcher(const std::string& backend, const std::string& directory,
-                   const std::string& config) {
+Launcher::Launcher(const std::string& backend, const std::string& directory, const std::string& config) {
   spawn(backend);
   try {
     greet();

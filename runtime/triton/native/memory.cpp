@@ -10,9 +10,8 @@ constexpr size_t kManyReleased = 64;
 constexpr uint64_t kAlignment = 64;
 
 [[noreturn]] void refuse(const wire::Block& block, const char* why) {
-  throw Violation("a block of " + std::to_string(block.size) + " bytes at " +
-                  std::to_string(block.offset) + " in region " + std::to_string(block.region) + ", " +
-                  why);
+  throw Violation("a block of " + std::to_string(block.size) + " bytes at " + std::to_string(block.offset) +
+                  " in region " + std::to_string(block.region) + ", " + why);
 }
 
 [[noreturn]] void refuse(const wire::Place& place, const char* what, const char* why) {
@@ -35,8 +34,7 @@ std::optional<uint64_t> elements_of(const List<uint64_t>& shape) {
   return elements;
 }
 
-Loans::Loans(std::shared_ptr<Region> first, RegionSource& source)
-    : source_(source), first_region_(first->id()) {
+Loans::Loans(std::shared_ptr<Region> first, RegionSource& source) : source_(source), first_region_(first->id()) {
   parts_[first_region_].region = std::move(first);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -115,6 +116,17 @@ class Answers {
   std::map<uint64_t, std::shared_ptr<Region>> regions_;
   std::vector<wire::Place> released_;
 };
+
+// What is too large for a packet is put into the stub's memory, and INDIRECT in its place; with `keep`, until the stub gives
+// that back. Throws Failure, Violation.
+inline void pack(Writer& message, Loans& loans, bool keep = false) {
+  const uint64_t size = message.bytes().size();
+  if (size <= wire::kMaxPacketBytes) return;
+  char* memory;
+  const Spot spot = loans.lend(size, &memory, keep);
+  std::memcpy(memory, message.bytes().data(), size);
+  wire::encode<wire::Kind::INDIRECT>(message, spot.region, spot.offset, size);
+}
 
 // The stub's message, or the one that it says lies in its memory; that is copied to `stored`. Throws Violation for what the
 // tables do not have.

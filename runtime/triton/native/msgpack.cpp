@@ -34,9 +34,7 @@ size_t character_bytes(std::string_view text) {
 }
 
 // The least power of two of bytes that the number fits, as the exponent.
-unsigned width_of(uint64_t number) {
-  return (number > UINT8_MAX) + (number > UINT16_MAX) + (number > UINT32_MAX);
-}
+unsigned width_of(uint64_t number) { return (number > UINT8_MAX) + (number > UINT16_MAX) + (number > UINT32_MAX); }
 
 }  // namespace
 

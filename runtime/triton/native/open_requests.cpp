@@ -1,5 +1,7 @@
 #include "open_requests.h"
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 
 namespace moonpool {
@@ -11,10 +13,7 @@ void release(triton::Request* request, uint32_t flags) noexcept {
 void OpenRequests::begin(uint64_t batch, const std::vector<triton::Request*>& requests) {
   std::lock_guard lock(mutex_);
   batch_ = batch;
-  executing_.clear();
-  for (triton::Request* request : requests) {
-    executing_.push_back({request, nullptr, false, false, false});
-  }
+  for (size_t index = 0; index < requests.size(); ++index) pending_[Key{batch, index}] = {requests[index]};
 }
 
 std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index) {
@@ -25,51 +24,52 @@ std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index) {
 }
 
 triton::Trace* OpenRequests::child_trace(std::string_view name) {
-  triton::Trace* child = nullptr;
-  const auto look = [&](const Pending& pending, uint64_t batch, uint64_t index) {
-    triton::Trace* trace = nullptr;
-    if (child || !pending.request) return;
-    check(triton::RequestTrace(pending.request, &trace));
-    if (!trace || name_of(trace, batch, index) != name) return;
-    check(triton::InferenceTraceSpawnChildTrace(trace, &child));
-  };
   if (!triton::RequestTrace || !triton::InferenceTraceSpawnChildTrace) return nullptr;
   std::lock_guard lock(mutex_);
-  for (size_t index = 0; index < executing_.size(); ++index) look(executing_[index], batch_, index);
-  for (const auto& [key, pending] : open_) look(pending, key.first, key.second);
-  return child;
+  for (const auto& [key, pending] : pending_) {
+    triton::Trace *trace = nullptr, *child;
+    if (!pending.request) continue;
+    check(triton::RequestTrace(pending.request, &trace));
+    if (!trace || name_of(trace, key.first, key.second) != name) continue;
+    check(triton::InferenceTraceSpawnChildTrace(trace, &child));
+    return child;
+  }
+  return nullptr;
 }
 
 OpenRequests::Left OpenRequests::answered(size_t index, uint64_t state) {
   std::lock_guard lock(mutex_);
-  Pending& pending = executing_[index];
-  const bool is_used = pending.factory || pending.is_ended;
+  Pending& pending = pending_.at(Key{batch_, index});
   if (state != wire::kOpen) {
-    if (is_used) throw Violation("request " + std::to_string(index) + " was answered twice");
+    if (pending.factory || pending.is_ended) {
+      throw Violation("request " + std::to_string(index) + " was answered twice");
+    }
     if (state == wire::kRescheduled) check_reschedules();
     pending.is_ended = true;
     return state == wire::kRescheduled ? Left::kReschedule : Left::kRespond;
   }
   if (pending.is_ended) return pending.is_again ? Left::kReschedule : Left::kRelease;
   if (!pending.factory) check(triton::ResponseFactoryNew(&pending.factory, pending.request));
-  Pending& moved = open_[Key{batch_, index}] = pending;
-  pending.is_ended = true;
+  pending.is_open = true;
   if (reschedules_) return Left::kNothing;
-  moved.request = nullptr;
+  pending.request = nullptr;
   return Left::kRelease;
 }
 
 bool OpenRequests::deserted(size_t index) {
   std::lock_guard lock(mutex_);
-  Pending& pending = executing_[index];
+  Pending& pending = pending_.at(Key{batch_, index});
   drop_factory(pending);
   return !std::exchange(pending.is_ended, true);
 }
 
 void OpenRequests::end() {
   std::lock_guard lock(mutex_);
+  const auto last = pending_.lower_bound(Key{batch_ + 1, 0});
+  for (auto each = pending_.lower_bound(Key{batch_, 0}); each != last;) {
+    each = each->second.is_open ? std::next(each) : pending_.erase(each);
+  }
   batch_ = 0;
-  executing_.clear();
 }
 
 void OpenRequests::check_reschedules() const {
@@ -77,13 +77,12 @@ void OpenRequests::check_reschedules() const {
 }
 
 OpenRequests::Pending& OpenRequests::find(const wire::Response& row) {
-  const auto open = open_.find(Key{row.batch, row.index});
-  if (open != open_.end()) return open->second;
-  if (row.batch != batch_ || row.index >= executing_.size() || executing_[row.index].is_ended) {
-    throw Violation("a response to request " + std::to_string(row.index) + " of batch " +
-                    std::to_string(row.batch) + ", which waits for none");
+  const auto found = pending_.find(Key{row.batch, row.index});
+  if (found == pending_.end() || found->second.is_ended) {
+    throw Violation("a response to request " + std::to_string(row.index) + " of batch " + std::to_string(row.batch) +
+                    ", which waits for none");
   }
-  return executing_[row.index];
+  return found->second;
 }
 
 void OpenRequests::take(const wire::Response& row, Answers& answers) {
@@ -126,10 +125,9 @@ void OpenRequests::finish(const wire::Response& row) {
     drop_factory(pending);
     pending.is_ended = true;
     pending.is_again = is_again;
-    const auto open = open_.find(Key{row.batch, row.index});
-    if (open != open_.end()) {
+    if (pending.is_open) {
       held = pending.request;
-      open_.erase(open);
+      pending_.erase(Key{row.batch, row.index});
     }
   }
   if (held) release(held, is_again ? triton::kReleaseReschedule : triton::kReleaseAll);
@@ -143,17 +141,22 @@ void OpenRequests::drop_factory(Pending& pending) {
 
 void OpenRequests::fail(const Failure& failure) {
   std::lock_guard lock(mutex_);
-  for (auto& [key, pending] : open_) {
+  for (auto each = pending_.begin(); each != pending_.end();) {
+    Pending& pending = each->second;
+    if (!pending.is_open) {
+      ++each;
+      continue;
+    }
     send_failure(pending.factory, triton::ResponseNewFromFactory, failure);
     drop_factory(pending);
     if (pending.request) release(pending.request);
+    each = pending_.erase(each);
   }
-  open_.clear();
 }
 
 bool OpenRequests::are_open() {
   std::lock_guard lock(mutex_);
-  return !open_.empty();
+  return std::any_of(pending_.begin(), pending_.end(), [](const auto& each) { return each.second.is_open; });
 }
 
 uint64_t OpenRequests::batch() {
@@ -161,23 +164,21 @@ uint64_t OpenRequests::batch() {
   return batch_;
 }
 
-uint64_t OpenRequests::each_cancelled(
-    const std::function<bool(uint64_t batch, uint64_t index)>& tell) {
+uint64_t OpenRequests::each_cancelled(const std::function<bool(uint64_t batch, uint64_t index)>& tell) {
   std::lock_guard lock(mutex_);
   bool are_new = false, are_all = true;
-  const auto look = [&](Pending& pending, uint64_t batch, uint64_t index, auto* is_cancelled, auto* of) {
-    if (!pending.is_cancelled && !pending.is_ended && is_cancelled) {
-      check(is_cancelled(of, &pending.is_cancelled));
-      if (pending.is_cancelled) pending.is_cancelled = tell(batch, index);
-      are_new |= pending.is_cancelled;
+  for (auto& [key, pending] : pending_) {
+    bool& is_cancelled = pending.is_cancelled;
+    if (!is_cancelled && !pending.is_ended) {
+      if (pending.factory && triton::ResponseFactoryIsCancelled) {
+        check(triton::ResponseFactoryIsCancelled(pending.factory, &is_cancelled));
+      } else if (pending.request && triton::RequestIsCancelled) {
+        check(triton::RequestIsCancelled(pending.request, &is_cancelled));
+      }
+      if (is_cancelled) is_cancelled = tell(key.first, key.second);
+      are_new |= is_cancelled;
     }
-    are_all &= pending.is_cancelled;
-  };
-  for (size_t index = 0; index < executing_.size(); ++index) {
-    look(executing_[index], batch_, index, triton::RequestIsCancelled, executing_[index].request);
-  }
-  for (auto& [key, pending] : open_) {
-    look(pending, key.first, key.second, triton::ResponseFactoryIsCancelled, pending.factory);
+    are_all &= is_cancelled;
   }
   return are_new && are_all ? batch_ : 0;
 }

@@ -17,7 +17,7 @@
 
 namespace moonpool {
 
-// Finds the request that a response is for. The thread that executes a batch and the one that reads the control channel
+// Finds the request that a response is for. The thread that executes a batch and those that read the control channel
 // meet here: responses come before the answer to their batch and after it.
 class OpenRequests {
  public:
@@ -36,11 +36,12 @@ class OpenRequests {
   // No answer is waited for any more.
   void end();
 
-  // For the thread that reads: a response. Throws Violation.
+  // For one thread at a time: a response. Throws Violation.
   void take(const wire::Response& row, Answers& answers);
   // No more will come: end what is open with an error.
   void fail(const Failure& failure);
 
+  // Whether any is beyond its batch.
   bool are_open();
   // A trace for a request that the model makes on behalf of the one of this name; null where that is not traced.
   triton::Trace* child_trace(std::string_view name);
@@ -52,11 +53,10 @@ class OpenRequests {
 
  private:
   struct Pending {
-    triton::Request* request;
-    triton::ResponseFactory* factory;
-    bool is_ended;
-    bool is_again;
-    bool is_cancelled;
+    triton::Request* request;  // null where it was released
+    triton::ResponseFactory* factory = nullptr;
+    bool is_open = false;  // beyond its batch
+    bool is_ended = false, is_again = false, is_cancelled = false;
   };
   using Key = std::pair<uint64_t, uint64_t>;
   Pending& find(const wire::Response& row);
@@ -69,8 +69,8 @@ class OpenRequests {
   const bool reschedules_;
   std::mutex mutex_;
   uint64_t batch_ = 0;
-  std::vector<Pending> executing_;
-  std::map<Key, Pending> open_;
+  // Those of the batch that is executing, and those that are open, by batch and index.
+  std::map<Key, Pending> pending_;
 };
 
 // What a trace is called towards the model: its context, or what only this process knows.

@@ -72,8 +72,7 @@ inline void write_parameter(Writer& writer, const char* name, int type, const vo
     case triton::kDouble:
       return writer.real(*static_cast<const double*>(value));
     default:
-      throw Failure(triton::kUnsupported,
-                    std::string("Unsupported parameter type for parameter '") + name + "'.");
+      throw Failure(triton::kUnsupported, std::string("Unsupported parameter type for parameter '") + name + "'.");
   }
 }
 

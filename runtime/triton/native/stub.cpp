@@ -29,13 +29,12 @@ constexpr double kObservations = 100;
 // Of the log: what is longer counts as several lines.
 constexpr size_t kLineBytes = 8192;
 
-
 bool is_readable(const pollfd& end) { return (end.revents & (POLLIN | POLLHUP | POLLERR)) != 0; }
 
 }  // namespace
 
-Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model,
-           const wire::Born& born, std::vector<Descriptor> descriptors)
+Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model, const wire::Born& born,
+           std::vector<Descriptor> descriptors)
     : launcher_(std::move(launcher)),
       mailbox_(mailbox),
       model_(model),
@@ -45,12 +44,8 @@ Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& mo
       pidfd_(std::move(descriptors.at(2))),
       wakes_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       next_region_(wire::kFirstRegion),
-      loans_(std::make_shared<Region>(born.request_region, born.request_size,
-                                      std::move(descriptors.at(3))),
-             *this),
-      answers_(std::make_shared<Region>(born.response_region, born.response_size,
-                                        std::move(descriptors.at(4))),
-               *this),
+      loans_(std::make_shared<Region>(born.request_region, born.request_size, std::move(descriptors.at(3))), *this),
+      answers_(std::make_shared<Region>(born.response_region, born.response_size, std::move(descriptors.at(4))), *this),
       open_requests_(model),
       calls_(std::make_shared<Calls>(Channel(std::move(descriptors.at(1))), *this, model)),
       log_lines_(static_cast<double>(model.facts().log_lines_per_s)),
@@ -124,8 +119,8 @@ void Stub::check_ready() {
   // Those who ask at the same time share one question.
   if (question_ == answered_question_) tell<Kind::READY>(++question_);
   const uint64_t question = question_;
-  const bool is_answered = answered_.wait_for(
-      lock, kReadiness, [&] { return has_ended_ || answered_question_ >= question; });
+  const bool is_answered =
+      answered_.wait_for(lock, kReadiness, [&] { return has_ended_ || answered_question_ >= question; });
   if (!is_answered) {
     throw Failure(triton::kUnavailable, "Timed out waiting for user-defined is_ready() response");
   }
@@ -163,8 +158,8 @@ std::shared_ptr<Region> Stub::create(uint64_t present, uint64_t needed) {
 
 void Stub::announce(const Region& region, wire::Side writer) {
   Writer message;
-  wire::encode<Kind::REGION>(message, region.id(), region.size(), static_cast<uint64_t>(writer),
-                             wire::kNoDevice, Raw{});
+  wire::encode<Kind::REGION>(message, region.id(), region.size(), static_cast<uint64_t>(writer), wire::kNoDevice,
+                             Raw{});
   tell_packet(message.bytes(), region.fd());
 }
 
@@ -193,10 +188,7 @@ void Stub::listen() noexcept {
 }
 
 void Stub::listen_until_end() {
-  pollfd ends[] = {{control_.fd(), 0, 0},
-                   {calls_->fd(), 0, 0},
-                   {wakes_.get(), POLLIN, 0},
-                   {pidfd_.get(), POLLIN, 0}};
+  pollfd ends[] = {{control_.fd(), 0, 0}, {calls_->fd(), 0, 0}, {wakes_.get(), POLLIN, 0}, {pidfd_.get(), POLLIN, 0}};
   for (;;) {
     const int pause = flow_.pause_milliseconds();
     // Both, as what is asked may be about what was told before. Their ends are seen in any case.
@@ -290,8 +282,7 @@ void Stub::handle(const Decoded<Kind>& message) {
       const wire::Readiness answer(message.fields);
       std::lock_guard lock(mutex_);
       if (answer.question == 0 || answer.question > question_) {
-        throw Violation("READINESS answers " + std::to_string(answer.question) +
-                        ", which was not asked");
+        throw Violation("READINESS answers " + std::to_string(answer.question) + ", which was not asked");
       }
       if (answer.question < question_) return;
       answered_question_ = answer.question;

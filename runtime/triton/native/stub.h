@@ -25,8 +25,8 @@ namespace moonpool {
 class Stub final : public RegionSource {
  public:
   // Takes over the control and calls channels, as the launcher says. Throws Failure.
-  Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model,
-       const wire::Born& born, std::vector<Descriptor> descriptors);
+  Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model, const wire::Born& born,
+       std::vector<Descriptor> descriptors);
   // Ends the thread. What is open is failed.
   ~Stub();
 
