@@ -102,7 +102,7 @@ class OneOf:
 
 
 class Packed:
-    """Bytes that are the packed form of a thing of its own, read with `codec.Inner`.
+    """Bytes that are the packed form of a thing of its own, read with `codec.unpack_layout`.
 
     For what is the same in message after message: whoever meets bytes again knows what they say.
     """

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.codec import control_codec, encode
-from moonpool.ipc.errors import ProtocolError, RemoteProtocolError
+from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Kind, Side
 from moonpool.runtime.client_region import ClientRegion
 
@@ -82,7 +82,7 @@ class ControlChannel:
                 packet = overflow.load(*fields[1:])
                 fields = self._codec.decode_stored(packet)
                 if fields[0] == Kind.INDIRECT:
-                    raise ProtocolError("INDIRECT that stands for another one")
+                    raise RemoteProtocolError("INDIRECT that stands for another one")
             if fields[0] != _RESPONSES:
                 flow.took(len(packet), _COSTS.get(fields[0], 1))
             yield fields

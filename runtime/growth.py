@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import MoonpoolError, ProtocolError
+from moonpool.ipc.errors import Closed, MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, NO_DEVICE, SHORT, Kind, Side
 from moonpool.runtime.regions import new_region
 
@@ -37,34 +37,44 @@ class Growth:
             raise ProtocolError("GROW came before the last one was answered")
         self._is_growing = True
         # Setting memory aside takes a millisecond for every few megabytes, and a device's context a second.
-        threading.Thread(
+        thread = threading.Thread(
             target=self._grow, args=(needed_bytes, device), name="moonpool-grow"
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._refuse(f"the runtime has no thread for this: {error}")
 
     def _grow(self, needed_bytes: int, device: int) -> None:
         link = self._link
         try:
             # With word of all that is free again, which may be enough.
             self.release()
-            region: SharedRegion | DeviceRegion
             try:
-                if device == NO_DEVICE:
-                    present_bytes = sum(
-                        each.size_bytes for each in [*link.response_regions.values()]
-                    )
-                    region = new_region(present_bytes, needed_bytes, self._limit_bytes)
-                else:
-                    region = self._new_on_device(needed_bytes, device)
+                region = self._new(needed_bytes, device)
             except MoonpoolError as error:
-                self._is_growing = False
-                self._control.send(Kind.REFUSED, str(error)[:SHORT])
+                self._refuse(str(error))
                 return
             region.is_private = link.loans.is_private
             if self._take_in(region):
                 self._is_growing = False
                 link.send_region(region, Side.STUB)
-        except MoonpoolError as error:
+        except (PeerGone, Closed) as error:
             _log.debug("a stub is gone before it could grow: %s", error)
+        except Exception:
+            _log.exception("a stub asked for memory and cannot be answered")
+            # It waits without a limit, for an answer or for this.
+            self._control.channel.wake()
+
+    def _refuse(self, why: str) -> None:
+        self._is_growing = False
+        self._control.send(Kind.REFUSED, why[:SHORT])
+
+    def _new(self, needed_bytes: int, device: int) -> SharedRegion | DeviceRegion:
+        if device != NO_DEVICE:
+            return self._new_on_device(needed_bytes, device)
+        present_bytes = sum(each.size_bytes for each in [*self._link.response_regions.values()])
+        return new_region(present_bytes, needed_bytes, self._limit_bytes)
 
     def _new_on_device(self, needed_bytes: int, number: int) -> DeviceRegion:
         from moonpool.runtime.device_regions import new_device_region

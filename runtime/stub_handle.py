@@ -13,11 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.channel import Channel
-from moonpool.ipc.errors import (
-    MoonpoolError,
-    PeerGone,
-    ProtocolError,
-)
+from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind
 from moonpool.runtime.call_desk import BROKE, CallDesk
 from moonpool.runtime.control_channel import ControlChannel
@@ -51,6 +47,7 @@ GRACE_S = 0.25
 # How long a process that closed its channel may take to be gone.
 _EXIT_S = 1.0
 _MUTE = "closed its control channel and was ended"
+_UNHEARD = "could not be heard and was ended"
 
 
 class StubHandle(StubConnection):
@@ -346,6 +343,10 @@ class StubHandle(StubConnection):
         except ProtocolError as error:
             self._hear_no_more()
             self._kill(BROKE, str(error))
+        except Exception:  # what it said is lost, and somebody waits for it
+            _log.exception("[%s] what it says cannot be heard", self.name)
+            self._hear_no_more()
+            self._kill(_UNHEARD)
 
     def _hear_no_more(self) -> None:
         self._is_mute = True

@@ -161,7 +161,8 @@ class Regions(Overflow):
 
     def _grow(self, size_bytes: int, device: int = NO_DEVICE) -> Region:
         self._send_control(Kind.GROW, size_bytes, device)
-        answer = self._granted.get(timeout=_ARRIVAL_S)
+        # The runtime answers, or ends, and what asked with it: an answer that came too late would be the next one's.
+        answer = self._granted.get()
         if isinstance(answer, str):
             if self._is_deserted:
                 self._granted.put(answer)  # whoever asks next is not to wait either

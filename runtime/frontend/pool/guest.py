@@ -14,7 +14,7 @@ from moonpool.ipc.policy import is_contained
 from moonpool.runtime.backend import Backend, ModelInstance
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.errors import ModelUnavailable, StubDied
-from moonpool.runtime.failures import tell_callers
+from moonpool.runtime.failures import as_moonpool_error, tell_callers
 from moonpool.runtime.recent_errors import RecentErrors
 from moonpool.runtime.regions import CallerMemory
 from moonpool.runtime.scheduler import Scheduler
@@ -172,9 +172,11 @@ class GuestModel:
     def _read(self, seat: Seat) -> None:
         try:
             seat.connection.read(64)
-        except (PeerGone, ProtocolError) as error:
+        except Exception as error:  # also where it is nobody's fault: what was said is lost
+            if not isinstance(error, (PeerGone, ProtocolError)):
+                _log.exception("[%s] what it says cannot be heard", seat.instance.name)
             self._reactor.forget(seat.connection.control.channel.fileno())
-            self._break(seat, error)
+            self._break(seat, as_moonpool_error(error))
 
     def _break(self, seat: Seat, error: MoonpoolError) -> None:
         """Let whoever has the instance, or is to get it, find that it is gone."""

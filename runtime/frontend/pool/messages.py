@@ -86,7 +86,7 @@ DIRECTORY: dict[IntEnum, Message] = {
     # The ports can be connected to.
     Word.LISTENING: Message(_FRONT, {}),
     Word.DRAINED: Message(_FRONT, {"model": _ID}),
-    # What was counted since the last time, as `Statistics.as_row` has it.
+    # What was counted since the last time, as `counts.take_counts` has it.
     Word.COUNTS: Message(
         _FRONT,
         {

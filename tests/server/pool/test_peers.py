@@ -19,6 +19,7 @@ import moonpool
 from moonpool.ipc.codec import encode
 from moonpool.ipc.messages import Kind
 from moonpool.runtime.errors import StubDied
+from moonpool.runtime.link import Link
 
 STUB = "shared_0_0"
 
@@ -230,6 +231,30 @@ def test_the_death_of_the_stub_fails_the_batches_of_all(
         for thread in threads:
             thread.join()
         assert [str(each) for each in outcomes] == [str(reason)] * 2
+    wait_until(lambda: STUB in hall.stubs)
+    assert infer(runtime, "same", 1).tolist() == [1]
+
+
+def test_a_stub_that_cannot_be_heard_is_ended_and_each_request_has_an_end(
+    hall: Hall,
+    runtime: moonpool.Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("as planned")
+
+    with visiting(hall, "shared") as guest, monkeypatch.context() as patch:
+        patch.setattr(Link, "begun", fail)
+        thread = in_vain(guest)
+        wait_until(lambda: guest.lost)
+        guest.on_reactor(lambda: guest.model.detach(0, StubDied("the stub is gone")))
+        thread.join()
+        # The stub has not ended: that it cannot be heard is this guest's own fault.
+        inputs = {"HOW": ["until cancelled"], "X": np.ones(1, np.float32)}
+        with pytest.raises(StubDied, match="could not be heard and was ended"):
+            runtime.infer("shared", inputs, timeout_s=20.0)
+    assert "what it says cannot be heard" in caplog.text
     wait_until(lambda: STUB in hall.stubs)
     assert infer(runtime, "same", 1).tolist() == [1]
 

@@ -1,0 +1,84 @@
+"""Every stub that asks for memory is answered, or hears of the end of its runtime."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moonpool.ipc.errors import OutOfMemory
+from moonpool.ipc.messages import NO_DEVICE, Kind
+from moonpool.runtime import growth
+from moonpool.runtime.growth import Growth
+from moonpool.stub import regions
+from moonpool.stub.regions import Regions
+
+
+class Stub:
+    """What is said to a stub."""
+
+    def __init__(self) -> None:
+        self.heard: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.channel = SimpleNamespace(wake=lambda: self.heard.put(("the end",)))
+        self.growth = Growth(self._link(), self, None)  # type: ignore[arg-type]
+
+    def send(self, *message: Any) -> None:
+        self.heard.put(message)
+
+    def _link(self) -> Any:
+        return SimpleNamespace(
+            take_released=lambda _: [],
+            response_regions={},
+            loans=SimpleNamespace(is_private=False),
+            add_answers=lambda region: region.close(),
+            send_region=lambda *_: self.send(Kind.REGION),
+        )
+
+
+@pytest.fixture
+def stub() -> Stub:
+    return Stub()
+
+
+def test_a_stub_for_which_there_is_no_thread_is_refused_and_may_ask_again(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        stub.growth.grow(1, NO_DEVICE)
+    kind, why = stub.heard.get(timeout=10)
+    assert kind == Kind.REFUSED
+    assert "can't start new thread" in why
+
+    stub.growth.grow(1, NO_DEVICE)
+    assert stub.heard.get(timeout=10) == (Kind.REGION,)
+
+
+def test_a_stub_that_cannot_be_answered_hears_of_the_end(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("as planned")
+
+    monkeypatch.setattr(growth, "new_region", fail)
+    stub.growth.grow(1, NO_DEVICE)
+    assert stub.heard.get(timeout=10) == ("the end",)
+    assert "as planned" in caplog.text
+
+
+def test_an_answer_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "_ARRIVAL_S", 0.0)
+
+    def send(kind: Kind, *_: object) -> None:
+        assert kind == Kind.GROW
+        threading.Timer(0.05, asker.refuse, ["there is none"]).start()
+
+    asker = Regions(send)
+    with pytest.raises(OutOfMemory, match="there is none"):
+        asker.allocate(1)
