@@ -92,7 +92,7 @@ def _named(
 
 def _sent(tensor: Tensor, regions: Regions, device: int) -> Tensor:
     """A copy on a device, or the tensor itself where there is no room, or no such device."""
-    data: np.ndarray = tensor._array if tensor._wire is None else tensor._wire  # type: ignore[assignment]
+    data: np.ndarray = tensor._data
     try:
         block = regions.empty_on(device, data.nbytes)
         regions.on_devices().lane(device).from_host(block.address, data)

@@ -231,15 +231,15 @@ class SystemSharedMemory:
 
     def write(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
         """Write bytes, one part after another, into the region. Raises as `read`."""
-        region, at = self._place(name, offset, sum(len(part) for part in parts))
+        size_bytes = sum(len(part) for part in parts)
+        region, at = self._place(name, offset, size_bytes)
         # Writing behind its end would make it longer, in the name of somebody who did not pay for it.
-        if os.fstat(region.fd).st_size < at + sum(len(part) for part in parts):
+        if os.fstat(region.fd).st_size < at + size_bytes:
             raise _cut_short(region)
         for part in parts:
             while part:
-                with contextlib.suppress(InterruptedError):
-                    count = os.pwritev(region.fd, [part], at)
-                    part, at = part[count:], at + count
+                count = os.pwritev(region.fd, [part], at)
+                part, at = part[count:], at + count
 
 
 def _cut_short(region: _Region) -> InvalidRequest:
