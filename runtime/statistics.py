@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from moonpool.runtime.latency_summary import LatencySummaries
 
 Duration: TypeAlias = "dict[str, int]"
-BatchStat: TypeAlias = "dict[str, int | Duration]"
 ModelStat: TypeAlias = "dict[str, Any]"
 
 _MS = 1_000_000

@@ -262,34 +262,40 @@ def _prefixed(words: str) -> Iterator[None]:
 def _check_fields(request: InferenceRequest) -> None:
     """Raises `BadTensor` for what no message has room for and the request's constructor let pass."""
     details = request._details
-    correlation_id = details.correlation_id
+    correlation_id, parameters = details.correlation_id, details.parameters
+    names = request._requested_output_names
     # Unlike all else, a model may give this anything.
     trace: object = request._trace._context
-    _, device = _wish(request)
-    for name, value, is_good in (
-        ("model_name", request._model_name, len(request._model_name) <= LONG),
-        ("model_version", request._model_version, request._model_version >= -1),
-        ("request_id", details.request_id, len(details.request_id) <= LONG),
-        ("correlation_id", correlation_id, _is_number_or_short(correlation_id)),
-        ("trace", trace, trace is None or (isinstance(trace, str) and len(trace) <= SHORT)),
-        ("device of the preferred_memory", device, 0 <= device < MAX_DEVICES),
-    ):
-        if not is_good:
-            raise BadTensor(f"the {name} of the request cannot be {value!r:.60}")
-    names = request._requested_output_names
-    for what, things, most in (
-        ("parameters", details.parameters or (), MAX_PARAMETERS),
-        ("inputs", request._inputs, _MOST_TENSORS),
-        ("requested outputs", names, _MOST_TENSORS),
-    ):
-        if len(things) > most:
-            raise BadTensor(f"the request has {len(things)} {what}, and {most} is the most")
-    if names and max(map(len, names)) > LONG:
-        raise BadTensor(f"the name of a requested output has more than {LONG} characters")
+    wish = request._preferred_memory
+    if len(request._model_name) > LONG:
+        raise _cannot_be("model_name", request._model_name)
+    if request._model_version < -1:
+        raise _cannot_be("model_version", request._model_version)
+    if len(details.request_id) > LONG:
+        raise _cannot_be("request_id", details.request_id)
+    if isinstance(correlation_id, str) and len(correlation_id) > SHORT:
+        raise _cannot_be("correlation_id", correlation_id)
+    if trace is not None and not (isinstance(trace, str) and len(trace) <= SHORT):
+        raise _cannot_be("trace", trace)
+    if wish is not None and not 0 <= wish.as_sent()[1] < MAX_DEVICES:
+        raise _cannot_be("device of the preferred_memory", wish.as_sent()[1])
+    if parameters and len(parameters) > MAX_PARAMETERS:
+        raise _too_many("parameters", len(parameters), MAX_PARAMETERS)
+    if len(request._inputs) > _MOST_TENSORS:
+        raise _too_many("inputs", len(request._inputs), _MOST_TENSORS)
+    if len(names) > _MOST_TENSORS:
+        raise _too_many("requested outputs", len(names), _MOST_TENSORS)
+    for name in names:
+        if len(name) > LONG:
+            raise _cannot_be("name of a requested output", name)
 
 
-def _is_number_or_short(correlation_id: int | str) -> bool:
-    return isinstance(correlation_id, int) or len(correlation_id) <= SHORT
+def _cannot_be(name: str, value: object) -> BadTensor:
+    return BadTensor(f"the {name} of the request cannot be {value!r:.60}")
+
+
+def _too_many(what: str, count: int, most: int) -> BadTensor:
+    return BadTensor(f"the request has {count} {what}, and {most} is the most")
 
 
 def _wish(request: InferenceRequest) -> tuple[int, int]:

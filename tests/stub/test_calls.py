@@ -81,7 +81,7 @@ def test_what_was_let_go_of_is_not_forgotten_where_a_request_cannot_be_sent(
         ({"requested_output_names": ["Y"] * 65537}, "65537 requested outputs, and 65536 is"),
         (
             {"requested_output_names": ["Y" * (LONG + 1)]},
-            "name of a requested output has more than",
+            "the name of a requested output of the request cannot be",
         ),
         (
             {"inputs": [Tensor("X" * (LONG + 1), X.as_numpy())]},
