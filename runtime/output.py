@@ -21,6 +21,9 @@ _LINE_BYTES = 8192
 _LOGGED_CHARACTERS = 8 * _LINE_BYTES
 _CUT = " … (cut)"
 _TAIL_LINES = 40
+# What a stub may print in a second before it has to wait, also of what is left out. A line takes as long as so many bytes.
+_BYTES_PER_S = 64 << 20
+_BYTES_FOR_A_LINE = 128
 # A pipe holds no more than one or two reads.
 _DRAIN_READS = 64
 # Other than newline and tab; a terminal obeys some of them.
@@ -71,6 +74,9 @@ class Output:
         self.fd = fd
         self._instance = instance
         self._budget = Budget(lines_per_s)
+        self._pace = Budget(_BYTES_PER_S)
+        # Whether it has printed more than that: the next `ready` is to be a little later.
+        self.is_ahead = False
         self._rest = b""
         self._seen = 0
         # Of all lines, also those over the budget: how a stub died is said in its last ones.
@@ -88,10 +94,12 @@ class Output:
             self.flush()
             return False
         self._seen += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self._print(lines)
+        self.is_ahead = not self._pace.spend(len(data) + _BYTES_FOR_A_LINE * data.count(b"\n"))
+        lines, end, self._rest = (self._rest + data).rpartition(b"\n")
+        if end:
+            self._print(lines)
         if len(self._rest) > _LINE_BYTES:
-            self._print([self._rest])
+            self._print(self._rest)
             self._rest = b""
         return True
 
@@ -117,13 +125,19 @@ class Output:
             line_of_log = "[%s] %s%s", self._instance, harmless(text), where
             _log.log(_LEVELS[level], *line_of_log, extra=LOGGED)
 
-    def _print(self, lines: list[bytes]) -> None:
-        self._tail.extend(line[:_LINE_BYTES] for line in lines[-_TAIL_LINES:])
-        for number, line in enumerate(lines):
+    def _print(self, lines: bytes) -> None:
+        """Log lines, of which the last one has lost its end."""
+        last = lines.rsplit(b"\n", _TAIL_LINES)[-_TAIL_LINES:]
+        self._tail.extend(line[:_LINE_BYTES] for line in last)
+        start = end = 0
+        while end >= 0:
             # What is left out must cost nothing: a pipe holds a line in every byte.
             if not self._allowed():
-                self._budget.dropped += len(lines) - number - 1
+                self._budget.dropped += lines.count(b"\n", start)
                 return
+            end = lines.find(b"\n", start)
+            line = lines[start : end if end >= 0 else None]
+            start = end + 1
             cut = _CUT if len(line) > _LINE_BYTES else ""
             _log.info("[%s] %s%s", self._instance, _shown(line[:_LINE_BYTES]), cut)
 
@@ -146,7 +160,7 @@ class Output:
     def flush(self) -> None:
         """Log what has no end of line yet, and how much was left out."""
         if self._rest:
-            self._print([self._rest])
+            self._print(self._rest)
             self._rest = b""
         self._tell_dropped()
 

@@ -46,6 +46,7 @@ _log = logging.getLogger("moonpool")
 GRACE_S = 0.25
 # How long a process that closed its channel may take to be gone.
 _EXIT_S = 1.0
+_PAUSE_S = 0.02
 _MUTE = "closed its control channel and was ended"
 _UNHEARD = "could not be heard and was ended"
 
@@ -325,6 +326,8 @@ class StubHandle(StubConnection):
     def _read_output(self) -> None:
         if not self._output.ready():
             self._reactor.forget(self._output.fd)
+        elif self._output.is_ahead:
+            self._reactor.pause(self._output.fd, _PAUSE_S)
 
     def catch_up(self) -> None:
         """Take in what the stub has told until now."""

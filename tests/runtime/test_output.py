@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from moonpool.runtime import output
 from moonpool.runtime.output import Budget, Output, harmless
 
 
@@ -118,6 +119,35 @@ def test_lines_over_the_budget_are_counted_and_left_out(caplog: pytest.LogCaptur
         "lines were left out: too many a second (MOONPOOL_LOG_LINES_PER_S is 3)"
     )
     assert len(printed.lines) < 10
+
+
+@pytest.mark.parametrize("data", [b"\n" * 65536, b"x" * 65536], ids=["empty lines", "no line"])
+def test_who_prints_without_end_is_to_be_read_later(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    monkeypatch.setattr(output, "_BYTES_PER_S", 1 << 16)
+    printed = Printed(3, caplog)
+    printed.write(b"a line\n")
+    printed.output.ready()
+    assert not printed.output.is_ahead
+    for _ in range(2):
+        printed.write(data)
+        assert printed.output.ready()
+    assert printed.output.is_ahead
+    printed.end()
+    printed.output.close()
+
+
+def test_of_lines_that_are_left_out_the_last_ones_are_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    printed = Printed(0, caplog)
+    printed.write(b"".join(b"%d\n" % i for i in range(5000)))
+    printed.output.ready()
+    assert printed.output.tail() == [str(i) for i in range(4960, 5000)]
+    assert printed.output._budget.dropped == 5000
+    printed.end()
+    printed.output.close()
 
 
 def test_what_the_model_logs_is_cut_and_pays_for_its_length(
