@@ -1,7 +1,7 @@
 """Which interpreter runs a model, and the environment variables that belong to it.
 
-The interpreter of an environment is a program that runs before any sandbox can be put on by it:
-who may choose a model's environment may run programs.
+Below the sandbox `best-effort` the interpreter of an environment is a program like any other: who may choose a
+model's environment may run programs.
 """
 
 from __future__ import annotations

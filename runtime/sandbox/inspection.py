@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.policy import Policy
 
-_REQUIRED = ("limits", "no_new_privs", "not_dumpable", "landlock", "seccomp")
+# What `strict` does not go without, in the order in which it is put on.
+REQUIRED = ("dies_with_runtime", "limits", "no_new_privs", "not_dumpable", "landlock", "seccomp")
 # Not CapBnd, which only root can empty, and which gives nothing to a process that gets no new privileges.
 _CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapAmb")
 # As the kernel numbers the modes of seccomp.
@@ -30,7 +31,7 @@ def differences(pid: int, policy: Policy, layers: Sequence[str]) -> list[str]:
     names = {layer.partition(":")[0] for layer in layers}
     wrong = []
     if policy.level == STRICT:
-        wrong += [f"it did not put on {name}" for name in _REQUIRED if name not in names]
+        wrong += [f"it did not put on {name}" for name in REQUIRED if name not in names]
     if policy.level == OFF:
         return wrong
     status = _status(pid)

@@ -26,26 +26,26 @@ from moonpool.runtime.process import exit_in_words
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.sandbox import users
 from moonpool.runtime.sandbox.gpu_access import access_to
-from moonpool.runtime.sandbox.inspection import differences
+from moonpool.runtime.sandbox.inspection import REQUIRED, differences
 
 _TRIAL = str(Path(__file__).resolve().parents[2] / "stub" / "sandbox" / "trial.py")
 _PATIENCE_S = 20.0
 _MOST_BYTES = 1 << 16
 # What Python does well with, and a process soon goes beyond.
 _TIGHT = {"memory_bytes": 1 << 30, "open_files": 64}
-# In the order in which a stub puts them on; whether `strict` cannot do without.
-LAYERS = {
-    "dies_with_runtime": True,
-    "limits": True,
-    "namespaces": False,
-    "own_user": False,
-    "no_capabilities": False,
-    "no_new_privs": True,
-    "not_dumpable": True,
-    "landlock": True,
-    "seccomp": True,
-    "cgroup": False,
-}
+# In the order in which a stub puts them on.
+LAYERS = (
+    "dies_with_runtime",
+    "limits",
+    "namespaces",
+    "own_user",
+    "no_capabilities",
+    "no_new_privs",
+    "not_dumpable",
+    "landlock",
+    "seccomp",
+    "cgroup",
+)
 _MODEL = textwrap.dedent("""\
     class TritonPythonModel:
         def execute(self, requests):
@@ -131,16 +131,16 @@ def try_layer(layer: str) -> Offer:
         refusal, detail = _tried(layer, policy)
     finally:
         users.give_back(user)
-    return Offer(layer, not refusal, LAYERS[layer], detail, refusal)
+    return Offer(layer, not refusal, layer in REQUIRED, detail, refusal)
 
 
 def _try_group() -> Offer:
     group = GROUPS.make(_TIGHT, 50)
     if group is None:
         why = f"{GROUPS.refusal or 'the kernel refused it'}; docs/LIMITS.md has what to do"
-        return Offer("cgroup", False, LAYERS["cgroup"], why=why)
+        return Offer("cgroup", is_offered=False, is_required=False, why=why)
     group.remove()
-    return Offer("cgroup", True, LAYERS["cgroup"], detail=group.controls)
+    return Offer("cgroup", is_offered=True, is_required=False, detail=group.controls)
 
 
 def _tried(layer: str, policy: Policy) -> tuple[str, str]:

@@ -45,7 +45,7 @@ model-load-retry-count whole: How often a load that failed at the start is tried
 disable-auto-complete-config switch: Do not ask models to complete their configuration; it must be whole.
 backend-directory path: Where Python-based backends are, each as `<name>/model.py`.
 sandbox sandbox: What all models are kept from at least; `MOONPOOL_SANDBOX` of a model may say more. Without this, a model may say anything, and is in `standard` where it says nothing.
-sandbox-grants text*: With `--sandbox best-effort` or `strict`, a model whose configuration may give it more than that: paths, ports, system calls, other models, variables, larger limits, a template process.
+sandbox-grants text*: With `--sandbox best-effort` or `strict`, a model whose configuration may give it more than that: paths, ports, system calls, other models, variables, an interpreter, a GPU, larger limits, a template process.
 
 # HTTP
 allow-http boolean: Serve HTTP.

@@ -219,7 +219,8 @@ class Contained:
         for path in pinned_files(gpu=bool(self._policy.devices)):
             if os.path.exists(path):
                 fd = os.open(path, os.O_PATH)
-                os.set_inheritable(fd, self._launches)
+                if self._launches:
+                    os.set_inheritable(fd, True)
 
     def _rights(self) -> list[tuple[str, int]]:
         policy = self._policy
