@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,9 +51,10 @@ class Served:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/v2/health/ready"):
+            url = f"http://127.0.0.1:{self.http_port}/v2/health/ready"
+            with urllib.request.urlopen(url, timeout=_READY_S):
                 return True
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:
             return False
 
     def port(self, protocol: str) -> int:

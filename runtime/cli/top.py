@@ -117,8 +117,10 @@ def _get(url: str) -> object:
         return None
     except urllib.error.URLError as error:
         raise NoOverview(f"cannot reach {url}: {error.reason}") from error
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.InvalidURL) as error:
         raise NoOverview(f"cannot reach {url}: {error!r}") from error
+    except http.client.HTTPException as error:
+        raise NoOverview(f"cannot reach {url}: what answers there does not speak HTTP") from error
     except (ValueError, RecursionError):
         return None
 

@@ -51,13 +51,11 @@ class GrpcOptions:
     """What may wait for the client of one stream, who does not read, before the stream is ended."""
     max_backlogs_bytes: int = 1 << 30
     """What may wait for all of them, before the stream is ended for which the most waits."""
-    arguments: tuple[tuple[str, int | str], ...] = field(default=())
-    """Further channel arguments of gRPC by their names, such as `grpc.max_concurrent_streams`."""
 
-    def channel_arguments(self) -> tuple[tuple[str, int | str], ...]:
+    def channel_arguments(self) -> tuple[tuple[str, int], ...]:
         """All that gRPC itself is told."""
         levels = {"none": 0, "low": 1, "medium": 2, "high": 3}
-        arguments: dict[str, int | str] = {
+        arguments = {
             "grpc.so_reuseport": int(self.reuse_port),
             "grpc.max_receive_message_length": self.max_message_bytes,
             "grpc.max_send_message_length": -1,
@@ -75,4 +73,4 @@ class GrpcOptions:
             arguments["grpc.max_connection_age_ms"] = self.max_connection_age_ms
         if self.max_connection_age_grace_ms:
             arguments["grpc.max_connection_age_grace_ms"] = self.max_connection_age_grace_ms
-        return tuple((arguments | dict(self.arguments)).items())
+        return tuple(arguments.items())

@@ -293,11 +293,14 @@ def _application(routes: list[BaseRoute]) -> Starlette:
     async def not_found(_: Request, __: Exception) -> Response:
         return failure(404, "Not Found", _TEXT)
 
+    async def not_allowed(_: Request, __: Exception) -> Response:
+        return failure(405, "Method Not Allowed", _TEXT)
+
     async def refused(_: Request, error: Exception) -> Response:
         return failure(http_status(error), public_text(error))
 
     # What nobody foresaw is raised again behind its answer, and logged by whoever runs this.
-    handlers: Any = {404: not_found, MoonpoolError: refused, Exception: refused}
+    handlers: Any = {404: not_found, 405: not_allowed, MoonpoolError: refused, Exception: refused}
     made = Starlette(routes=routes, exception_handlers=handlers)
     made.router.redirect_slashes = False
     return made

@@ -144,7 +144,3 @@ class Heads:
         if len(raw) <= _MEMORABLE_BYTES:
             self._known.keep(raw, head)
         return head
-
-    def forget(self) -> None:
-        """What was worked out for heads may be wrong by now."""
-        self._known.clear()

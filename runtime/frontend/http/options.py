@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import os
-    import ssl
     from collections.abc import Mapping
 
 
@@ -64,5 +63,3 @@ class HttpOptions:
     header_forward_pattern: str = ""
     """Headers whose whole lower-case name matches this regular expression become parameters of requests."""
     limits: HttpLimits = field(default_factory=HttpLimits)
-    tls: ssl.SSLContext | None = None
-    """In place of the two files."""

@@ -119,11 +119,6 @@ class HttpServer:
         self._parts.append((server, port))
         self.ports[name] = server.sockets[0].getsockname()[1]
 
-    @property
-    def connections(self) -> int:
-        """How many there are, to all ports."""
-        return sum(port.connections for _, port in self._parts)
-
     async def drain(self, timeout_s: float) -> bool:
         """Take no more connections and requests, finish those that are there.
 
@@ -154,8 +149,8 @@ def _is_loopback(address: str) -> bool:
 
 
 def _tls(options: HttpOptions) -> ssl.SSLContext | None:
-    if options.tls is not None or options.certificate is None:
-        return options.tls
+    if options.certificate is None:
+        return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(options.certificate, options.private_key)

@@ -69,11 +69,6 @@ class Fleet:
     def _all_listen(self) -> bool:
         return all(member is not None and member.is_listening.is_set() for member in self._seats)
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes that there are."""
-        return [member.process.pid for member in self._seats if member is not None]
-
     def _keep(self, number: int) -> None:
         """See that there is a front end of this number, until the end."""
         pause_s = _PAUSE_S

@@ -52,7 +52,7 @@ class FrontEnds:
         if public.port is None:
             return public
         return replace(
-            public, port=None, path=self._path("http"), certificate=None, private_key=None, tls=None
+            public, port=None, path=self._path("http"), certificate=None, private_key=None
         )
 
     def own_grpc(self, public: GrpcOptions) -> GrpcOptions:
@@ -100,11 +100,6 @@ class FrontEnds:
         settings = settings_of(http, grpc, str(self._folder), self._log)
         self._fleet = Fleet(self._directory, reactor, settings, self._count)
         self._fleet.start()
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes that there are."""
-        return [] if self._fleet is None else self._fleet.pids
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more connections, finish the requests that are there; False where some were cut off."""

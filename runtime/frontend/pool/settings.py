@@ -55,5 +55,4 @@ def grpc_options(settings: dict[str, Any]) -> GrpcOptions:
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
 
     restricted = {api: (header, value) for api, (header, value) in settings["restricted"].items()}
-    arguments = tuple((name, value) for name, value in settings["arguments"])
-    return GrpcOptions(**{**settings, "restricted": restricted, "arguments": arguments})
+    return GrpcOptions(**{**settings, "restricted": restricted})

@@ -311,6 +311,8 @@ def test_the_page_is_served(serving: Serving) -> None:
 
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert serving.get("/v2/moonpool/overview").value["models"]
+    refused = serving.post("/v2/moonpool/overview")
+    assert (refused.status, refused.error) == (405, "Method Not Allowed")
 
 
 def test_requests_are_traced(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import struct
 import subprocess
 import termios
@@ -192,6 +193,25 @@ def test_nobody_there_is_told_in_a_sentence(cli: CommandLine) -> None:
 
     assert ended.returncode == 1
     assert ended.stderr.startswith("moonpool: error: cannot reach http://127.0.0.1:1")
+
+
+def test_what_does_not_speak_http_is_told_so(cli: CommandLine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"\0\0\x18\4 something else\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = listening.getsockname()[1]
+        ended = cli("top", f"127.0.0.1:{port}")
+        thread.join()
+
+    assert ended.returncode == 1
+    assert ended.stderr.strip().endswith("what answers there does not speak HTTP")
 
 
 @contextlib.contextmanager
