@@ -6,6 +6,7 @@ be the *thread* that made it. So stubs are made by a thread that lives as long a
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
@@ -30,15 +31,24 @@ class _Spawner:
     def submit(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._pid != os.getpid():
-                self._pid = os.getpid()
-                self._tasks = SimpleQueue()
-                threading.Thread(target=self._run, name="moonpool-spawner", daemon=True).start()
+                self._begin()
         future: Future[subprocess.Popen[bytes]] = Future()
         self._tasks.put((future, start))
         return future.result()
 
-    def _run(self) -> None:
-        tasks = self._tasks
+    def _begin(self) -> None:
+        tasks: SimpleQueue[_Task] = SimpleQueue()
+        thread = threading.Thread(
+            target=self._run, args=(tasks,), name="moonpool-spawner", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
+        self._pid, self._tasks = os.getpid(), tasks
+
+    @staticmethod
+    def _run(tasks: SimpleQueue[_Task]) -> None:
         while True:
             future, start = tasks.get()
             try:

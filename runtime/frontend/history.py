@@ -79,10 +79,9 @@ class History:
         """Sample from now on, until `close` or the end of the runtime. A second call does nothing."""
         with self._lock:
             if self._thread is None and not self._closing.is_set():
-                self._thread = threading.Thread(
-                    target=self._run, name="moonpool-history", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="moonpool-history", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         due_s = time.monotonic()

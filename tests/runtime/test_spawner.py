@@ -153,3 +153,32 @@ def test_a_fork_that_was_made_while_another_thread_asked_can_ask_too() -> None:
             finally:
                 os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+THREADLESS = """
+import os, sys, threading
+from moonpool.runtime.spawner import spawn
+
+def refuse(_):
+    raise RuntimeError("can't start new thread")
+
+def start():
+    return spawn([sys.executable, "-c", ""], environment={}, folder="/", output_fd=1, fds=())
+
+start_thread, threading.Thread.start = threading.Thread.start, refuse
+for _ in range(2):
+    try:
+        start()
+    except OSError as error:
+        print(error)
+threading.Thread.start = start_thread
+print(start().wait())
+"""
+
+
+def test_what_cannot_be_started_without_a_thread_can_be_later() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", THREADLESS], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    refused = "[Errno 11] can't start new thread"
+    assert done.stdout.splitlines() == [refused, refused, "0"]
