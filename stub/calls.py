@@ -92,11 +92,14 @@ class Calls:
     # Asking
 
     def open(self, keeps: object = None, notify: Callable[[], None] | None = None) -> Call:
-        """A call to be sent. With `notify` a thread reads for it, else whoever waits for the answer."""
-        call = Call(next(self._numbers), keeps, notify)
-        self._open[call.number] = call
+        """A call to be sent. With `notify` a thread reads for it, else whoever waits for the answer.
+
+        Raises RuntimeError where that thread cannot be started.
+        """
         if notify is not None and not self._has_listener:
             self._start_listener()
+        call = Call(next(self._numbers), keeps, notify)
+        self._open[call.number] = call
         return call
 
     def send(self, *message: Any) -> None:

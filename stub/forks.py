@@ -68,8 +68,9 @@ class Door:
 
     def _open(self) -> None:
         if not self._is_open and self._inside.fileno() >= 0:
-            self._is_open = True
+            # Where there is no thread to be had, the next fork tries again.
             threads.start(self._listen, "moonpool-forks")
+            self._is_open = True
 
     def _move_out(self) -> None:
         """In a fork."""

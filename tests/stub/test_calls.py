@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, cast
@@ -140,3 +141,16 @@ def test_a_reply_that_crosses_the_end_of_its_call_is_let_go_of(
     calls._receive()
     assert calls.take_let_go() == [(1, 64)]
     assert not call.inbox
+
+
+def test_a_call_that_no_thread_reads_for_is_not_open(
+    ends: tuple[Calls, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    calls, _ = ends
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        calls.open(notify=lambda: None)
+    assert calls._open == {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from moonpool.stub import host
 from moonpool.stub.errors import TritonModelException
@@ -56,6 +57,10 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkedHost]:
 
 def request() -> InferenceRequest:
     return InferenceRequest(model_name="m", inputs=[], requested_output_names=["Y"])
+
+
+def refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def raiser(error: BaseException) -> Callable[[], Any]:
@@ -134,9 +139,6 @@ def test_outputs_are_asked_for_in_memory_that_a_fork_has(forked: ForkedHost) -> 
 def test_a_fork_for_which_there_is_no_thread_is_told_and_the_next_is_served(
     forked: ForkedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     host.use(Stub(lambda: Y))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
@@ -144,6 +146,27 @@ def test_a_fork_for_which_there_is_no_thread_is_told_and_the_next_is_served(
             forked.infer(request(), False)
     answer: Any = forked.infer(request(), False)
     assert (answer.output_tensors()[0].as_numpy() == [0, 1, 2]).all()
+
+
+def test_a_door_that_could_not_be_opened_is_opened_at_the_next_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
+    host.use(Stub(lambda: Y))
+    door = Door(lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            door._open()
+    door._open()
+    try:
+        forked = ForkedHost(door._outside)
+        assert isinstance(forked.infer(request(), False), InferenceResponse)
+    finally:
+        host.use(None)
+        door._outside.close()
+    wait_until(lambda: not any(each.name == "moonpool-forks" for each in threading.enumerate()))
+    door._inside.close()
 
 
 def test_what_cannot_travel_is_an_error(forked: ForkedHost) -> None:
