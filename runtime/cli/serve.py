@@ -82,10 +82,12 @@ def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
     import uvloop
 
     from moonpool.runtime.progress import Progress
+    from moonpool.runtime.server.descriptors import raise_limit
     from moonpool.runtime.server.log_lines import LogOptions, ServerLog, logged
     from moonpool.runtime.server.server import Server
     from moonpool.runtime.terminal import Terminal
 
+    raise_limit()
     progress = Progress() if Terminal(sys.stderr).is_terminal and not options.log_file else None
     log_options = LogOptions(
         log_file=options.log_file,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from moonpool.runtime.frontend.http.options import HttpLimits, HttpOptions
 from moonpool.runtime.frontend.restriction import APIS
+from moonpool.runtime.server.descriptors import most_connections
 from moonpool.runtime.server.option_sources import BadOption
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def http_options(options: ServerOptions) -> HttpOptions:
             body_bytes=options.http_max_body_bytes,
             inflated_bytes=options.http_max_inflated_bytes,
             json_bytes=options.http_max_json_bytes,
-            connections=options.http_max_connections,
+            connections=most_connections(options.http_max_connections),
         ),
     )
 

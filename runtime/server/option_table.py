@@ -59,7 +59,7 @@ http-server-key path: Its private key.
 http-max-body-bytes whole: The largest body of a request.
 http-max-inflated-bytes whole: The largest body after decompression.
 http-max-json-bytes whole: The largest JSON of a request, and the most bytes of outputs that a response has as JSON. Binary tensors are not counted.
-http-max-connections whole: The next one is refused.
+http-max-connections whole: The next one is refused. Fewer where the limit of open files has no room for so many beside models.
 http-allowed-origin text*: Pages of this origin, such as `https://example.org`, may drive the server from a browser, too.
 control-token-file path: A file with a token. Requests that load, unload, register memory or change settings must bring it as `Authorization: Bearer <token>`, over HTTP and gRPC.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.policy import STANDARD
 from moonpool.runtime.frontend.metadata import EXTENSIONS
 from moonpool.runtime.output import harmless
+from moonpool.runtime.server.descriptors import most_connections
 from moonpool.runtime.version import VERSION
 
 if TYPE_CHECKING:
@@ -57,6 +58,13 @@ def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
     """What whoever starts a server should know; each with its level."""
     if options.load_model and options.model_control_mode != "explicit":
         yield logging.WARNING, "--load-model has no effect without --model-control-mode=explicit"
+    connections = most_connections(options.http_max_connections)
+    if options.allow_http and connections < options.http_max_connections:
+        what = (
+            f"--http-max-connections is {options.http_max_connections}, and the limit of open files (ulimit -n) "
+            f"has room for {connections}"
+        )
+        yield logging.INFO, what
     if options.frontends > 1 and any("summary_latencies=true" in e for e in options.metrics_config):
         what = (
             "with --frontends, latency summaries have only requests that the main process answers"

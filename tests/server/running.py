@@ -103,11 +103,11 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def starting(
-    *arguments: object, variables: Mapping[str, str] | None = None
+    *arguments: object, variables: Mapping[str, str] | None = None, before: Sequence[str] = ()
 ) -> Iterator[RunningServer]:
     """Start a server on free ports with these arguments beside; it may yet be loading, or fail.
 
-    At the end it is killed if it runs still.
+    `before` are words that its command is given to. At the end it is killed if it runs still.
     """
     with tempfile.TemporaryDirectory(prefix="moonpool-test-") as folder:
         path = Path(folder) / "log"
@@ -115,7 +115,7 @@ def starting(
         with (
             open(path, "wb") as log,
             subprocess.Popen(
-                command(*ports, *arguments),
+                [*before, *command(*ports, *arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

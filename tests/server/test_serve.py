@@ -12,8 +12,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc
 from tests.server.repositories import BAD, ECHO, write
 from tests.server.running import command, environment, running, starting
+from tests.waiting import wait_until
 
 SLOW_TO_LOAD = ECHO.replace(
     "class TritonPythonModel:",
@@ -38,6 +40,24 @@ def test_it_serves_and_says_so_in_triton_s_words(models: Path) -> None:
         re.MULTILINE,
     )
     assert "Only this machine is served" in text
+
+
+def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> None:
+    few = ("bash", "-c", 'ulimit -n 256; exec "$@"', "bash")
+    with starting(models, before=few) as server:
+        server.wait_for("Ready")
+        assert "the limit of open files (ulimit -n) has room for 128" in server.text()
+        _, shown = server.get("/v2/moonpool/overview")
+        with contextlib.ExitStack() as stack:
+            for port in ("http", "metrics"):
+                address = "127.0.0.1", server.ports[port]
+                for _ in range(200):
+                    stack.enter_context(socket.create_connection(address))
+            os.kill(shown["models"][0]["instances"][0]["pid"], signal.SIGKILL)
+            server.wait_for("is not healthy")
+            client = stack.enter_context(tritonclient.grpc.InferenceServerClient(server.grpc))
+            wait_until(lambda: client.is_model_ready("good"), 30.0)
+        assert "Too many open files" not in server.text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

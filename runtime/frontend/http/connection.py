@@ -67,7 +67,10 @@ class Connection(asyncio.BufferedProtocol):
             self.peer = name[0], name[1]
         if not self._port.opened(self):
             self.closes = True
-            self._refuse(BadMessage(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections"))
+            if self._port.is_crowded:
+                self.abort()
+            else:
+                self._refuse(BadMessage(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
         """The client has gone: whatever it waited for is cancelled."""

@@ -22,6 +22,8 @@ _LOOK_S = 1.0
 _UNSENT_BYTES = 4 << 30
 # What all clients together have in shared memory of bodies that have not come yet.
 _AWAITED_BYTES = 256 << 20
+# Beyond the limit, so many for one of those within it wait for the word that they are too many.
+_TOLD_PART = 8
 _NO_HEAD = Head("GET", b"", "1.1", ())
 
 
@@ -72,6 +74,12 @@ class Port:
             self.now = connection.since = self.loop.time()
             self._looking = self.loop.call_later(self._look_s, self._look)
         return is_welcome
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many are there, who are told that they are too many, that others are told nothing."""
+        most = self.limits.connections
+        return len(self._connections) > most + max(1, most // _TOLD_PART)
 
     def closed(self, connection: Connection) -> None:
         """Count it no longer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # As many as the kernel lets wait that nobody has had the time to accept.
 _BACKLOG = 4096
+# So many connections of clients there may be for one of whoever reads the metrics.
+_PER_SCRAPER = 8
 # For what is too long for the loop, but ends by itself; and for what may wait for models.
 _THREADS, _PATIENT_THREADS = 4, 16
 
@@ -101,9 +104,13 @@ class HttpServer:
         self, name: str, address: str, number: int, handler: Handler, tls: ssl.SSLContext | None
     ) -> None:
         loop = asyncio.get_running_loop()
-        # What Prometheus asks for is no traffic.
-        meter = self._service.metrics.frontends.http if name == "http" else None
-        port = Port(loop, handler, self._options.limits, meter)
+        limits = self._options.limits
+        if name == "http":
+            port = Port(loop, handler, limits, self._service.metrics.frontends.http)
+        else:
+            # What Prometheus asks for is no traffic.
+            few = max(1, limits.connections // _PER_SCRAPER)
+            port = Port(loop, handler, replace(limits, connections=few))
         try:
             server = await loop.create_server(
                 port,
