@@ -15,6 +15,7 @@ SEEN = []
 
 
 def until_cancelled(request, x):
+    print("waits for its cancellation", flush=True)
     while not request.is_cancelled():
         threading.Event().wait(0.001)
     SEEN.append("cancelled")

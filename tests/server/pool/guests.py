@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tests.e2e.hosting import MODELS, Config, tensor
+from tests.waiting import wait_until
 
 import moonpool
 from moonpool.runtime.audience import Audience
@@ -101,8 +102,8 @@ class Guest:
 
     def close(self) -> None:
         self.on_reactor(self.model.close)
-        # What closing has put off until after itself.
-        self.on_reactor(lambda: None)
+        # Whoever waits for an answer of a stub lets go of it, on a thread of their own; then the reactor's does.
+        wait_until(lambda: not self.model._seats)
         self.on_reactor(lambda: None)
         self.reactor.close()
         self.executor.shutdown()
