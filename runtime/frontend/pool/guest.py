@@ -143,13 +143,15 @@ class GuestModel:
         return False
 
     def leave(self, number: int, done: Callable[[], object]) -> None:
-        """Give a stub no more batches; when it has finished those it has, let go of it and call `done`."""
+        """Give a stub no more batches; when it has finished those it has, let go of it and call `done`.
+
+        Where no thread can be started to wait for that, the stub is kept, as whoever asked waits for a while only.
+        """
         seat = self._seats.get(number)
         if seat is None:  # it is gone already
             done()
             return
         instance = seat.instance
-        instance.accepts = False
 
         def let_go() -> None:
             if self._seats.get(number) is seat:
@@ -158,6 +160,7 @@ class GuestModel:
             done()
 
         def wait() -> None:
+            instance.accepts = False
             if not self.scheduler.retire(instance):
                 self.scheduler.wait_idle(instance, None)
             self.scheduler.wait_closed(instance, None)
@@ -167,7 +170,11 @@ class GuestModel:
                 self.scheduler.lose(instance, instance.broken)
                 self._reactor.call_soon(done)
 
-        threading.Thread(target=wait, name=f"moonpool-leave-{instance.name}", daemon=True).start()
+        thread = threading.Thread(target=wait, name=f"moonpool-leave-{instance.name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.error("[%s] cannot be let go of: %s", instance.name, error)
 
     def _read(self, seat: Seat) -> None:
         try:

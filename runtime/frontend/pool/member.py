@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -74,7 +75,14 @@ class Member:
         # A front end may be behind with reading, and nobody who tells it something may wait for it.
         self._letters: SimpleQueue[_Item | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send, name=f"moonpool-{name}", daemon=True)
-        self._sender.start()
+        try:
+            self._sender.start()
+        except RuntimeError as error:
+            self.process.kill()
+            self.process.wait(_EXIT_S)
+            self.process.close()
+            self._channel.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
         reactor.watch(self._channel.fileno(), self._read)
 
     def tell(self, *message: object, fds: tuple[int, ...] = ()) -> None:

@@ -261,6 +261,24 @@ def test_a_stub_that_cannot_be_heard_is_ended_and_each_request_has_an_end(
     assert infer(runtime, "same", 1).tolist() == [1]
 
 
+def test_one_that_has_no_thread_to_let_go_of_a_stub_keeps_it(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    left = threading.Event()
+    with visiting(hall, "shared") as guest:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            guest.on_reactor(lambda: guest.model.leave(0, left.set))
+        for _ in range(2):
+            assert guest.infer("same", 1).tolist() == [1]
+        assert not left.is_set()
+        guest.on_reactor(lambda: guest.model.leave(0, left.set))
+        assert left.wait(20)
+
+
 def test_a_batch_that_waits_for_its_turn_is_not_overdue(hall: Hall) -> None:
     config = {**SHARED_CONFIG, **options(EXECUTE_TIMEOUT_S="0.3")}
     with (
