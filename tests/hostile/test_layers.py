@@ -151,11 +151,12 @@ def test_without_a_layer_that_it_needs_strict_does_not_load(model_folder: Path, 
     assert "best-effort" in found["failed"]
 
 
-def test_best_effort_goes_without_and_says_so(model_folder: Path) -> None:
+def test_best_effort_goes_without_and_says_so(model_folder: Path, is_root: bool) -> None:
     found = loaded("best-effort", model_folder, MISSING["landlock"])
 
     assert found["serves"]
-    assert [each.partition(":")[0] for each in found["left_out"]] == ["landlock"]
+    missing = ["landlock"] if is_root else ["own_user", "landlock"]
+    assert [each.partition(":")[0] for each in found["left_out"]] == missing
     assert "landlock" not in " ".join(found["layers"])
     assert {"seccomp", "no_new_privs"} <= set(found["layers"])
 
@@ -184,6 +185,7 @@ def test_a_root_without_rights_has_no_users_to_give_and_serves(
 
     assert found["serves"]
     assert found["user"] is None
+    assert any(each.startswith("own_user: ") for each in found["left_out"])
     assert {"landlock", "seccomp"} <= {layer.partition(":")[0] for layer in found["layers"]}
 
 
