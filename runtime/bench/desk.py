@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,7 +11,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bench.connection import Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from moonpool.runtime.bench.endpoint import Endpoint
     from moonpool.runtime.bench.question import Question
@@ -20,6 +21,15 @@ class Refused(MoonpoolError):
     """The server did not do what it was asked for; the text is its own."""
 
     code = "UNAVAILABLE"
+
+
+@contextlib.contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Inside, an answer is read; one that is not as the protocol has it is `Refused`."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Refused(f"{what} is not as the protocol has it: {error!r:.200}") from error
 
 
 class Desk(Protocol):

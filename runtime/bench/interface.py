@@ -24,7 +24,7 @@ class Interface:
 
 
 def interface(desk: Desk, model: str, version: str) -> Interface:
-    """Ask for it. Raises `Refused` and `Unreachable`.
+    """Ask for it. Raises `Refused` and `Unreachable`, and what comes of an answer that is none: see `understood`.
 
     A server without Triton's configuration does not say whether there are batches: then there are, if the
     first dimension of all inputs is open.
@@ -35,6 +35,8 @@ def interface(desk: Desk, model: str, version: str) -> Interface:
         if entry["datatype"] not in CODES:
             raise Refused(f"input {entry['name']} of {model} is of datatype {entry['datatype']!r}")
         dims = tuple(int(dim) for dim in entry.get("shape", []))
+        if not isinstance(entry["name"], str) or min(dims, default=0) < -1:
+            raise ValueError(f"input {entry['name']!r} of shape {dims}")
         tensors.append(TensorConfig(entry["name"], entry["datatype"], dims))
     configuration = desk.configuration(model, version)
     if configuration is None:

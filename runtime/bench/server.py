@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moonpool.runtime.bench.connection import Unreachable
 from moonpool.runtime.bench.crew import Crew
-from moonpool.runtime.bench.desk import Refused, desk
+from moonpool.runtime.bench.desk import Refused, desk, understood
 from moonpool.runtime.bench.interface import Interface, interface
 from moonpool.runtime.bench.question import Place, Question, Tensor
 from moonpool.runtime.bench.region import Region
@@ -52,7 +52,8 @@ class Server:
         self._cleanup.callback(self._desk.close)
 
     def interface(self) -> Interface:
-        return interface(self._desk, self._model, self._version)
+        with understood(f"what {self.where} says of model '{self._model}'"):
+            return interface(self._desk, self._model, self._version)
 
     def prepare(
         self,
@@ -72,7 +73,8 @@ class Server:
         questions = [question]
         self._most_connections = most_connections
         if not is_stream:
-            sizes = self._desk.output_sizes(question)
+            with understood(f"the answer of {self.where} to a request"):
+                sizes = self._desk.output_sizes(question)
             if shared_memory:
                 questions = self._in_shared_memory(
                     question, sizes, min(most_connections, _OUTPUT_REGIONS)
@@ -128,10 +130,16 @@ class Server:
     def window(self, load: Load, seconds: float) -> Window:
         if self._crew is None:
             raise ValueError("the requests are not prepared")
-        before = self._desk.statistics(self._model, self._version)
+        before = self._statistics()
         found = self._crew.window(load, seconds, self._most_connections)
-        found.split = between(before, self._desk.statistics(self._model, self._version))
+        after = self._statistics()
+        with understood(f"the statistics of {self.where}"):
+            found.split = between(before, after)
         return found
+
+    def _statistics(self) -> Mapping[str, Any] | None:
+        with understood(f"the statistics of {self.where}"):
+            return self._desk.statistics(self._model, self._version)
 
     def close(self) -> None:
         self._cleanup.close()

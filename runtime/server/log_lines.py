@@ -92,7 +92,11 @@ class ServerLog(logging.Handler):
         """Write a line, if it is wanted."""
         if not self._wants(record.levelno):
             return
-        text = self._line(record)
+        try:
+            text = self._line(record)
+        except Exception:  # whoever logs wrongly is not to fail for it
+            self.handleError(record)
+            return
         # A disk that is full, or a reader that has gone, is no reason to end a server.
         with contextlib.suppress(OSError, ValueError), self._writing:
             if self._fd is not None:

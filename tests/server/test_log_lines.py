@@ -32,6 +32,17 @@ def test_a_line_has_triton_s_form() -> None:
     )
 
 
+def test_whoever_logs_wrongly_does_not_fail_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    with logged(ServerLog(LogOptions(), stream)):
+        LOG.warning("%d", "no number")
+        LOG.warning("another")
+
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith("] another")
+    assert "no number" in capsys.readouterr().err
+
+
 def test_times_may_be_iso_8601() -> None:
     (line,) = lines(LogOptions(log_format="ISO8601"), (logging.ERROR, "bad"))
 

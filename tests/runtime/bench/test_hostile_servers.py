@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import http.server
+import json
 import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moonpool.runtime.bench.desk import Refused
+from moonpool.runtime.bench.endpoint import Endpoint
 from moonpool.runtime.bench.grpc_wire import GrpcWire
 from moonpool.runtime.bench.http_wire import HttpWire
+from moonpool.runtime.bench.question import Tensor
+from moonpool.runtime.bench.server import Server
 from moonpool.runtime.bench.wire import Wire, WireError
 
 # Kinds that mean something and some that do not; streams of the connection and of requests.
@@ -74,3 +84,89 @@ def test_grpc(is_stream: bool, pieces: list[bytes]) -> None:
 @given(pieces=st.lists(st.one_of(HEADS, st.binary(max_size=30)), max_size=12))
 def test_http(pieces: list[bytes]) -> None:
     fed(HttpWire(b"GET / HTTP/1.1\r\n\r\n"), pieces)
+
+
+@pytest.fixture
+def saying() -> Iterator[Callable[[Any], Server]]:
+    """A server that answers this to everything, as `moonpool bench` has it."""
+    said: list[bytes] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said[0])
+
+        do_POST = do_GET  # noqa: N815 - the library's name
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        server = Server(
+            Endpoint("http", "127.0.0.1", listening.server_address[1]), "m", "", timeout_s=10.0
+        )
+
+        def say(value: Any) -> Server:
+            said.append(json.dumps(value).encode())
+            return server
+
+        yield say
+        server.close()
+        listening.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {"inputs": 5},
+        {"inputs": [5]},
+        {"inputs": [{"datatype": "FP32"}]},
+        {"inputs": [{"name": 1, "datatype": "FP32"}]},
+        {"inputs": [{"name": "X", "datatype": []}]},
+        {"inputs": [{"name": "X", "datatype": "FP32", "shape": ["a"]}]},
+        {"inputs": [{"name": "X", "datatype": "FP32", "shape": [-5]}]},
+        {"max_batch_size": "x"},
+        {"input": [7]},
+        {"model_transaction_policy": 5},
+    ],
+)
+def test_a_description_that_is_none_is_refused(
+    saying: Callable[[Any], Server], value: object
+) -> None:
+    with pytest.raises(Refused, match=r"as the protocol has it|gave no JSON object"):
+        saying(value).interface()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {},
+        {"outputs": 5},
+        {"outputs": [5]},
+        {"outputs": [{"parameters": {"binary_data_size": 4}}]},
+        {"outputs": [{"name": "Y", "parameters": {"binary_data_size": "x"}}]},
+    ],
+)
+def test_an_answer_that_is_none_is_refused(saying: Callable[[Any], Server], value: object) -> None:
+    inputs = [Tensor.of("X", "FP32", np.zeros(1, np.float32))]
+    with pytest.raises(Refused, match="as the protocol has it"):
+        saying(value).prepare(inputs, processes=1, most_connections=1)
+
+
+@pytest.mark.parametrize("value", [{"model_stats": 5}, {"model_stats": {}}])
+def test_statistics_that_are_none_are_refused(
+    saying: Callable[[Any], Server], value: dict[str, Any]
+) -> None:
+    server = saying(value)
+    if value["model_stats"]:
+        with pytest.raises(Refused, match="statistics of http"):
+            server._statistics()
+    else:
+        assert server._statistics() is None
