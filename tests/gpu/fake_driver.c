@@ -2,14 +2,15 @@
  *
  * Device memory is ordinary memory that the processor may look at, so a test can read it and a model of a test can compute in it.
  * What the real driver refuses is refused here, by the same numbers: a missing context, sizes and descriptors that are no device memory,
- * handles opened by their own process or by one that may not look into the exporter. As the real one it begins with a thread, a
- * descriptor that stays open, a hundred GiB of addresses and a socket with an abstract name; where one of them is refused, so is its start.
+ * handles opened by their own process or by one that may not look into the exporter. As the real one it begins with a thread that gets a
+ * name, a descriptor that stays open, a hundred GiB of addresses and a socket with an abstract name; where one is refused, so is its start.
  *
  * Work is queued on streams. By default it is done in the call. With FAKE_CUDA_DELAY_US every piece of work starts so much later,
  * on a thread for each stream, so that whoever forgets to wait sees bytes that are not there yet, or overwrites some that are
  * still to be read. Events of other processes are counters in a page that both have mapped.
  *
  * FAKE_CUDA_DEVICES         how many devices there are (1)
+ * FAKE_CUDA_NAME            what they are called; with another name than "Fake GPU", tests take them for a card's
  * FAKE_CUDA_MEMORY_BYTES    what each has, for each process (1 GiB)
  * FAKE_CUDA_DELAY_US        see above (0)
  * FAKE_CUDA_BY_CHANCE       only every other piece of work is late, by chance: where all is late alike, much is in order that nobody ordered
@@ -421,7 +422,6 @@ static long setting(const char *name, long usual) {
 }
 
 static void *idle(void *descriptor) {
-    pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
     struct pollfd waited = {.fd = *(int *)descriptor};
     for (;;) poll(&waited, 1, -1);
     return NULL;
@@ -437,7 +437,7 @@ static int begin(void) {
     if (end >= 0) close(end); /* the real one keeps it */
     pthread_t thread;
     if (!is_listening || (lasting = memfd_create("fake-cuda-lasting", MFD_CLOEXEC)) < 0) return 0;
-    if (pthread_create(&thread, NULL, idle, &lasting) || pthread_detach(thread)) return 0;
+    if (pthread_create(&thread, NULL, idle, &lasting) || pthread_setname_np(thread, "cuda-EvtHandlr")) return 0;
     return mmap(NULL, (size_t)100 << 30, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) != MAP_FAILED;
 }
 
@@ -490,7 +490,8 @@ CUresult cuDeviceGet(CUdevice *found, int ordinal) {
 CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
     ENTER(); NEEDS_INIT();
     if (device < 0 || device >= device_count_here) LEAVE(INVALID_DEVICE);
-    snprintf(name, length, "Fake GPU %d", physical[device]);
+    const char *called = getenv("FAKE_CUDA_NAME");
+    snprintf(name, length, "%s %d", called ? called : "Fake GPU", physical[device]);
     LEAVE(SUCCESS);
 }
 
