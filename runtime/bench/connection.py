@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 from collections import deque
@@ -23,7 +24,7 @@ _DROPPED = memoryview(bytearray(1 << 20))
 
 
 class Unreachable(MoonpoolError):
-    """Nobody answers at the address."""
+    """Nobody answers at the address, or nobody can be asked."""
 
     code = "UNAVAILABLE"
 
@@ -51,7 +52,10 @@ class Connection:
         try:
             self._socket = socket.create_connection(self._address, _CONNECT_S)
         except OSError as error:
-            raise Unreachable(f"no server answers at {host}:{port}: {error}") from error
+            what = f"no server answers at {host}:{port}"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                what = f"there can be no more connections to {host}:{port} (ulimit -n)"
+            raise Unreachable(f"{what}: {error}") from error
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wire = self._make_wire()

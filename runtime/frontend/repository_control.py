@@ -166,6 +166,8 @@ class RepositoryControl:
             self.load_all(again=again)
         except MoonpoolError as error:
             _log.error("the repositories cannot be read: %s", error)
+        except Exception:  # what serves goes on, and the next poll may do better
+            _log.exception("the repositories cannot be polled")
         finally:
             self._polling.release()
 

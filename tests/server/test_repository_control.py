@@ -203,6 +203,18 @@ def test_that_a_model_is_gone_is_said_once(
     assert caplog.text.count("'good' is gone from the repository") == 2
 
 
+def test_a_poll_that_nobody_foresaw_to_fail_is_logged(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    control = RepositoryControl(runtime, mode="poll")
+    monkeypatch.setattr(control, "load_all", lambda **_: 1 // 0)
+    control.poll()
+    assert "the repositories cannot be polled" in caplog.text
+    monkeypatch.undo()
+    control.poll()
+    assert state(control, "good") == "READY"
+
+
 def test_the_index_has_directories_whose_names_are_no_text(
     models: Path, control: RepositoryControl
 ) -> None:

@@ -119,6 +119,8 @@ class HttpServer:
                 backlog=_BACKLOG,
                 reuse_port=self._options.reuse_port or None,
                 ssl=tls,
+                # Until then a connection is nobody's who would look after it.
+                ssl_handshake_timeout=None if tls is None else limits.head_timeout_s,
                 start_serving=False,
             )
         except OSError as error:

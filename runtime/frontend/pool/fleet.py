@@ -100,7 +100,7 @@ class Fleet:
     def _start_one(self, number: int) -> Member | None:
         try:
             member = Member(f"front_end_{number}", self._reactor, self._hear, self._lose)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the machine has no thread to spare
             _log.error("a front end cannot be started: %s", error)
             return None
         with self._lock:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.pool.guest_models import GuestModels
     from moonpool.runtime.regions import CallerMemory
 
-_SHARED = re.compile(rb"shared_memory_region")
+# Letters of it may be escaped, which no library does that writes JSON.
+_SHARED = re.compile(rb"shared_memory_region|\\u00[4-7]")
 
 
 class FrontInference(Inference):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import ssl
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.server.certificates import self_signed
 from tests.server.http.listening import Answer, Client, Listening, listening
+from tests.server.http.serving import Serving
 from tests.waiting import wait_until
 
+import moonpool
 from moonpool.runtime.frontend.http import port
+from moonpool.runtime.frontend.http.options import HttpLimits
 
 __all__ = ["listening"]
 
@@ -249,18 +253,13 @@ def test_a_thousand_connections_come_and_go(listening: Listening) -> None:
 
 
 def test_a_port_may_speak_tls(tmp_path: Path) -> None:
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout",
-         tmp_path / "key", "-out", tmp_path / "cert", "-subj", "/CN=localhost", "-addext",
-         "subjectAltName=DNS:localhost"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    key, certificate = self_signed(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    context.load_cert_chain(certificate, key)
     made = Listening(tls=context)
     try:
         with made.client() as client:
-            trusted = ssl.create_default_context(cafile=str(tmp_path / "cert"))
+            trusted = ssl.create_default_context(cafile=str(certificate))
             client.wrap(trusted, "localhost")
             body = bytes(range(256)) * 2000
             for _ in range(2):
@@ -271,6 +270,18 @@ def test_a_port_may_speak_tls(tmp_path: Path) -> None:
             assert client.answer().status == 505
     finally:
         made.close()
+
+
+def test_a_client_that_does_not_come_to_speak_tls_is_left(tmp_path: Path) -> None:
+    key, certificate = self_signed(tmp_path)
+    options = {"certificate": certificate, "private_key": key}
+    with (
+        moonpool.Runtime() as runtime,
+        Serving(runtime, **options, limits=HttpLimits(head_timeout_s=0.2)) as serving,
+        socket.create_connection(("127.0.0.1", serving.port), 30.0) as connection,
+        contextlib.suppress(ConnectionResetError),
+    ):
+        assert connection.recv(1) == b""
 
 
 def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Listening) -> None:

@@ -203,6 +203,13 @@ def test_what_one_process_knows_is_asked_of_that(server: RunningServer) -> None:
             tensor.set_shared_memory("region", 16)
             for _ in range(5):
                 assert np.array_equal(client.infer("echo", [tensor]).as_numpy("OUT"), x)
+            # JSON has more than one way to say it.
+            body = (
+                '{"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 4], "parameters": '
+                '{"shared_memory_r\\u0065gion": "region", "shared_memory_byte_size": 16}}]}'
+            )
+            status, answer = server.get("/v2/models/echo/infer", "POST", body.encode())
+            assert (status, answer["outputs"][0]["data"]) == (200, x.ravel().tolist())
             client.unregister_system_shared_memory("region")
             plain = tritonclient.http.InferInput("IN", [4], "FP32")
             plain.set_data_from_numpy(x[0])
