@@ -32,7 +32,7 @@ class Meter:
         self._closed += 1
 
     def answered(self, status: str | int) -> None:
-        """A request has its answer: with an HTTP status, or the name of a gRPC code."""
+        """A request has ended: with an HTTP status, or the name of a gRPC code."""
         self._answers[status] += 1
 
     def counts(self) -> tuple[int, int, dict[str, int]]:
@@ -146,7 +146,7 @@ class FrontendMetrics:
             ),
             Family(
                 "moonpool_frontend_requests_total",
-                "Requests of any kind that were answered, by HTTP status or gRPC code",
+                "Requests of any kind that have ended, by HTTP status or gRPC code",
                 "counter",
                 answers,
             ),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moonpool.runtime.frontend.http.exchange import Exchange
 from moonpool.runtime.frontend.http.head import BadMessage, HeadParser
 from moonpool.runtime.frontend.http.intake import Chunked, Fixed, too_large
+from moonpool.runtime.frontend.statuses import HTTP
 from moonpool.runtime.public_text import public_text
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Connection(asyncio.BufferedProtocol):
         self.resume_writing()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
+            self._port.meter.answered(HTTP["CANCELLED"])
             exchange.is_gone = True
             if exchange.cancel is not None:
                 exchange.cancel()

@@ -239,6 +239,17 @@ def test_a_server_that_cannot_wait_cuts_off(listening: Listening) -> None:
     assert handler.cancelled.is_set()
 
 
+def test_a_client_that_leaves_before_its_answer_is_counted(listening: Listening) -> None:
+    with listening.client() as client:
+        client.send(b"GET / HTTP/1.1\r\n\r\n")
+        assert client.answer().status == 200
+        client.send(b"GET /held HTTP/1.1\r\n\r\n")
+        wait_until(lambda: listening.handler.held)
+    wait_until(lambda: listening.port.connections == 0)
+
+    assert listening.port.meter.counts()[2] == {"200": 1, "499": 1}
+
+
 def test_a_thousand_connections_come_and_go(listening: Listening) -> None:
     for _ in range(10):
         clients = [listening.client() for _ in range(100)]
