@@ -294,10 +294,11 @@ class Supervisor:
 
     def renew(self, seat: Seat) -> None:
         """End a process that is well, and start another one."""
-        because = self.recycling.recycled(seat.instance)
+        because = self.recycling.why(seat.instance)
         _log.info("[%s] is started anew: %s", seat.instance.name, because)
         seat.instance.accepts = False
         self._move(seat, _S.RECYCLING, because)
+        self.recycling.recycled(seat.instance)
         self._finalize(seat)
         seat.broken_ns = time.monotonic_ns()
         if self._stopping.is_set():

@@ -63,11 +63,16 @@ class Recycling:
             if self._whose_turn is instance:
                 self._whose_turn = None
 
-    def recycled(self, instance: ModelInstance) -> str:
-        """Count it; returns why, in words, with the option that asks for it."""
+    def recycled(self, instance: ModelInstance) -> None:
+        """Count it: it is out of service."""
+        with self._lock:
+            reason = "rss" if instance in self._grown else "requests"
+            self.counts[instance.name, reason] += 1
+
+    def why(self, instance: ModelInstance) -> str:
+        """Why it is recycled, in words, with the option that asks for it."""
         with self._lock:
             grown = self._grown.get(instance)
-            self.counts[instance.name, "requests" if grown is None else "rss"] += 1
         if grown is None:
             limit = f"MOONPOOL_RECYCLE_REQUESTS is {self._requests}"
             return f"it has executed {instance.served} requests; {limit}"

@@ -72,7 +72,7 @@ class Storm:
 def test_whatever_happens_every_sum_is_right_and_nothing_is_left(
     runtime: moonpool.Runtime, strategy: dict[str, Any]
 ) -> None:
-    made = config(max_batch_size=2, max_sequence_idle_microseconds=200_000, **strategy)
+    made = config(max_batch_size=2, max_sequence_idle_microseconds=3_000_000, **strategy)
     made |= UNTIRING
     with hosted(runtime, "m", MODELS / "sequences.py", made, 3):
         storm = Storm(runtime)

@@ -68,7 +68,9 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if not has_pip:
         pip = [sys.executable, "-m", "pip", "--python", str(folder)]
     command = [*pip, "install", "-q", "--disable-pip-version-check", "numpy"]
-    installed = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    installed = subprocess.run(
+        ["timeout", "100", *command], capture_output=True, text=True, check=False
+    )
     if installed.returncode:
         pytest.skip(f"numpy cannot be installed for Python {version}: {installed.stderr[-200:]}")
     return folder
@@ -79,6 +81,7 @@ def within(environment: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_models_of_both_kinds_run_under_another_python(environment: Path, tmp_path: Path) -> None:
     file = tmp_path / "doubler.py"
     file.write_text(NATIVE)
