@@ -55,12 +55,7 @@ class StubHandle(StubConnection):
     """Starts a stub and holds it until `end`. Methods that wait are not for the reactor's thread."""
 
     def __init__(
-        self,
-        stubs: Stubs,
-        model: Model,
-        name: str,
-        plan: Plan,
-        fork: Fork | None = None,
+        self, stubs: Stubs, model: Model, name: str, plan: Plan, fork: Fork | None = None
     ) -> None:
         """Start the process; own the plan. Raises `LoadFailed` where it cannot be started, `OutOfMemory`.
 
