@@ -48,7 +48,10 @@ class Said {
       wire::Block{output.lent->spot.region, output.lent->spot.offset, output.size}.write(writer);
     }
     writer.array(outputs_.size());
-    for (size_t block = 0; block < outputs_.size(); ++block) outputs_[block].write(writer, block);
+    for (size_t block = 0; block < outputs_.size(); ++block) {
+      const Output& output = outputs_[block];
+      write_tensor(writer, output.name, output.datatype, output.shape, output.dims, block, 0, output.size);
+    }
     write_parameters(writer, parameters_, [this](uint32_t i, auto... found) {
       return triton::InferenceResponseParameter(response_, i, found...);
     });
@@ -75,14 +78,6 @@ class Said {
       }
       lent = static_cast<Lent*>(allocated);
     }
-    void write(Writer& writer, uint64_t block) const {
-      writer.array(6);
-      write_all(writer, name, datatype);
-      writer.array(dims);
-      for (uint64_t i = 0; i < dims; ++i) writer.integer(shape[i]);
-      write_all(writer, block, 0, size);
-    }
-
     const char* name;
     int datatype;
     const int64_t* shape;

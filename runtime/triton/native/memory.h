@@ -117,6 +117,17 @@ class Answers {
   std::vector<wire::Place> released_;
 };
 
+// A tensor, by its index or its name: where it lies in which block.
+template <class Which>
+void write_tensor(Writer& writer, Which which, int datatype, const int64_t* shape, uint64_t dims, uint64_t block,
+                  uint64_t offset, uint64_t size) {
+  writer.array(6);
+  write_all(writer, which, datatype);
+  writer.array(dims);
+  for (uint64_t i = 0; i < dims; ++i) writer.integer(shape[i]);
+  write_all(writer, block, offset, size);
+}
+
 // What is too large for a packet is put into the stub's memory, and INDIRECT in its place; with `keep`, until the stub gives
 // that back. Throws Failure, Violation.
 inline void pack(Writer& message, Loans& loans, bool keep = false) {

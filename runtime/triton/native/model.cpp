@@ -7,45 +7,34 @@ using wire::Word;
 
 constexpr uint32_t kConfigVersion = 1;
 
-// Owns a message of the server's.
-struct JsonText {
-  explicit JsonText(triton::Message* owned) : message(owned) {}
-  ~JsonText() { complain(triton::MessageDelete(message), "a message cannot be deleted"); }
-  JsonText(const JsonText&) = delete;
-  std::string text() const {
-    const char* base;
-    size_t size;
-    check(triton::MessageSerializeToJson(message, &base, &size));
-    return {base, size};
+std::string text_of(triton::Message* message) {
+  const char* base;
+  size_t size;
+  check(triton::MessageSerializeToJson(message, &base, &size));
+  return {base, size};
+}
+
+// Of a message that is ours.
+struct Delete {
+  void operator()(triton::Message* message) const {
+    complain(triton::MessageDelete(message), "a message cannot be deleted");
   }
-  triton::Message* const message;
 };
+using Owned = std::unique_ptr<triton::Message, Delete>;
 
 }  // namespace
 
-BackendState::BackendState(triton::Backend* backend) {
+std::shared_ptr<Launcher> BackendState::launcher() {
+  std::lock_guard lock(mutex_);
+  if (launcher_ && !launcher_->is_gone()) return launcher_;
   const char *name, *directory;
   int kind;
   triton::Message* config;
-  check(triton::BackendName(backend, &name));
-  check(triton::BackendArtifacts(backend, &kind, &directory));
-  // The server keeps this one.
-  check(triton::BackendConfig(backend, &config));
-  const char* base;
-  size_t size;
-  check(triton::MessageSerializeToJson(config, &base, &size));
-  name_ = name;
-  directory_ = directory;
-  config_.assign(base, size);
-}
-
-std::shared_ptr<Launcher> BackendState::launcher() {
-  std::lock_guard lock(mutex_);
-  if (!launcher_ || launcher_->is_gone()) {
-    launcher_.reset();
-    launcher_ = std::make_shared<Launcher>(name_, directory_, config_);
-  }
-  return launcher_;
+  check(triton::BackendName(backend_, &name));
+  check(triton::BackendArtifacts(backend_, &kind, &directory));
+  check(triton::BackendConfig(backend_, &config));
+  launcher_.reset();
+  return launcher_ = std::make_shared<Launcher>(name, directory, text_of(config));
 }
 
 Model::Model(triton::Model* model, BackendState& backend) : model_(model), backend_(backend) {
@@ -67,7 +56,7 @@ Model::Model(triton::Model* model, BackendState& backend) : model_(model), backe
   if (facts_->config) {
     triton::Message* config;
     check(triton::MessageNewFromSerializedJson(&config, facts_->config->data(), facts_->config->size()));
-    const JsonText owned(config);
+    const Owned owned(config);
     check(triton::ModelSetConfig(model, kConfigVersion, config));
   }
 }
@@ -108,7 +97,7 @@ std::string Model::told(std::string_view text) const {
 std::string Model::config() const {
   triton::Message* message;
   check(triton::ModelConfig(model_, kConfigVersion, &message));
-  return JsonText(message).text();
+  return text_of(Owned(message).get());
 }
 
 }  // namespace moonpool

@@ -17,13 +17,13 @@ namespace moonpool {
 // thread may call any method.
 class BackendState {
  public:
-  explicit BackendState(triton::Backend* backend);
+  explicit BackendState(triton::Backend* backend) : backend_(backend) {}
 
   // The launcher; one that is gone is replaced by another. Throws Failure.
   std::shared_ptr<Launcher> launcher();
 
  private:
-  std::string name_, directory_, config_;
+  triton::Backend* const backend_;
   std::mutex mutex_;
   std::shared_ptr<Launcher> launcher_;
 };

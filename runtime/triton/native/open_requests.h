@@ -1,8 +1,10 @@
 // Requests whose responses come apart from the answer to their batch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
@@ -17,6 +19,19 @@
 
 namespace moonpool {
 
+// What a trace is called towards the model: its context, or what only this process knows.
+inline std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index) {
+  const char* context = nullptr;
+  if (triton::InferenceTraceContext) check(triton::InferenceTraceContext(trace, &context));
+  if (context && *context) return std::string(context).substr(0, wire::kShort);
+  return "#" + std::to_string(batch) + "." + std::to_string(index);
+}
+
+// Release a request: done with, or to be scheduled once more.
+inline void release(triton::Request* request, uint32_t flags = triton::kReleaseAll) noexcept {
+  complain(triton::RequestRelease(request, flags), "a request cannot be released");
+}
+
 // Finds the request that a response is for. The thread that executes a batch and those that read the control channel
 // meet here: responses come before the answer to their batch and after it.
 class OpenRequests {
@@ -27,29 +42,145 @@ class OpenRequests {
   enum class Left { kRespond, kRelease, kReschedule, kNothing };
 
   // For the thread that executes: this batch is about to be sent.
-  void begin(uint64_t batch, const std::vector<triton::Request*>& requests);
+  void begin(uint64_t batch, const std::vector<triton::Request*>& requests) {
+    std::lock_guard lock(mutex_);
+    batch_ = batch;
+    for (size_t index = 0; index < requests.size(); ++index) pending_[Key{batch, index}] = {requests[index]};
+  }
+
   // The batch was answered: what is left to do with one of its requests? Once for each. Throws Violation.
-  Left answered(size_t index, uint64_t state);
+  Left answered(size_t index, uint64_t state) {
+    std::lock_guard lock(mutex_);
+    Pending& pending = pending_.at(Key{batch_, index});
+    if (state != wire::kOpen) {
+      if (pending.factory || pending.is_ended) {
+        throw Violation("request " + std::to_string(index) + " was answered twice");
+      }
+      if (state == wire::kRescheduled) check_reschedules();
+      pending.is_ended = true;
+      return state == wire::kRescheduled ? Left::kReschedule : Left::kRespond;
+    }
+    if (pending.is_ended) return pending.is_again ? Left::kReschedule : Left::kRelease;
+    if (!pending.factory) check(triton::ResponseFactoryNew(&pending.factory, pending.request));
+    pending.is_open = true;
+    if (reschedules_) return Left::kNothing;
+    pending.request = nullptr;
+    return Left::kRelease;
+  }
+
   // The batch will not be answered: whether the request waits for a response still. Once for each, when nobody reads
   // any more.
-  bool deserted(size_t index);
+  bool deserted(size_t index) {
+    std::lock_guard lock(mutex_);
+    Pending& pending = pending_.at(Key{batch_, index});
+    drop_factory(pending);
+    return !std::exchange(pending.is_ended, true);
+  }
+
   // No answer is waited for any more.
-  void end();
+  void end() {
+    std::lock_guard lock(mutex_);
+    const auto last = pending_.lower_bound(Key{batch_ + 1, 0});
+    for (auto each = pending_.lower_bound(Key{batch_, 0}); each != last;) {
+      each = each->second.is_open ? std::next(each) : pending_.erase(each);
+    }
+    batch_ = 0;
+  }
 
   // For one thread at a time: a response. Throws Violation.
-  void take(const wire::Response& row, Answers& answers);
+  void take(const wire::Response& row, Answers& answers) {
+    triton::ResponseFactory* factory;
+    {
+      std::lock_guard lock(mutex_);
+      Pending& pending = find(row);
+      if (row.flags == wire::kAgain) check_reschedules();
+      if (!pending.factory) check(triton::ResponseFactoryNew(&pending.factory, pending.request));
+      factory = pending.factory;
+    }
+    // Without the lock: what the server does with a response may take long. Nobody else ends the request.
+    const uint32_t flags = row.flags == wire::kFinal ? uint32_t{triton::kResponseFinal} : 0;
+    if (row.layout || row.remarks) {
+      if (row.layout) {
+        answer_.read(row.layout->bytes, 1);
+      } else {
+        answer_.read_nothing();
+      }
+      answer_.open(row.blocks, answers, nullptr);
+      triton::Response* response;
+      check(triton::ResponseNewFromFactory(&response, factory));
+      answer_.send(response, 0, row.remarks, flags);
+      answer_.release(answers);
+    } else if (row.flags == 0 || !row.blocks.empty()) {
+      throw Violation("a response that says nothing");
+    } else if (flags) {
+      complain(triton::ResponseFactorySendFlags(factory, flags), "the last response cannot be sent");
+    }
+    if (row.flags != 0) finish(row);
+  }
+
   // No more will come: end what is open with an error.
-  void fail(const Failure& failure);
+  void fail(const Failure& failure) {
+    std::lock_guard lock(mutex_);
+    for (auto each = pending_.begin(); each != pending_.end();) {
+      Pending& pending = each->second;
+      if (!pending.is_open) {
+        ++each;
+        continue;
+      }
+      send_failure(pending.factory, triton::ResponseNewFromFactory, failure);
+      drop_factory(pending);
+      if (pending.request) release(pending.request);
+      each = pending_.erase(each);
+    }
+  }
 
   // Whether any is beyond its batch.
-  bool are_open();
+  bool are_open() {
+    std::lock_guard lock(mutex_);
+    return std::any_of(pending_.begin(), pending_.end(), [](const auto& each) { return each.second.is_open; });
+  }
+
   // A trace for a request that the model makes on behalf of the one of this name; null where that is not traced.
-  triton::Trace* child_trace(std::string_view name);
+  triton::Trace* child_trace(std::string_view name) {
+    if (!triton::RequestTrace || !triton::InferenceTraceSpawnChildTrace) return nullptr;
+    std::lock_guard lock(mutex_);
+    for (const auto& [key, pending] : pending_) {
+      triton::Trace *trace = nullptr, *child;
+      if (!pending.request) continue;
+      check(triton::RequestTrace(pending.request, &trace));
+      if (!trace || name_of(trace, key.first, key.second) != name) continue;
+      check(triton::InferenceTraceSpawnChildTrace(trace, &child));
+      return child;
+    }
+    return nullptr;
+  }
+
   // The batch that is executing, 0 for none.
-  uint64_t batch();
+  uint64_t batch() {
+    std::lock_guard lock(mutex_);
+    return batch_;
+  }
+
   // Those that nobody waits for any more, until `tell` has returned true for them. Returns the batch that is executing where
   // these were the last that anybody waited for, else 0.
-  uint64_t each_cancelled(const std::function<bool(uint64_t batch, uint64_t index)>& tell);
+  uint64_t each_cancelled(const std::function<bool(uint64_t batch, uint64_t index)>& tell) {
+    std::lock_guard lock(mutex_);
+    bool are_new = false, are_all = true;
+    for (auto& [key, pending] : pending_) {
+      bool& is_cancelled = pending.is_cancelled;
+      if (!is_cancelled && !pending.is_ended) {
+        if (pending.factory && triton::ResponseFactoryIsCancelled) {
+          check(triton::ResponseFactoryIsCancelled(pending.factory, &is_cancelled));
+        } else if (pending.request && triton::RequestIsCancelled) {
+          check(triton::RequestIsCancelled(pending.request, &is_cancelled));
+        }
+        if (is_cancelled) is_cancelled = tell(key.first, key.second);
+        are_new |= is_cancelled;
+      }
+      are_all &= is_cancelled;
+    }
+    return are_new && are_all ? batch_ : 0;
+  }
 
  private:
   struct Pending {
@@ -59,10 +190,42 @@ class OpenRequests {
     bool is_ended = false, is_again = false, is_cancelled = false;
   };
   using Key = std::pair<uint64_t, uint64_t>;
-  Pending& find(const wire::Response& row);
-  void finish(const wire::Response& row);
-  void check_reschedules() const;
-  static void drop_factory(Pending& pending);
+  Pending& find(const wire::Response& row) {
+    const auto found = pending_.find(Key{row.batch, row.index});
+    if (found == pending_.end() || found->second.is_ended) {
+      throw Violation("a response to request " + std::to_string(row.index) + " of batch " + std::to_string(row.batch) +
+                      ", which waits for none");
+    }
+    return found->second;
+  }
+
+  // The request has had its last response. Where its batch is still executing, whoever executes it releases it.
+  void finish(const wire::Response& row) {
+    triton::Request* held = nullptr;
+    const bool is_again = row.flags == wire::kAgain;
+    {
+      std::lock_guard lock(mutex_);
+      Pending& pending = find(row);
+      drop_factory(pending);
+      pending.is_ended = true;
+      pending.is_again = is_again;
+      if (pending.is_open) {
+        held = pending.request;
+        pending_.erase(Key{row.batch, row.index});
+      }
+    }
+    if (held) release(held, is_again ? triton::kReleaseReschedule : triton::kReleaseAll);
+  }
+
+  void check_reschedules() const {
+    if (!reschedules_) throw Violation("a request is rescheduled by a model that is not configured for it");
+  }
+
+  static void drop_factory(Pending& pending) {
+    if (!pending.factory) return;
+    complain(triton::ResponseFactoryDelete(pending.factory), "a response factory cannot be deleted");
+    pending.factory = nullptr;
+  }
 
   Answer answer_;
   // A request may come back as long as it has not had its last response, and is not released before.
@@ -72,11 +235,5 @@ class OpenRequests {
   // Those of the batch that is executing, and those that are open, by batch and index.
   std::map<Key, Pending> pending_;
 };
-
-// What a trace is called towards the model: its context, or what only this process knows.
-std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index);
-
-// Release a request: done with, or to be scheduled once more.
-void release(triton::Request* request, uint32_t flags = triton::kReleaseAll) noexcept;
 
 }  // namespace moonpool

@@ -123,14 +123,7 @@ class Requests {
       layout_.array(item.count);
       for (size_t i = item.first; i < item.first + item.count; ++i) {
         const Tensor& tensor = tensors_[i];
-        layout_.array(6);
-        layout_.uint(tensor.index);
-        layout_.uint(static_cast<uint64_t>(tensor.datatype));
-        layout_.array(tensor.dims);
-        for (uint32_t dim = 0; dim < tensor.dims; ++dim) layout_.integer(tensor.shape[dim]);
-        layout_.uint(0);
-        layout_.uint(tensor.offset);
-        layout_.uint(tensor.size);
+        write_tensor(layout_, tensor.index, tensor.datatype, tensor.shape, tensor.dims, 0, tensor.offset, tensor.size);
       }
     }
     return end;

@@ -131,7 +131,7 @@ void Stub::check_ready() {
 void Stub::distrust(const std::string& why) noexcept {
   {
     std::lock_guard lock(mutex_);
-    if (why_.empty()) why_ = why;
+    if (why_.empty()) why_ = why.substr(0, wire::kShort);
   }
   control_.shut();
   wake();
