@@ -131,7 +131,13 @@ class Instance {
       const auto letter = mailbox_->next();
       if (letter->word == wire::Word::BORN) {
         const wire::Born born(letter->fields);
-        stub = std::make_shared<Stub>(launcher_, *mailbox_, model_, born, std::move(letter->descriptors));
+        try {
+          stub = std::make_shared<Stub>(launcher_, *mailbox_, model_, born, std::move(letter->descriptors));
+        } catch (const std::exception& error) {  // there is no room for it here; its end is told as any other
+          stub = nullptr;
+          launcher_->send<wire::Word::LOST>(number_, born.generation, false,
+                                          std::string("the server has no room for it: ") + error.what());
+        }
       } else if (letter->word == wire::Word::STARTED && stub) {
         stub->begin(wire::Started(letter->fields), std::move(letter->descriptors.at(0)));
         return stub;

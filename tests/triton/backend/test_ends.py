@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,23 @@ def test_a_stub_that_dies_while_it_is_idle_costs_no_request(client: Client) -> N
     # Until then a thread of it may still have its channels open.
     wait_until(lambda: not Path(f"/proc/{before}").exists(), TIMEOUT_S, "the launcher to reap it")
     assert client.order("nothing") != before
+
+
+def test_a_server_that_has_no_files_left_for_another_stub_gets_it_later(
+    client: Client, server: HostingServer
+) -> None:
+    before, launcher = client.order("nothing"), server.launcher
+    stubs = set(children(launcher))
+    limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        os.kill(before, signal.SIGKILL)
+        (new,) = wait_until(lambda: set(children(launcher)) - stubs, TIMEOUT_S, "another stub")
+        # Nobody has the other ends of its channels.
+        wait_until(lambda: _is_gone(new), TIMEOUT_S, "its end")
+    finally:
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+    assert client.order("nothing") not in (before, new)
 
 
 def test_a_process_that_has_served_long_enough_is_replaced_between_requests(

@@ -22,7 +22,7 @@ input [ {{ name: "X" data_type: TYPE_FP32 dims: [4] }} ]
 output [ {outputs} ]
 instance_group [ {{ kind: KIND_CPU }} ]
 parameters: {{ key: "MOONPOOL_ENVIRONMENT" value: {{ string_value: "FAULT_*" }} }}
-parameters: {{ key: "MOONPOOL_EXECUTE_TIMEOUT_S" value: {{ string_value: "3" }} }}
+parameters: {{ key: "MOONPOOL_EXECUTE_TIMEOUT_S" value: {{ string_value: "8" }} }}
 parameters: {{ key: "MOONPOOL_RESTART_WINDOW_S" value: {{ string_value: "0.001" }} }}
 """
 OUTPUTS = {
