@@ -29,7 +29,7 @@ def _pressed(program: Path, *flags: str) -> str:
     """What it says after a short measurement, which must have gone well."""
     libraries = program.parents[1].glob("lib/python*/site-packages/nvidia/*/lib")
     ended = subprocess.run(
-        [program, "-m", "add_sub", "--measurement-mode=count_windows", "--measurement-request-count=20", "--max-trials=4", "--stability-percentage=999", *flags],
+        [program, "-m", "add_sub", "--measurement-mode=count_windows", "--measurement-request-count=20", "--max-trials=20", "--stability-percentage=999", *flags],
         env={**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, libraries))},
         capture_output=True,
         text=True,
