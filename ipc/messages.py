@@ -82,6 +82,11 @@ MAX_METRIC_PARTS = 65_536
 LONG = 1 << 20
 SHORT = 4096
 MAX_PARAMETERS = 4096
+# Of a request: inputs, and as many outputs.
+MAX_TENSORS = 65536
+# Of a model that a model loads.
+MAX_FILES = 65536
+MAX_FILE_BYTES = 1 << 31
 # Of a configuration that comes from a model: JSON takes twenty times its size once it is read.
 LARGEST_CONFIG = 1 << 22
 
@@ -98,7 +103,7 @@ _LYING: dict[str, Spec] = {
 _TENSOR = Row(index=Int(0, 65535), **_LYING)
 # A tensor between models, which know each other's tensors by name.
 _NAMED_TENSOR = Row(name=Text(LONG), **_LYING)
-_TENSORS = ListOf(_TENSOR, 65536)
+_TENSORS = ListOf(_TENSOR, MAX_TENSORS)
 LAYOUT = Packed(ListOf(_TENSORS, MAX_BATCH), 1 << 28)
 _TARGET = Row(request=Int(0, MAX_BATCH - 1), output=Int(0, 65535), region=_ID, offset=_ID, size=_ID)
 _BLOCKS = ListOf(_BLOCK, 2 * MAX_BATCH)
@@ -118,7 +123,7 @@ _DETAILS = Row(
     timeout_us=Int(0, 2**64 - 1),
     priority=Int(0, 2**64 - 1),
     parameters=_PARAMETERS,
-    outputs=Maybe(ListOf(Int(0, 65535), 65536)),
+    outputs=Maybe(ListOf(Int(0, 65535), MAX_TENSORS)),
     trace=Maybe(Text(SHORT)),
     memory=_WANTED,
     device=_DEVICE,
@@ -291,8 +296,8 @@ CALLS: dict[Kind, Message] = {
             "timeout_us": Int(0, 2**64 - 1),
             "released": _PLACES,
             "blocks": _BLOCKS,
-            "inputs": ListOf(_NAMED_TENSOR, 65536),
-            "outputs": ListOf(Text(LONG), 65536),
+            "inputs": ListOf(_NAMED_TENSOR, MAX_TENSORS),
+            "outputs": ListOf(Text(LONG), MAX_TENSORS),
             "details": Maybe(
                 Row(
                     request_id=Text(LONG),
@@ -315,7 +320,7 @@ CALLS: dict[Kind, Message] = {
             "final": Flag(),
             "released": _PLACES,
             "blocks": _BLOCKS,
-            "outputs": ListOf(_NAMED_TENSOR, 65536),
+            "outputs": ListOf(_NAMED_TENSOR, MAX_TENSORS),
             "parameters": _PARAMETERS,
             "error": Maybe(_ERROR),
         },
@@ -331,7 +336,7 @@ CALLS: dict[Kind, Message] = {
             "call": _ID,
             "model": Text(LONG),
             "config": Text(LARGEST_CONFIG),
-            "files": Maybe(ListOf(Row(path=Text(LONG), contents=Raw(1 << 31)), 65536)),
+            "files": Maybe(ListOf(Row(path=Text(LONG), contents=Raw(MAX_FILE_BYTES)), MAX_FILES)),
         },
     ),
     Kind.UNLOAD_MODEL: Message(_STUB, {"call": _ID, "model": Text(LONG), "dependents": Flag()}),

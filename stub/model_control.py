@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.messages import LARGEST_CONFIG, SHORT
+from moonpool.ipc.messages import LARGEST_CONFIG, MAX_FILE_BYTES, MAX_FILES, SHORT
 from moonpool.stub.errors import TritonModelException, as_text, shown
 from moonpool.stub.host import current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-# As LOAD_MODEL has room for.
-_MOST_FILES = 65536
-_MOST_FILE_BYTES = 1 << 31
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
@@ -75,8 +71,8 @@ def _checked(name: str, files: object) -> dict[str, bytes] | None:
             f"failed to load model '{name}', files should be a dictionary of file paths and file "
             "contents"
         )
-    if len(files) > _MOST_FILES:
-        raise TritonModelException(f"{len(files)} files for a model; {_MOST_FILES} is the most")
+    if len(files) > MAX_FILES:
+        raise TritonModelException(f"{len(files)} files for a model; {MAX_FILES} is the most")
     for path, content in files.items():
         if not _is_text(path):
             raise TypeError(f"Object of type '{type(path).__name__}' is not an instance of 'str'")
@@ -84,9 +80,9 @@ def _checked(name: str, files: object) -> dict[str, bytes] | None:
             raise TypeError(
                 f"Object of type '{type(content).__name__}' is not an instance of 'bytes'"
             )
-        if len(content) > _MOST_FILE_BYTES:
+        if len(content) > MAX_FILE_BYTES:
             raise TritonModelException(
-                f"a file of {len(content)} bytes for a model; {_MOST_FILE_BYTES} is the most"
+                f"a file of {len(content)} bytes for a model; {MAX_FILE_BYTES} is the most"
             )
     return {_sendable("path", path): content for path, content in files.items()}
 

@@ -14,6 +14,7 @@ from moonpool.ipc.messages import (
     MAX_DEVICES,
     MAX_METRIC_PARTS,
     MAX_PARAMETERS,
+    MAX_TENSORS,
     SHORT,
     Kind,
 )
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from moonpool.stub.request import InferenceRequest
 
 _INFER = int(Kind.INFER)
-# Inputs, and as many outputs that are asked for: as INFER has room for.
-_MOST_TENSORS = 65536
 _EMPTY = ("", 0, 0, None, None, ANY_MEMORY, 0)
 
 
@@ -281,10 +280,10 @@ def _check_fields(request: InferenceRequest) -> None:
         raise _cannot_be("device of the preferred_memory", wish.as_sent()[1])
     if parameters and len(parameters) > MAX_PARAMETERS:
         raise _too_many("parameters", len(parameters), MAX_PARAMETERS)
-    if len(request._inputs) > _MOST_TENSORS:
-        raise _too_many("inputs", len(request._inputs), _MOST_TENSORS)
-    if len(names) > _MOST_TENSORS:
-        raise _too_many("requested outputs", len(names), _MOST_TENSORS)
+    if len(request._inputs) > MAX_TENSORS:
+        raise _too_many("inputs", len(request._inputs), MAX_TENSORS)
+    if len(names) > MAX_TENSORS:
+        raise _too_many("requested outputs", len(names), MAX_TENSORS)
     for name in names:
         if len(name) > LONG:
             raise _cannot_be("name of a requested output", name)
