@@ -1,49 +1,108 @@
 """Models served from sealed processes, over shared memory.
 
-`Runtime` is the way in. Every error that it raises derives from `MoonpoolError` and carries one of Triton's
-codes in `.code`. The hints (`Float32`, `Batch`, `Outputs`, ...) are for models; see
-`docs/NATIVE_MODELS.md`.
+    # scale.py
+    from moonpool import Batch, Float32
+
+    class Scale:
+        def __call__(self, X: Float32[Batch, 3]) -> Float32[Batch, 3]:
+            return X * 2
+
+    # a program beside it
+    with moonpool.Runtime() as runtime:
+        runtime.load("scale", "scale.py", instances=2)
+        print(runtime.infer("scale", {"X": np.ones((2, 3), np.float32)})["OUTPUT0"])
+
+`Runtime("models/")` loads a Triton model repository. A `Runtime` also has `ainfer`, `submit`, `stream`, `empty`
+and `metrics`. The hints (`Batch`, `Float32`, …) say what a model takes and returns. Errors derive from
+`MoonpoolError`: see `help(moonpool.errors)`. To test models, import `moonpool.testing`. To write a backend,
+subclass `moonpool.Backend`.
 """
 
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.errors import MoonpoolError, OutOfMemory
-from moonpool.runtime.allocator import ResponseAllocator
-from moonpool.runtime.backend import Backend, Model, ModelInstance
-from moonpool.runtime.batcher import QueueFull, QueueTimeout
-from moonpool.runtime.config import ConfigError
-from moonpool.runtime.environment_error import BadEnvironment
-from moonpool.runtime.errors import (
-    ExecuteTimedOut,
-    InvalidRequest,
-    LoadFailed,
-    ModelError,
-    ModelNotFound,
-    ModelUnavailable,
-    RequestTimedOut,
-    RuntimeClosed,
-    SequenceLost,
-    StubDied,
+# `__all__` has what a program begins with, and `help(moonpool)` shows no more. With `as`, the other names are no less
+# public: type checkers and editors offer them.
+from moonpool.errors import (
+    BadEnvironment as BadEnvironment,
+    ConfigError as ConfigError,
+    ExecuteTimedOut as ExecuteTimedOut,
+    InvalidRequest as InvalidRequest,
+    LoadFailed as LoadFailed,
+    ModelError as ModelError,
+    ModelNotFound as ModelNotFound,
+    ModelUnavailable as ModelUnavailable,
+    MoonpoolError,
+    OutOfMemory as OutOfMemory,
+    QueueFull as QueueFull,
+    QueueTimeout as QueueTimeout,
+    RepositoryError as RepositoryError,
+    RequestTimedOut as RequestTimedOut,
+    RuntimeClosed as RuntimeClosed,
+    SequenceLost as SequenceLost,
+    StubDied as StubDied,
+)
+from moonpool.runtime.allocator import ResponseAllocator as ResponseAllocator
+from moonpool.runtime.backend import (
+    Backend as Backend,
+    Model as Model,
+    ModelInstance as ModelInstance,
 )
 from moonpool.runtime.progress import Progress
-from moonpool.runtime.repository import RepositoryError
 from moonpool.runtime.request import Response
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.sigterm import exit_on_sigterm
 from moonpool.runtime.stream import ResponseStream
 from moonpool.runtime.version import VERSION
-
-# The hints are what `moonpool.stub.hints` puts into this module, here as in a stub.
-from moonpool.stub.hints import *  # noqa: F403
+from moonpool.stub.hints import Outputs, TensorType
 
 __version__ = VERSION
 
 if TYPE_CHECKING:
+    # A type checker knows no types such as `Float32[Batch, 3]`. It reads them as `Annotated[Batch, 3]`: an array, with
+    # a note that it ignores. It follows an import of `Annotated` under another name, but no assignment.
+    from typing import (
+        Annotated as Bool,
+        Annotated as Bytes,
+        Annotated as Float16,
+        Annotated as Float32,
+        Annotated as Float64,
+        Annotated as Int8,
+        Annotated as Int16,
+        Annotated as Int32,
+        Annotated as Int64,
+        Annotated as UInt8,
+        Annotated as UInt16,
+        Annotated as UInt32,
+        Annotated as UInt64,
+        Any,
+        TypeAlias,
+    )
+
+    from numpy.typing import NDArray
+
     from moonpool.ipc.cuda.array import DeviceArray
+
+    Batch: TypeAlias = NDArray[Any]
 else:
+    from moonpool.stub.hints import (
+        Batch,
+        Bool,
+        Bytes,
+        Float16,
+        Float32,
+        Float64,
+        Int8,
+        Int16,
+        Int32,
+        Int64,
+        UInt8,
+        UInt16,
+        UInt32,
+        UInt64,
+    )
 
     def __getattr__(name: str) -> object:
-        """What is about devices is not loaded before somebody asks for it."""
+        """Load what concerns devices when somebody asks for it."""
         if name == "DeviceArray":
             from moonpool.ipc.cuda.array import DeviceArray
 
@@ -51,32 +110,29 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = [
-    "Backend",
-    "BadEnvironment",
-    "ConfigError",
-    "DeviceArray",
-    "ExecuteTimedOut",
-    "InvalidRequest",
-    "LoadFailed",
-    "Model",
-    "ModelError",
-    "ModelInstance",
-    "ModelNotFound",
-    "ModelUnavailable",
-    "MoonpoolError",
-    "OutOfMemory",
-    "Progress",
-    "QueueFull",
-    "QueueTimeout",
-    "RepositoryError",
-    "RequestTimedOut",
-    "Response",
-    "ResponseAllocator",
-    "ResponseStream",
+# In the order in which a program meets them.
+__all__ = [  # noqa: RUF022
     "Runtime",
-    "RuntimeClosed",
-    "SequenceLost",
-    "StubDied",
+    "Batch",
+    "Float32",
+    "Float64",
+    "Float16",
+    "Int64",
+    "Int32",
+    "Int16",
+    "Int8",
+    "UInt64",
+    "UInt32",
+    "UInt16",
+    "UInt8",
+    "Bool",
+    "Bytes",
+    "Outputs",
+    "TensorType",
+    "Response",
+    "ResponseStream",
+    "MoonpoolError",
+    "Progress",
     "exit_on_sigterm",
+    "DeviceArray",
 ]

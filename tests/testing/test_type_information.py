@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import pydoc
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,8 +17,12 @@ from pathlib import Path
 import pytest
 
 import moonpool
+from moonpool.stub import hints
 
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(moonpool.__path__[0]).parent
+# Where `.ci/run pyright` puts the wheel that brings its own node along. Its rules are pyright's, which Pylance runs.
+PYRIGHT = ROOT / ".venv-pyright" / "bin" / "basedpyright"
 STUBS = ["triton_python_backend_utils-stubs", "c_python_backend_utils-stubs"]
 
 # As Triton's own documents write models.
@@ -117,6 +125,81 @@ pb_utils.Tenser
 number: int = c_python_backend_utils.TritonError("text").message()
 """
 
+# A user's program, with all that the documents show of moonpool's own models and of the runtime.
+PROGRAM = """
+import asyncio
+from typing import Annotated, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+import moonpool
+import moonpool.testing
+from moonpool import Batch, Bytes, Float32, Int64
+
+
+class Sums(TypedDict):
+    SUM: Float32[Batch, 4]
+    COUNT: Int64[Batch, 1]
+
+
+class Adds:
+    max_batch_size = 16
+
+    def __init__(self, config: dict[str, object]) -> None:
+        self.config = config
+
+    def __call__(
+        self,
+        A: Float32[Batch, 4],
+        B: Float32[Batch, -1] | None = None,
+        TEXT: Bytes[Batch, :] | None = None,
+        ONE: Annotated[NDArray[np.float32], Batch] | None = None,
+        IMAGE: Annotated[NDArray[np.uint8], 3, 224, 224] | None = None,
+    ) -> Sums:
+        return {"SUM": A if B is None else A + B, "COUNT": np.ones((len(A), 1), np.int64)}
+
+
+class Doubles:
+    def __call__(self, X: Float32[Batch, "width"]) -> Float32[Batch, "width"]:
+        return X * 2
+
+
+async def ask(runtime: moonpool.Runtime, x: NDArray[np.float32]) -> float:
+    outputs = await runtime.ainfer("adds", {"A": x}, timeout_s=1.0)
+    return float(outputs["SUM"].sum())
+
+
+def main() -> None:
+    x = np.ones((1, 4), np.float32)
+    with moonpool.Runtime("models/", listener=moonpool.Progress()) as runtime:
+        runtime.load("doubles", Doubles, instances=2)
+        try:
+            print(runtime.submit("adds", {"A": x}).result().outputs["SUM"])
+            for response in runtime.stream("adds", {"A": x}):
+                print(response.outputs, response.parameters)
+            placed = runtime.empty("adds", "A", (1, 4))
+            placed[:] = x
+            print(asyncio.run(ask(runtime, placed)), runtime.statistics("adds"))
+        except moonpool.ModelError as error:
+            print(error.code)
+        except (moonpool.QueueFull, moonpool.RequestTimedOut, moonpool.MoonpoolError) as error:
+            print(error.code)
+    with moonpool.testing.load("models/adds") as model:
+        print(model.infer({"A": x}))
+
+
+if __name__ == "__main__":
+    main()
+"""
+# One for each line.
+WRONG_PROGRAM = """
+import moonpool
+runtime = moonpool.Runtime(repositories="models/")
+runtime.infer("adds", {}, timeout="1")
+moonpool.Bach
+"""
+
 
 def test_every_name_of_the_module_is_known_to_type_checkers() -> None:
     for name in STUBS:
@@ -164,3 +247,114 @@ def test_a_model_is_type_checked(python: str, tmp_path: Path) -> None:
         "attr-defined]",
         "assignment]",
     ]
+
+
+def pyright(python: str, folder: Path, *, strict: bool) -> list[str]:
+    """The errors in the files of a folder, each as `FILE:LINE RULE: TEXT`."""
+    program = PYRIGHT if PYRIGHT.exists() else shutil.which("basedpyright")
+    if program is None:
+        pytest.skip("no pyright: `bash .ci/run pyright` installs it")
+    mode = "strict" if strict else "standard"
+    (folder / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": mode}))
+    ended = subprocess.run(
+        [program, "--pythonpath", python, "--outputjson", "--threads", "1"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=55,
+    )
+    found = json.loads(ended.stdout)
+    assert found["summary"]["filesAnalyzed"] > 0
+    return [
+        f"{Path(each['file']).name}:{each['range']['start']['line'] + 1} "
+        f"{each.get('rule', '')}: {each['message']}"
+        for each in found["generalDiagnostics"]
+        if each["severity"] == "error"
+    ]
+
+
+def readme() -> tuple[str, str]:
+    """The example of the README: the model and the program."""
+    page = ROOT / "README.md"
+    if not page.exists():
+        pytest.skip("the documents are not here")
+    text = page.read_text(encoding="utf-8")
+    model, program = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return model, program
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("mypy"), reason="mypy is not installed")
+def test_mypy_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
+    accepted = ["Success: no issues found in 1 source file"]
+
+    assert mypy(python, tmp_path, PROGRAM) == accepted
+    *mistakes, _ = mypy(python, tmp_path, WRONG_PROGRAM)
+    assert [line.split(":")[1] for line in mistakes if "error:" in line] == ["3", "4", "5"]
+    for text in readme():
+        assert mypy(python, tmp_path, text) == accepted
+
+
+@pytest.mark.slow
+def test_pyright_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert pyright(python, tmp_path, strict=True) == []
+
+    # Without a type for its own list of responses, as people write it.
+    (tmp_path / "triton_model.py").write_text(MODEL)
+    assert pyright(python, tmp_path, strict=False) == []
+
+    (tmp_path / "triton_model.py").unlink()
+    (tmp_path / "program.py").write_text(WRONG_PROGRAM)
+    mistakes = pyright(python, tmp_path, strict=False)
+    assert [mistake.split()[0] for mistake in mistakes] == [
+        f"program.py:{line}" for line in (3, 4, 5)
+    ]
+
+
+@pytest.mark.slow
+def test_pyright_accepts_the_example_of_the_readme(python: str, tmp_path: Path) -> None:
+    model, program = readme()
+    (tmp_path / "scale.py").write_text(model)
+    (tmp_path / "use.py").write_text(program)
+
+    assert pyright(python, tmp_path, strict=True) == []
+
+
+def test_the_names_of_the_package_are_in_order_of_use_and_have_the_hints() -> None:
+    names = moonpool.__all__
+
+    assert names[0] == "Runtime"
+    assert names.index("Batch") < names.index("Float32") < names.index("MoonpoolError")
+    assert set(hints.__all__) < set(names)
+    assert all(hasattr(moonpool, name) for name in names)
+    assert all(getattr(moonpool, name) is not None for name in moonpool.errors.__all__)
+
+
+def test_help_begins_with_use_and_fits_what_a_person_reads() -> None:
+    lines = pydoc.plain(pydoc.render_doc(moonpool)).splitlines()
+    first = lines[: next(place for place, line in enumerate(lines) if "CONTENTS" in line)]
+
+    assert len(first) < 30
+    assert any("runtime.infer(" in line for line in first)
+    assert len(lines) < 500
+
+
+def test_the_lines_of_use_in_the_help_work(tmp_path: Path) -> None:
+    text = (moonpool.__doc__ or "").split("\n\n`Runtime", 1)[0]
+    model, program = re.split(r"\n *# a program beside it\n", text.split("# scale.py\n", 1)[1])
+    (tmp_path / "scale.py").write_text(re.sub("^    ", "", model, flags=re.MULTILINE))
+    program = re.sub("^    ", "", program, flags=re.MULTILINE)
+    (tmp_path / "use.py").write_text(f"import moonpool\nimport numpy as np\n{program}\n")
+
+    ended = subprocess.run(
+        [sys.executable, "use.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (ended.stdout, ended.stderr) == ("[[2. 2. 2.]\n [2. 2. 2.]]\n", "")

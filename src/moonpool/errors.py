@@ -1,0 +1,52 @@
+"""The errors of moonpool. Every one derives from `MoonpoolError` and is also a name of `moonpool`.
+
+Each carries one of Triton's codes in `.code`:
+
+    try:
+        outputs = runtime.infer("scale", {"X": x}, timeout_s=1.0)
+    except moonpool.InvalidRequest as error:    # the caller's mistake: names, datatypes, shapes
+        ...
+    except moonpool.ModelError as error:        # the model's answer to this request
+        ...
+    except moonpool.MoonpoolError as error:     # anything else: error.code, str(error)
+        ...
+"""
+
+from moonpool.ipc.errors import MoonpoolError, OutOfMemory
+from moonpool.runtime.batcher import QueueFull, QueueTimeout
+from moonpool.runtime.config import ConfigError
+from moonpool.runtime.environment_error import BadEnvironment
+from moonpool.runtime.errors import (
+    ExecuteTimedOut,
+    InvalidRequest,
+    LoadFailed,
+    ModelError,
+    ModelNotFound,
+    ModelUnavailable,
+    RequestTimedOut,
+    RuntimeClosed,
+    SequenceLost,
+    StubDied,
+)
+from moonpool.runtime.repository import RepositoryError
+
+# From a load to the end, in the order in which a program meets them.
+__all__ = [  # noqa: RUF022
+    "MoonpoolError",
+    "RepositoryError",
+    "ConfigError",
+    "BadEnvironment",
+    "LoadFailed",
+    "ModelNotFound",
+    "ModelUnavailable",
+    "InvalidRequest",
+    "OutOfMemory",
+    "QueueFull",
+    "QueueTimeout",
+    "RequestTimedOut",
+    "ExecuteTimedOut",
+    "ModelError",
+    "StubDied",
+    "SequenceLost",
+    "RuntimeClosed",
+]
