@@ -1,4 +1,6 @@
-"""Compiles the library for tritonserver into the wheel, where there is a compiler; all else is in pyproject.toml.
+"""Compiles the library for tritonserver into the wheel, where there is a compiler, and keeps the tree's links in an sdist.
+
+All else is in pyproject.toml.
 
 A wheel that has the library is for one platform and any Python. One without it works for everything but Triton.
 """
@@ -13,6 +15,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError
 
 NATIVE = Path("src/moonpool/runtime/triton/native")
@@ -62,6 +65,24 @@ class Build(build_ext):
         shutil.copy(made / target.name, target)
 
 
+class Sdist(sdist):
+    """The repository's tree, links included: setuptools alone would pack what they lead to a second time."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        links = sorted({link for file in files if (link := link_of(file))})
+        super().make_release_tree(base_dir, [file for file in files if not link_of(file)])
+        for link in links:
+            copy = Path(base_dir, link)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.symlink_to(os.readlink(link))
+
+
+def link_of(file: str) -> str | None:
+    """The link of the tree that a path leads through or ends at; None where it has none."""
+    path = Path(file)
+    return next((str(part) for part in (*reversed(path.parents), path) if part.is_symlink()), None)
+
+
 class Wheel(bdist_wheel):
     """Any Python may have what is in it."""
 
@@ -70,4 +91,4 @@ class Wheel(bdist_wheel):
         return "py3", "none", platform
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": Build, "bdist_wheel": Wheel})
+setup(ext_modules=extensions(), cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "sdist": Sdist})

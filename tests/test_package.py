@@ -1,0 +1,106 @@
+"""What the package says of itself, and what a source distribution holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_license_is_told_and_is_there() -> None:
+    assert PROJECT["license"] == "Apache-2.0"
+    if (ROOT / "docs").is_dir():
+        text = (ROOT / PROJECT["license-files"][0]).read_text()
+        assert text.split()[:4] == ["Apache", "License", "Version", "2.0,"]
+
+
+def test_an_installed_package_brings_its_license() -> None:
+    # One that is installed for editing says what was so when it was installed.
+    installed = [
+        found
+        for found in metadata.distributions(name="moonpool")
+        if (record := found.read_text("RECORD")) and "moonpool/__init__.py" in record
+    ]
+    if not installed:
+        pytest.skip("moonpool is not installed here")
+    for found in installed:
+        assert found.metadata["License-Expression"] == "Apache-2.0"
+        assert "Apache License" in (found.read_text("licenses/LICENSE") or "")
+        assert set(found.metadata.get_all("Classifier") or []) == set(PROJECT["classifiers"])
+
+
+def test_classifiers_are_for_the_pythons_that_are_required() -> None:
+    versions = [
+        classifier.rsplit(" :: ", 1)[1]
+        for classifier in PROJECT["classifiers"]
+        if classifier.startswith("Programming Language :: Python :: 3.")
+    ]
+
+    assert f">={versions[0]}" == PROJECT["requires-python"]
+    # The index knows it by `license`, and refuses both together.
+    assert not [each for each in PROJECT["classifiers"] if each.startswith("License ::")]
+
+
+@pytest.mark.slow
+def test_a_source_distribution_is_the_repository(tmp_path: Path) -> None:
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("only the tests are here, without the sources")
+    if int(metadata.version("setuptools").partition(".")[0]) < 80:
+        pytest.skip("setuptools is older than 80: install the group `test`")
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=_left_behind)
+    expected = _files(tree)
+    # What work leaves in a tree.
+    for litter in ("ipc/__pycache__/x.pyc", "runtime/triton/native/build/x.o", "tests/crash-x"):
+        (tree / litter).parent.mkdir(parents=True, exist_ok=True)
+        (tree / litter).write_text("")
+
+    subprocess.run(
+        [sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('..')"],
+        cwd=tree,
+        check=True,
+        capture_output=True,
+    )
+    (archive,) = tmp_path.glob("moonpool-*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    made = {Path("PKG-INFO"), Path("setup.cfg"), Path("src/moonpool.egg-info/SOURCES.txt")}
+
+    assert _files(unpacked) - made == expected - made
+    assert (unpacked / "src/moonpool/ipc").readlink() == Path("../../ipc")
+
+
+def _left_behind(folder: str, names: list[str]) -> set[str]:
+    """What git ignores, or would not know."""
+    left = shutil.ignore_patterns(
+        ".git",
+        ".venv*",
+        ".*_cache",
+        ".hypothesis",
+        ".coverage*",
+        "*.egg-info",
+        "__pycache__",
+        "crash-*",
+    )(folder, names)
+    return left | ({"build", "dist"} & set(names))
+
+
+def _files(folder: Path) -> set[Path]:
+    """Files and links by their places below a folder; links are not followed."""
+    found = set()
+    for where, folders, files in os.walk(folder):
+        links = [name for name in folders if Path(where, name).is_symlink()]
+        found |= {Path(where, name).relative_to(folder) for name in (*files, *links)}
+    return found
