@@ -6,9 +6,9 @@ Pure. Whoever asks has the headers of a request, by lower-case name.
 from __future__ import annotations
 
 import hmac
-from ipaddress import ip_address
+import re
+from ipaddress import IPv4Address, IPv6Address
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -91,55 +91,103 @@ def _is_equal(given: str | None, wanted: str) -> bool:
 
 
 class Origins:
-    """Tells what programs ask for from what browsers ask for on behalf of strangers' pages."""
+    """Tells requests of programs and of the server's own page from those of other pages in a browser."""
 
     def __init__(self, allowed: Collection[str] = (), *, is_loopback: bool = False) -> None:
         """`allowed` are origins such as `https://example.org` whose pages may use the server beside its own.
 
-        `is_loopback` says that the server listens on this machine only.
+        `is_loopback` says that the server listens on this machine only. Raises `ValueError` for an origin that
+        no browser would send.
         """
+        wrong = next((origin for origin in allowed if not _place_of(origin)), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong!r:.80} is not an origin such as https://example.org")
         self._allowed = frozenset(allowed)
         self._hosts = {_place_of(origin) for origin in allowed}
         self._is_loopback = is_loopback
 
-    def is_foreign(self, header: Callable[[str], str | None]) -> bool:
-        """Whether a page that is not this server's is behind a request.
+    def is_foreign(self, header: Callable[[str], str | None], *, opens_page: bool = False) -> bool:
+        """Return whether another page than this server's sent a request.
 
-        Programs other than browsers are never taken for foreign. A page of the server that a person opens is
-        not, either, from wherever the link to it came: it shows nothing to others.
+        Programs other than browsers are never taken for foreign. `opens_page` says that the request reads a page
+        made for people and does nothing else: a browser may open that one from a link on any site.
         """
+        if not _is_browser(header):
+            return False
         site, origin = header("sec-fetch-site"), header("origin")
-        agent = header("user-agent") or ""
-        if site is None and origin is None and not agent.startswith("Mozilla/"):
+        if origin in self._allowed:
             return False
         host = (header("host") or "").lower()
-        if origin in self._allowed or host in self._hosts:
-            return False
-        # A stranger's name may stand for this machine's loopback; an address or localhost cannot.
-        if self._is_loopback and not _is_local(host):
+        # An attacker's name may resolve to this machine's loopback; an address or localhost cannot.
+        if self._is_loopback and not _is_local(host) and host not in self._hosts:
             return True
-        if site is not None and site not in ("same-origin", "none"):
-            return header("sec-fetch-mode") != "navigate" or header("sec-fetch-dest") != "document"
-        return origin is not None and (not host or _place_of(origin) != host)
+        # Every browser sends Origin with a POST of another site's page, also with that of a form. It is looked at
+        # for itself: a form of a foreign page is a navigation, too.
+        if origin is not None and (not host or _place_of(origin) != host):
+            return True
+        if site is None or site in ("same-origin", "none"):
+            return False
+        is_link = header("sec-fetch-mode") == "navigate" and header("sec-fetch-dest") == "document"
+        return not (opens_page and is_link)
+
+
+def refused_type(header: Callable[[str], str | None]) -> str | None:
+    """Return the content type of a request if nothing may be changed by a body of this type, else None.
+
+    These are the types that a page of any site can send without asking first. curl and Triton's client in C++
+    mark whatever they send as a form's, so that type is refused only where a browser sends it.
+    """
+    given = (header("content-type") or "").partition(";")[0].strip().lower()
+    if given in _SIMPLE_TYPES or (given == _FORM_TYPE and _is_browser(header)):
+        return given
+    return None
+
+
+_FORM_TYPE = "application/x-www-form-urlencoded"
+_SIMPLE_TYPES = ("text/plain", "multipart/form-data")
+_PLACE = re.compile(
+    r"(?:(?P<name>[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?)|\[(?P<ipv6>[0-9a-f:.]+)\])(?::(?P<port>[0-9]{1,5}))?"
+)
+
+
+def _is_browser(header: Callable[[str], str | None]) -> bool:
+    # Old browsers send neither of the first two with a link, or over plain HTTP to another machine.
+    return (
+        header("sec-fetch-site") is not None
+        or header("origin") is not None
+        or (header("user-agent") or "").startswith("Mozilla/")
+    )
 
 
 def _place_of(origin: str) -> str:
-    """Host and port; nothing for what is no origin, as `null`."""
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return ""
+    """Return host and port as Host would have them; nothing for what is no origin of a site, as `null`."""
+    scheme, separator, place = origin.partition("://")
+    is_one = separator and scheme in ("http", "https") and _parts_of(place) is not None
+    return place if is_one else ""
+
+
+def _parts_of(host: str) -> re.Match[str] | None:
+    """Parse the value of a header Host, in lower case. None for all that is more or less than host and port."""
+    found = _PLACE.fullmatch(host)
+    return None if found is None or int(found["port"] or 0) > _MOST_PORT else found
+
+
+_MOST_PORT = 65535
 
 
 def _is_local(host: str) -> bool:
-    try:
-        name = urlsplit("//" + host).hostname or ""
-    except ValueError:
+    """Return whether a host is localhost or an address, of which neither can be an attacker's name."""
+    found = _parts_of(host)
+    if found is None:
         return False
-    if name == "localhost" or name.endswith(".localhost"):
+    name = found["name"]
+    if name is not None and (name == "localhost" or name.endswith(".localhost")):
         return True
     try:
-        ip_address(name)
+        if name is None:
+            IPv6Address(found["ipv6"])
+        else:
+            IPv4Address(name)
     except ValueError:
         return False
     return True

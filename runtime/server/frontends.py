@@ -7,7 +7,7 @@ import ssl
 from typing import TYPE_CHECKING, Literal, cast
 
 from moonpool.runtime.frontend.http.options import HttpLimits, HttpOptions
-from moonpool.runtime.frontend.restriction import APIS
+from moonpool.runtime.frontend.restriction import APIS, Origins
 from moonpool.runtime.server.descriptors import most_connections
 from moonpool.runtime.server.option_sources import BadOption
 
@@ -22,6 +22,10 @@ def http_options(options: ServerOptions) -> HttpOptions:
         raise BadOption("--http-server-cert and --http-server-key are needed both, or none")
     if options.http_server_cert:
         _check_pair("http", options.http_server_cert, options.http_server_key)
+    try:
+        Origins(options.http_allowed_origin)
+    except ValueError as error:
+        raise BadOption(f"--http-allowed-origin: {error}") from None
     return HttpOptions(
         address=options.http_address,
         port=options.http_port if options.allow_http else None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.frontend.http.head import TEXT, BadMessage
 from moonpool.runtime.frontend.http.inference import InferTarget
+from moonpool.runtime.frontend.page.routes import PAGE
+from moonpool.runtime.frontend.restriction import refused_type
 from moonpool.runtime.frontend.statuses import http_status
 from moonpool.runtime.model_control import version_of
 
@@ -44,6 +47,7 @@ _LOAD = re.compile(r"/v2/repository/(?:[^/]+/)?models/[^/]+/load")
 _INDEX = re.compile(r"/v2/repository(?:/[^/]+)?/index")
 _METRICS_BODY_BYTES = 64 << 10
 _CHALLENGE: Headers = (*TEXT, (b"WWW-Authenticate", b"Bearer"))
+_FOREIGN = (HTTPStatus.FORBIDDEN, "requests from pages of other origins are refused", TEXT)
 
 
 class _Plan(NamedTuple):
@@ -132,15 +136,22 @@ class Routes:
 
     def _refusal(self, head: Head, path: str, api: str | None) -> tuple[int, str, Headers] | None:
         header = header_of(head)
-        if self._origins.is_foreign(header):
-            return 403, "requests from pages of other origins are refused", TEXT
+        opens_page = path == PAGE and head.method in ("GET", "HEAD")
+        if self._origins.is_foreign(header, opens_page=opens_page):
+            return _FOREIGN
         if api is None:
             return None
         is_change = head.method == "POST" and api in _CHANGED_BY_POST and not _INDEX.fullmatch(path)
         refusal = self._restriction.refuse(api, header, is_change=is_change)
-        if refusal is None:
-            return None
-        return (401, refusal.text, _CHALLENGE) if refusal.is_unknown else (403, refusal.text, TEXT)
+        if refusal is not None:
+            return (
+                (401, refusal.text, _CHALLENGE) if refusal.is_unknown else (403, refusal.text, TEXT)
+            )
+        wrong = refused_type(header) if is_change else None
+        if wrong is not None:
+            text = f"a body of the type {wrong} changes nothing here; send application/json"
+            return HTTPStatus.UNSUPPORTED_MEDIA_TYPE, text, TEXT
+        return None
 
 
 def _api_of(path: str) -> str | None:
@@ -165,16 +176,21 @@ def header_of(head: Head) -> Callable[[str], str | None]:
 class MetricsRoutes:
     """The handler of the port for metrics."""
 
-    def __init__(self, application: AsgiBridge) -> None:
+    def __init__(self, application: AsgiBridge, origins: Origins) -> None:
         self._application = application
+        self._origins = origins
 
     def handle(self, exchange: Exchange) -> None:
-        """Answer."""
-        self._application.handle(exchange)
+        """Answer a request, unless another site's page sent it."""
+        if self._origins.is_foreign(header_of(exchange.head)):
+            exchange.fail(*_FOREIGN)
+        else:
+            self._application.handle(exchange)
 
-    def refuse(self, head: Head) -> BadMessage | None:  # noqa: ARG002 - all are welcome
-        """None is refused."""
-        return None
+    def refuse(self, head: Head) -> BadMessage | None:
+        """Refuse pages of other sites before they send a body."""
+        is_foreign = self._origins.is_foreign(header_of(head))
+        return BadMessage(*_FOREIGN) if is_foreign else None
 
     def most_bytes_of(self, head: Head) -> int:  # noqa: ARG002 - the same for all
         """None needs a body."""

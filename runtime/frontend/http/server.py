@@ -74,7 +74,7 @@ class HttpServer:
                     "metrics",
                     options.metrics_address,
                     options.metrics_port,
-                    MetricsRoutes(bridge),
+                    MetricsRoutes(bridge, self._origins(options.metrics_address)),
                     None,
                 )
         except BaseException:
@@ -96,9 +96,13 @@ class HttpServer:
         options = self._options
         return (
             Restriction(options.restricted, options.control_token),
-            Origins(options.allowed_origins, is_loopback=_is_loopback(options.address)),
+            self._origins(options.address),
             options.header_forward_pattern,
         )
+
+    def _origins(self, address: str) -> Origins:
+        """Make the check of what browsers send to a port at this address."""
+        return Origins(self._options.allowed_origins, is_loopback=_is_loopback(address))
 
     async def _listen(
         self, name: str, address: str, number: int, handler: Handler, tls: ssl.SSLContext | None

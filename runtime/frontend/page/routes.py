@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.frontend.overview import Overview
 
+PAGE = "/"
+"""The path of the page for people. A link on any site may open it, since reading it does nothing."""
 _FILE = Path(__file__).with_name("page.html")
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
@@ -47,7 +49,7 @@ def routes(overview: Overview, executor: Executor) -> list[Route]:
         return _json(await asyncio.get_running_loop().run_in_executor(executor, tell))
 
     return [
-        Route("/", show_page, methods=["GET"]),
+        Route(PAGE, show_page, methods=["GET"]),
         Route("/v2/moonpool/overview", show_overview, methods=["GET"]),
     ]
 

@@ -10,7 +10,24 @@ from tests.server.http.serving import Serving
 
 from moonpool.runtime.frontend.restriction import Origins, Restriction
 
+LINK = {
+    "Sec-Fetch-Site": "cross-site",
+    "Sec-Fetch-Mode": "navigate",
+    "Sec-Fetch-Dest": "document",
+}
 TOKEN = {"Authorization": "Bearer s3cret"}
+
+
+CHANGES = (
+    "/v2/repository/models/other/load",
+    "/v2/repository/models/other/unload",
+    "/v2/systemsharedmemory/unregister",
+    "/v2/cudasharedmemory/unregister",
+    "/v2/systemsharedmemory/region/x/register",
+    "/v2/logging",
+    "/v2/trace/setting",
+    "/v2/models/add_sub/trace/setting",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +61,7 @@ def test_inference_may_be_restricted(guarded: Serving, what: str) -> None:
     assert guarded.post(path, {}, {"infer-key": "w"}).status in (400, 500)
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/v2/repository/models/other/load", "/v2/repository/models/other/unload",
-     "/v2/systemsharedmemory/unregister", "/v2/cudasharedmemory/unregister",
-     "/v2/systemsharedmemory/region/x/register", "/v2/logging", "/v2/trace/setting",
-     "/v2/models/add_sub/trace/setting"],
-)  # fmt: skip
+@pytest.mark.parametrize("path", CHANGES)
 def test_changes_ask_for_the_token(guarded: Serving, path: str) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
         reply = guarded.post(path, {}, headers)
@@ -77,11 +88,28 @@ def test_reading_asks_for_no_token(guarded: Serving) -> None:
         # A name of a stranger's that stands for the loopback.
         {"Origin": "http://evil.example:8000", "Host": "evil.example:8000"},
         {"User-Agent": "Mozilla/5.0", "Host": "evil.example:8000"},
+        {"User-Agent": "Mozilla/5.0", "Host": "127.0.0.1:80.evil.example"},
+        {"User-Agent": "Mozilla/5.0", "Host": "127.0.0.1@evil.example"},
+        {"User-Agent": "Mozilla/5.0", "Host": "127.0.0.1/evil.example"},
+        {"User-Agent": "Mozilla/5.0", "Host": "localhost:80:80"},
+        {"User-Agent": "Mozilla/5.0", "Host": "localhost:65536"},
+        {"User-Agent": "Mozilla/5.0", "Host": "[::1%evil.example]:80"},
+        {"User-Agent": "Mozilla/5.0", "Host": "[127.0.0.1]"},
+        {"User-Agent": "Mozilla/5.0", "Host": "::1"},
+        {"User-Agent": "Mozilla/5.0", "Host": ""},
+        # The name of a page that may use the server is no proof that this page sent the request.
+        {"Origin": "http://evil.example", "Host": "example.org"},
+        {"Sec-Fetch-Site": "cross-site", "Host": "example.org"},
+        # A link to what is not the page, and a form.
+        LINK,
+        {**LINK, "Origin": "http://evil.example"},
+        {**LINK, "Sec-Fetch-Site": "same-site"},
     ],
 )
 def test_a_page_of_a_stranger_is_refused(guarded: Serving, headers: dict[str, str]) -> None:
-    for method in ("GET", "POST"):
-        reply = guarded.ask(method, "/v2", b"", headers)
+    asked = [(method, "/v2", guarded.port) for method in ("GET", "POST", "OPTIONS")]
+    for method, path, port in (*asked, ("GET", "/metrics", guarded.server.ports["metrics"])):
+        reply = guarded.ask(method, path, b"", headers, port)
         assert (reply.status, reply.error) == (
             403,
             "requests from pages of other origins are refused",
@@ -96,11 +124,10 @@ def test_a_page_of_a_stranger_is_refused(guarded: Serving, headers: dict[str, st
         {"User-Agent": "Mozilla/5.0"},
         {"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost:1", "Host": "localhost:1"},
         {"Sec-Fetch-Site": "none"},
-        {
-            "Sec-Fetch-Site": "cross-site",
-            "Sec-Fetch-Mode": "navigate",
-            "Sec-Fetch-Dest": "document",
-        },
+        {"User-Agent": "Mozilla/5.0", "Host": "[::1]:8000"},
+        {"User-Agent": "Mozilla/5.0", "Host": "models.localhost:8000"},
+        # Through a proxy that keeps the name.
+        {"Sec-Fetch-Site": "same-origin", "Origin": "https://example.org", "Host": "example.org"},
         {"Sec-Fetch-Site": "cross-site", "Origin": "https://example.org"},
         {"Host": "gpu-box:8000"},
     ],
@@ -109,6 +136,47 @@ def test_programs_and_the_server_s_own_page_are_not(
     guarded: Serving, headers: dict[str, str]
 ) -> None:
     assert guarded.get("/v2", headers).status == 200
+    assert (
+        guarded.ask("GET", "/metrics", b"", headers, guarded.server.ports["metrics"]).status == 200
+    )
+
+
+def test_a_link_on_another_site_opens_the_page_and_nothing_else(guarded: Serving) -> None:
+    assert guarded.get("/", LINK).status == guarded.ask("HEAD", "/", b"", LINK).status == 200
+    assert guarded.post("/", b"", LINK).status == 403
+    assert guarded.get("/", {**LINK, "Sec-Fetch-Dest": "iframe"}).status == 403
+    assert guarded.get("/v2/moonpool/overview", LINK).status == 403
+
+
+@pytest.mark.parametrize(
+    ("content_type", "headers"),
+    [
+        ("text/plain", {}),
+        ("Text/Plain; charset=UTF-8", {}),
+        ("multipart/form-data; boundary=x", {}),
+        # Programs made with libcurl say so of all that they send.
+        ("application/x-www-form-urlencoded", {"User-Agent": "Mozilla/5.0"}),
+        ("application/x-www-form-urlencoded", {"Sec-Fetch-Site": "same-origin"}),
+    ],
+)
+def test_what_a_form_can_send_changes_nothing(
+    guarded: Serving, content_type: str, headers: dict[str, str]
+) -> None:
+    sent = {"Content-Type": content_type, **TOKEN, **headers}
+    for path in CHANGES:
+        reply = guarded.post(path, {"log_verbose_level": 3}, sent)
+        assert reply.status == 415
+        assert "send application/json" in reply.error
+    assert guarded.get("/v2/logging").value["log_verbose_level"] == 0
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/x-www-form-urlencoded", ""]
+)
+def test_changes_are_taken_from_programs(guarded: Serving, content_type: str) -> None:
+    sent = {**TOKEN, **({"Content-Type": content_type} if content_type else {})}
+
+    assert guarded.post("/v2/logging", {"log_info": True}, sent).status == 200
 
 
 def test_a_restriction_that_makes_no_sense_is_none() -> None:
@@ -116,6 +184,9 @@ def test_a_restriction_that_makes_no_sense_is_none() -> None:
         Restriction({"nope": ("a", "b")})
     with pytest.raises(ValueError, match="token is empty"):
         Restriction(control_token=" ")
+    for origin in ("example.org", "https://example.org/", "null", "https://a b", "ftp://a.org"):
+        with pytest.raises(ValueError, match="is not an origin"):
+            Origins([origin])
 
 
 def test_other_machines_may_call_a_server_by_any_name() -> None:

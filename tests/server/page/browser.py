@@ -20,6 +20,7 @@ import pytest
 from tests.waiting import Deadline, wait_until
 
 PATIENCE_S = 30.0
+ATTACKER = "attacker.example"
 _EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(
     _EXECUTABLE is None, reason="there is no chromium on the path (apt-get install chromium)"
@@ -46,9 +47,11 @@ _OPTIONS = (
     "--no-default-browser-check",
     "--no-first-run",
     "--hide-scrollbars",
+    # Servers of tests have certificates of their own making.
+    "--ignore-certificate-errors",
     "--lang=en-GB",
-    # Whoever asks for another host gets none.
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    # No other host is found. An attacker's name stands for this machine, as after DNS rebinding.
+    f"--host-resolver-rules=MAP {ATTACKER} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 )
 
 
@@ -254,6 +257,11 @@ class Page:
         """The addresses of everything that was asked for."""
         events = self._events("Network.requestWillBeSent")
         return [params["request"]["url"] for params in events]
+
+    def responses(self) -> list[tuple[str, int]]:
+        """Return the address and the status of every response that came, in order."""
+        events = self._events("Network.responseReceived")
+        return [(params["response"]["url"], params["response"]["status"]) for params in events]
 
     def close(self) -> None:
         self._browser.command("Target.disposeBrowserContext", browserContextId=self._context)

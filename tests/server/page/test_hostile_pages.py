@@ -1,0 +1,356 @@
+"""Pages of other origins in a real browser, which send what a browser lets them to every route of the server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+from urllib.request import urlopen
+
+import pytest
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.server.certificates import self_signed
+from tests.server.page.browser import ATTACKER, Page, needs_chromium
+from tests.server.page.models import write
+from tests.server.page.site import Site
+from tests.server.running import running
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime.frontend.http.application import application
+from moonpool.runtime.frontend.page.routes import routes as page_routes
+from moonpool.runtime.frontend.service import Service
+
+pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.timeout(180)]
+
+Tab = Callable[..., Page]
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+# What would run as the server's user, were it loaded.
+PAYLOAD = b"class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+CHANGES: dict[str, dict[str, Any]] = {
+    "load": {"parameters": {"config": "{}", "file:1/model.py": base64.b64encode(PAYLOAD).decode()}},
+    "unload": {"parameters": {"unload_dependents": True}},
+    "register": {"key": "/moonpool-attack", "byte_size": 8},
+    "setting": {"trace_rate": "7"},
+    "logging": {"log_verbose_level": 5},
+    "infer": {
+        "inputs": [
+            {"name": name, "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
+            for name in ("INPUT0", "INPUT1")
+        ]
+    },
+    "generate": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 2, 3, 4]},
+}
+
+
+class Attacker(BaseHTTPRequestHandler):
+    """A site of pages without content: tests run their scripts in them."""
+
+    def do_GET(self) -> None:
+        query = parse_qs(urlsplit(self.path).query)
+        self.send_response(200)
+        page = b"<!doctype html><title>attacker</title><link rel=icon href='data:,'>"
+        if "reports" in query:
+            # The browser reports the style to the server, in JSON.
+            policy = f"style-src 'none'; report-uri {query['reports'][0]}"
+            self.send_header("Content-Security-Policy", policy)
+            page += b"<style>p { color: red }</style>"
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(page)
+
+    def do_POST(self) -> None:
+        """Send a form on to the server, with its body."""
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(307)
+        self.send_header("Location", parse_qs(urlsplit(self.path).query)["to"][0])
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Be quiet."""
+
+
+@pytest.fixture(scope="module")
+def attacker_port() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Attacker) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def paths() -> list[str]:
+    """Every path that the server has."""
+    with moonpool.Runtime() as runtime, ThreadPoolExecutor(1) as executor:
+        service = Service(runtime)
+        made = application(service, executor, page_routes(service.overview, executor))
+    names = {
+        "{model}": "add_sub",
+        "{version:digits}": "1",
+        "{region}": "attack",
+        "{repository}": "r",
+    }
+    found = ["/v2/models/add_sub/infer", "/v2/models/add_sub/versions/1/infer"]
+    for route in made.routes:
+        path: str = route.path  # type: ignore[attr-defined]
+        for name, value in names.items():
+            path = path.replace(name, value)
+        found.append(path)
+    assert len(found) == len(set(found)) > 30
+    assert not any("{" in path for path in found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models"), "add_sub")
+
+
+@pytest.fixture(scope="module")
+def site(repository: Path) -> Iterator[Site]:
+    """A server whose models clients may load."""
+    with running(repository, "--model-control-mode=explicit", "--load-model=*") as server:
+        yield Site(server)
+
+
+@pytest.fixture(params=[ATTACKER, "127.0.0.1"], ids=["cross-site", "same-site"])
+def attack(request: pytest.FixtureRequest, tab: Tab, attacker_port: int) -> Page:
+    """A page of another site, or of another port of this machine, which browsers take for the same site."""
+    page = tab(f"http://{request.param}:{attacker_port}/")
+    page.wait_for("document.title === 'attacker'")
+    return page
+
+
+@pytest.fixture(autouse=True)
+def _changes_nothing(site: Site) -> Iterator[None]:
+    before = state(site)
+    yield
+    assert state(site) == before
+
+
+def state(site: Site) -> dict[str, Any]:
+    """Return everything that a client can change, and how often the model was asked."""
+    found: dict[str, Any] = {"index": site.server.get("/v2/repository/index", "POST")}
+    for path in ("logging", "trace/setting", "systemsharedmemory/status", "models/stats"):
+        found[path] = site.server.get(f"/v2/{path}")
+    assert all(status == 200 for status, _ in found.values())
+    return found
+
+
+def answered(site: Site) -> Counter[str]:
+    """Count the answers of the server by status."""
+    with urlopen(f"http://{site.server.metrics}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    name = 'moonpool_frontend_requests_total{protocol="http",status="'
+    return Counter(
+        {
+            line[len(name) :].partition('"')[0]: int(float(line.split()[-1]))
+            for line in lines
+            if line.startswith(name)
+        }
+    )
+
+
+def gets(site: Site, count: int, page: Page, name: str, *arguments: object) -> Counter[str]:
+    """Return how the server answered the `count` requests that a function of `_SCRIPTS` sends."""
+    before = settled(site)
+    given = ", ".join(json.dumps(each) for each in arguments)
+    # Nothing waits for what it sends.
+    page.evaluate(f"{{ {_SCRIPTS} {name}({given}); }} 0")
+    wait_until(lambda: (answered(site) - before).total() >= count, 60.0, f"{count} answers")
+    return answered(site) - before
+
+
+def settled(site: Site) -> Counter[str]:
+    """Count once the front ends have said what they had answered."""
+    mark = answered(site)["404"]
+    assert site.server.get("/nothing")[0] == 404
+    wait_until(lambda: answered(site)["404"] > mark, 30.0, "the count of an answer")
+    return answered(site)
+
+
+_SCRIPTS = """
+    const frame = () => {
+      const made = document.createElement("iframe");
+      made.name = "frame" + document.querySelectorAll("iframe").length;
+      document.body.append(made);
+      return made;
+    };
+    // A form as text/plain sends NAME=VALUE: around the equals sign it is JSON.
+    const form = (url, type, body, target) => {
+      const made = document.createElement("form"), field = document.createElement("input");
+      Object.assign(made, {method: "post", action: url, enctype: type, target});
+      [field.name, field.value] = [body.slice(0, -1) + (body === "{}" ? "" : ",") + '"x":"', '"}'];
+      made.append(field);
+      document.body.append(made);
+      made.submit();
+    };
+    const forms = (sent, types) => sent.forEach(([url, body]) =>
+      types.forEach(type => form(url, type, body, frame().name)));
+    const fetches = (sent, methods, type) => sent.forEach(([url, body]) => methods.forEach(method => {
+      const isSimple = ["GET", "HEAD", "POST"].includes(method) && type !== "application/json";
+      const options = {method, mode: isSimple ? "no-cors" : "cors", cache: "no-store"};
+      if (!["GET", "HEAD", "OPTIONS"].includes(method)) Object.assign(options, {body, headers: {"Content-Type": type}});
+      // Without a header of its own a GET is simple in every mode.
+      if (type === "application/json") options.headers = {"Content-Type": type};
+      fetch(url, options).catch(() => 0);
+    }));
+    const untyped = sent => sent.forEach(([url, body]) =>
+      fetch(url, {method: "POST", mode: "no-cors", body: new Blob([body])}).catch(() => 0));
+    const beacons = sent => sent.forEach(([url, body]) => navigator.sendBeacon(url, body));
+    const pings = sent => sent.forEach(([url]) => {
+      const link = document.createElement("a");
+      Object.assign(link, {href: "#", ping: url});
+      document.body.append(link);
+      link.click();
+    });
+    const embeds = sent => sent.forEach(([url]) => {
+      frame().src = url;
+      new Image().src = url;
+      const load = document.createElement("script");
+      load.src = url;
+      document.head.append(load);
+      new EventSource(url).onerror = event => event.target.close();
+      new WebSocket(url.replace("http:", "ws:"));
+    });
+"""
+
+
+@pytest.fixture
+def sent(site: Site, paths: list[str]) -> list[tuple[str, str]]:
+    return addresses(site, paths)
+
+
+def addresses(site: Site, paths: list[str]) -> list[tuple[str, str]]:
+    """Return every address, each with a body that its route would take."""
+    return [
+        (site.url + path, json.dumps(CHANGES.get(path.rpartition("/")[2], {}))) for path in paths
+    ]
+
+
+def test_scripts_are_refused_with_every_method(
+    attack: Page, site: Site, sent: list[tuple[str, str]]
+) -> None:
+    count = len(sent) * len(METHODS)
+    for content_type in ("text/plain", "application/json"):
+        assert gets(site, count, attack, "fetches", sent, METHODS, content_type) == {"403": count}
+    assert gets(site, len(sent), attack, "untyped", sent) == {"403": len(sent)}
+
+
+def test_forms_in_frames_are_refused(attack: Page, site: Site, sent: list[tuple[str, str]]) -> None:
+    count = len(sent) * len(FORMS)
+
+    assert gets(site, count, attack, "forms", sent, FORMS) == {"403": count}
+
+
+def test_forms_that_another_site_sends_on_are_refused(
+    attack: Page, site: Site, sent: list[tuple[str, str]]
+) -> None:
+    own = attack.evaluate("location.origin")
+    relayed = [(f"{own}/?to={url}", body) for url, body in sent]
+
+    assert gets(site, len(sent), attack, "forms", relayed, FORMS[:1]) == {"403": len(sent)}
+
+
+def test_beacons_pings_and_what_a_page_embeds_are_refused(
+    attack: Page, site: Site, sent: list[tuple[str, str]]
+) -> None:
+    for name, each in (("beacons", 1), ("pings", 1), ("embeds", 5)):
+        count = each * len(sent)
+        assert gets(site, count, attack, name, sent) == {"403": count}, name
+
+
+def test_reports_of_a_page_s_policy_are_refused(attack: Page, site: Site) -> None:
+    own = attack.evaluate("location.origin")
+    target = f"{site.url}/v2/repository/models/add_sub/unload"
+
+    before = settled(site)
+    attack.goto(f"{own}/?reports={target}")
+    wait_until(lambda: answered(site) != before, 60.0, "an answer")
+    assert answered(site) - before == {"403": 1}
+
+
+def test_forms_that_open_a_page_are_refused(attack: Page, sent: list[tuple[str, str]]) -> None:
+    own = attack.evaluate("location.href")
+    for url, body in sent:
+        for enctype in FORMS if url.endswith(("/load", "/infer")) else FORMS[:1]:
+            attack.goto(own)
+            attack.wait_for(f"location.href === {json.dumps(own)} && !!document.body")
+            given = ", ".join(json.dumps(each) for each in (url, enctype, body, "_self"))
+            attack.evaluate(f"{{ {_SCRIPTS} form({given}); }} 0")
+            attack.wait_for(
+                f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
+            )
+            statuses = [status for asked, status in attack.responses() if asked == url]
+            assert set(statuses) == {403}
+
+
+def test_a_link_opens_the_page_and_nothing_else(
+    attack: Page, site: Site, sent: list[tuple[str, str]]
+) -> None:
+    own = attack.evaluate("location.href")
+    for url, _ in (*sent, (f"http://{site.server.metrics}/metrics", "")):
+        attack.goto(own)
+        attack.wait_for(f"location.href === {json.dumps(own)} && !!document.body")
+        attack.evaluate(f"void (location.href = {json.dumps(url)})")
+        attack.wait_for(
+            f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
+        )
+        statuses = [status for asked, status in attack.responses() if asked == url]
+        assert statuses == [200 if url == f"{site.url}/" else 403]
+
+
+def test_a_name_that_was_made_to_stand_for_this_machine_reaches_nothing(
+    tab: Tab, site: Site, paths: list[str]
+) -> None:
+    ports = site.server.ports
+    for port, asked in ((ports["http"], paths), (ports["metrics"], ["/metrics"])):
+        # To the browser, the page and the server are of one origin.
+        page = tab(f"http://{ATTACKER}:{port}{asked[-1]}")
+        page.wait_for("location.hostname !== '' && document.readyState === 'complete'")
+        statuses = page.evaluate(
+            f"""Promise.all({json.dumps(asked)}.flatMap(path => {json.dumps(METHODS)}.map(
+            method => fetch(path, {{method}}).then(answer => answer.status))))"""
+        )
+        assert statuses == [403] * len(asked) * len(METHODS)
+
+
+def test_grpc_understands_no_browser(attack: Page, repository: Path, tmp_path: Path) -> None:
+    key, certificate = self_signed(tmp_path)
+    tls = ("--grpc-use-ssl=true", f"--grpc-server-key={key}", f"--grpc-server-cert={certificate}")
+    for scheme, options in (("http", ()), ("https", tls)):
+        with running(
+            repository, "--model-control-mode=explicit", "--load-model=*", *options
+        ) as server:
+            host = f"localhost:{server.ports['grpc']}"
+            url = f"{scheme}://{host}/inference.GRPCInferenceService/RepositoryModelUnload"
+            # The message of that call, with its length before it: as right as a browser can make it.
+            name = b"add_sub"
+            message = b"\x12" + bytes([len(name)]) + name
+            sent = list(b"\0" + len(message).to_bytes(4, "big") + message)
+            asked = f"""fetch({json.dumps(url)}, {{method: 'POST', mode: 'no-cors',
+                body: new Blob([new Uint8Array({sent})])}}).then(() => 'sent', () => 'refused')"""
+            assert attack.evaluate(asked) == "refused"
+            assert state(Site(server))["index"][1][0]["state"] == "READY"
+
+
+def test_front_ends_refuse_the_same(attack: Page, repository: Path, paths: list[str]) -> None:
+    with running(repository, "--model-control-mode=explicit", "--frontends=2") as server:
+        site = Site(server)
+        before, sent = state(site), addresses(site, paths)
+        for name, *more in (("forms", FORMS), ("fetches", METHODS, "text/plain")):
+            count = len(sent) * len(more[0])
+            assert gets(site, count, attack, name, sent, *more) == {"403": count}
+        assert state(site) == before
