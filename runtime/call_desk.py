@@ -8,9 +8,9 @@ loading a model does, gets a thread of its own.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.codec import calls_codec
@@ -27,7 +27,6 @@ from moonpool.runtime.errors import (
     RequestTimedOut,
 )
 from moonpool.runtime.flow import Flow
-from moonpool.runtime.metrics import BadMetric
 from moonpool.runtime.outbox import Outbox
 from moonpool.runtime.request import Response
 
@@ -42,8 +41,11 @@ if TYPE_CHECKING:
     from moonpool.runtime.request import Outcome
     from moonpool.runtime.stub_metrics import StubMetrics
 
-_log = logging.getLogger("moonpool")
 BROKE = "broke the protocol and was ended"
+# A level of LOG.
+_ERROR = 2
+# Nobody waits for an answer to these.
+_UNANSWERED = (Kind.LET_GO, Kind.WITHDRAW, Kind.INDIRECT)
 # Packets that are read before others have their turn.
 _TURN = 16
 # Calls with a later end have none.
@@ -91,9 +93,17 @@ class CallDesk:
             Kind.METRIC_VALUE: self._metric_value,
         }
 
-    def watch(self, kill: Callable[[str, str], None], catch_up: Callable[[], object]) -> None:
-        """Serve the stub; `kill` hears why it is not to be believed, `catch_up` takes in what else it said."""
-        self._kill, self._catch_up = kill, catch_up
+    def watch(
+        self,
+        kill: Callable[[str, str], None],
+        catch_up: Callable[[], object],
+        log: Callable[[int, str, str, int], None],
+    ) -> None:
+        """Serve the stub; `kill` hears why it is not to be believed, `catch_up` takes in what else it said.
+
+        `log` writes to the log in the instance's name, within its budget: see `Output.log`.
+        """
+        self._kill, self._catch_up, self._log = kill, catch_up, log
         self._reactor.watch(self._channel.fileno(), self._ready)
 
     def _ready(self) -> None:
@@ -121,15 +131,24 @@ class CallDesk:
             self._handlers[fields[0]](fields)
         except RemoteProtocolError:
             raise
+        except MoonpoolError as error:  # the model asked for what it cannot have, and is told so
+            self._fail(fields, error)
         except Exception as error:  # the stub waits for an answer, whatever went wrong
-            _log.exception(
-                "%s of a model of '%s' failed", Kind(fields[0]).name, self._models.asker.name
-            )
-            call = self._calls.get(fields[1])
-            if call is not None:
-                self._end(call, BackendError(f"the request failed: {error!r}"))
-            else:
-                self._done(fields[1], error)
+            # The model can ask for it again and again: it is logged as lines of the model are, and as few of them.
+            name = Kind(fields[0]).name
+            self._log(_ERROR, f"{name} failed in the runtime:\n{traceback.format_exc()}", "", 0)
+            self._fail(fields, BackendError(f"the request failed: {error!r}"))
+
+    def _fail(self, fields: list[Any], error: MoonpoolError) -> None:
+        """Answer a message with an error. One that is never answered was wrong itself."""
+        kind, number = fields[:2]
+        if kind in _UNANSWERED:
+            raise RemoteProtocolError(f"{Kind(kind).name} that cannot be done: {error}")
+        call = self._calls.get(number)
+        if call is not None:
+            self._end(call, error)
+        else:
+            self._done(number, error)
 
     def _indirect(self, fields: list[Any]) -> None:
         packet = self._link.open(*fields[1:]).tobytes()
@@ -329,6 +348,7 @@ class CallDesk:
 
     def _unload_model(self, fields: list[Any]) -> None:
         _, number, model, _ = fields
+        self._check_new(number)
         self._models.begin_unload(model)
         self._done(number, None)
 
@@ -346,9 +366,9 @@ class CallDesk:
         self._questions.add(number)
         try:
             self._models.ask_ready(model, version, answer)
-        except MoonpoolError as error:
+        except BaseException:
             self._questions.discard(number)
-            self._done(number, error)
+            raise
 
     def _check_new(self, number: int) -> None:
         if number in self._calls or number in self._tasks or number in self._questions:
@@ -357,17 +377,15 @@ class CallDesk:
     # Metrics
 
     def _new_metric(self, fields: list[Any]) -> None:
-        self._tell(fields[1], lambda: {"metric": self._metrics.hold(*fields[2:])})
+        number, *asked = fields[1:]
+        self._check_new(number)
+        self._done(number, None, {"metric": self._metrics.hold(*asked)})
 
     def _metric_value(self, fields: list[Any]) -> None:
+        _, number, metric = fields
+        self._check_new(number)
         self._catch_up()  # METRICS came before
-        self._tell(fields[1], lambda: {"value": self._metrics.value(fields[2])})
-
-    def _tell(self, number: int, values: Callable[[], dict[str, Any]]) -> None:
-        try:
-            self._done(number, None, values())
-        except BadMetric as error:
-            self._done(number, error)
+        self._done(number, None, {"value": self._metrics.value(metric)})
 
     def _perform(self, number: int, task: Callable[[], None]) -> None:
         """Do what takes long on a thread of its own, and tell the stub when it is done."""

@@ -22,13 +22,15 @@ _RELEASE_AT = 64
 
 
 class Growth:
-    """`grow` and `retire` are for the reactor; the rest is for any thread."""
+    """`grow`, `check` and `retire` are for the reactor; the rest is for any thread."""
 
     def __init__(self, link: Link, control: ControlChannel, limit_bytes: int | None) -> None:
         self._link = link
         self._control = control
         self._limit_bytes = limit_bytes
         self._is_growing = self._is_closed = False
+        # How the stub broke the protocol while another thread answered it.
+        self._breach: ProtocolError | None = None
         self._closing = threading.Lock()
 
     def grow(self, needed_bytes: int, device: int) -> None:
@@ -61,10 +63,19 @@ class Growth:
                 link.send_region(region, Side.STUB)
         except (PeerGone, Closed) as error:
             _log.debug("a stub is gone before it could grow: %s", error)
+        except ProtocolError as error:  # it does not read the answers
+            self._breach = error
+            # The reactor sees the end of the channel, and finds the breach.
+            self._control.channel.wake()
         except Exception:
             _log.exception("a stub asked for memory and cannot be answered")
             # It waits without a limit, for an answer or for this.
             self._control.channel.wake()
+
+    def check(self) -> None:
+        """Raises `ProtocolError` where the stub broke the protocol while it was answered."""
+        if self._breach is not None:
+            raise self._breach
 
     def _refuse(self, why: str) -> None:
         self._is_growing = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from moonpool.ipc.errors import MoonpoolError, ProtocolError
+from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Kind, Side
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.region import SharedRegion
@@ -134,8 +134,13 @@ class StubConnection:
         """Take in what the stub has told, at most so many messages. Raises `PeerGone`, `ProtocolError`."""
         if self._is_closed:
             return
-        for fields in self.control.receive(most, self.link, self._flow):
-            self._handle(fields)
+        try:
+            for fields in self.control.receive(most, self.link, self._flow):
+                self._handle(fields)
+        except PeerGone:
+            # It was this end that closed the channel, where the stub broke the protocol.
+            self._growth.check()
+            raise
         self._growth.release_many()
         self._flow.settle()
 

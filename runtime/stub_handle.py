@@ -113,7 +113,7 @@ class StubHandle(StubConnection):
     def _listen(self, calls: Channel) -> None:  # noqa: ARG002 - for those who do so elsewhere
         """From now on, what the stub says is heard."""
         self._reactor.watch(self.control.channel.fileno(), self._read_control)
-        self._desk.watch(self._kill, self.catch_up)
+        self._desk.watch(self._kill, self.catch_up, self._output.log)
 
     # Life
 

@@ -1,8 +1,8 @@
 """A stub that knows the protocol and breaks it, by name. Started in place of `stub/boot.py`.
 
 `FAULT_BOOT` is the path of the real one, for its first steps; `FAULT_AT_START` names a fault of `STARTS`. Once
-loaded, a request whose id is a name of `FAULTS` is answered with that fault, any other one honestly:
-with a response that has no outputs.
+loaded, a request whose id is a name of `FAULTS` is answered with that fault. One whose id is `says CHANNEL TIMES HEX` has
+it send that packet. Any other one is answered honestly: with a response that has no outputs.
 """
 
 from __future__ import annotations
@@ -432,6 +432,19 @@ def end_the_cancelled(peer: Peer) -> None:
     peer.answer(responses=[[[], None, [1, told]]])
 
 
+def say_what_is_asked_for(peer: Peer) -> None:
+    """Send a packet so many times, and answer when the runtime has heard all of them."""
+    _, channel, times, packet = peer.details.split(" ")
+    end: socket.socket = getattr(peer, channel)
+    for _ in range(int(times)):
+        end.send(bytes.fromhex(packet))
+    peer.calls.send(encode(Kind.IS_MODEL_READY, HUGE, "nobody", ""))
+    codec = calls_codec(Side.STUB)
+    while codec.decode(peer.calls.recv(MAX_PACKET_BYTES))[:2] != [Kind.DONE, HUGE]:
+        pass
+    peer.answer()
+
+
 def prints_newlines(_: Peer) -> None:
     with contextlib.suppress(OSError):
         while True:
@@ -618,7 +631,9 @@ def serve(peer: Peer, start: dict[str, Any]) -> None:
         details = requests and requests[0]
         peer.details = details[0] if details else ""
         fault = (FAULTS | LATER).get(peer.details)
-        if fault is None:
+        if peer.details.startswith("says "):
+            say_what_is_asked_for(peer)
+        elif fault is None:
             peer.answer()
         else:
             fault(peer)

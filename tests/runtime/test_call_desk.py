@@ -14,6 +14,7 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.messages import Kind, Side
 from moonpool.runtime.call_desk import CallDesk
+from moonpool.runtime.errors import NotGranted
 from moonpool.runtime.reactor import Reactor
 
 
@@ -24,15 +25,27 @@ class Models:
 
     def load(self, *_: object) -> None: ...
 
+    def begin_unload(self, *_: object) -> None:
+        raise NotGranted("not yours")
+
+    def ask_ready(self, *_: object) -> None:
+        raise ValueError("a bug")
+
 
 @pytest.fixture
-def stub() -> Iterator[Channel]:
+def logged() -> list[str]:
+    """What was logged in the name of the stub."""
+    return []
+
+
+@pytest.fixture
+def stub(logged: list[str]) -> Iterator[Channel]:
     """The stub's end of a channel whose other end a desk has."""
     pair, reactor = Pair(), Reactor()
     ours, theirs = Channel.pair()
     peer = Channel(theirs)
     desk = CallDesk(ours, pair.link, reactor, cast(Any, Models()), cast(Any, None))
-    desk.watch(lambda *_: None, lambda: None)
+    desk.watch(lambda *_: None, lambda: None, lambda _, text, *__: logged.append(text))
     yield peer
     reactor.call_soon(desk.close)
     reactor.close()
@@ -57,3 +70,26 @@ def test_a_call_for_which_there_is_no_thread_is_answered_and_its_number_is_free(
 
     stub.send(load)
     assert codec.decode(stub.receive()) == [Kind.DONE, 1, None, {}]
+
+
+def test_what_is_not_granted_is_answered_and_the_log_says_nothing(
+    stub: Channel, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.send(encode(Kind.UNLOAD_MODEL, 1, "other", False))
+
+    _, number, error, _ = calls_codec(Side.STUB).decode(stub.receive())
+    assert (number, error[1]) == (1, "not yours")
+    assert caplog.records == []
+
+
+def test_an_error_of_the_runtimes_own_is_logged_in_the_instances_name(
+    stub: Channel, logged: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.send(encode(Kind.IS_MODEL_READY, 1, "other", ""))
+
+    _, number, error, _ = calls_codec(Side.STUB).decode(stub.receive())
+    assert number == 1
+    assert "a bug" in error[1]
+    assert len(logged) == 1
+    assert "IS_MODEL_READY failed in the runtime" in logged[0]
+    assert caplog.records == []

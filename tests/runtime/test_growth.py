@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.ipc.errors import OutOfMemory
+from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Kind
 from moonpool.runtime import growth
 from moonpool.runtime.growth import Growth
@@ -82,3 +82,18 @@ def test_an_answer_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch
     asker = Regions(send)
     with pytest.raises(OutOfMemory, match="there is none"):
         asker.allocate(1)
+
+
+def test_a_stub_that_does_not_read_the_answer_is_ended_and_the_log_says_nothing(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def send(*_: Any) -> None:
+        raise RemoteProtocolError("the stub does not read its control channel")
+
+    monkeypatch.setattr(stub, "send", send)
+    stub.growth.grow(1 << 62, NO_DEVICE)
+    assert stub.heard.get(timeout=10) == ("the end",)
+
+    with pytest.raises(RemoteProtocolError, match="does not read"):
+        stub.growth.check()
+    assert caplog.records == []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,22 +91,9 @@ class _Models:
             answer(name == "echo")
 
 
-class _Alarm(logging.Handler):
-    """What was logged with an exception was not foreseen."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and record.exc_info[1] is not None:
-            raise record.exc_info[1]
-
-
-@contextlib.contextmanager
-def _alarmed() -> Iterator[None]:
-    log, alarm = logging.getLogger("moonpool"), _Alarm()
-    log.addHandler(alarm)
-    try:
-        yield
-    finally:
-        log.removeHandler(alarm)
+def _alarm(_level: int, text: str, *_: object) -> None:
+    """What is logged was not foreseen."""
+    raise AssertionError(text)
 
 
 def call_desk(data: bytes) -> None:
@@ -119,15 +104,14 @@ def call_desk(data: bytes) -> None:
     models, reactor = _Models(), _Reactor()
     metrics = StubMetrics(MetricRegistry(), lambda: None)
     desk = CallDesk(ours, pair.link, reactor, models, metrics)  # type: ignore[arg-type]
-    desk.watch(lambda *_: None, lambda: None)
+    desk.watch(lambda *_: None, lambda: None, _alarm)
     told: list[bytes] = []
     try:
-        with _alarmed():
-            while choices:
-                packet = _packet(pair, choices, told)
-                desk._handle(desk._codec.decode(packet))
-                while (answer := peer.receive_ready()) is not None:
-                    told.append(answer)
+        while choices:
+            packet = _packet(pair, choices, told)
+            desk._handle(desk._codec.decode(packet))
+            while (answer := peer.receive_ready()) is not None:
+                told.append(answer)
     except (RemoteProtocolError, PeerGone):
         pass
     finally:

@@ -15,6 +15,7 @@ from tests.triton.server import interpreter
 
 from moonpool.runtime.triton import installation
 
+LOG_LINES_PER_S = 5
 ROGUE_LAUNCHER = Path(__file__).parents[2] / "faults" / "rogue_launcher.py"
 CONFIG = """
 backend: "{backend}"
@@ -24,10 +25,17 @@ instance_group [ {{ kind: KIND_CPU }} ]
 parameters: {{ key: "MOONPOOL_ENVIRONMENT" value: {{ string_value: "FAULT_*" }} }}
 parameters: {{ key: "MOONPOOL_EXECUTE_TIMEOUT_S" value: {{ string_value: "8" }} }}
 parameters: {{ key: "MOONPOOL_RESTART_WINDOW_S" value: {{ string_value: "0.001" }} }}
+parameters: {{ key: "MOONPOOL_LOG_LINES_PER_S" value: {{ string_value: "{lines}" }} }}
+parameters: {{ key: "MOONPOOL_SANDBOX" value: {{ string_value: "{level}" }} }}
 """
+_ROGUE = (
+    '{ name: "Y" data_type: TYPE_FP32 dims: [-1] }, '
+    '{ name: "STRINGS" data_type: TYPE_STRING dims: [-1] }'
+)
 OUTPUTS = {
-    "rogue": '{ name: "Y" data_type: TYPE_FP32 dims: [-1] }, '
-    '{ name: "STRINGS" data_type: TYPE_STRING dims: [-1] }',
+    "rogue": _ROGUE,
+    # In a sandbox, which grants it nothing.
+    "confined": _ROGUE,
     "sibling": '{ name: "OUT_X" data_type: TYPE_FP32 dims: [4] }',
 }
 
@@ -94,9 +102,15 @@ class SanitizedServer(HostingServer):
 
 
 def write_models(repository: Path) -> None:
-    """The model `rogue`, and `sibling`, which is honest."""
-    for name, backend in (("rogue", "rogue"), ("sibling", "moonpool")):
+    """The models `rogue` and `confined`, and `sibling`, which is honest."""
+    for name, backend, level in (
+        ("rogue", "rogue", "standard"),
+        ("confined", "rogue", "strict"),
+        ("sibling", "moonpool", "standard"),
+    ):
         (repository / name / "1").mkdir(parents=True)
-        config = CONFIG.format(backend=backend, outputs=OUTPUTS[name])
+        config = CONFIG.format(
+            backend=backend, outputs=OUTPUTS[name], level=level, lines=LOG_LINES_PER_S
+        )
         (repository / name / "config.pbtxt").write_text(config)
         shutil.copy(MODELS / "echo.py", repository / name / "1" / "model.py")

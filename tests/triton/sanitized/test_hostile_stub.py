@@ -14,12 +14,21 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 import pytest
+from tests.faults.contents import CONTROLS, channels, packets
 from tests.faults.known import FAULTS
 from tests.triton.answers import Answer, Outcome
-from tests.triton.sanitized.server import ADDRESSES, OUTPUTS, SanitizedServer, write_models
+from tests.triton.sanitized.server import (
+    ADDRESSES,
+    LOG_LINES_PER_S,
+    OUTPUTS,
+    SanitizedServer,
+    write_models,
+)
 from tests.triton.triton_side import TritonSide
 from tests.waiting import wait_until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from moonpool.ipc.kinds import Kind
 
 # The first test waits for the compiler.
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
@@ -28,6 +37,8 @@ ENDED = re.compile(r"broke the protocol and was ended: \w|is not healthy|took lo
 # What harms nobody but its own requests.
 BORNE = {"blocks that hold nothing", "strings that are none"}
 X = np.arange(4, dtype=np.float32)
+TIMES = 100
+LINES_OF_AN_END = 3
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +59,8 @@ def side(hostile: SanitizedServer) -> Iterator[TritonSide]:
     side.close()
 
 
-def ask(side: TritonSide, fault: str = "") -> Outcome:
-    return side.infer("rogue", {"X": X}, request_id=fault)
+def ask(side: TritonSide, fault: str = "", model: str = "rogue") -> Outcome:
+    return side.infer(model, {"X": X}, request_id=fault)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -65,6 +76,36 @@ def test_a_stub_that_breaks_the_protocol_is_ended_and_the_server_stays(
         # How it did that is for the log alone.
         wait_until(lambda: ENDED.search(hostile.log()[heard:]), 20.0, "a reason in the log")
     wait_until(lambda: isinstance(ask(side), Answer), 30.0, "another process")
+    assert isinstance(side.infer("sibling", {"X": X}), Answer)
+
+
+@pytest.mark.parametrize("model", ["rogue", "confined"])
+@pytest.mark.parametrize(
+    ("channel", "kind"), [pytest.param(*each, id=each[1].name) for each in channels()]
+)
+def test_strange_contents_end_the_stub_or_nothing_and_the_log_stays_small(
+    hostile: SanitizedServer, side: TritonSide, model: str, channel: str, kind: Kind
+) -> None:
+    wait_until(lambda: isinstance(ask(side, "", model), Answer), 30.0, "an instance")
+    heard, ends, begin_s = len(hostile.log()), 0, time.monotonic()
+
+    for packet in packets(channel, kind):
+        said = f"says {channel} {TIMES} {packet.hex()}"
+        if not isinstance(ask(side, said, model), Answer):
+            ends += 1
+            wait_until(lambda: isinstance(ask(side, "", model), Answer), 30.0, "an instance")
+
+    # What a stub prints stands there in its name, and there is a test of its own for how much that is.
+    printed = f"[{model}_0_0]"
+    lines = hostile.log()[heard:].split("\n")
+    own = [line for line in lines if line and not line.startswith(printed)]
+    may_log = 0.0
+    if kind == Kind.LOG:
+        # Each second so many, and how many were left out. Some have several lines of text.
+        seconds = 2 + time.monotonic() - begin_s
+        may_log = (LOG_LINES_PER_S + 1) * seconds * (1 + CONTROLS.count("\n"))
+    assert len(own) <= LINES_OF_AN_END * ends + may_log, own
+    assert not any("Traceback" in line for line in own)
     assert isinstance(side.infer("sibling", {"X": X}), Answer)
 
 

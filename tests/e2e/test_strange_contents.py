@@ -1,0 +1,72 @@
+"""Whatever a stub says, nothing of it is the runtime's own error, and the log stays small.
+
+The stub is `tests/faults/misbehave.py`. It sends every kind of message with contents that nobody expects, and each of
+them many times.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.faults.contents import channels, packets
+from tests.faults.known import MISBEHAVE
+
+import moonpool
+from moonpool.ipc.kinds import Kind
+from moonpool.runtime import process
+
+SIGNATURE: Config = {"input": [tensor("X", "FP32", 4)], "output": [tensor("Y", "FP32", -1)]}
+LIMITS = {"ENVIRONMENT": "FAULT_*", "RESTART_WINDOW_S": 0.001, "LOG_LINES_PER_S": 5}
+X = np.zeros(4, np.float32)
+TIMES = 100
+# How the log tells of an end: why, and once more that it ended.
+LINES_OF_AN_END, LONGEST_LINE = 2, 10_000
+pytestmark = pytest.mark.usefixtures("undisturbed")
+
+
+@pytest.fixture(scope="module", params=["standard", "strict"])
+def rogue(
+    runtime: moonpool.Runtime,
+    request: pytest.FixtureRequest,
+    sibling_model: None,  # noqa: ARG001 - the last stub that is an honest one
+) -> Iterator[str]:
+    name = f"rogue_{request.param}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT_BOOT", process._BOOT)
+        patch.setattr(process, "_BOOT", str(MISBEHAVE))
+        config = SIGNATURE | options(**LIMITS, SANDBOX=request.param)
+        with hosted(runtime, name, MODELS / "echo.py", config):
+            yield name
+
+
+@pytest.mark.parametrize(
+    ("channel", "kind"), [pytest.param(*each, id=each[1].name) for each in channels()]
+)
+def test_strange_contents_are_no_error_of_the_runtimes_own(
+    runtime: moonpool.Runtime,
+    rogue: str,
+    channel: str,
+    kind: Kind,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reasons = []
+    for packet in packets(channel, kind):
+        try:
+            said = f"says {channel} {TIMES} {packet.hex()}"
+            runtime.infer(rogue, {"X": X}, request_id=said, timeout_s=30.0)
+        except moonpool.StubDied as error:
+            reasons.append(str(error))
+    runtime.metrics()  # takes in what is left to be heard
+
+    own = [each for each in caplog.records if each.name == "moonpool"]
+    told = [each for each in own if each.levelno > logging.INFO]
+    assert [each for each in own if each.exc_info] == []
+    assert [each for each in reasons if "broke the protocol and was ended" not in each] == []
+    assert len(told) <= LINES_OF_AN_END * len(reasons)
+    assert not any("Traceback" in each.getMessage() for each in caplog.records)
+    assert all(len(each.getMessage()) <= LONGEST_LINE for each in told)

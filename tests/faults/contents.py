@@ -1,0 +1,102 @@
+"""Messages of every kind that a stub may send, each with one field that nobody expects.
+
+They are made out of the tables of messages, so that a kind or a field that is added there is sent as well. Most keep to
+the table. The codec refuses all others in the same way, so there is one of these for each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moonpool.ipc.codec import Codec, calls_codec, control_codec, encode
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
+from moonpool.ipc.messages import CALLS, CONTROL, Kind, Message, Side
+
+# Begins lines, moves the cursor, turns text around, is no character.
+CONTROLS = "\n[forged_0] \x1b[31m\r\x85\u2028\u202e\0\ud7ff\uffff"
+MANY = 400
+
+
+def plain(spec: Any) -> Any:
+    """What an honest stub might say."""
+    if isinstance(spec, Int):
+        return max(spec.low, 1)
+    if isinstance(spec, Row):
+        return [plain(each) for each in spec.fields.values()]
+    if isinstance(spec, OneOf):
+        return plain(spec.items[0])
+    values: dict[type, Any] = {
+        Real: 1.0,
+        Text: "nobody",
+        Raw: b"",
+        Flag: False,
+        Table: {},
+        ListOf: [],
+        Maybe: None,
+        Packed: b"\x90",
+    }
+    return values[type(spec)]
+
+
+def strange(spec: Any) -> Iterator[Any]:
+    """What one can say there, at its bounds and beyond them."""
+    if isinstance(spec, Int):
+        yield from {spec.low, min(spec.high, 2**64 - 1), max(spec.low - 1, -(2**63))}
+        yield from (2**64 - 1, 1.0, True, None)
+    elif isinstance(spec, Real):
+        yield from (float("nan"), float("inf"), -float("inf"), 1)
+    elif isinstance(spec, Text):
+        yield from ("", CONTROLS, "\U0001f47e" * min(spec.length + 1, 3000), "%s%n{0}", b"x", None)
+    elif isinstance(spec, Raw):
+        yield from (b"", b"\xff" * min(spec.length + 1, 12_000), "x")
+    elif isinstance(spec, Flag):
+        yield from (True, 1)
+    elif isinstance(spec, Table):
+        yield from ({CONTROLS: float("nan")}, {str(each): each for each in range(MANY)}, {1: 1})
+    elif isinstance(spec, Packed):
+        yield from (b"", b"\xc1", b"\x91" * 1000, b"\x91\x90")
+    elif isinstance(spec, ListOf):
+        yield from ([plain(spec.item)], [plain(spec.item)] * MANY, None)
+        yield from ([each] for each in strange(spec.item))
+    elif isinstance(spec, Row):
+        yield []
+        honest = plain(spec)
+        for index, each in enumerate(spec.fields.values()):
+            yield from ([*honest[:index], value, *honest[index + 1 :]] for value in strange(each))
+    elif isinstance(spec, Maybe):
+        yield from (plain(spec.item), *strange(spec.item))
+    else:
+        for each in spec.items:
+            yield from strange(each)
+
+
+def channels() -> Iterator[tuple[str, Kind]]:
+    """Each kind that a stub may send at any time, with the name of its channel."""
+    tables: Mapping[str, Mapping[Kind, Message]] = {"control": CONTROL, "calls": CALLS}
+    for channel, table in tables.items():
+        for kind, message in table.items():
+            if message.sender in (Side.STUB, None):
+                yield channel, kind
+
+
+def packets(channel: str, kind: Kind) -> list[bytes]:
+    """Packets of that kind, each with something else that is strange in it."""
+    is_call = channel == "calls"
+    fields = (CALLS if is_call else CONTROL)[kind].fields
+    codec = calls_codec(Side.RUNTIME) if is_call else control_codec(Side.RUNTIME)
+    honest = [plain(spec) for spec in fields.values()]
+    made = [encode(kind, *honest)]
+    for index, spec in enumerate(fields.values()):
+        before, after = honest[:index], honest[index + 1 :]
+        made += [encode(kind, *before, value, *after) for value in strange(spec)]
+    return [encode(kind), *(packet for packet in dict.fromkeys(made) if _fits(codec, packet))]
+
+
+def _fits(codec: Codec, packet: bytes) -> bool:
+    try:
+        codec.decode(packet)
+    except RemoteProtocolError:
+        return False
+    return True
