@@ -45,7 +45,10 @@ class Audience:
         """From now on, requests for this name go to these versions, ascending; to none where it is empty."""
 
     def refuse(self, model: Model, error: MoonpoolError) -> None:
-        """No instance of a model version is left, nor will be: its requests get this error."""
+        """No instance of a model version is left: its requests get this error."""
+
+    def welcome(self, model: Model) -> None:
+        """An instance of a model version that was refused is back: its requests are taken again."""
 
     def drain(self, model: Model, error: MoonpoolError, timeout_s: float) -> Callable[[], object]:
         """Let new requests for a model version have this error, and those that are there finish in time.

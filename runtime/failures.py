@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
@@ -14,6 +15,19 @@ if TYPE_CHECKING:
     from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.request import InferenceRequest
     from moonpool.runtime.scheduler import Scheduler
+
+# The process or the machine has no descriptor, memory or process left.
+_SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))
+
+
+def is_shortage(error: BaseException) -> bool:
+    """True if something could not be done for want of descriptors, memory or processes. No model is to blame for that."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _SHORTAGES:
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def tell_callers(

@@ -57,12 +57,14 @@ class HostedModel:
         self._audience = stubs.audience
         self._executor = executor
         self._tell = tell
+        self._goes_on = stubs.is_beyond_control
         self._errors = stubs.models.errors
         self._metrics = stubs.models.metrics_options
         # How long the load took.
         self.load_s = 0.0
         self._lock = threading.Lock()
         self._is_starting = False
+        self._has_given_up = False
         self.machine = Machine(str(self), MODEL, time.monotonic(), "not loaded yet")
 
     def _move(self, state: ModelState, because: str) -> None:
@@ -100,7 +102,14 @@ class HostedModel:
         instances = self._instances()
         self.signature = Signature(model.config, self._backend.device_intake(model))
         self.supervisor = Supervisor(
-            self._backend, model, instances, self._reactor, self._hear, self._give_up
+            self._backend,
+            model,
+            instances,
+            self._reactor,
+            self._hear,
+            self._give_up,
+            self._come_back,
+            self._goes_on,
         )
         self.scheduler = Scheduler(model, self._reactor, self._executor, self.supervisor.lost)
         self.scheduler.outcomes.note = partial(self._errors.add, model.name, model.version)
@@ -150,8 +159,22 @@ class HostedModel:
             if self.machine.state is not ModelState.READY:
                 return
             self.machine.move(ModelState.UNAVAILABLE, because, time.monotonic())
-        self._audience.refuse(self.model, no_instance_left(self.model.name, why))
+            self._has_given_up = True
+            self._audience.refuse(self.model, no_instance_left(self.model.name, why))
         self._tell(str(self), str(ModelState.UNAVAILABLE), because)
+
+    def _come_back(self) -> None:
+        """An instance is ready. If all of them had been given up, requests are welcome again."""
+        because = "an instance came back"
+        with self._lock:
+            # The lock is held to the end: an unload that begins now refuses requests after this.
+            if self.machine.state is not ModelState.UNAVAILABLE or not self._has_given_up:
+                return
+            self._has_given_up = False
+            self.machine.move(ModelState.READY, because, time.monotonic())
+            self.scheduler.open()
+            self._audience.welcome(self.model)
+        self._tell(str(self), str(ModelState.READY), because)
 
     def unload(self, drain_timeout_s: float) -> None:
         """Refuse new requests, finish those that are there, finalize. Requests over the time get an error."""

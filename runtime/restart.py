@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # 0.1 s doubled this often is longer than any machine lives, and no overflow.
 _DOUBLINGS = 60
+# The next start may succeed as soon as somebody closes a connection.
+_SHORTAGE_MAX_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class RestartPolicy:
         if recent > self.max_restarts:
             return GiveUp(self._reason(recent))
         return RestartAt(max(now_s, deaths_s[-1] + self.backoff_after_s(max(recent, 1))))
+
+    def pause_after_s(self, shortages: int) -> float:
+        """Seconds to wait after so many starts in a row, 1 or more, that failed through no fault of the model."""
+        return min(self.backoff_after_s(1 + shortages), _SHORTAGE_MAX_S)
 
     def backoff_after_s(self, deaths: int) -> float:
         """How long to wait after so many deaths within the window, 1 or more."""

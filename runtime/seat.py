@@ -23,6 +23,8 @@ class Seat:
         self.machine = Machine(instance.name, INSTANCE, time.monotonic())
         self.deaths_s: deque[float] = deque(maxlen=deaths)
         self.restarts = 0
+        # Starts in a row that failed for want of descriptors, memory or processes. They are no deaths.
+        self.shortages = 0
         # When the process that is to be replaced broke.
         self.broken_ns = 0
         self.recovery: threading.Thread | None = None

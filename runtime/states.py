@@ -13,8 +13,9 @@ diagrams in the documentation are drawn from them by `draw`.
 # Instance.  CREATED exists as an object only.  STARTING has a process that is not ready yet, READY
 # one that takes batches.  DRAINING takes no new batch and finishes the one it has; FINALIZING runs
 # the model's finalize under its deadline; STOPPED has no process and never will again.  BACKING_OFF
-# has no process and waits for the time of its restart.  FAILED has no process and is not restarted:
-# its first start failed, or the restart policy gave up. RECYCLING ends a process that has served long
+# has no process and waits for the time of its restart.  FAILED has no process: its first
+# start failed, or the restart policy gave up. Where nobody can load the model again (`--model-control-mode` none
+# or poll), an instance that was given up is started again after a rest, and the model with it is READY again. RECYCLING ends a process that has served long
 # enough, in the way of FINALIZING, to start another one.
 # A death while DRAINING or FINALIZING leads to STOPPED as well: there is nothing left to save.
 #
@@ -90,7 +91,11 @@ BACKEND: Table[BackendState] = {
 }
 
 MODEL: Table[ModelState] = {
-    _M.UNAVAILABLE: {_M.LOADING: "load", _M.UNLOADING: "unload after giving up"},
+    _M.UNAVAILABLE: {
+        _M.LOADING: "load",
+        _M.READY: "an instance came back",
+        _M.UNLOADING: "unload after giving up",
+    },
     _M.LOADING: {_M.READY: "every instance ready", _M.UNAVAILABLE: "load failed"},
     _M.READY: {_M.UNLOADING: "unload", _M.UNAVAILABLE: "every instance gave up"},
     _M.UNLOADING: {_M.UNAVAILABLE: "unloaded"},
@@ -113,7 +118,7 @@ INSTANCE: Table[InstanceState] = {
     _I.DRAINING: {_I.FINALIZING: "drained", _I.STOPPED: "died"},
     _I.FINALIZING: {_I.STOPPED: "finalized or killed"},
     _I.STOPPED: {},
-    _I.FAILED: {_I.STOPPED: "unload"},
+    _I.FAILED: {_I.STARTING: "nobody can load it again", _I.STOPPED: "unload"},
 }
 
 _STORY = 32

@@ -56,6 +56,10 @@ class Stubs:
         """A stub that has been given up."""
         self._alive.discard(stub)
 
+    def is_beyond_control(self) -> bool:
+        """True if neither clients nor models may load a model."""
+        return not self.models.is_controllable
+
     def change_log(self, changes: Mapping[str, object]) -> LogSettings:
         """Change settings, in the stubs as well, and return all of them. Raises `InvalidRequest`."""
         with self._log_changing:

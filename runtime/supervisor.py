@@ -19,6 +19,7 @@ from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.failures import (
     as_load_failure,
     as_moonpool_error,
+    is_shortage,
     no_instance_left,
     tell_callers,
     took_too_long,
@@ -61,10 +62,13 @@ class Supervisor:
         reactor: Reactor,
         tell: Callable[[str, str, str], None],
         give_up: Callable[[str], None],
+        come_back: Callable[[], object] = bool,
+        goes_on: Callable[[], bool] = bool,
     ) -> None:
         """`tell` gets the name, state and reason of an instance whenever they change.
 
-        `give_up` gets the reason when no instance is left, nor will be.
+        `give_up` gets the reason when no instance is left. While `goes_on` is true, which it is not by default,
+        instances that were given up are started again after a rest, and `come_back` is called when one is ready.
         """
         options = model.options
         self._policy = RestartPolicy(
@@ -78,6 +82,9 @@ class Supervisor:
         self._reactor = reactor
         self._tell = tell
         self._give_up_model = give_up
+        self._come_back = come_back
+        self._goes_on = goes_on
+        self._rest_s = max(options.restart_window_s, options.restart_backoff_max_s)
         self._lock = threading.RLock()
         self._stopping = threading.Event()
         self.seats = [Seat(i, options.max_restarts + 1) for i in instances]
@@ -169,6 +176,7 @@ class Supervisor:
         self._move(seat, _S.READY, because)
         if self._scheduler is not None:
             self._scheduler.add(instance)
+            self._come_back()
 
     # Failure
 
@@ -209,7 +217,7 @@ class Supervisor:
     def _recover(
         self, seat: Seat, requests: Sequence[InferenceRequest], error: BaseException
     ) -> None:
-        seat.deaths_s.append(time.monotonic())
+        self._count_failure(seat, error)
         seat.broken_ns = time.monotonic_ns()
         try:
             reason = self._backend.explain(seat.instance, error)
@@ -233,16 +241,31 @@ class Supervisor:
         if self._scheduler is not None:
             tell_callers(self._scheduler, self._model.options, seat.instance, requests, reason)
 
+    @staticmethod
+    def _count_failure(seat: Seat, error: BaseException) -> None:
+        """Count a death, unless the model had no part in it."""
+        if is_shortage(error):
+            seat.shortages += 1
+        else:
+            seat.shortages = 0
+            seat.deaths_s.append(time.monotonic())
+
     def next_start(self, seat: Seat) -> RestartAt | GiveUp:
         """When an instance that died is started again, if it is."""
-        return self._policy.decide(list(seat.deaths_s), time.monotonic())
+        now_s = time.monotonic()
+        if seat.shortages:
+            return RestartAt(now_s + self._policy.pause_after_s(seat.shortages))
+        return self._policy.decide(list(seat.deaths_s), now_s)
 
     def _restart(self, seat: Seat) -> bool:
         """Try once; False if the try failed and another one is due."""
         decision = self.next_start(seat)
         if isinstance(decision, GiveUp):
             self._give_up(seat, decision.reason)
-            return True
+            if not self._goes_on() or self._stopping.wait(self._rest_s):
+                return True
+            because = f"nobody can load the model again, and {self._rest_s:g} s have passed"
+            return self._start_again(seat, because, "restarted", restarts=1)
         if self._stopping.wait(max(0.0, decision.at_s - time.monotonic())):
             self._move(seat, _S.STOPPED, "unload")
             return True
@@ -256,10 +279,11 @@ class Supervisor:
             self._backend.model_instance_initialize(seat.instance)
         except BaseException as error:
             _log.error("[%s] restart failed: %s", seat.instance.name, error)
-            seat.deaths_s.append(time.monotonic())
+            self._count_failure(seat, error)
             self._move(seat, _S.BACKING_OFF, f"restart failed: {error}")
             return False
         seat.restarts += restarts
+        seat.shortages = 0
         with self._lock:
             self.recoveries.add(time.monotonic_ns() - seat.broken_ns)
         self._ready(seat, done)
@@ -280,6 +304,9 @@ class Supervisor:
         self._scheduler.refuse(error)
         self._scheduler.drop(error)
         self._give_up_model(why)
+        # One that came back in between has found nothing to undo yet.
+        if any(each.machine.state is _S.READY for each in self.seats):
+            self._come_back()
 
     # Recycling
 

@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from moonpool.runtime.errors import ModelUnavailable
+from moonpool.runtime.failures import is_shortage
 from moonpool.runtime.prefork.template_stub import ForkRefused, TemplateGone, TemplateStub
 from moonpool.runtime.restart import GiveUp, RestartPolicy
 
@@ -55,6 +56,8 @@ class Template:
             backoff_max_s=options.restart_backoff_max_s,
         )
         self._deaths_s: deque[float] = deque(maxlen=options.max_restarts + 1)
+        # Starts in a row that failed for want of descriptors, memory or processes.
+        self._shortages = 0
         self._changed = threading.Condition()
         self._state = _State.STARTING
         self._stub: TemplateStub | None = None
@@ -177,12 +180,16 @@ class Template:
     def _bring_back(self, dead: TemplateStub) -> None:
         dead.end()
         _log.error("the template of model '%s' has ended: %r", self._model, dead.process)
+        self._deaths_s.append(time.monotonic())
         while self._wait_for_turn():
             self._set(_State.STARTING)
             try:
                 self._start_once()
             except Exception as error:
                 _log.warning("the template of model '%s' did not start: %s", self._model, error)
+                self._shortages = self._shortages + 1 if is_shortage(error) else 0
+                if not self._shortages:
+                    self._deaths_s.append(time.monotonic())
             else:
                 return
         self._set(_State.AWAY)
@@ -190,12 +197,13 @@ class Template:
     def _wait_for_turn(self) -> bool:
         """Wait as the restart policy says; False if there is to be no other start."""
         now_s = time.monotonic()
-        self._deaths_s.append(now_s)
         decision = self._policy.decide(list(self._deaths_s), now_s)
         if isinstance(decision, GiveUp):
             self._warn(f"it {decision.reason}")
             return False
         left_s = decision.at_s - now_s
+        if self._shortages:
+            left_s = self._policy.pause_after_s(self._shortages)
         with self._changed:
             if left_s > 0:
                 self._set(_State.AWAY)

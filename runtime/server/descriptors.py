@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import resource
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from moonpool.runtime.server.options import ServerOptions
 
 _FILES = resource.RLIMIT_NOFILE
 # Enough for all that options ask for; models inherit it, and some programs count up to it.
 _ENOUGH = 1 << 16
+# What one connection of the limit for HTTP may take: those who are told that they are too many, and readers of the metrics.
+_PER_HTTP = 1.25
+# A front end passes requests of HTTP on over another connection.
+_PER_RELAY = 1.125
+
+
+class Connections(NamedTuple):
+    """How many connections each protocol may have in one process."""
+
+    http: int
+    grpc: int
 
 
 def raise_limit() -> None:
@@ -22,7 +37,15 @@ def raise_limit() -> None:
             resource.setrlimit(_FILES, (wanted, most))
 
 
-def most_connections(wanted: int) -> int:
-    """So many connections, or as many as leave half of the descriptors: without one, no model is started again."""
+def connections(options: ServerOptions) -> Connections:
+    """The limits of the options, or in proportion as many connections as leave half of the descriptors.
+
+    Without that half no stub could be started again. Each protocol has its own part, so clients of one cannot take the
+    connections of the other.
+    """
+    http = options.http_max_connections
+    grpc = options.grpc_max_connections if options.allow_grpc else 0
+    wanted = http * (_PER_HTTP + (_PER_RELAY if options.frontends > 1 else 0)) + grpc
     limit, _ = resource.getrlimit(_FILES)
-    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 2)
+    part = 1.0 if limit == resource.RLIM_INFINITY else min(1.0, limit / 2 / max(1, wanted))
+    return Connections(max(1, int(http * part)), max(1, int(grpc * part)))

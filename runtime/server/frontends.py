@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from moonpool.runtime.frontend.http.options import HttpLimits, HttpOptions
 from moonpool.runtime.frontend.restriction import APIS, Origins
-from moonpool.runtime.server.descriptors import most_connections
+from moonpool.runtime.server.descriptors import connections
 from moonpool.runtime.server.option_sources import BadOption
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def http_options(options: ServerOptions) -> HttpOptions:
             body_bytes=options.http_max_body_bytes,
             inflated_bytes=options.http_max_inflated_bytes,
             json_bytes=options.http_max_json_bytes,
-            connections=most_connections(options.http_max_connections),
+            connections=connections(options).http,
         ),
     )
 
@@ -84,6 +84,7 @@ def grpc_options(options: ServerOptions) -> GrpcOptions:
         max_connection_age_grace_ms=options.grpc_max_connection_age_grace,
         restricted=restricted("--grpc-restricted-protocol", options.grpc_restricted_protocol),
         control_token=control_token(options.control_token_file),
+        max_connections=connections(options).grpc,
     )
 
 

@@ -59,7 +59,7 @@ http-server-key path: Its private key.
 http-max-body-bytes whole: The largest body of a request.
 http-max-inflated-bytes whole: The largest body after decompression.
 http-max-json-bytes whole: The largest JSON of a request, and the most bytes of outputs that a response has as JSON. Binary tensors are not counted.
-http-max-connections whole: The next one is refused. Fewer where the limit of open files has no room for so many beside models.
+http-max-connections whole: Connections at the same time, in each process of `--frontends`. The next one is refused. They are fewer if the limit of open files has no room for the connections of all ports beside the models.
 http-allowed-origin text*: Pages of this origin, such as `https://example.org`, may drive the server from a browser, too.
 control-token-file path: A file with a token. Requests that load, unload, register memory or change settings must bring it as `Authorization: Bearer <token>`, over HTTP and gRPC.
 
@@ -75,6 +75,7 @@ grpc-server-cert path: The certificate in PEM form.
 grpc-server-key path: Its private key.
 grpc-root-cert path: The certificate that vouches for those of clients.
 grpc-infer-response-compression-level level: How much responses are compressed.
+grpc-max-connections whole: As `--http-max-connections`; the next one is closed.
 grpc-keepalive-time whole: Milliseconds without traffic after which a connection is probed.
 grpc-keepalive-timeout whole: Milliseconds that the other side has to answer.
 grpc-keepalive-permit-without-calls boolean: Probe connections without calls, too.

@@ -55,6 +55,7 @@ class ServerOptions:
     grpc_server_key: str = ""
     grpc_root_cert: str = ""
     grpc_infer_response_compression_level: str = "none"
+    grpc_max_connections: int = 8192
     grpc_keepalive_time: int = 7_200_000
     grpc_keepalive_timeout: int = 20_000
     grpc_keepalive_permit_without_calls: bool = False

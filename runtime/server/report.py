@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.policy import STANDARD
 from moonpool.runtime.frontend.metadata import EXTENSIONS
 from moonpool.runtime.output import harmless
-from moonpool.runtime.server.descriptors import most_connections
+from moonpool.runtime.server.descriptors import connections
 from moonpool.runtime.version import VERSION
 
 if TYPE_CHECKING:
@@ -58,13 +58,11 @@ def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
     """What whoever starts a server should know; each with its level."""
     if options.load_model and options.model_control_mode != "explicit":
         yield logging.WARNING, "--load-model has no effect without --model-control-mode=explicit"
-    connections = most_connections(options.http_max_connections)
-    if options.allow_http and connections < options.http_max_connections:
-        what = (
-            f"--http-max-connections is {options.http_max_connections}, and the limit of open files (ulimit -n) "
-            f"has room for {connections}"
-        )
-        yield logging.INFO, what
+    room = connections(options)
+    if options.allow_http and room.http < options.http_max_connections:
+        yield logging.INFO, _no_room("http", options.http_max_connections, room.http)
+    if options.allow_grpc and room.grpc < options.grpc_max_connections:
+        yield logging.INFO, _no_room("grpc", options.grpc_max_connections, room.grpc)
     if options.frontends > 1 and any("summary_latencies=true" in e for e in options.metrics_config):
         what = (
             "with --frontends, latency summaries have only requests that the main process answers"
@@ -84,6 +82,10 @@ def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
             "Whoever reaches the server can have it load models, which is to run code on this machine; "
             "--control-token-file asks them for a token.",
         )
+
+
+def _no_room(protocol: str, wanted: int, room: int) -> str:
+    return f"--{protocol}-max-connections is {wanted}, and the limit of open files (ulimit -n) has room for {room}"
 
 
 def ascii_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

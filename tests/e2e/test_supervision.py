@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -317,3 +320,64 @@ def test_unload_does_not_wait_for_the_time_of_a_restart(runtime: moonpool.Runtim
     runtime.unload("victim")
 
     assert "victim" not in runtime.models()
+
+
+# What no model is to blame for
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Until the end, nothing can be opened in this process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_start_for_which_the_runtime_has_no_descriptors_is_no_death_of_the_model(
+    runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = options(MAX_RESTARTS=1, RESTART_BACKOFF_S=0.01)
+    with hosted(runtime, "victim", FILE, SIGNATURE | limits):
+        pid = ask(runtime)
+        with no_descriptors():
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: caplog.text.count("restart failed") >= 4, 30.0)
+            assert state(runtime) in ("BACKING_OFF", "STARTING")
+        assert "Too many open files" in caplog.text
+
+        assert ask(runtime) != pid
+        # One death, and one restart that succeeded.
+        assert runtime.instances("victim")[0]["restarts"] == 1
+
+
+def test_a_model_that_nobody_can_load_again_comes_back_by_itself(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = options(**SEEN, MAX_RESTARTS=0, RESTART_WINDOW_S=0.5, RESTART_BACKOFF_MAX_S=0.5)
+    with hosted(runtime, "victim", FILE, SIGNATURE | limits):
+        monkeypatch.setattr(runtime.registry, "is_controllable", False)
+        monkeypatch.setenv("FAULT_AT", "initialize:_exit 3")
+        pid = kill(runtime)
+        wait_until(lambda: state(runtime) == "FAILED", 30.0)
+        with pytest.raises(ModelUnavailable, match="has no instance left"):
+            runtime.infer("victim", {"COMMAND": ["answer"]})
+        assert not runtime.is_ready("victim")
+        monkeypatch.delenv("FAULT_AT")
+
+        wait_until(lambda: runtime.is_ready("victim"), 30.0)
+        assert ask(runtime) != pid
+
+
+def test_a_model_that_somebody_can_load_again_stays_given_up(runtime: moonpool.Runtime) -> None:
+    limits = options(
+        MAX_RESTARTS=0, RESTART_WINDOW_S=0.001, RESTART_BACKOFF_S=0, RESTART_BACKOFF_MAX_S=0
+    )
+    with hosted(runtime, "victim", FILE, SIGNATURE | limits):
+        kill(runtime)
+        wait_until(lambda: state(runtime) == "FAILED", 30.0)
+        wait_until(lambda: not any("recover" in each.name for each in threading.enumerate()))
+
+        assert state(runtime) == "FAILED"

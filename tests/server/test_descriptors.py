@@ -7,17 +7,34 @@ import resource
 import pytest
 
 from moonpool.runtime.server import descriptors
+from moonpool.runtime.server.options import ServerOptions
 
 NO_LIMIT = resource.RLIM_INFINITY
 
 
-@pytest.mark.parametrize(
-    ("limit", "most"), [(1024, 512), (20_000, 10_000), (1 << 20, 16_384), (NO_LIMIT, 16_384)]
-)
-def test_half_is_left_to_models(monkeypatch: pytest.MonkeyPatch, limit: int, most: int) -> None:
+@pytest.mark.parametrize("frontends", [1, 4])
+@pytest.mark.parametrize("limit", [256, 1024, 20_000])
+def test_half_is_left_to_models(
+    monkeypatch: pytest.MonkeyPatch, limit: int, frontends: int
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
 
-    assert descriptors.most_connections(16_384) == most
+    http, grpc = descriptors.connections(ServerOptions(frontends=frontends))
+
+    scrapers, told, relayed = http / 8, http / 8, (http * 9 / 8 if frontends > 1 else 0)
+    assert 0.48 * limit < http + scrapers + told + relayed + grpc <= 0.5 * limit
+    assert http == pytest.approx(2 * grpc, rel=0.05)
+
+
+@pytest.mark.parametrize("limit", [1 << 17, NO_LIMIT])
+def test_where_there_is_room_there_are_as_many_connections_as_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    options = ServerOptions(http_max_connections=700, grpc_max_connections=300)
+
+    assert descriptors.connections(options) == (700, 300)
+    assert descriptors.connections(ServerOptions()) == (16_384, 8192)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class GrpcOptions:
     """What RPCs that change the server must have as `authorization: Bearer`."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Of a request; a response may have any size."""
+    max_connections: int = 8192
+    """More connections at once are closed, before TLS or HTTP/2 begin."""
     max_calls: int = 10_000
     """More RPCs at once are refused."""
     max_backlog_bytes: int = 256 << 20
@@ -57,6 +59,7 @@ class GrpcOptions:
         levels = {"none": 0, "low": 1, "medium": 2, "high": 3}
         arguments = {
             "grpc.so_reuseport": int(self.reuse_port),
+            "grpc.max_allowed_incoming_connections": self.max_connections,
             "grpc.max_receive_message_length": self.max_message_bytes,
             "grpc.max_send_message_length": -1,
             "grpc.keepalive_time_ms": self.keepalive_time_ms,

@@ -54,6 +54,8 @@ class Port:
         self._look_s = min(_LOOK_S, *(time_s / 4 for time_s in (*times_s, limits.write_timeout_s)))
         self._looking: asyncio.TimerHandle | None = None
         self._connections: set[Connection] = set()
+        # Clients that have connected and do not speak TLS yet.
+        self._beginning: set[Connection] = set()
         self._emptied: asyncio.Future[None] | None = None
 
     def __call__(self) -> Connection:
@@ -62,12 +64,25 @@ class Port:
 
     @property
     def connections(self) -> int:
-        """How many there are."""
-        return len(self._connections)
+        """How many there are, with those that do not speak TLS yet."""
+        return len(self._connections) + len(self._beginning)
+
+    def begins(self, connection: Connection) -> bool:
+        """Count a client that has connected and is to speak TLS; False where there is no room even to refuse it."""
+        self._beginning.add(connection)
+        is_welcome = not (self.is_crowded or self.is_draining)
+        if not is_welcome:
+            self._beginning.discard(connection)
+        return is_welcome
+
+    def gave_up(self, connection: Connection) -> None:
+        """Count it no longer, unless it has been `opened`."""
+        self._beginning.discard(connection)
 
     def opened(self, connection: Connection) -> bool:
         """Count it; False where there are too many already."""
-        is_welcome = len(self._connections) < self.limits.connections and not self.is_draining
+        self._beginning.discard(connection)
+        is_welcome = self.connections < self.limits.connections and not self.is_draining
         self._connections.add(connection)
         self.meter.connected()
         if self._looking is None:
@@ -79,7 +94,7 @@ class Port:
     def is_crowded(self) -> bool:
         """Whether so many are there, who are told that they are too many, that others are told nothing."""
         most = self.limits.connections
-        return len(self._connections) > most + max(1, most // _TOLD_PART)
+        return self.connections > most + max(1, most // _TOLD_PART)
 
     def closed(self, connection: Connection) -> None:
         """Count it no longer."""

@@ -9,12 +9,13 @@ from dataclasses import replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from moonpool.runtime.frontend.addresses import CannotListen
+from moonpool.runtime.frontend.addresses import CannotListen, bound_sockets
 from moonpool.runtime.frontend.http.application import application, metrics_application
 from moonpool.runtime.frontend.http.asgi import AsgiBridge
 from moonpool.runtime.frontend.http.inference import Inference
 from moonpool.runtime.frontend.http.port import Port
 from moonpool.runtime.frontend.http.routes import MetricsRoutes, Routes
+from moonpool.runtime.frontend.http.tls import TlsServer
 from moonpool.runtime.frontend.page.routes import routes as page_routes
 from moonpool.runtime.frontend.restriction import Origins, Restriction
 
@@ -39,7 +40,7 @@ class HttpServer:
         """The ports that are served, by "http" and "metrics"."""
         self._service = service
         self._options = options
-        self._parts: list[tuple[asyncio.AbstractServer, Port]] = []
+        self._parts: list[tuple[asyncio.AbstractServer | TlsServer, Port]] = []
         self._executor = ThreadPoolExecutor(_THREADS, "moonpool-http")
         self._patient = ThreadPoolExecutor(_PATIENT_THREADS, "moonpool-control")
 
@@ -115,18 +116,21 @@ class HttpServer:
             # What Prometheus asks for is no traffic.
             few = max(1, limits.connections // _PER_SCRAPER)
             port = Port(loop, handler, replace(limits, connections=few))
+        reuse_port = self._options.reuse_port
+        server: asyncio.AbstractServer | TlsServer
         try:
-            server = await loop.create_server(
-                port,
-                address,
-                number,
-                backlog=_BACKLOG,
-                reuse_port=self._options.reuse_port or None,
-                ssl=tls,
-                # Until then a connection is nobody's who would look after it.
-                ssl_handshake_timeout=None if tls is None else limits.head_timeout_s,
-                start_serving=False,
-            )
+            if tls is not None:
+                sockets = await bound_sockets(address, number, reuse_port=reuse_port)
+                server = TlsServer(port, sockets, tls, _BACKLOG)
+            else:
+                server = await loop.create_server(
+                    port,
+                    address,
+                    number,
+                    backlog=_BACKLOG,
+                    reuse_port=reuse_port or None,
+                    start_serving=False,
+                )
         except OSError as error:
             raise CannotListen(name, address, number, error) from error
         self._parts.append((server, port))

@@ -238,6 +238,12 @@ class Directory(Audience):
             if number is not None:
                 self._tell_all(Word.REFUSE, number, public_text(error)[:MAX_TEXT])
 
+    def welcome(self, model: Model) -> None:
+        with self._lock:
+            number = self._models.get(model)
+            if number is not None:
+                self._tell_all(Word.WELCOME, number)
+
     def drain(self, model: Model, error: MoonpoolError, timeout_s: float) -> Callable[[], object]:
         with self._lock:
             number = self._models.get(model)

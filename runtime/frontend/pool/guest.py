@@ -262,6 +262,10 @@ class GuestModel:
         self.scheduler.refuse(error)
         self.scheduler.drop(error)
 
+    def welcome(self) -> None:
+        """Take requests again after `refuse`."""
+        self.scheduler.open()
+
     def drain(self, error: MoonpoolError, timeout_s: float, done: Callable[[], object]) -> None:
         """Refuse requests; when those that are there have finished, or the time is over, call `done`."""
         self.scheduler.refuse(error)

@@ -82,6 +82,8 @@ class GuestModels:
         word, number = fields[0], fields[1]
         if word == Word.REFUSE:
             model.refuse(ModelUnavailable(fields[2]))
+        elif word == Word.WELCOME:
+            model.welcome()
         elif word == Word.DRAIN:
             error, timeout_s = ModelUnavailable(fields[2]), fields[3] / 1000
             model.drain(error, timeout_s, lambda: self._reactor.call_soon(lambda: done()))

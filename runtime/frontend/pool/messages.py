@@ -35,6 +35,7 @@ class Word(IntEnum):
     STOP = 10
     PASS_ON = 11
     LEAVE = 12
+    WELCOME = 13
     # From a front end.
     LISTENING = 20
     DRAINED = 21
@@ -72,8 +73,9 @@ DIRECTORY: dict[IntEnum, Message] = {
     ),
     # Finish what the stub has, send it no more, and answer with LEFT.
     Word.LEAVE: Message(_MAIN, {"stub": _ID}),
-    # No stub of the model is left, nor will be.
+    # No stub of the model is left. WELCOME follows if there is one again.
     Word.REFUSE: Message(_MAIN, {"model": _ID, "reason": _TEXT}),
+    Word.WELCOME: Message(_MAIN, {"model": _ID}),
     # Finish what is there, and answer with DRAINED.
     Word.DRAIN: Message(_MAIN, {"model": _ID, "reason": _TEXT, "timeout_ms": _ID}),
     Word.MODEL_GONE: Message(_MAIN, {"model": _ID}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.server.certificates import self_signed
 from tests.server.grpc.asking import add_sub, refused
 from tests.server.grpc.serving import TIMEOUT_S, Served, messages
 from tests.server.grpc.streaming import Requests
@@ -57,6 +59,49 @@ def test_thousands_of_connections_that_come_and_go_harm_nobody(serve: Serve) -> 
 
     assert still_serves(served)
     wait_until(lambda: not served.server._core._calls)
+
+
+@pytest.mark.parametrize("data", [b"", PREFACE, b"\x16\x03\x01"])
+@pytest.mark.parametrize("tls", [False, True])
+def test_connections_that_stay_have_a_bound_before_they_say_anything(
+    serve: Serve, tmp_path: Path, data: bytes, tls: bool
+) -> None:
+    key, certificate = self_signed(tmp_path)
+    files = {"server_key": str(key), "server_cert": str(certificate)} if tls else {}
+    served = serve(max_connections=50, use_ssl=tls, **files)
+
+    def held() -> int:
+        """Descriptors of the server, which is in this process."""
+        return len(os.listdir("/proc/self/fd")) - len(clients)
+
+    clients: list[socket.socket] = []
+    before = held()
+    most = before
+    try:
+        for number in range(500):
+            clients.append(socket.create_connection(("127.0.0.1", served.server.port), TIMEOUT_S))
+            with suppress(ConnectionError):
+                clients[-1].sendall(data)
+            if number % 20 == 0:
+                most = max(most, held())
+        assert most <= before + 50 + 4
+        # Those that are too many are closed.
+        wait_until(lambda: sum(map(_is_closed, clients)) >= 450)
+    finally:
+        for client in clients:
+            client.close()
+    clients.clear()
+    wait_until(lambda: held() <= before)
+
+
+def _is_closed(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return client.recv(1 << 16) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
 
 
 def test_a_message_that_is_too_large_is_refused(serve: Serve) -> None:

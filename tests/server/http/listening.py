@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import uvloop
 
+from moonpool.runtime.frontend.addresses import bound_sockets
 from moonpool.runtime.frontend.http.exchange import Exchange
 from moonpool.runtime.frontend.http.head import BadMessage, Head
 from moonpool.runtime.frontend.http.options import HttpLimits
 from moonpool.runtime.frontend.http.port import Port
+from moonpool.runtime.frontend.http.tls import TlsServer
 
 # The first loop of a process opens a pipe for signals that libuv keeps for the next ones.
 uvloop.new_event_loop().close()
@@ -152,8 +154,13 @@ class Listening:
         self.server = self.run(self._listen)
         self.number = self.server.sockets[0].getsockname()[1]
 
-    async def _listen(self) -> asyncio.AbstractServer:
-        return await self.loop.create_server(self.port, "127.0.0.1", 0, ssl=self._tls)
+    async def _listen(self) -> asyncio.AbstractServer | TlsServer:
+        if self._tls is None:
+            return await self.loop.create_server(self.port, "127.0.0.1", 0)
+        sockets = await bound_sockets("127.0.0.1", 0, reuse_port=False)
+        server = TlsServer(self.port, sockets, self._tls, 100)
+        await server.start_serving()
+        return server
 
     def call(self, function: Callable[[], T]) -> T:
         """What a function gives in the loop's thread."""

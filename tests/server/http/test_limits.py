@@ -7,9 +7,10 @@ import json
 import os
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.server.certificates import self_signed
@@ -20,6 +21,7 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool.runtime.frontend.http import port
 from moonpool.runtime.frontend.http.options import HttpLimits
+from moonpool.runtime.frontend.http.port import Port
 
 __all__ = ["listening"]
 
@@ -293,6 +295,42 @@ def test_a_client_that_does_not_come_to_speak_tls_is_left(tmp_path: Path) -> Non
         contextlib.suppress(ConnectionResetError),
     ):
         assert connection.recv(1) == b""
+
+
+def test_half_handshakes_count_as_connections(tmp_path: Path) -> None:
+    key, certificate = self_signed(tmp_path)
+    options = {"certificate": certificate, "private_key": key}
+    limits = HttpLimits(connections=16, head_timeout_s=3.0)
+    with (
+        moonpool.Runtime() as runtime,
+        Serving(runtime, **options, limits=limits) as serving,
+        contextlib.ExitStack() as stack,
+    ):
+        before = len(os.listdir("/proc/self/fd"))
+        port = serving.server._parts[0][1]
+        for _ in range(200):
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", serving.port), 30.0))
+            with contextlib.suppress(ConnectionError):
+                half.sendall(b"\x16\x03\x01")
+        # One of either kind is closed: too many have come, or the client has taken too long.
+        wait_until(lambda: serving.run(_count(port)) == 18)
+        assert len(os.listdir("/proc/self/fd")) - before <= 200 + 18
+        wait_until(lambda: serving.run(_count(port)) == 0)
+
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        with (
+            socket.create_connection(("127.0.0.1", serving.port), 30.0) as plain,
+            trusted.wrap_socket(plain, server_hostname="localhost") as client,
+        ):
+            client.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def _count(port: Port) -> Callable[[], Coroutine[Any, Any, int]]:
+    async def count() -> int:
+        return port.connections
+
+    return count
 
 
 def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Listening) -> None:

@@ -330,6 +330,22 @@ def test_the_death_of_a_stub_is_told_with_its_reason(server: RunningServer) -> N
     wait_until(lambda: ask(server, "twice", 1)[0] == 200)
 
 
+def test_a_model_that_was_given_up_is_served_again(tmp_path: Path) -> None:
+    """Nobody can load it in this mode, so the server starts it again after a rest."""
+    options = {"MAX_RESTARTS": 0, "RESTART_WINDOW_S": 1, "RESTART_BACKOFF_MAX_S": 1}
+    given = "".join(
+        f'parameters [{{ key: "MOONPOOL_{name}" value {{ string_value: "{value}" }} }}]\n'
+        for name, value in options.items()
+    )
+    write(tmp_path, "shared", (MODELS / "shared.py").read_text(), SHARED + given)
+    with running(tmp_path, "--frontends=2", variables={"GATE": "/nowhere"}) as server:
+        for _ in range(2):
+            wait_until(lambda: ask(server, "twice", 1)[0] == 200)
+            assert ask(server, "die", 1)[0] == 500
+            wait_until(lambda: "has no instance left" in str(ask(server, "twice", 1)))
+        wait_until(lambda: all(ask(server, "twice", 1)[0] == 200 for _ in range(8)))
+
+
 def test_the_end_of_a_front_end_is_that_of_its_connections_only(server: RunningServer) -> None:
     stop = threading.Event()
     outcomes: list[object] = []
