@@ -44,8 +44,12 @@ class Source:
         """Note the lines of the fields in protobuf text that is known to be well formed."""
         lines: dict[str, int] = {}
         keys: dict[str, int] = {}
+        line, counted = 1, 0
         for path, offset, is_key in fields(text):
-            (keys if is_key else lines).setdefault(path, text.count("\n", 0, offset) + 1)
+            # Offsets do not go back, so each part of the text is counted once.
+            line += text.count("\n", counted, offset)
+            counted = offset
+            (keys if is_key else lines).setdefault(path, line)
         return cls(file, lines | keys)
 
     def line(self, path: str) -> int | None:

@@ -16,7 +16,8 @@ from moonpool.runtime.config_defaults import PYTHON_BACKEND
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.gpus import placed
-from moonpool.runtime.repository import ModelDirectory, RepositoryError
+from moonpool.runtime.repository import ModelDirectory, RepositoryError, is_version
+from moonpool.runtime.repository_files import stamp_of
 from moonpool.runtime.sandbox.grants import check_not_looser, check_ungranted
 from moonpool.runtime.source import ModelSource, of_class, of_file
 
@@ -101,7 +102,7 @@ class Prepared:
         self.stamp = (
             digest,
             [(m.version, m.source.class_name, m.config.raw) for m in models],
-            [model_files.stamp_of(path) for path in sorted(paths) if not self._is_made(path)],
+            [stamp_of(path, is_version) for path in sorted(paths) if not self._is_made(path)],
         )
 
     def _is_made(self, path: Path) -> bool:

@@ -1,51 +1,32 @@
-"""The files of a model: when they changed, and a directory made of files that a caller brings."""
+"""A directory made of the files that a caller brings for a model."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moonpool.runtime.repository import RepositoryError
+from moonpool.runtime.repository_files import DEEPEST, RepositoryError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Stamp = tuple[tuple[str, int, int], ...]
-
-
-def stamp_of(path: Path) -> Stamp:
-    """What differs when a file, or one anywhere in a directory, was changed: names, times, sizes."""
-    if path.is_file():
-        return (_stamp(path),)
-    stamps = []
-    for folder, folders, files in os.walk(path, followlinks=True):
-        # Python writes there whenever a model is imported.
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
-        stamps += [_stamp(Path(folder, name)) for name in sorted(files)]
-    return tuple(stamps)
-
-
-def _stamp(file: Path) -> tuple[str, int, int]:
-    try:
-        found = file.stat()
-    except OSError:
-        return str(file), 0, 0
-    return str(file), found.st_mtime_ns, found.st_size
+# Of the files that a caller brings for a model: a path, and how many there may be.
+_LONGEST_PATH = 1024
+_MOST_FILES = 10_000
 
 
 def write_directory(name: str, files: Mapping[str, bytes]) -> Path:
     """A new directory, which no other user may look into, in which `name` has these files by path.
 
-    Raises `RepositoryError` for a path that leads out of it. Whoever asked removes it, by `remove`.
+    Raises `RepositoryError` for a path that leads out of it, and for more than anybody needs. Whoever asked removes
+    it, by `remove`.
     """
+    if len(files) > _MOST_FILES:
+        raise RepositoryError(f"a load has {_MOST_FILES} files at most, not {len(files)}")
     for path in files:
-        if not path or path.startswith("/") or "\0" in path or ".." in path.split("/"):
-            raise RepositoryError(
-                f"Invalid file parameter 'file:{path}' must stay within model directory."
-            )
+        _check_path(path)
     folder = Path(tempfile.mkdtemp(prefix="moonpool-model-"))
     try:
         (folder / name).mkdir()
@@ -53,10 +34,26 @@ def write_directory(name: str, files: Mapping[str, bytes]) -> Path:
             file = folder / name / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         remove(folder)
         raise RepositoryError(f"cannot write the model's files: {error}") from error
+    except BaseException:
+        remove(folder)
+        raise
     return folder
+
+
+def _check_path(path: str) -> None:
+    if not path or path.startswith("/") or "\0" in path or ".." in path.split("/"):
+        raise RepositoryError(
+            f"Invalid file parameter 'file:{path[:_LONGEST_PATH]}' must stay within model directory."
+        )
+    # What makes and removes directories recurses.
+    if len(path.encode(errors="replace")) > _LONGEST_PATH or path.count("/") > DEEPEST:
+        raise RepositoryError(
+            f"Invalid file parameter 'file:{path[:80]}...': a path has {_LONGEST_PATH} bytes and {DEEPEST} folders "
+            "at most"
+        )
 
 
 def remove(folder: Path) -> None:

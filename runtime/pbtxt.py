@@ -9,6 +9,7 @@ from moonpool.runtime.config_defaults import normalise
 from moonpool.runtime.config_schema import MESSAGES
 from moonpool.runtime.config_shape import Raw, suggestion
 from moonpool.runtime.config_source import ConfigError, Source, field_at, steps
+from moonpool.runtime.repository_files import read_file
 
 # The largest real ones are some 100 kB; a model dropped here by mistake should not be parsed.
 MAX_SIZE_BYTES = 16 << 20
@@ -22,9 +23,12 @@ def read(path: str | Path) -> Raw:
     return read_with_source(path)[0]
 
 
-def read_with_source(path: str | Path) -> tuple[Raw, Source]:
-    """Like `read`, and where each field stands, for errors that are found later."""
-    return parse(_text(Path(path)), str(path))
+def read_with_source(path: str | Path, within: Path | None = None) -> tuple[Raw, Source]:
+    """Like `read`, and where each field stands, for errors that are found later.
+
+    With `within`, the file has to lie in that folder, wherever links lead.
+    """
+    return parse(_text(Path(path), within), str(path))
 
 
 def parse(text: str, file: str) -> tuple[Raw, Source]:
@@ -45,14 +49,11 @@ def parse(text: str, file: str) -> tuple[Raw, Source]:
     ), source
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, within: Path | None) -> str:
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_SIZE_BYTES + 1)
+        data = read_file(path, MAX_SIZE_BYTES, within)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", file=str(path)) from error
-    if len(data) > MAX_SIZE_BYTES:
-        raise ConfigError(f"is larger than {MAX_SIZE_BYTES >> 20} MiB", file=str(path))
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moonpool.runtime.repository import ModelRepository, RepositoryError
 
@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from moonpool.runtime.repository import ModelDirectory
 
 
+class Listing(NamedTuple):
+    """The names of the models in several repositories, those that are in more than one, and why some were not read."""
+
+    names: list[str]
+    repeated: set[str]
+    errors: list[RepositoryError]
+
+
 class ModelRepositories:
     """What a `ModelRepository` is, for several of them. A name in two of them is found in neither, as in Triton."""
 
@@ -21,18 +29,26 @@ class ModelRepositories:
         self._repositories = [ModelRepository(path) for path in paths]
 
     def models(self) -> list[str]:
-        """The names of the directories of all repositories, each once, sorted."""
-        return sorted({name for each in self._repositories for name in each.models()})
+        """The names of the directories of all repositories, each once, sorted. Raises `RepositoryError`."""
+        listing = self.listing()
+        for error in listing.errors:
+            raise error
+        return listing.names
 
-    def repeated(self) -> set[str]:
-        """The names that are in more than one repository."""
+    def listing(self) -> Listing:
+        """List all repositories. One that cannot be read keeps nobody from the others."""
         seen: set[str] = set()
         repeated: set[str] = set()
+        errors = []
         for each in self._repositories:
-            names = set(each.models())
+            try:
+                names = set(each.models())
+            except RepositoryError as error:
+                errors.append(error)
+                continue
             repeated |= seen & names
             seen |= names
-        return repeated
+        return Listing(sorted(seen), repeated, errors)
 
     def find(self, name: str) -> ModelDirectory:
         """The directory of a model. Raises `RepositoryError`, NOT_FOUND where there is none."""

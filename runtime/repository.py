@@ -8,21 +8,15 @@ import stat
 from pathlib import Path
 from typing import NoReturn
 
-from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime import pbtxt
 from moonpool.runtime.config import ConfigError, ModelConfig, Raw, Source, minimal
 from moonpool.runtime.config_checks import name_problem
 from moonpool.runtime.config_defaults import FILENAMES, MODEL_FILENAME, normalise
+from moonpool.runtime.repository_files import RepositoryError, check_no_loop, directories
+
+__all__ = ["ModelDirectory", "ModelRepository", "NoVersion", "RepositoryError", "is_version"]
 
 CONFIG_FILENAME = "config.pbtxt"
-
-
-class RepositoryError(MoonpoolError):
-    """A repository, or a model in it, that is missing or cannot be read."""
-
-    def __init__(self, what: str, code: str = "INVALID_ARG") -> None:
-        super().__init__(what)
-        self.code = code
 
 
 class NoVersion(RepositoryError):
@@ -44,7 +38,7 @@ class ModelRepository:
 
         A directory that no model can have as its name is there too: `find` says what is wrong.
         """
-        return [name for name in _directories(self.path) if not name.startswith((".", "__"))]
+        return [name for name in directories(self.path) if not name.startswith((".", "__"))]
 
     def find(self, name: str) -> ModelDirectory:
         """The directory of a model; RepositoryError NOT_FOUND where there is none."""
@@ -63,6 +57,7 @@ class ModelDirectory:
         self.path = Path(os.path.abspath(path))
         self.name = self.path.name
         _check_directory(self.path, f"model '{self.name}'")
+        check_no_loop(self.path, f"model '{self.name}'")
 
     def read_config(self) -> tuple[Raw, Source]:
         """The raw configuration as it stands in the file, named, or the minimal one.
@@ -73,7 +68,7 @@ class ModelDirectory:
         file = self.path / CONFIG_FILENAME
         if not os.path.lexists(file):
             return minimal(self.name, self.implied_backend() or self._nothing_there(file)), Source()
-        raw, source = pbtxt.read_with_source(file)
+        raw, source = pbtxt.read_with_source(file, within=self.path)
         raw["name"] = raw["name"] or self.name
         if raw["name"] != self.name:
             what = f"unexpected directory name '{self.name}' for model '{raw['name']}'"
@@ -93,11 +88,11 @@ class ModelDirectory:
 
         Others, and numbers with leading zeros, are ignored; `ignored` lists them.
         """
-        return sorted(int(name) for name in _directories(self.path) if _is_version(name))
+        return sorted(int(name) for name in directories(self.path) if is_version(name))
 
     def ignored(self) -> list[str]:
         """The directories that look like versions and are none, for a warning."""
-        names = (name for name in _directories(self.path) if not _is_version(name))
+        names = (name for name in directories(self.path) if not is_version(name))
         return [name for name in names if name.isdigit()]
 
     def chosen_versions(self, config: ModelConfig) -> list[int]:
@@ -108,6 +103,8 @@ class ModelDirectory:
             shown = ", ".join(map(str, available)) or "none"
             what = f"at least one version must be available under the version policy of model '{self.name}'"
             raise NoVersion(f"{what} (in {self.path} there are: {shown})")
+        for version in chosen:
+            check_no_loop(self.version_directory(version), f"model '{self.name}'")
         return chosen
 
     def version_directory(self, version: int) -> Path:
@@ -145,17 +142,10 @@ class ModelDirectory:
         )
 
 
-def _is_version(name: str) -> bool:
+def is_version(name: str) -> bool:
+    """Tell if a folder of this name is a version of its model."""
     # Eighteen digits fit the 64-bit number that a version is.
     return re.fullmatch(r"[1-9][0-9]{0,17}", name) is not None
-
-
-def _directories(path: Path) -> list[str]:
-    try:
-        with os.scandir(path) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir())
-    except OSError as error:
-        raise RepositoryError(f"cannot read the directory {path}: {error.strerror}") from error
 
 
 def _check_directory(path: Path, title: str) -> None:

@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.repository_files import read_file
+
+# Of the file of a model in Python, which is code and no data.
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,10 @@ def of_file(path: str | os.PathLike[str]) -> ModelSource:
     if not file.is_file():
         raise LoadFailed(f"Python model file not found in '{file}'", stage="find")
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        text = read_file(file, _MOST_BYTES)
     except OSError as error:
         raise LoadFailed(f"cannot read '{file}': {error.strerror}", stage="find") from error
-    kind = "triton" if "TritonPythonModel" in text else "native"
+    kind = "triton" if b"TritonPythonModel" in text else "native"
     return ModelSource(kind, file, None, file.parent, file.parent)
 
 

@@ -15,6 +15,7 @@ from moonpool.ipc.bytes_tensor import encode_bytes
 from moonpool.ipc.tensors import BF16, BYTES, CODES, DTYPES, NAMES
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.frontend.tensors import to_bytes
+from moonpool.runtime.repository_files import LeadsOut, read_file
 from moonpool.runtime.request import Wire
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.backend import Model
 
 _UNCOUNTABLE = (CODES["BOOL"], CODES["FP16"], BYTES, BF16)
-_LABELS_BYTES = 64 << 20
+# A file of labels is read for each request that asks for classes.
+_LABELS_BYTES = 4 << 20
 
 
 def classify(
@@ -69,11 +71,14 @@ def read_labels(model: Model, output: str) -> list[str]:
     filename = described[0].get("label_filename", "") if described else ""
     if not filename:
         return []
-    path = Path(model.source.model_directory) / filename
+    folder = Path(model.source.model_directory)
     try:
-        with path.open("rb") as file:
-            return file.read(_LABELS_BYTES).decode(errors="replace").splitlines()
-    except OSError as error:
-        raise ModelError(
-            f"cannot read the labels of output '{output}': {error.strerror}"
-        ) from error
+        # Whoever names the file has its lines sent to clients, so it must be one of the model's.
+        data = read_file(folder / filename, _LABELS_BYTES, within=folder)
+    except LeadsOut as error:
+        what = "their file is not in the model's directory"
+        raise ModelError(f"cannot read the labels of output '{output}': {what}") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ModelError(f"cannot read the labels of output '{output}': {why}") from error
+    return data.decode(errors="replace").splitlines()

@@ -10,7 +10,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.loading import Wanted
 from moonpool.runtime.model_control import loading, wanted_of
 from moonpool.runtime.parallel import in_parallel
-from moonpool.runtime.repositories import ModelRepositories
+from moonpool.runtime.repositories import Listing, ModelRepositories
 from moonpool.runtime.states import ModelState
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class RepositoryControl:
         self._has_given_up = False
         # Why each model that failed did so, to say it once.
         self._said: dict[str, str] = {}
+        # The repositories that could not be read, for the same reason.
+        self._unread: list[str] = []
         # Models that were loaded and are in no repository any more.
         self._gone: set[str] = set()
 
@@ -53,11 +55,11 @@ class RepositoryControl:
 
         A model without a version that anybody wanted loaded has its name alone.
         """
-        repeated = self._repositories.repeated()
+        names, repeated, _ = self._repositories.listing()
         statuses = self._registry.statuses()
         entries: list[dict[str, str]] = []
         begun = {name for name, status in statuses.items() if status.versions}
-        for name in sorted(begun.union(self._repositories.models())):
+        for name in sorted(begun.union(names)):
             if name in repeated:
                 entries.append({"name": name, "state": "UNAVAILABLE", "reason": _REPEATED})
             else:
@@ -101,8 +103,10 @@ class RepositoryControl:
 
         What fails is logged, once as long as the reason stays the same. `again` as in `ModelRegistry.load`.
         """
-        repeated = self._repositories.repeated()
-        wanted = list(self._repositories.models() if names is None else names)
+        found = self._repositories.listing()
+        self._say_unread(found)
+        repeated = found.repeated
+        wanted = found.names if names is None else list(names)
         pending = iter([name for name in wanted if name not in repeated])
         taking = threading.Lock()
         failed = [name for name in wanted if name in repeated]
@@ -120,7 +124,7 @@ class RepositoryControl:
 
         workers = range(min(self._load_threads, len(wanted)))
         in_parallel(work, workers, "moonpool-load", self._registry.give_up_loading)
-        return not failed
+        return not failed and not found.errors
 
     def _try(self, name: str, *, again: bool) -> bool:
         before = self._registry.versions(name)
@@ -129,6 +133,9 @@ class RepositoryControl:
                 self._registry.load(Wanted(name), again=again)
         except MoonpoolError as error:
             self._fails(name, str(error))
+            return False
+        except Exception as error:  # the other models are still to be loaded
+            self._fails(name, f"failed to load '{name}': {error!r}", exc_info=True)
             return False
         self._said.pop(name, None)
         if self._registry.versions(name) != before:
@@ -140,12 +147,20 @@ class RepositoryControl:
         self._has_given_up = True
         self._registry.give_up_loading()
 
-    def _fails(self, name: str, why: str) -> None:
+    def _fails(self, name: str, why: str, *, exc_info: bool = False) -> None:
         if self._has_given_up:
             return
         if self._said.get(name) != why:
             self._said[name] = why
-            _log.error("%s", why)
+            _log.error("%s", why, exc_info=exc_info)
+
+    def _say_unread(self, found: Listing) -> None:
+        """Log which repositories cannot be read, once for as long as it is the same ones."""
+        why = [str(error) for error in found.errors]
+        if why != self._unread:
+            self._unread = why
+            for text in why:
+                _log.error("a repository cannot be read, its models stay as they are: %s", text)
 
     def poll(self, *, again: bool = False) -> None:
         """Load what is new or has changed, and unload what is gone.
@@ -156,16 +171,19 @@ class RepositoryControl:
         if not self._polling.acquire(blocking=False):
             return
         try:
-            there = set(self._repositories.models())
-            gone = set(self._registry.statuses()) - there
+            found = self._repositories.listing()
+            # What is in a repository that cannot be read now is not gone.
+            gone = (
+                self._gone
+                if found.errors
+                else set(self._registry.statuses()).difference(found.names)
+            )
             for name in sorted(gone - self._gone):
                 self._said.pop(name, None)
                 self._registry.begin_unload(name)
                 _log.info("'%s' is gone from the repository: unloading", name)
             self._gone = gone
             self.load_all(again=again)
-        except MoonpoolError as error:
-            _log.error("the repositories cannot be read: %s", error)
         except Exception:  # what serves goes on, and the next poll may do better
             _log.exception("the repositories cannot be polled")
         finally:

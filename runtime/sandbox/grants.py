@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.policy import LEVELS, OFF, is_contained
 from moonpool.runtime.errors import NotGranted
+from moonpool.runtime.repository_files import is_within
 from moonpool.runtime.sandbox.defaults import hardened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from moonpool.runtime.backend import Model
     from moonpool.runtime.config import ConfigError
     from moonpool.runtime.config_options import ModelOptions
+    from moonpool.runtime.source import ModelSource
 
 
 def granted(options: ModelOptions, gpus: Sequence[int] = ()) -> tuple[str, ...]:
@@ -56,6 +60,7 @@ def check_ungranted(model: Model, option: str) -> None:
     """
     options = model.options
     usual = hardened(replace(type(options)(), sandbox=options.sandbox))
+    _check_links(model, option)
     for key, attribute in _GRANTS.items():
         if getattr(options, attribute) != getattr(usual, attribute):
             raise _ungranted(model, option, f"parameters[{key}]", "more than its sandbox does")
@@ -65,6 +70,25 @@ def check_ungranted(model: Model, option: str) -> None:
         most = getattr(usual, bound)
         if _exceeds(getattr(options, attribute), most):
             raise _ungranted(model, option, f"parameters[{key}]", f"more than {most}")
+
+
+def _check_links(model: Model, option: str) -> None:
+    """Refuse links below the model's directory that lead out of it: what is at their end, the model could read."""
+    source = model.source
+    if not source.is_directory:
+        return
+    folder = os.path.realpath(source.model_directory)
+    # The file of a Python-based backend is the server's own.
+    own = [path for path in (source.version_directory, source.file) if _is_below(path, source)]
+    for path in own:
+        real = os.path.realpath(path)
+        if not is_within(real, folder):
+            more = f"the files at the end of the link {path}, which is {real}"
+            raise _ungranted(model, option, "", more)
+
+
+def _is_below(path: Path, source: ModelSource) -> bool:
+    return path.is_relative_to(source.model_directory)
 
 
 def _ungranted(model: Model, option: str, field: str, more: str) -> ConfigError:

@@ -9,6 +9,8 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.repository_files import walk
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -71,12 +73,18 @@ def is_closed(path: Path) -> bool:
 
 
 def closed_files(folder: Path) -> Iterator[Path]:
-    """What in a folder, itself included, users of instances could not read; nothing below closed folders."""
+    """Find what in a folder, itself included, users of instances could not read; nothing below closed folders.
+
+    Raises `RepositoryError` where the folder has too much in it.
+    """
     if is_closed(folder):
         yield folder
         return
-    for place, folders, files in os.walk(folder):
-        yield from (path for name in sorted(files) if is_closed(path := Path(place, name)))
-        closed = [name for name in folders if is_closed(Path(place, name))]
-        yield from (Path(place, name) for name in closed)
-        folders[:] = sorted(set(folders) - set(closed))
+    skipped: set[str] = set()
+    for entry in walk(folder):
+        path = Path(entry.path)
+        if str(path.parent) in skipped:
+            skipped.add(entry.path)
+        elif is_closed(path):
+            skipped.add(entry.path)
+            yield path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,42 @@ def test_a_model_is_not_asked_to_complete_its_configuration_where_that_is_off(
         assert [tensor.name for tensor in runtime.config("whole").outputs] == ["OUT"]
         with pytest.raises(moonpool.ConfigError, match="must specify"):
             runtime.load("partial")
+
+
+def linked_version(models: Path, outside: Path) -> None:
+    (models / "m" / "1" / "model.py").rename(outside / "model.py")
+    (models / "m" / "1").rmdir()
+    (models / "m" / "1").symlink_to(outside)
+
+
+def linked_file(models: Path, outside: Path) -> None:
+    (models / "m" / "1" / "model.py").rename(outside / "model.py")
+    (models / "m" / "1" / "model.py").symlink_to(outside / "model.py")
+
+
+@pytest.mark.parametrize("link", [linked_version, linked_file])
+def test_a_server_that_contains_its_models_lets_none_have_more_by_a_link(
+    tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    write(tmp_path / "models", "m")
+    (tmp_path / "outside").mkdir()
+    link(tmp_path / "models", tmp_path / "outside")
+
+    def load(rules: HostingRules) -> None:
+        prepare(Wanted("m"), ModelRepositories([tmp_path / "models"]), lambda _: None, rules)
+
+    with pytest.raises(moonpool.ConfigError, match="the files at the end of the link") as caught:
+        load(HostingRules("strict"))
+    assert "--sandbox-grants=m" in str(caught.value)
+    load(HostingRules("strict", grants=frozenset(["m"])))
+    load(HostingRules("standard"))
+    # The folders at the top of a repository are the operator's.
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "m").symlink_to(tmp_path / "other" / "m")
+    write(tmp_path / "other", "m")
+    prepare(
+        Wanted("m"),
+        ModelRepositories([tmp_path / "linked"]),
+        lambda _: None,
+        HostingRules("strict"),
+    )

@@ -57,7 +57,7 @@ def test_a_file_that_cannot_be_read_is_named(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr("moonpool.runtime.source.read_file", refuse)
     with pytest.raises(LoadFailed, match=r"cannot read '.*mine\.py': Permission denied"):
         of_file(file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,3 +79,23 @@ def test_labels_are_the_lines_of_the_file(tmp_path: Any) -> None:
     assert read_labels(model(tmp_path, "labels.txt"), "Z") == []
     with pytest.raises(ModelError, match="cannot read the labels of output 'Y'"):
         read_labels(model(tmp_path, "nothing.txt"), "Y")
+
+
+def test_labels_come_from_the_models_directory_alone(tmp_path: Any) -> None:
+    (tmp_path / "secret").write_text("secret\n")
+    folder = tmp_path / "model"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "labels.txt").write_text("cat\n")
+    (folder / "inside.txt").symlink_to("data/labels.txt")
+    (folder / "outside.txt").symlink_to("../secret")
+    os.mkfifo(folder / "pipe.txt")
+    with (folder / "huge.txt").open("wb") as file:
+        file.truncate(1 << 40)
+
+    assert read_labels(model(folder, "inside.txt"), "Y") == ["cat"]
+    for filename in ("outside.txt", "../secret", str(tmp_path / "secret")):
+        with pytest.raises(ModelError, match=r"'Y': their file is not in the model's directory$"):
+            read_labels(model(folder, filename), "Y")
+    for filename in ("pipe.txt", "huge.txt", "a\0b", "data"):
+        with pytest.raises(ModelError, match="cannot read the labels of output 'Y': "):
+            read_labels(model(folder, filename), "Y")
