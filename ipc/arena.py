@@ -206,17 +206,23 @@ class Arena:
         return region
 
 
-def growth_bytes(present_bytes: int, needed_bytes: int, limit_bytes: int | None) -> int:
-    """How large a region to add: as much as there is, so that there are never many, within the limit.
+def growth_bytes(
+    present_bytes: int, needed_bytes: int, limit_bytes: int | None, others_bytes: int = 0
+) -> int:
+    """The size of a region to add: as much as is in use, so that there are never many, within the limit.
 
-    Raises `OutOfMemory` where not even what is needed fits.
+    `others_bytes` count towards the limit as well: what somebody else uses, and what the process may have kept. Raises
+    `OutOfMemory` where not even what is needed fits.
     """
     if limit_bytes is None:
         return max(present_bytes, needed_bytes)
-    left = (limit_bytes - present_bytes) // _PAGE * _PAGE
+    left = (limit_bytes - present_bytes - others_bytes) // _PAGE * _PAGE
     if needed_bytes > left:
+        others = (
+            f" and {others_bytes} in use elsewhere or kept by the process" if others_bytes else ""
+        )
         raise OutOfMemory(
-            f"{needed_bytes} bytes of shared memory are needed and {present_bytes} are in use, "
+            f"{needed_bytes} bytes of shared memory are needed and {present_bytes} are in use{others}, "
             f"{limit_bytes} are allowed; raise MOONPOOL_REGION_LIMIT_BYTES or send smaller tensors"
         )
     return min(max(present_bytes, needed_bytes), left)

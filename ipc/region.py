@@ -122,6 +122,13 @@ class SharedRegion(Region):
                 os.close(self.fd)
                 self.fd = -1
 
+    def surrender(self) -> int:
+        """As `close`, but the descriptor is the caller's from now on; -1 where it was closed before."""
+        self.buffer = None
+        with self._sharing:
+            fd, self.fd = self.fd, -1
+        return fd
+
     def close(self) -> None:
         # numpy holds no buffer, so mmap.close() would unmap under living leases; dropping the object
         # unmaps with the last of them.
@@ -131,16 +138,10 @@ class SharedRegion(Region):
 
 def set_aside(region_id: int, size_bytes: int) -> int:
     """The descriptor of a new memfd of this size, sealed, with all its pages. Raises `OutOfMemory`."""
-    # Nothing limits a memfd: fallocate goes on until the kernel kills somebody for the memory.
-    room = headroom_bytes()
-    if room is not None and size_bytes > room:
-        raise OutOfMemory(
-            f"cannot set aside {size_bytes} bytes of shared memory: {room} bytes are left"
-        )
     fd = -1
     try:
         fd = os.memfd_create(f"moonpool-{region_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.posix_fallocate(fd, 0, size_bytes)
+        fill(fd, size_bytes)
         fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
     except (OSError, OverflowError) as error:
         if fd >= 0:
@@ -148,4 +149,29 @@ def set_aside(region_id: int, size_bytes: int) -> int:
         raise OutOfMemory(
             f"cannot set aside {size_bytes} bytes of shared memory: {error}"
         ) from error
+    except OutOfMemory:
+        os.close(fd)
+        raise
     return fd
+
+
+def fill(fd: int, size_bytes: int) -> None:
+    """Set aside all pages of a memfd. Raises `OutOfMemory`, OSError."""
+    # Nothing limits a memfd: fallocate goes on until the kernel kills somebody for the memory.
+    room = headroom_bytes()
+    if room is not None and size_bytes > room:
+        raise OutOfMemory(
+            f"cannot set aside {size_bytes} bytes of shared memory: {room} bytes are left"
+        )
+    os.posix_fallocate(fd, 0, size_bytes)
+
+
+def empty(fd: int, size_bytes: int) -> bool:
+    """Give the pages of a memfd back to the machine, whoever has it mapped; False where the kernel cannot."""
+    try:
+        with mmap.mmap(fd, size_bytes, _SHARED) as pages:
+            # The kernel makes a hole in the file: F_SEAL_WRITE alone would forbid that.
+            pages.madvise(mmap.MADV_REMOVE)
+    except (OSError, ValueError):
+        return False
+    return True

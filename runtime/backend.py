@@ -86,9 +86,10 @@ class ModelInstance:
         self.served = 0
         self.serves_until = math.inf
         self.recycle: Callable[[Callable[[ModelInstance], bool]], bool] = _stays
-        # Called by the backend, from any thread, with the memory of a process that holds too much, and with how
-        # many requests of others it has executed.
+        # Called by the backend, from any thread, with the memory of a process that holds too much, with the shared memory
+        # of one that was given too much, and with how many requests of others it has executed.
         self.report_grown: Callable[[int], None] = _ignored
+        self.report_worn: Callable[[int], None] = _ignored
         self.report_served: Callable[[int], None] = _ignored
 
     def leaves(self, leave_room: Callable[[ModelInstance], bool]) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.memory import lease_of
 from moonpool.ipc.region import SharedRegion
-from moonpool.runtime.regions import next_number
+from moonpool.runtime.allotment import next_number
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -294,7 +294,7 @@ OPTIONS = (
         "MOONPOOL_REGION_LIMIT_BYTES",
         "region_limit_bytes",
         LIMIT,
-        "The most shared memory that an instance may come to have in each direction. At strict half of the machine's memory, where nothing is said.",
+        "The most shared memory that an instance may come to have in each direction. At strict half of the machine's memory, where nothing is said. See LIMITS.md.",
     ),
     Option(
         "MOONPOOL_LOG_LINES_PER_S",

@@ -12,7 +12,7 @@ from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import Closed
-from moonpool.runtime.regions import next_number
+from moonpool.runtime.allotment import next_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def new_device_region(
-    present_bytes: int, needed_bytes: int, limit_bytes: int | None, gpu: int
+    present_bytes: int, needed_bytes: int, limit_bytes: int | None, gpu: int, others_bytes: int = 0
 ) -> DeviceRegion:
-    """As `new_region`, on a device, where memory is given out in large pieces.
+    """A region on a device, where memory is given out in large pieces. The figures are as for `growth_bytes`.
 
     Raises `OutOfMemory`, `CudaUnavailable`, `CudaError`.
     """
     where = device(gpu)
-    size_bytes = growth_bytes(present_bytes, where.rounded(needed_bytes), limit_bytes)
+    size_bytes = growth_bytes(present_bytes, where.rounded(needed_bytes), limit_bytes, others_bytes)
     size_bytes -= size_bytes % where.granularity_bytes
     return DeviceRegion.create(next_number(), size_bytes, where)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import Closed, MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, NO_DEVICE, SHORT, Kind, Side
-from moonpool.runtime.regions import new_region
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.region import DeviceRegion
@@ -28,6 +28,8 @@ class Growth:
         self._link = link
         self._control = control
         self._limit_bytes = limit_bytes
+        # What the process may have kept of each device. Like all that a contained one was sent, it counts.
+        self._kept_on: Counter[int] = Counter()
         self._is_growing = self._is_closed = False
         # How the stub broke the protocol while another thread answered it.
         self._breach: ProtocolError | None = None
@@ -57,7 +59,6 @@ class Growth:
             except MoonpoolError as error:
                 self._refuse(str(error))
                 return
-            region.is_private = link.loans.is_private
             if self._take_in(region):
                 self._is_growing = False
                 link.send_region(region, Side.STUB)
@@ -85,7 +86,7 @@ class Growth:
         if device != NO_DEVICE:
             return self._new_on_device(needed_bytes, device)
         present_bytes = sum(each.size_bytes for each in [*self._link.response_regions.values()])
-        return new_region(present_bytes, needed_bytes, self._limit_bytes)
+        return self._link.new_answers(present_bytes, needed_bytes)
 
     def _new_on_device(self, needed_bytes: int, number: int) -> DeviceRegion:
         from moonpool.runtime.device_regions import new_device_region
@@ -96,7 +97,11 @@ class Growth:
         lanes.lane(gpu)
         regions = [*self._link.device_answers.values()]
         present_bytes = sum(each.size_bytes for each in regions if each.device.ordinal == gpu)
-        return new_device_region(present_bytes, needed_bytes, self._limit_bytes, gpu)
+        region = new_device_region(
+            present_bytes, needed_bytes, self._limit_bytes, gpu, self._kept_on[gpu]
+        )
+        region.is_private = self._link.loans.is_private
+        return region
 
     def _take_in(self, region: SharedRegion | DeviceRegion) -> bool:
         """Own another region; False, and it is closed, where the stub has been given up."""
@@ -113,9 +118,12 @@ class Growth:
         if region_id in on_devices:
             # Memory that others opened in the older way goes when they do.
             if not on_devices[region_id].handle:
-                on_devices.pop(region_id).close()
+                region = on_devices.pop(region_id)
+                if region.is_private:
+                    self._kept_on[region.device.ordinal] += region.size_bytes
+                region.close()
         elif region_id in regions and len(regions) > 1:
-            regions.pop(region_id).close()
+            self._link.retire_answers(region_id)
         else:
             raise ProtocolError(f"region {region_id} is not the stub's to retire")
 

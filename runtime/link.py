@@ -23,7 +23,6 @@ from moonpool.runtime.answer_reader import AnswerReader
 from moonpool.runtime.details import outputs_told
 from moonpool.runtime.layout import NOTHING, RequestLayout, lay_out
 from moonpool.runtime.loans import Loans
-from moonpool.runtime.regions import new_region
 from moonpool.runtime.replies import Replies
 from moonpool.runtime.request import AGAIN, LATER
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.cuda.region import DeviceRegion
     from moonpool.ipc.memory import Lease
+    from moonpool.runtime.allotment import RegionSource
     from moonpool.runtime.config import ModelConfig
     from moonpool.runtime.lanes import Lanes
     from moonpool.runtime.regions import CallerMemory
@@ -58,13 +58,15 @@ class Link(Overflow):
         retire: Callable[[int], None],
         *,
         region_bytes: int,
-        region_limit_bytes: int | None,
+        requests: RegionSource,
+        answers: RegionSource,
         is_private: bool = False,
         is_loaded: bool = False,
         is_shared: bool = False,
         make_lanes: Callable[[], Lanes] | None = None,
     ) -> None:
-        """`retire` tells the stub to forget a region. `is_private` says that no other stub may see this one's memory,
+        """`retire` tells the stub to forget a region. `requests` and `answers` are where its memory comes from; they
+        are owned from now on, also where this raises. `is_private` says that no other stub may see this one's memory,
         nor this one theirs; and that what its model says of errors is not for everybody.
 
         `is_loaded`: the stub takes batches from the beginning. `is_shared`: others send it batches, too.
@@ -97,16 +99,30 @@ class Link(Overflow):
         self._targets: list[list[int]] = []
         # The batch that was sent last, and when the stub came to it, as far as it has said so.
         self._begun: tuple[int, int | None] = (0, None)
-        first = new_region(0, region_bytes, region_limit_bytes)
-        limit, lanes = region_limit_bytes, self.open_lanes
-        self.loans = Loans(send_region, first, limit, retire, is_private=is_private, lanes=lanes)
+        self._answers = answers
         try:
-            answers = new_region(0, region_bytes, region_limit_bytes)
-            answers.is_private = is_private
-            self.response_regions[answers.id] = answers
+            first = requests.region(0, region_bytes)
+        except BaseException:
+            requests.close()
+            answers.close()
+            raise
+        self.loans = Loans(
+            send_region,
+            first,
+            requests,
+            retire,
+            is_private=is_private,
+            lanes=self.open_lanes,
+        )
+        self._send_first(region_bytes)
+
+    def _send_first(self, region_bytes: int) -> None:
+        try:
+            region = self.new_answers(0, region_bytes)
+            self.response_regions[region.id] = region
             # In this order: a stub that has the memory of a request has that for its answer.
-            send_region(answers, Side.STUB)
-            send_region(first, Side.RUNTIME)
+            self.send_region(region, Side.STUB)
+            self.send_region(self.loans.first, Side.RUNTIME)
         except BaseException:
             self.close()
             raise
@@ -134,6 +150,16 @@ class Link(Overflow):
                     self._reader.has_devices = True
                     self.lanes = lanes
         return lanes
+
+    def new_answers(self, present_bytes: int, needed_bytes: int) -> SharedRegion:
+        """Another region for answers, of which the stub does not know. Raises `OutOfMemory`, `Closed`."""
+        region = self._answers.region(present_bytes, needed_bytes)
+        region.is_private = self.loans.is_private
+        return region
+
+    def retire_answers(self, region_id: int) -> None:
+        """The stub says that it does not use a region for answers any more."""
+        self._answers.retire(self.response_regions.pop(region_id))
 
     def add_answers(self, region: SharedRegion | DeviceRegion) -> None:
         """Let the stub answer from this region, too."""
@@ -385,6 +411,7 @@ class Link(Overflow):
         self.replies.close()
         for region in [*self.response_regions.values(), *self.device_answers.values()]:
             region.close()
+        self._answers.close()
         self._make_lanes = None
         if self.lanes is not None:
             self.lanes.close()

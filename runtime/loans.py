@@ -18,7 +18,6 @@ from moonpool.ipc.memory import lease_of, offset_in
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.client_region import ClientRegion
-from moonpool.runtime.regions import new_region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
     from moonpool.ipc.memory import Lease, Region
+    from moonpool.runtime.allotment import RegionSource
     from moonpool.runtime.lanes import Lanes
     from moonpool.runtime.regions import CallerMemory
 
@@ -51,20 +51,22 @@ class Loans:
         self,
         send_region: Callable[[Any, Side], None],
         first: SharedRegion,
-        limit_bytes: int | None,
+        source: RegionSource,
         retire: Callable[[int], None],
         *,
         is_private: bool = False,
         lanes: Callable[[], Lanes] | None = None,
     ) -> None:
-        """`first` is announced to the stub by the caller; `retire` tells the stub to forget a region.
+        """`first` is of `source`, which is owned from now on, and announced to the stub by the caller; `retire` tells the stub to forget a region.
 
         `lanes` makes those to the stub, at the first call; it is called where device memory is handled.
         """
         self._send_region = send_region
         self._lanes = lanes
         self._retire = retire
-        self._limit_bytes = limit_bytes
+        self._source = source
+        # What the process may have kept of each device. Like all that a contained one was sent, it counts.
+        self._kept_on: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._arena = Arena(self._grow)
         self._arena.add(first)
@@ -91,7 +93,7 @@ class Loans:
         self._caller_memory = caller_memory
 
     def _grow(self, needed_bytes: int) -> SharedRegion:
-        region = new_region(self._arena.size_bytes, needed_bytes, self._limit_bytes)
+        region = self._source.region(self._arena.size_bytes, needed_bytes)
         region.is_private = self.is_private
         self._regions[region.id] = region
         self._send_region(region, Side.RUNTIME)
@@ -101,7 +103,9 @@ class Loans:
         from moonpool.runtime.device_regions import new_device_region
 
         present_bytes = self._arenas[gpu].size_bytes
-        region = new_device_region(present_bytes, needed_bytes, self._limit_bytes, gpu)
+        region = new_device_region(
+            present_bytes, needed_bytes, self._source.limit_bytes, gpu, self._kept_on[gpu]
+        )
         region.is_private = self.is_private
         self._regions[region.id] = region
         self._send_region(region, Side.RUNTIME)
@@ -350,7 +354,13 @@ class Loans:
             return False
         arena.retire(region_id)
         self._retire(region_id)
-        self._regions.pop(region_id).close()
+        del self._regions[region_id]
+        if isinstance(region, SharedRegion):
+            self._source.retire(region)
+        else:
+            if self.is_private:
+                self._kept_on[region.device.ordinal] += region.size_bytes
+            region.close()
         return True
 
     def _forget_closed(self) -> None:
@@ -396,3 +406,4 @@ class Loans:
             self._lanes = None
             for region in self._regions.values():
                 region.close()
+            self._source.close()

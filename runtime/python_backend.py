@@ -71,8 +71,11 @@ class PythonBackend(Backend):
             model.source = model.source.without_links()
         check_processors(model.options.cpus)
         environment = resolve(model.options.execution_env_path, model.source.model_directory)
-        limit = model.options.region_limit_bytes
-        model.state = _ModelState(environment, CallerMemory(limit))
+        options = model.options
+        memory = CallerMemory(
+            options.region_limit_bytes, is_contained=is_contained(options.sandbox)
+        )
+        model.state = _ModelState(environment, memory)
         try:
             if model.options.prefork == "imports":
                 self._start_template(model)
@@ -227,6 +230,8 @@ class PythonBackend(Backend):
         self.memory_of(instance.model).tidy(time.monotonic())
         stub: StubHandle = instance.state
         stub.tidy()
+        if stub.is_worn:
+            instance.report_worn(stub.given_bytes)
 
     @staticmethod
     def memory_of(model: Model) -> CallerMemory:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moonpool.ipc.arena import Arena, growth_bytes
+from moonpool.ipc.arena import Arena
 from moonpool.ipc.errors import Closed
-from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.allotment import Allotment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,31 +21,30 @@ if TYPE_CHECKING:
     from moonpool.ipc.cuda.array import DeviceArray
     from moonpool.ipc.cuda.region import DeviceLease
     from moonpool.ipc.memory import Lease
+    from moonpool.ipc.region import SharedRegion
+    from moonpool.runtime.allotment import RegionSource
     from moonpool.runtime.device_regions import DeviceCallerMemory
 
 _KEEP_S = 5.0
-_numbers = itertools.count(1)
-
-
-def next_number() -> int:
-    """A number that no other region of this process has."""
-    return next(_numbers)
-
-
-def new_region(present_bytes: int, needed_bytes: int, limit_bytes: int | None) -> SharedRegion:
-    """A region with a number that no other region of this process has. Raises `OutOfMemory`."""
-    size_bytes = growth_bytes(present_bytes, needed_bytes, limit_bytes)
-    return SharedRegion.create(next_number(), size_bytes)
 
 
 class CallerMemory:
     """Where `Runtime.empty` puts arrays: all stubs of the model may read them. Thread-safe.
 
-    Regions are sent to a stub when a request first lies in them.
+    Regions are sent to a stub when a request first lies in them. Any of the model's processes may keep what it was
+    sent, so what was ever made counts until the model is unloaded.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        limit_bytes: int | None,
+        *,
+        is_contained: bool = False,
+        source: RegionSource | None = None,
+    ) -> None:
+        """`source`, where another process counts what the model's processes were sent, is owned from now on."""
         self._limit_bytes = limit_bytes
+        self.source = source or Allotment(limit_bytes, is_contained=is_contained)
         self._lock = threading.Lock()
         self._regions: dict[int, SharedRegion] = {}
         # The same on devices, by their numbers.
@@ -60,7 +58,7 @@ class CallerMemory:
         self._idle: dict[int, tuple[int, float]] = {}
 
     def _create(self, needed_bytes: int) -> SharedRegion:
-        region = new_region(self._arena.size_bytes, needed_bytes, self._limit_bytes)
+        region = self.source.region(self._arena.size_bytes, needed_bytes)
         self._regions[region.id] = region
         return region
 
@@ -121,7 +119,7 @@ class CallerMemory:
                     since_s = now_s
                 elif now_s - since_s >= _KEEP_S:
                     self._arena.retire(region_id)
-                    self._regions.pop(region_id).close()
+                    self.source.retire(self._regions.pop(region_id))
                     continue
                 self._idle[region_id] = (uses, since_s)
             self._idle = {key: value for key, value in self._idle.items() if key in idle}
@@ -142,3 +140,4 @@ class CallerMemory:
                 region.close()
             for memory in self._on_devices.values():
                 memory.close()
+            self.source.close()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.channel import Channel
     from moonpool.ipc.cuda.region import DeviceRegion
+    from moonpool.runtime.allotment import RegionSource
     from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.lanes import Lanes
     from moonpool.runtime.reactor import Reactor
@@ -47,8 +48,9 @@ class StubConnection:
         is_loaded: bool = False,
         is_shared: bool = False,
         gpus: Sequence[int] | None = (),
+        memory: tuple[RegionSource, RegionSource],
     ) -> None:
-        """Own the channels, also where this raises `OutOfMemory`. `gpus` are those that the stub sees, None for all.
+        """Own the channels and the memory for requests and for answers, also where this raises `OutOfMemory`. `gpus` are those that the stub sees, None for all.
 
         The rest is as for `Link`.
         """
@@ -57,6 +59,7 @@ class StubConnection:
         self._reactor = reactor
         self._on_response: Respond = _nothing
         self._is_closed = False
+        requests, answers = memory
         try:
             is_private = is_contained(options.sandbox)
             if is_private:
@@ -66,7 +69,8 @@ class StubConnection:
                 self._send_region,
                 lambda region_id: control.send(Kind.RETIRE, region_id),
                 region_bytes=options.region_bytes,
-                region_limit_bytes=options.region_limit_bytes,
+                requests=requests,
+                answers=answers,
                 is_private=is_private,
                 is_loaded=is_loaded,
                 is_shared=is_shared,

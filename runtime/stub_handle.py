@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
-from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind
+from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind, Side
+from moonpool.ipc.policy import is_contained
+from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.call_desk import BROKE, CallDesk
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.diagnose import exec_failure, start_failure
@@ -75,6 +77,12 @@ class StubHandle(StubConnection):
         self._reason: BaseException | None = None
         # Has ended; tells nothing any more.
         self._has_exited = self._is_mute = False
+        self._began_s = time.monotonic()
+        # What the process is given, by who writes there; also by others of the runtime.
+        self.allotments = {
+            side: Allotment(options.region_limit_bytes, is_contained=is_contained(options.sandbox))
+            for side in Side
+        }
         try:
             with ExitStack() as undo, ExitStack() as started:
                 undo.callback(plan.release)
@@ -92,7 +100,13 @@ class StubHandle(StubConnection):
                 self._send(Kind.SANDBOX, self.bounds.policy.to_json())
                 is_shared = stubs.audience.is_there
                 super().__init__(
-                    work, control, options, stubs.reactor, is_shared=is_shared, gpus=plan.gpus
+                    work,
+                    control,
+                    options,
+                    stubs.reactor,
+                    is_shared=is_shared,
+                    gpus=plan.gpus,
+                    memory=(self.allotments[Side.RUNTIME], self.allotments[Side.STUB]),
                 )
                 undo.callback(self.link.close)
                 fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)
@@ -188,6 +202,20 @@ class StubHandle(StubConnection):
         if not poll.poll(left_ms):
             raise TimeoutError
         return self.link.conversation.receive()
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether another process could have memory that this one was refused; False while this one is young.
+
+        Otherwise a process could have itself started anew all the time.
+        """
+        is_old = time.monotonic() - self._began_s > self._model.options.restart_window_s
+        return is_old and any(each.is_worn for each in self.allotments.values())
+
+    @property
+    def given_bytes(self) -> int:
+        """The shared memory that it was ever sent, of what is made for it."""
+        return sum(each.given_bytes for each in self.allotments.values())
 
     def notify_exit(self, callback: Callable[[], None]) -> None:
         """Run `callback` on the reactor's thread when the process has ended, also if it has already."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.memory import lease_of
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
@@ -136,7 +138,8 @@ class Service:
     def _room_for(self, model: Model, size_bytes: int) -> NDArray[Any]:
         backend = self.models.backends.of(model.config)
         if size_bytes >= LEAST_LENT_BYTES and isinstance(backend, PythonBackend):
-            return backend.memory_of(model).empty((size_bytes,), _UINT8, size_bytes)
+            with suppress(OutOfMemory):  # then it is copied once more
+                return backend.memory_of(model).empty((size_bytes,), _UINT8, size_bytes)
         return np.empty(size_bytes, _UINT8)
 
     def lend_targets(

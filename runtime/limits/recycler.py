@@ -53,10 +53,15 @@ class Recycler:
         instance = seat.instance
         instance.recycle = partial(self._take, seat)
         instance.report_grown = partial(self._grown, instance)
+        instance.report_worn = partial(self._worn, instance)
         instance.report_served = partial(self._served, instance)
 
     def _grown(self, instance: ModelInstance, rss_bytes: int) -> None:
         self._recycling.outgrown(instance, rss_bytes)
+        self._ask_for(instance)
+
+    def _worn(self, instance: ModelInstance, given_bytes: int) -> None:
+        self._recycling.worn(instance, given_bytes)
         self._ask_for(instance)
 
     def _served(self, instance: ModelInstance, requests: int) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.backend import ModelInstance
     from moonpool.runtime.config_options import ModelOptions
 
-REASONS = ("requests", "rss")
+REASONS = ("requests", "rss", "regions")
 
 
 class Recycling:
@@ -23,29 +23,41 @@ class Recycling:
     def __init__(self, options: ModelOptions) -> None:
         self._requests = options.recycle_requests
         self._rss_bytes = options.recycle_rss_bytes
+        self._region_limit_bytes = options.region_limit_bytes
         self._lock = threading.Lock()
         self._whose_turn: ModelInstance | None = None
-        self._grown: dict[ModelInstance, int] = {}
+        # Those that are due for another reason than their requests: the reason, and its words.
+        self._due: dict[ModelInstance, tuple[str, str]] = {}
         # How often and why each was recycled: (name, reason).
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def begin(self, instance: ModelInstance) -> None:
         """An instance has a new process."""
         with self._lock:
-            self._grown.pop(instance, None)
+            self._due.pop(instance, None)
             instance.served = 0
             instance.serves_until = math.inf if self._requests is None else self._requests
 
     def outgrown(self, instance: ModelInstance, rss_bytes: int) -> None:
         """Its process has more memory than it may keep."""
+        limit = f"MOONPOOL_RECYCLE_RSS_BYTES is {self._rss_bytes}"
+        self._make_due(instance, "rss", f"its process has grown to {rss_bytes} bytes; {limit}")
+
+    def worn(self, instance: ModelInstance, given_bytes: int) -> None:
+        """Its process was given so much shared memory over its life that it can be given no more."""
+        limit = f"MOONPOOL_REGION_LIMIT_BYTES is {self._region_limit_bytes}"
+        what = f"its process was given {given_bytes} bytes of shared memory, used or not"
+        self._make_due(instance, "regions", f"{what}; {limit}")
+
+    def _make_due(self, instance: ModelInstance, reason: str, why: str) -> None:
         with self._lock:
-            self._grown[instance] = rss_bytes
+            self._due[instance] = reason, why
             instance.serves_until = 0
 
     def postpone(self, instance: ModelInstance) -> None:
         """It could not be had; it serves as many requests again, and is asked for then."""
         with self._lock:
-            self._grown.pop(instance, None)
+            self._due.pop(instance, None)
             instance.serves_until = math.inf
             if self._requests is not None:
                 instance.serves_until = instance.served + self._requests
@@ -66,15 +78,12 @@ class Recycling:
     def recycled(self, instance: ModelInstance) -> None:
         """Count it: it is out of service."""
         with self._lock:
-            reason = "rss" if instance in self._grown else "requests"
+            reason, _ = self._due.get(instance, ("requests", ""))
             self.counts[instance.name, reason] += 1
 
     def why(self, instance: ModelInstance) -> str:
         """Why it is recycled, in words, with the option that asks for it."""
         with self._lock:
-            grown = self._grown.get(instance)
-        if grown is None:
-            limit = f"MOONPOOL_RECYCLE_REQUESTS is {self._requests}"
-            return f"it has executed {instance.served} requests; {limit}"
-        limit = f"MOONPOOL_RECYCLE_RSS_BYTES is {self._rss_bytes}"
-        return f"its process has grown to {grown} bytes; {limit}"
+            _, why = self._due.get(instance, ("", ""))
+        limit = f"MOONPOOL_RECYCLE_REQUESTS is {self._requests}"
+        return why or f"it has executed {instance.served} requests; {limit}"

@@ -7,14 +7,13 @@ import mmap
 import os
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonpool.ipc.arena import growth_bytes
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION
-from moonpool.ipc.region import set_aside
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.failures import as_load_failure
 from moonpool.runtime.model_registry import ModelRegistry
@@ -33,9 +32,9 @@ from moonpool.runtime.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moonpool.runtime.backend import Model
-
 _log = logging.getLogger("moonpool")
+# Who has what this process gives.
+_SHIM = "shim"
 _UNAVAILABLE = CODES.index("UNAVAILABLE")
 
 
@@ -61,6 +60,7 @@ class Launcher:
             Word.OVERDUE: self._exceed,
             Word.RENEW: self._renew,
             Word.MEMORY: self._enlarge,
+            Word.RETURNED: self._take_back,
             Word.SCRUB: self._scrub,
             Word.END: self._end,
             Word.END_MODEL: self._unload,
@@ -170,23 +170,36 @@ class Launcher:
     def _enlarge(self, question: int, number: int, *wanted: int) -> None:
         if number in self._instances:
             # Setting memory aside takes a millisecond for every few megabytes.
-            model = self._instances[number].model
-            _apart("moonpool-grow", self._enlarge_apart, question, model, *wanted)
+            instance = self._instances[number]
+            _apart("moonpool-grow", self._enlarge_apart, question, instance, *wanted)
         else:
             # It did not start, and its process may still ask.
             self._post.tell(Word.REFUSED, question, _UNAVAILABLE, "the instance has ended")
 
     def _enlarge_apart(
-        self, question: int, model: Model, region: int, present_bytes: int, needed_bytes: int
+        self,
+        question: int,
+        instance: LentInstance,
+        generation: int,
+        writer: int,
+        region: int,
+        present_bytes: int,
+        needed_bytes: int,
     ) -> None:
         needed_bytes += -needed_bytes % mmap.PAGESIZE
         try:
-            size_bytes = growth_bytes(present_bytes, needed_bytes, model.options.region_limit_bytes)
-            fd = set_aside(region, size_bytes)
+            memory = instance.memory(generation, writer)
+            size_bytes, fd = memory.give_elsewhere(_SHIM, region, present_bytes, needed_bytes)
         except MoonpoolError as error:
             self._post.tell(Word.REFUSED, question, code_of(error), str(error))
+            instance.check_wear(generation)
         else:
             self._post.tell(Word.SET_ASIDE, question, size_bytes, fds=(fd,))
+
+    def _take_back(self, number: int, generation: int, writer: int, region: int) -> None:
+        if number in self._instances:
+            with suppress(MoonpoolError):  # that process is gone, and its memory with it
+                self._instances[number].memory(generation, writer).take_back(_SHIM, region)
 
     def _scrub(self, question: int, number: int, text: str) -> None:
         told = self._models[number].scrubbed(text) if number in self._models else scrubbed(text)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import PeerGone, ProtocolError
+from moonpool.ipc.messages import Side
 from moonpool.runtime.backend import ModelInstance
 from moonpool.runtime.call_desk import BROKE
 from moonpool.runtime.errors import LoadFailed, StubDied
@@ -23,6 +24,7 @@ from moonpool.runtime.triton.lent_stub import LentStub
 from moonpool.runtime.triton.messages import Word
 
 if TYPE_CHECKING:
+    from moonpool.runtime.allotment import Allotment
     from moonpool.runtime.backend import Backend, Model
     from moonpool.runtime.reactor import Reactor
     from moonpool.runtime.triton.post import Post
@@ -99,6 +101,20 @@ class LentInstance(ModelInstance):
         limit_s = self.model.options.execute_timeout_s
         if generation == self.generation and limit_s is not None:
             self.backend.abort(self, took_too_long(self.name, limit_s))
+
+    def memory(self, generation: int, writer: int) -> Allotment:
+        """What the process of this generation is given, by who writes there. Raises `PeerGone`."""
+        stub = self.stub
+        if generation != self.generation:
+            raise PeerGone(f"that process of '{self.name}' has ended")
+        return stub.allotments[Side(writer)]
+
+    def check_wear(self, generation: int) -> None:
+        """The process was refused memory: have it renewed where another one could have that."""
+        may_renew = self.model.config.sequence_batching is None
+        if may_renew and generation == self.generation and self.stub.is_worn:
+            self._supervisor.recycling.worn(self, self.stub.given_bytes)
+            self._tell(Word.GROWN, generation)
 
     def renew(self, generation: int, served: int) -> None:
         """The process has served long enough: end it, and start another one."""

@@ -36,7 +36,7 @@ from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, Text
 from moonpool.ipc.messages import Message
 
 # Raised by one with every change of what follows: both ends must come from one moonpool.
-LAUNCHER_VERSION = 3
+LAUNCHER_VERSION = 4
 
 
 class End(IntEnum):
@@ -63,6 +63,7 @@ class Word(IntEnum):
     RENEW = 69
     MEMORY = 70
     SCRUB = 71
+    RETURNED = 72
     # From the launcher.
     HELLO = 80
     MODEL_READY = 81
@@ -170,10 +171,24 @@ LAUNCHER: dict[IntEnum, Message] = {
         _LAUNCHER,
         {"instance": _ID, "generation": Int(1), "has_is_ready": Flag(), "sandbox": _TEXT},
     ),
-    # Another region of an instance's memory, of at least `needed` bytes, where `present` are there of its kind.
+    # Another region for this process, of at least `needed` bytes; `present` are in use of those that have the same
+    # writer, a `Side` of `ipc.messages`.
     Word.MEMORY: Message(
         _SHIM,
-        {"question": _ID, "instance": _ID, "region": _ID, "present": _ID, "needed": _ID},
+        {
+            "question": _ID,
+            "instance": _ID,
+            "generation": Int(1),
+            "writer": Int(1, 2),
+            "region": _ID,
+            "present": _ID,
+            "needed": _ID,
+        },
+    ),
+    # Nothing lies in a region any more that MEMORY asked for. The process may have kept it, so it goes on counting, and is
+    # given again.
+    Word.RETURNED: Message(
+        _SHIM, {"instance": _ID, "generation": Int(1), "writer": Int(1, 2), "region": _ID}
     ),
     # Comes with one descriptor, of a sealed memfd of this size with all its pages.
     Word.SET_ASIDE: Message(_LAUNCHER, {"question": _ID, "size": Int(1)}),

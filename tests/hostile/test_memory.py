@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.hostile.attacker import Attacker, answers, load_attacker
 from tests.hostile.conftest import Attackers
+from tests.waiting import wait_until
 
 import moonpool
 
@@ -53,6 +54,33 @@ def test_memory_that_is_shared_is_counted(limited: Attacker) -> None:
 def test_memory_that_nobody_counts_is_not_given(attackers: Attackers, how: str) -> None:
     assert attackers("strict").tries(f"memory.{how}", count_bytes=MIB).word == "EPERM"
     assert attackers("off").tries(f"memory.{how}", count_bytes=MIB).word == "done"
+
+
+@pytest.fixture(scope="module")
+def hoarder(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]:
+    """One that may have sixteen mebibytes of shared memory in each direction."""
+    limit = {"REGION_LIMIT_BYTES": 16 * MIB, "OPEN_FILES": 1024}
+    yield load_attacker(runtime, "strict", model_folder, "hoarder", **limit)
+    runtime.unload("hoarder")
+
+
+def test_shared_memory_that_was_given_back_and_kept_is_counted(
+    runtime: moonpool.Runtime, hoarder: Attacker
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    pid = hoarder.pid
+
+    found = hoarder.finds("protocol.keep_and_retire", rounds=200, size=MIB)
+
+    assert found["held"] <= 16 * MIB
+    assert found["refused"] > 0
+    # Nor are descriptors of the runtime's taken.
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 8)
+    # It serves on with what it has, and is then started anew, as an honest model would need more.
+    assert hoarder.finds("kernel.make", name="getpid") > 0
+    wait_until(lambda: runtime.instances("hoarder")[0]["state"] == "READY" and hoarder.pid != pid)
+    because = str(runtime.instances("hoarder")[0]["because"])
+    assert "bytes of shared memory, used or not; MOONPOOL_REGION_LIMIT_BYTES is 16777216" in because
 
 
 def test_timers_are_left_for_other_processes_of_the_user(attackers: Attackers) -> None:

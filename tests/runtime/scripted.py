@@ -16,6 +16,7 @@ from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.tensors import CODES
+from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.link import Link
 from moonpool.runtime.regions import CallerMemory
@@ -110,7 +111,8 @@ class Pair:
             self.peer.announce,
             self.peer.forget,
             region_bytes=region_bytes,
-            region_limit_bytes=limit,
+            requests=Allotment(limit, is_contained=False),
+            answers=Allotment(limit, is_contained=False),
         )
         self.peer.conversation.send(Kind.CONFINED, PROTOCOL_VERSION, [], [])
         self.link.conversation.receive()

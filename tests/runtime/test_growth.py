@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Kind
-from moonpool.runtime import growth
+from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.growth import Growth
 from moonpool.stub import regions
 from moonpool.stub.regions import Regions
@@ -32,7 +32,7 @@ class Stub:
         return SimpleNamespace(
             take_released=lambda _: [],
             response_regions={},
-            loans=SimpleNamespace(is_private=False),
+            new_answers=Allotment(None, is_contained=False).region,
             add_answers=lambda region: region.close(),
             send_region=lambda *_: self.send(Kind.REGION),
         )
@@ -61,12 +61,12 @@ def test_a_stub_for_which_there_is_no_thread_is_refused_and_may_ask_again(
 
 
 def test_a_stub_that_cannot_be_answered_hears_of_the_end(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise ValueError("as planned")
 
-    monkeypatch.setattr(growth, "new_region", fail)
+    stub.growth._link.new_answers = fail  # type: ignore[assignment,method-assign]
     stub.growth.grow(1, NO_DEVICE)
     assert stub.heard.get(timeout=10) == ("the end",)
     assert "as planned" in caplog.text

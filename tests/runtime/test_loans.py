@@ -13,9 +13,9 @@ from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.memory import lease_of
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.client_region import ClientRegion
 from moonpool.runtime.loans import SHARED_BYTES, Loans
-from moonpool.runtime.regions import new_region
 
 
 class Borrower:
@@ -25,12 +25,13 @@ class Borrower:
         self.announced: list[int] = []
         self.told: list[int] = []
         self.loans = self.new_loans()
-        self.other = new_region(0, 4 * SHARED_BYTES, None)
+        self.other = Allotment(None, is_contained=False).region(0, 4 * SHARED_BYTES)
         self.returned: deque[object] = deque()
 
     def new_loans(self, *, is_private: bool = False) -> Loans:
-        first = new_region(0, 1 << 16, None)
-        return Loans(self._announce, first, None, self.told.append, is_private=is_private)
+        memory = Allotment(None, is_contained=is_private)
+        first = memory.region(0, 1 << 16)
+        return Loans(self._announce, first, memory, self.told.append, is_private=is_private)
 
     def _announce(self, region: SharedRegion, writer: Side) -> None:
         assert writer is Side.RUNTIME
@@ -49,6 +50,28 @@ class Borrower:
     def close(self) -> None:
         self.loans.close()
         self.other.close()
+
+
+def test_request_regions_that_a_stub_may_have_kept_are_counted_and_given_again() -> None:
+    memory = Allotment(1 << 20, is_contained=True)
+    sent: list[int] = []
+
+    def announce(region: SharedRegion, _: Side) -> None:
+        sent.append(os.fstat(region.fd).st_ino)
+
+    told: list[int] = []
+    loans = Loans(announce, memory.region(0, 1 << 16), memory, told.append, is_private=True)
+    try:
+        for _ in range(20):
+            loans.allocate(1 << 18)
+            loans.end_batch(())
+            loans.tidy()
+            loans.tidy()
+        assert len(sent) == 20
+        assert len(set(sent)) == 1
+        assert memory.given_bytes == (1 << 16) + (1 << 18)
+    finally:
+        loans.close()
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from moonpool.ipc.codec import calls_codec
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.calls import Call, Deadlines
 from moonpool.runtime.loans import Loans
 from moonpool.runtime.outbox import Outbox
 from moonpool.runtime.reactor import Reactor
-from moonpool.runtime.regions import new_region
 
 
 class Ends:
@@ -27,9 +27,12 @@ class Ends:
         self.channel, end = Channel.pair()
         self.peer = Channel(end)
         self.regions: dict[int, SharedRegion] = {}
-        first = new_region(0, 1 << 16, None)
+        memory = Allotment(None, is_contained=False)
+        first = memory.region(0, 1 << 16)
         self.regions[first.id] = first
-        self.loans = Loans(lambda each, _: self.regions.update({each.id: each}), first, None, print)
+        self.loans = Loans(
+            lambda each, _: self.regions.update({each.id: each}), first, memory, print
+        )
         self.outbox = Outbox(self.channel, self.reactor)
         self.errors: list[BaseException] = []
         self.reactor.watch(self.channel.fileno(), self._ready)

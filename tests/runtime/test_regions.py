@@ -11,7 +11,8 @@ import pytest
 
 from moonpool.ipc.errors import Closed, OutOfMemory
 from moonpool.ipc.memory import lease_of, offset_in
-from moonpool.runtime.regions import CallerMemory, new_region
+from moonpool.runtime.allotment import Allotment
+from moonpool.runtime.regions import CallerMemory
 
 MiB = 1 << 20
 F32 = np.dtype(np.float32)
@@ -29,7 +30,7 @@ def empty(memory: CallerMemory, count: int) -> np.ndarray[tuple[int, ...], np.dt
 
 
 def test_regions_have_numbers_of_their_own() -> None:
-    regions = [new_region(0, 4096, None) for _ in range(5)]
+    regions = [Allotment(None, is_contained=False).region(0, 4096) for _ in range(5)]
     assert len({region.id for region in regions}) == 5
     for region in regions:
         region.close()
@@ -37,7 +38,7 @@ def test_regions_have_numbers_of_their_own() -> None:
 
 def test_a_region_over_the_limit_is_refused() -> None:
     with pytest.raises(OutOfMemory, match="MOONPOOL_REGION_LIMIT_BYTES"):
-        new_region(8192, 4096, 8192)
+        Allotment(8192, is_contained=False).region(8192, 4096)
 
 
 def test_arrays_do_not_overlap_and_can_be_written(memory: CallerMemory) -> None:

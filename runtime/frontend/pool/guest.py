@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.policy import is_contained
+from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.backend import Backend, ModelInstance
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.errors import ModelUnavailable, StubDied
@@ -116,6 +117,7 @@ class GuestModel:
             is_shared=True,
             # Which GPU is a contained one's own only the main process knows.
             gpus=() if is_contained(self.model.options.sandbox) else None,
+            memory=(self._allotment(), self._allotment()),
         )
         instance = ModelInstance(self._backend, self.model, name, "CPU", 0)
         instance.state = connection
@@ -131,6 +133,10 @@ class GuestModel:
             instance.recycle = partial(self._count, seat)
         instance.accepts = True
         self.scheduler.add(instance)
+
+    def _allotment(self) -> Allotment:
+        options = self.model.options
+        return Allotment(options.region_limit_bytes, is_contained=is_contained(options.sandbox))
 
     def has(self, number: int) -> bool:
         """Whether it sends batches to this stub."""

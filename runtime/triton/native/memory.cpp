@@ -61,7 +61,7 @@ Spot Loans::lend(uint64_t size, char** memory, bool keep) {
     present += part->second.region->size();
   }
   if (part == parts_.end()) {
-    auto region = source_.create(present, loan.size);
+    auto region = source_.create(wire::Side::RUNTIME, present, loan.size);
     source_.announce(*region, wire::Side::RUNTIME);
     part = parts_.emplace(region->id(), Part{region, {}}).first;
     place(part->second, loan, &offset);
@@ -128,8 +128,10 @@ void Loans::tidy() {
     Part& part = each->second;
     const bool is_unused = each->first != first_region_ && part.loans.empty();
     if (is_unused && std::exchange(part.is_idle, true)) {
-      source_.retire(each->first);
+      const uint64_t region = each->first;
+      source_.retire(region);
       each = parts_.erase(each);
+      source_.give_back(wire::Side::RUNTIME, region);
     } else {
       ++each;
     }
@@ -187,7 +189,7 @@ void Answers::grow(uint64_t needed) {
     std::lock_guard lock(mutex_);
     for (const auto& [id, region] : regions_) present += region->size();
   }
-  auto region = source_.create(present, needed);
+  auto region = source_.create(wire::Side::STUB, present, needed);
   {
     std::lock_guard lock(mutex_);
     regions_.emplace(region->id(), region);
@@ -197,10 +199,13 @@ void Answers::grow(uint64_t needed) {
 }
 
 void Answers::retire(uint64_t region) {
-  std::lock_guard lock(mutex_);
-  if (regions_.size() == 1 || regions_.erase(region) == 0) {
-    throw Violation("region " + std::to_string(region) + " is not the stub's to retire");
+  {
+    std::lock_guard lock(mutex_);
+    if (regions_.size() == 1 || regions_.erase(region) == 0) {
+      throw Violation("region " + std::to_string(region) + " is not the stub's to retire");
+    }
   }
+  source_.give_back(wire::Side::STUB, region);
 }
 
 bool Answers::has_grown() {

@@ -26,8 +26,10 @@ std::optional<uint64_t> elements_of(const List<uint64_t>& shape);
 // Where regions for one stub come from. Any thread may call any method.
 class RegionSource {
  public:
-  // Another region, of which the stub does not know yet; `present` is what there is of its kind. Throws Failure.
-  virtual std::shared_ptr<Region> create(uint64_t present, uint64_t needed) = 0;
+  // Another region, of which the stub does not know yet; `present` is in use of those with that writer. Throws Failure.
+  virtual std::shared_ptr<Region> create(wire::Side writer, uint64_t present, uint64_t needed) = 0;
+  // Nothing lies in a region any more. The stub may have kept it, so it is given to this stub again.
+  virtual void give_back(wire::Side writer, uint64_t region) = 0;
   // Tell the stub of a region, or to forget one. Both throw Violation.
   virtual void announce(const Region& region, wire::Side writer) = 0;
   virtual void retire(uint64_t region) = 0;

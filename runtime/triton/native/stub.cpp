@@ -146,14 +146,19 @@ const Failure& Stub::death() {
   return *death_;
 }
 
-std::shared_ptr<Region> Stub::create(uint64_t present, uint64_t needed) {
+std::shared_ptr<Region> Stub::create(wire::Side writer, uint64_t present, uint64_t needed) {
   const uint64_t id = next_region_++;
-  const auto letter = launcher_->ask<Word::MEMORY>(Launcher::new_number(), instance_, id, present, needed);
+  const auto letter = launcher_->ask<Word::MEMORY>(Launcher::new_number(), instance_, generation_,
+                                                   static_cast<uint64_t>(writer), id, present, needed);
   const wire::SetAside made(letter->fields);
   auto region = std::make_shared<Region>(id, made.size, std::move(letter->descriptors.at(0)));
   // Somebody is to look whether it is still needed later.
   wake();
   return region;
+}
+
+void Stub::give_back(wire::Side writer, uint64_t region) {
+  launcher_->send<Word::RETURNED>(instance_, generation_, static_cast<uint64_t>(writer), region);
 }
 
 void Stub::announce(const Region& region, wire::Side writer) {

@@ -80,7 +80,8 @@ class Stub final : public RegionSource {
   const Failure& death();
   bool is_final() const { return is_final_; }
 
-  std::shared_ptr<Region> create(uint64_t present, uint64_t needed) override;
+  std::shared_ptr<Region> create(wire::Side writer, uint64_t present, uint64_t needed) override;
+  void give_back(wire::Side writer, uint64_t region) override;
   void announce(const Region& region, wire::Side writer) override;
   void retire(uint64_t region) override;
 

@@ -79,8 +79,9 @@ enum class Word : uint8_t {
   END = 67,  // instance
   END_MODEL = 68,  // model
   RENEW = 69,  // instance, generation, served
-  MEMORY = 70,  // question, instance, region, present, needed
+  MEMORY = 70,  // question, instance, generation, writer, region, present, needed
   SCRUB = 71,  // question, model, text
+  RETURNED = 72,  // instance, generation, writer, region
   HELLO = 80,  // version, protocol, moonpool, pid
   MODEL_READY = 81,  // model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask
   REFUSED = 82,  // number, code, message
@@ -127,7 +128,7 @@ constexpr uint64_t kHistogram = 2;
 constexpr uint64_t kIncrement = 0;
 constexpr uint64_t kSet = 1;
 constexpr uint64_t kObserve = 2;
-constexpr uint64_t kLauncherVersion = 3;
+constexpr uint64_t kLauncherVersion = 4;
 constexpr uint64_t kMaxMessageBytes = 67108864;
 constexpr uint64_t kFirstRegion = 4294967296;
 constexpr uint64_t kMaxPacketBytes = 32768;
@@ -762,9 +763,15 @@ inline constexpr Spec kSpecs[] = {
     {"sandbox", Type::kText, false, 0, 0, 0, 1048576u},
     {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"writer", Type::kInt, false, 0, 0, 1, 2u},
     {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"present", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"needed", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"writer", Type::kInt, false, 0, 0, 1, 2u},
+    {"region", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
     {"question", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -799,9 +806,9 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 259, 1, 0, 65536u},
-    {"", Type::kList, false, 260, 1, 0, 65536u},
-    {"", Type::kRow, false, 261, 6, 0, 0u},
+    {"", Type::kList, false, 265, 1, 0, 65536u},
+    {"", Type::kList, false, 266, 1, 0, 65536u},
+    {"", Type::kRow, false, 267, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
     {"shape", Type::kList, false, 125, 1, 0, 32u},
@@ -861,7 +868,7 @@ constexpr Table<Kind, 11> kCalls = {{{
     {"INDIRECT", 9, 0, 21, 3},
 }}, kSpecs};
 
-constexpr Table<Word, 23> kLauncher = {{{
+constexpr Table<Word, 24> kLauncher = {{{
     {"LONG", 60, 0, 173, 1},
     {"BACKEND", 61, 1, 174, 4},
     {"LOGGING", 62, 1, 178, 4},
@@ -871,23 +878,24 @@ constexpr Table<Word, 23> kLauncher = {{{
     {"INSTANCE", 64, 1, 203, 5},
     {"BORN", 89, 2, 208, 7},
     {"STARTED", 83, 2, 215, 4},
-    {"MEMORY", 70, 1, 219, 5},
-    {"SET_ASIDE", 91, 2, 224, 2},
-    {"SCRUB", 71, 1, 226, 3},
-    {"SCRUBBED", 92, 2, 229, 2},
-    {"LOST", 65, 1, 231, 4},
-    {"OVERDUE", 66, 1, 235, 2},
-    {"GROWN", 90, 2, 237, 2},
-    {"RENEW", 69, 1, 239, 3},
-    {"DIED", 85, 2, 242, 5},
-    {"END", 67, 1, 247, 1},
-    {"END_MODEL", 68, 1, 248, 1},
-    {"ENDED", 86, 2, 249, 1},
-    {"HELLO", 80, 2, 250, 4},
-    {"NOTE", 88, 2, 254, 4},
+    {"MEMORY", 70, 1, 219, 7},
+    {"RETURNED", 72, 1, 226, 4},
+    {"SET_ASIDE", 91, 2, 230, 2},
+    {"SCRUB", 71, 1, 232, 3},
+    {"SCRUBBED", 92, 2, 235, 2},
+    {"LOST", 65, 1, 237, 4},
+    {"OVERDUE", 66, 1, 241, 2},
+    {"GROWN", 90, 2, 243, 2},
+    {"RENEW", 69, 1, 245, 3},
+    {"DIED", 85, 2, 248, 5},
+    {"END", 67, 1, 253, 1},
+    {"END_MODEL", 68, 1, 254, 1},
+    {"ENDED", 86, 2, 255, 1},
+    {"HELLO", 80, 2, 256, 4},
+    {"NOTE", 88, 2, 260, 4},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 258;
+constexpr size_t kLayoutSpec = 264;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 

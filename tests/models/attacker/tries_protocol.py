@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 REQUEST = []
 MAX_PACKET_BYTES = 32 * 1024
 # Kinds of messages, and a datatype.
-ANSWER, GROW, RELEASE, LOG, FP32 = 6, 17, 19, 21, 11
+ANSWER, GROW, RELEASE, RETIRE, LOG, FP32 = 6, 17, 19, 20, 21, 11
 # What keeps running after the attempt is over.
 RUNNING = threading.Event()
 
@@ -171,6 +171,49 @@ def with_kept_region(function, size=1 << 24):
         finally:
             region.SharedRegion.forget_fd = original
     return function(KEPT_REGION[0])
+
+
+def keep_and_retire(rounds, size):
+    """Grow, keep the descriptor of what came, give it back, and so again; how much memory those have in the end."""
+    from moonpool.ipc import region
+
+    original = region.SharedRegion.forget_fd
+    sizes = {}
+    refused = 0
+
+    def keep(self):
+        if self.fd >= 0:
+            fd = os.dup(self.fd)
+            KEPT_REGION.append(fd)
+        original(self)
+
+    regions = peer().regions
+    region.SharedRegion.forget_fd = keep
+    try:
+        for number in range(rounds):
+            try:
+                # Each a little larger than all that came before.
+                made = regions._grow(size + number * mmap.PAGESIZE)
+            except Exception as error:
+                refused += 1
+                if "MOONPOOL_REGION_LIMIT_BYTES" not in str(error):
+                    raise
+                continue
+            number_of = made.id
+            made.close()
+            regions._send_control(RETIRE, number_of)
+    finally:
+        region.SharedRegion.forget_fd = original
+    for fd in KEPT_REGION:
+        status = os.fstat(fd)
+        # What was given back is written to again: nobody else's view of it is needed for that.
+        for at in range(0, status.st_size, mmap.PAGESIZE):
+            os.pwrite(fd, b"x", at)
+        sizes[status.st_ino] = os.fstat(fd).st_blocks * 512
+    for fd in KEPT_REGION:
+        os.close(fd)
+    KEPT_REGION.clear()
+    return {"held": sum(sizes.values()), "refused": refused}
 
 
 def truncate_region():

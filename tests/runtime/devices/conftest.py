@@ -18,7 +18,7 @@ from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.runtime import gpus
-from moonpool.runtime.regions import next_number
+from moonpool.runtime.allotment import next_number
 
 __all__ = ["card", "fake", "fake_library"]
 

@@ -13,7 +13,7 @@ from tests.runtime.triton.shim import Shim
 from tests.waiting import wait_until
 
 from moonpool.ipc.errors import PeerGone
-from moonpool.ipc.messages import PROTOCOL_VERSION, Kind
+from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.triton.messages import FIRST_REGION, LAUNCHER_VERSION, Word
 
@@ -243,28 +243,61 @@ def test_memory_is_set_aside_for_an_instance_as_far_as_it_may_have_it(
 ) -> None:
     stub = start(DOUBLES, with_options(MOONPOOL_REGION_LIMIT_BYTES=str(1 << 24)))
     number = shim.number_of(stub)
+    asked = (number, stub.generation, Side.STUB)
 
-    shim.tell(Word.MEMORY, 1001, number, FIRST_REGION, 1 << 20, 5000)
+    shim.tell(Word.MEMORY, 1001, *asked, FIRST_REGION, 1 << 20, 5000)
     assert shim.hear(Word.SET_ASIDE, Word.REFUSED) == [Word.SET_ASIDE, 1001, 1 << 20]
     SharedRegion.adopt(FIRST_REGION, 1 << 20, *shim.fds).close()
     # In whole pages.
-    shim.tell(Word.MEMORY, 1002, number, FIRST_REGION + 1, 4096, 5000)
+    shim.tell(Word.MEMORY, 1002, *asked, FIRST_REGION + 1, 4096, 5000)
     assert shim.hear(Word.SET_ASIDE, Word.REFUSED) == [Word.SET_ASIDE, 1002, 8192]
     SharedRegion.adopt(FIRST_REGION + 1, 8192, *shim.fds).close()
     for wanted in (1 << 25, (1 << 63) - 1):
-        shim.tell(Word.MEMORY, wanted, number, FIRST_REGION + 2, 1 << 20, wanted)
+        shim.tell(Word.MEMORY, wanted, *asked, FIRST_REGION + 2, 1 << 20, wanted)
         word, question, _, message = shim.hear(Word.SET_ASIDE, Word.REFUSED)
         assert (word, question) == (Word.REFUSED, wanted)
         assert "raise MOONPOOL_REGION_LIMIT_BYTES" in message
     # Of one that has ended.
-    shim.tell(Word.MEMORY, 1003, number + 1, FIRST_REGION + 3, 1 << 20, 4096)
+    shim.tell(Word.MEMORY, 1003, number + 1, *asked[1:], FIRST_REGION + 3, 1 << 20, 4096)
     assert shim.hear(Word.SET_ASIDE, Word.REFUSED)[:2] == [Word.REFUSED, 1003]
+
+
+def test_memory_that_came_back_counts_and_is_set_aside_again(shim: Shim, start: Start) -> None:
+    options = {"MOONPOOL_REGION_LIMIT_BYTES": str(8 << 20), "MOONPOOL_SANDBOX": "strict"}
+    stub = start(DOUBLES, with_options(**options))
+    number = shim.number_of(stub)
+    asked = (number, stub.generation, Side.STUB)
+    files = []
+    for region in range(FIRST_REGION, FIRST_REGION + 3):
+        shim.tell(Word.MEMORY, region, *asked, region, 1 << 20, 4 << 20)
+        assert shim.hear(Word.SET_ASIDE, Word.REFUSED) == [Word.SET_ASIDE, region, 4 << 20]
+        files.append(os.fstat(shim.fds[0]).st_ino)
+        os.close(shim.fds[0])
+        shim.tell(Word.RETURNED, *asked, region)
+    assert len(set(files)) == 1
+    # What came back may still be in the process: 5 MiB of 8 are not there for anything else.
+    shim.tell(Word.MEMORY, 1, *asked, FIRST_REGION + 3, 1 << 20, 5 << 20)
+    assert shim.hear(Word.SET_ASIDE, Word.REFUSED)[:2] == [Word.REFUSED, 1]
+    # Of another generation, and one that nobody has.
+    shim.tell(Word.RETURNED, number, stub.generation + 1, Side.STUB, FIRST_REGION)
+    shim.tell(Word.RETURNED, number + 1, 1, Side.STUB, FIRST_REGION)
+    shim.tell(Word.MEMORY, 2, number, stub.generation + 1, Side.STUB, FIRST_REGION, 0, 4096)
+    assert shim.hear(Word.SET_ASIDE, Word.REFUSED)[:2] == [Word.REFUSED, 2]
 
 
 def test_more_memory_than_the_machine_has_is_refused(shim: Shim, start: Start) -> None:
     stub = start()
 
-    shim.tell(Word.MEMORY, 1001, shim.number_of(stub), FIRST_REGION, 1 << 20, 1 << 50)
+    shim.tell(
+        Word.MEMORY,
+        1001,
+        shim.number_of(stub),
+        stub.generation,
+        Side.STUB,
+        FIRST_REGION,
+        1 << 20,
+        1 << 50,
+    )
 
     word, _, _, message = shim.hear(Word.SET_ASIDE, Word.REFUSED)
     assert word == Word.REFUSED

@@ -63,7 +63,7 @@ def write(
     kind, group = f'backend: "{backend}"', "instance_group { kind: KIND_CPU }\n"
     if not text:
         kind, group = 'platform: "ensemble"', ""
-    datatype = "TYPE_STRING" if text == EVALUATES else "TYPE_UINT8"
+    datatype = "TYPE_STRING" if text.startswith(EVALUATES) else "TYPE_UINT8"
     config = CONFIG.format(kind=kind, datatype=datatype, more=group + more)
     (repository / name / "config.pbtxt").write_text(config)
     if text:
