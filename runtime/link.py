@@ -65,8 +65,8 @@ class Link(Overflow):
         is_shared: bool = False,
         make_lanes: Callable[[], Lanes] | None = None,
     ) -> None:
-        """`retire` tells the stub to forget a region. `requests` and `answers` are where its memory comes from; they
-        are owned from now on, also where this raises. `is_private` says that no other stub may see this one's memory,
+        """`retire` tells the stub to forget a region. `requests` and `answers` are where its memory comes from; both
+        are owned from now on. `is_private` says that no other stub may see this one's memory,
         nor this one theirs; and that what its model says of errors is not for everybody.
 
         `is_loaded`: the stub takes batches from the beginning. `is_shared`: others send it batches, too.
@@ -100,20 +100,8 @@ class Link(Overflow):
         # The batch that was sent last, and when the stub came to it, as far as it has said so.
         self._begun: tuple[int, int | None] = (0, None)
         self._answers = answers
-        try:
-            first = requests.region(0, region_bytes)
-        except BaseException:
-            requests.close()
-            answers.close()
-            raise
-        self.loans = Loans(
-            send_region,
-            first,
-            requests,
-            retire,
-            is_private=is_private,
-            lanes=self.open_lanes,
-        )
+        first, lanes = requests.region(0, region_bytes), self.open_lanes
+        self.loans = Loans(send_region, first, requests, retire, is_private=is_private, lanes=lanes)
         self._send_first(region_bytes)
 
     def _send_first(self, region_bytes: int) -> None:

@@ -50,7 +50,7 @@ class StubConnection:
         gpus: Sequence[int] | None = (),
         memory: tuple[RegionSource, RegionSource],
     ) -> None:
-        """Own the channels and the memory for requests and for answers, also where this raises `OutOfMemory`. `gpus` are those that the stub sees, None for all.
+        """Own the channels, also where this raises `OutOfMemory`, and the memory for requests and for answers. `gpus` are those that the stub sees, None for all.
 
         The rest is as for `Link`.
         """
