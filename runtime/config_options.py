@@ -244,7 +244,7 @@ OPTIONS = (
         "MOONPOOL_OPEN_FILES",
         "open_files",
         THREADS,
-        "The most descriptors that an instance's process may have open. At strict 1024, where nothing is said.",
+        "The most descriptors that an instance's process may have open. At strict 256, where nothing is said.",
     ),
     Option(
         "MOONPOOL_CPUS",

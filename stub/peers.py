@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import select
 import socket
 import sys
+from collections import deque
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.channel import Channel
@@ -30,27 +32,32 @@ class Peers:
         self._main = main
         self._start = start
         self._all: dict[int, Peer] = {}
-        # What is registered with epoll costs each packet some of the time that it takes to pass it on, so a stub that
-        # has one peer asks only when it wants to know.
-        self._poll = select.epoll() if start["shared"] else select.poll()
-        self._units_per_s = 1 if start["shared"] else 1000
+        # Not epoll: what is registered with it costs each packet some of the time that it takes to pass it on, and a
+        # contained stub may not use it.
+        self._poll = select.poll()
+        # Those that the main thread, which may be waiting, does not know of yet; and a pipe by which it hears of them.
+        self._arrivals: deque[Peer] = deque()
+        self._heard_fd = self._bell_fd = -1
+        if start["shared"]:
+            self._heard_fd, self._bell_fd = os.pipe()
+            self._poll.register(self._heard_fd, select.POLLIN)
         self._arrive(main)
 
     def add(self, work_fd: int, control_fd: int) -> None:
-        """Take in another process, which speaks as the runtime does after LOADED."""
+        """Take in another process, which speaks as the runtime does after LOADED; for a stub that is shared."""
         work = Channel(socket.socket(fileno=work_fd))
         # Its memory stands in for its overflow from the first message on.
         conversation = Conversation(work, Side.STUB, self._main.regions, after=Kind.LOADED)
         control = Channel(socket.socket(fileno=control_fd))
         peer = Peer(conversation, control, self._start, is_main=False)
         peer.control.listen(peer.regions, peer.cancel, _refuse)
-        self._arrive(peer)
+        self._arrivals.append(peer)
+        os.write(self._bell_fd, b"\0")
 
     def _arrive(self, peer: Peer) -> None:
         fd = peer.conversation.channel.fileno()
         self._all[fd] = peer
-        # The main thread, which may be waiting, hears of it at once.
-        self._poll.register(fd, select.EPOLLIN)
+        self._poll.register(fd, select.POLLIN)
 
     def drop(self, peer: Peer, because: MoonpoolError) -> None:
         """A front end is gone, or is not to be believed."""
@@ -71,8 +78,8 @@ class Peers:
         idle_s = 0.0
         while some := [peer for peer in self._all.copy().values() if peer.needs_care]:
             wait_s = _LOOK_S if any(peer.is_waited_for for peer in some) else _KEEP_S
-            if ready := self._poll.poll(wait_s * self._units_per_s):
-                return [self._all[fd] for fd, _ in ready]
+            if ready := self._poll.poll(wait_s * 1000):
+                return self._of(ready)
             if idle_s == 0.0:
                 gc.collect(1)  # the young ones: the others may take long
             elif idle_s < _KEEP_S <= idle_s + wait_s:
@@ -80,7 +87,14 @@ class Peers:
             idle_s += wait_s
             for peer in some:
                 peer.tidy(give_up_memory=idle_s >= _KEEP_S)
-        return [self._all[fd] for fd, _ in self._poll.poll()]
+        return self._of(self._poll.poll())
+
+    def _of(self, ready: list[tuple[int, int]]) -> list[Peer]:
+        """Whose descriptors these are. Those that have arrived are looked at from now on."""
+        if any(fd == self._heard_fd for fd, _ in ready):
+            os.read(self._heard_fd, 1)
+            self._arrive(self._arrivals.popleft())
+        return [self._all[fd] for fd, _ in ready if fd != self._heard_fd]
 
     def finish(self) -> None:
         """Before the process ends: wait until devices have done what others wait for."""

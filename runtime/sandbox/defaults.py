@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.config_options import ModelOptions
 
 _TASKS = 512
-_OPEN_FILES = 1024
+# Each may hold some hundred kilobytes of the kernel's memory, which no other limit counts.
+_OPEN_FILES = 256
 
 
 def hardened(options: ModelOptions) -> ModelOptions:

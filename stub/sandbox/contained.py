@@ -11,6 +11,8 @@ system calls forbids all the rest of it.
 from __future__ import annotations
 
 import os
+import select
+import selectors
 import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -81,6 +83,7 @@ class Contained:
         self._check_calls()
         with self._required("seccomp"):
             self._filter_calls(scoped=version >= landlock.KNOWS_SCOPES)
+        _choose_selector()
 
     @contextmanager
     def _optional(self) -> Iterator[None]:
@@ -111,7 +114,7 @@ class Contained:
         limits.share_processors(policy.cpus, policy.nice)
         limits.forbid_core_dumps()
         limits.forbid_what_outlives()
-        limits.limit_timers()
+        limits.limit_what_is_shared()
         self._applied.on.append("limits")
 
     def _choose_user(self) -> None:
@@ -238,7 +241,7 @@ class Contained:
     def _check_calls(self) -> None:
         """A grant that is misspelled is an error at all levels, and no reason to go without the filter."""
         machine = syscalls.this_machine()
-        unknown = set(self._policy.syscalls) - kernel.NUMBERS.keys() - {rules.FORK}
+        unknown = set(self._policy.syscalls) - kernel.NUMBERS.keys() - rules.GRANTED_TOGETHER
         if unknown and machine in syscalls.ARCHITECTURES:
             raise SandboxRefused(
                 "seccomp",
@@ -275,6 +278,14 @@ def tighten(policy: Policy) -> None:
         # What `best-effort` goes without was said when the layers were put on.
         if policy.level == STRICT:
             raise
+
+
+def _choose_selector() -> None:
+    """Have event loops wait with `poll` where the filter refuses epoll: they chose before it was on."""
+    try:
+        select.epoll().close()
+    except OSError:
+        selectors.DefaultSelector = selectors.PollSelector  # type: ignore[assignment,misc]
 
 
 def _install_filter(

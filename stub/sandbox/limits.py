@@ -18,6 +18,7 @@ _LIMITS = {
     "file_bytes": resource.RLIMIT_FSIZE,
 }
 _PENDING_SIGNALS = 1024
+_LOCKED_BYTES = 8 << 20
 # For messages that outlive a process, and for a place before all other processes.
 _NEVER = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
 
@@ -42,9 +43,11 @@ def forbid_what_outlives() -> None:
         _limit(which, 0, "message queues and priorities")
 
 
-def limit_timers() -> None:
-    """Signals that wait, and timers, are counted for all processes of the user: leave the others some."""
+def limit_what_is_shared() -> None:
+    """Leave the other processes of the user some of what is counted for all of them, and of memory that stays in place."""
+    # Timers are counted as signals that wait.
     _limit(resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS, "pending signals")
+    _limit(resource.RLIMIT_MEMLOCK, _LOCKED_BYTES, "locked memory")
 
 
 def limit_tasks(tasks: int) -> None:

@@ -40,9 +40,11 @@ _METADATA = """
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
 setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 """
+# Without epoll: its watches are counted for all processes of the user, and a process can have as many as the square of
+# its descriptors. Where the user has none left, the runtime cannot take another connection. Python's event loops use
+# `poll` then.
 _WAITING = """
-poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
-eventfd eventfd2 pipe pipe2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
+poll ppoll select pselect6 eventfd eventfd2 pipe pipe2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
 """
 # On the channels, and on what `socketpair` made: nothing else is a socket here. Without `sendmsg`, which takes descriptors
 # along: those that wait in a socket are counted for all processes of the user, the runtime included (unix(7)).
@@ -55,21 +57,26 @@ pkey_mprotect pkey_alloc pkey_free get_mempolicy
 """
 _THREADS = """
 futex futex_wait futex_wake futex_requeue futex_waitv set_robust_list set_tid_address rseq arch_prctl exit
-exit_group wait4 waitid sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_getattr
-sched_get_priority_max sched_get_priority_min getcpu
+exit_group wait4 waitid sched_yield sched_get_priority_max sched_get_priority_min getcpu
 """
 _SIGNALS = """
 rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack pause
 restart_syscall
 """
 _TIME = """
-clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times getitimer setitimer alarm
-timer_create timer_settime timer_gettime timer_getoverrun timer_delete
+nanosleep gettimeofday time times getitimer setitimer alarm
+timer_settime timer_gettime timer_getoverrun timer_delete
 """
+# Without `capget`, whose pid lies in memory: it says which processes there are.
 _ABOUT_ITSELF = """
-getpid getppid gettid getpgid getpgrp getsid getuid geteuid getresuid getgid getegid getresgid getgroups
-capget getpriority getrlimit setrlimit getrusage sysinfo uname getrandom
+getpid getppid gettid getpgrp getuid geteuid getresuid getgid getegid getresgid getgroups
+getrlimit setrlimit getrusage sysinfo uname getrandom
 """
+# Their first argument is a pid, and the answer says whether there is such a process. 0 is the process itself.
+_OF_A_PROCESS = """
+getpgid getsid sched_getaffinity sched_getparam sched_getscheduler sched_getattr prlimit64
+"""
+_OF_A_CLOCK = "clock_gettime clock_getres clock_nanosleep timer_create"
 _USUAL = " ".join(
     (_FILES, _WAITING, _SOCKETS, _MEMORY, _THREADS, _SIGNALS, _TIME, _ABOUT_ITSELF)
 ).split()
@@ -83,8 +90,12 @@ kexec_load kexec_file_load reboot swapon swapoff acct quotactl quotactl_fd iopl 
 KILLED = frozenset(_ATTACKS.split())
 # May be granted like a call: processes of its own, in whatever way libc begins them.
 FORK = "fork"
-# Its flags lie in memory, which no filter sees: libc turns to `clone` then.
-ABSENT = frozenset(["clone3"])
+# May be granted, too: locks on parts of files, with which SQLite keeps its own.
+LOCKS = "locks"
+GRANTED_TOGETHER = frozenset([FORK, LOCKS])
+# What is refused of these fails with ENOSYS. The flags of `clone3` lie in memory, which no filter sees, and libc turns to
+# `clone` then. `pthread_getattr_np` asks for the processors of its thread, and does without where there is no such call.
+ABSENT = frozenset(["clone3", "sched_getaffinity"])
 
 _CLONE_THREAD = 0x00010000
 # CLONE_PTRACE, PARENT (whose children would be the runtime's), UNTRACED, and NEW* of mnt, cgroup, uts, ipc, user, pid, net.
@@ -92,6 +103,7 @@ _CLONE_FORBIDDEN = 0x2000 | 0x8000 | 0x800000 | 0x20000 | 0x7E000000
 _O_NONBLOCK, _O_LARGEFILE, _ACCESS = 0x800, 0x8000 | 0x20000, 0o3
 _SOCK_TYPE = ALL_BITS & ~(0x800 | 0x80000)  # without SOCK_NONBLOCK and SOCK_CLOEXEC
 _MSG_FASTOPEN = 0x20000000
+_CLOCK_OF_TASK, _CLOCK_OF_THREAD = 0x80000000, 0x80000004
 
 
 def allowed(
@@ -107,8 +119,8 @@ def allowed(
 ) -> dict[str, Alternatives]:
     """What the process `pid` may call.
 
-    `ports`: whether it may open TCP connections. `granted`: names without any condition, and `fork` for
-    processes of its own. `gpu`: whether it talks to the driver of GPUs. `metadata`: whether it may change modes and times of the files it can reach.
+    `ports`: whether it may open TCP connections. `granted`: names without any condition, `fork` for
+    processes of its own, and `locks` for those on parts of files. `gpu`: whether it talks to the driver of GPUs. `metadata`: whether it may change modes and times of the files it can reach.
     `forks`: whether it is a template. `signals_are_scoped`: whether Landlock keeps signals inside.
     `launches`: whether it is to become another program, which puts on a filter of its own.
     """
@@ -133,10 +145,12 @@ def allowed(
     if forks:
         table["setsid"] = ()
     if forks or launches:
-        table.update(dict.fromkeys(_FURTHER_LAYERS, ()))
+        table["seccomp"] = ()
     if launches:
         table["execve"] = ()
-    table.update(dict.fromkeys(granted - {FORK}, ()))
+    if LOCKS in granted:
+        table["fcntl"] = (*table["fcntl"], *_one_of(1, _LOCKING))
+    table.update(dict.fromkeys(granted - GRANTED_TOGETHER, ()))
     return table
 
 
@@ -145,7 +159,18 @@ def _conditional(pid: int) -> dict[str, Alternatives]:
         "clone": (((0, _CLONE_THREAD | _CLONE_FORBIDDEN, (_CLONE_THREAD,)),),),
         "kill": _one_of(0, (pid,)),
         "tgkill": _one_of(0, (pid,)),
-        "prlimit64": _one_of(0, (0, pid)),
+        **dict.fromkeys(_OF_A_PROCESS.split(), _one_of(0, (0, pid))),
+        # PRIO_PROCESS
+        "getpriority": (((0, ALL_BITS, (0,)), (1, ALL_BITS, (0, pid))),),
+        # Clocks with negative numbers are a process's, whose pid is in the number, or a thread's, which the kernel gives
+        # to no other process.
+        **dict.fromkeys(
+            _OF_A_CLOCK.split(),
+            (
+                *_one_of_bits(0, _CLOCK_OF_TASK, 0),
+                *_one_of_bits(0, _CLOCK_OF_THREAD, _CLOCK_OF_THREAD),
+            ),
+        ),
         "personality": _one_of(0, (0xFFFFFFFF,)),
         # Mode 0 only sets memory aside; others could take it away from under the runtime.
         "fallocate": _one_of(1, (0,)),
@@ -171,6 +196,10 @@ def _options(level: int, values: Iterable[int]) -> tuple[Condition, ...]:
     return ((1, ALL_BITS, (level,)), (2, ALL_BITS, values))
 
 
+def _one_of_bits(argument: int, mask: int, value: int) -> Alternatives:
+    return (((argument, mask, (value,)),),)
+
+
 def _one_of(argument: int, values: Iterable[int]) -> Alternatives:
     return (((argument, ALL_BITS, values),),)
 
@@ -194,14 +223,18 @@ _GPU: dict[str, Alternatives] = {
     "bind": (),
     "listen": (),
 }
-# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, the same for open file descriptions,
-# F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS
-_FCNTLS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS. No locks on parts of files: a process may
+# hold any number of them, each is memory of the kernel's that no limit counts, and F_GETLK tells pids. `flock` locks
+# a whole file, once for each descriptor. No F_SETPIPE_SZ: sizes of pipes are counted for all processes of the user.
+_FCNTLS = (0, 1, 2, 3, 1030, 1032, 1034)
+# F_GETLK, F_SETLK, F_SETLKW, and the same for open file descriptions.
+_LOCKING = (5, 6, 7, 36, 37, 38)
 # PR_GET_PDEATHSIG, GET_DUMPABLE, SET_NAME, GET_NAME, GET_SECCOMP, CAPBSET_READ, SET and GET_TIMERSLACK,
 # SET and GET_NO_NEW_PRIVS, SET and GET_THP_DISABLE, SVE_GET_VL, GET_TAGGED_ADDR_CTRL, SME_GET_VL, SET_VMA
 _PRCTLS = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 51, 56, 64, 0x53564D41)
-# SO_REUSEADDR, SNDBUF, RCVBUF, KEEPALIVE, LINGER, RCVTIMEO and SNDTIMEO; not those that hand a program to the kernel.
-_SOCKET_OPTIONS = (2, 7, 8, 9, 13, 20, 21, 66, 67)
+# SO_REUSEADDR, KEEPALIVE, LINGER, RCVTIMEO and SNDTIMEO; not those that hand a program to the kernel, and not SO_SNDBUF and
+# RCVBUF: what a socket holds is memory that no limit counts.
+_SOCKET_OPTIONS = (2, 9, 13, 20, 21, 66, 67)
 # Of sockets of TCP also SO_BROADCAST, OOBINLINE, PRIORITY, REUSEPORT.
 _TCP_SOCKET_OPTIONS = (*_SOCKET_OPTIONS, 6, 10, 12, 15)
 # IPPROTO_TCP or the family's own: other protocols of streams are none of Landlock's.
@@ -222,9 +255,3 @@ _TCP: dict[str, Alternatives] = {
     "sendmsg": (((2, _MSG_FASTOPEN, (0,)),),),
     "sendmmsg": (((3, _MSG_FASTOPEN, (0,)),),),
 }
-_FURTHER_LAYERS = (
-    "landlock_create_ruleset",
-    "landlock_add_rule",
-    "landlock_restrict_self",
-    "seccomp",
-)

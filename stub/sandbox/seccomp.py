@@ -15,7 +15,7 @@ from moonpool.stub.sandbox import kernel, syscalls
 from moonpool.stub.sandbox.rules import ALL_BITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from moonpool.stub.sandbox.rules import Alternatives
 
@@ -44,10 +44,11 @@ def program(
     machine: str,
     allowed: Mapping[str, Alternatives],
     killed: Iterable[str] = (),
-    absent: Iterable[str] = (),
+    absent: Collection[str] = (),
 ) -> bytes:
     """The filter for `machine`. What it allows wins over what it kills; other machines' calls kill.
 
+    Of a call that is both allowed and absent, what its conditions refuse fails with ENOSYS.
     Names of calls that the machine does not have are passed over. Raises KeyError for an unknown machine.
     """
     numbers = syscalls.numbers(machine)
@@ -58,7 +59,8 @@ def program(
                 judged[numbers[name]] = code
     for name, alternatives in allowed.items():
         if name in numbers:
-            judged[numbers[name]] = _checking(alternatives) if alternatives else _LET_THROUGH
+            otherwise = _PRETEND_ABSENT if name in absent else _REFUSE
+            judged[numbers[name]] = _checking(alternatives, otherwise)
     instructions = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_IF_EQUAL, 1, 0, syscalls.ARCHITECTURES[machine]),
@@ -78,15 +80,17 @@ def install(filter_program: bytes) -> None:
         raise OSError(errno.EBUSY, f"thread {thread} has another filter")
 
 
-def _checking(alternatives: Alternatives) -> Code:
-    """Allow where one of the alternatives holds."""
+def _checking(alternatives: Alternatives, otherwise: Code) -> Code:
+    """Allow where one of the alternatives holds, or where there are none."""
+    if not alternatives:
+        return _LET_THROUGH
     code: Code = []
     for conditions in alternatives:
         checks = _LET_THROUGH
         for argument, mask, values in reversed(conditions):
             checks = _comparing(argument, mask, list(values), len(checks)) + checks
         code += checks
-    return code + _REFUSE
+    return code + otherwise
 
 
 def _comparing(argument: int, mask: int, values: list[int], rest: int) -> Code:

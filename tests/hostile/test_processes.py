@@ -107,6 +107,74 @@ def test_nothing_of_other_processes_is_within_reach(
     assert outcome.word in ATTEMPTS[attempt].strict, outcome
 
 
+# Calls that would say of a number whether it is a process's.
+QUESTIONS = [
+    "getpgid",
+    "getsid",
+    "getpriority",
+    "sched_getaffinity",
+    "sched_getscheduler",
+    "sched_getparam",
+    "sched_getattr",
+    "sched_rr_get_interval",
+    "ioprio_get",
+    "prlimit64",
+    "get_robust_list",
+    "capget",
+    "clock_gettime",
+    "clock_getres",
+    "timer_create",
+    "kill",
+    "tgkill",
+    "pidfd_open",
+    "move_pages",
+    "migrate_pages",
+    "setpgid",
+    "sched_setaffinity",
+]
+# What tells nobody apart at `off` either, where this user may not ask at all.
+FOR_OWNERS = {"move_pages", "migrate_pages", "setpgid", "get_robust_list"}
+
+
+def nobody_s_pid() -> int:
+    """A number that no process has."""
+    highest = int(Path("/proc/sys/kernel/pid_max").read_text())
+    return next(pid for pid in range(highest - 1, 1, -1) if not Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_model_learns_of_no_number_whether_it_is_a_process(
+    attackers: Attackers, scene: dict[str, Any], question: str
+) -> None:
+    pids = [1, scene["parent"], scene["sibling"], nobody_s_pid()]
+
+    outcome = attackers("strict").tries("processes.ask_about", question=question, pids=pids)
+
+    if outcome.word != "killed":
+        assert set(outcome.done) <= {"EPERM"} or set(outcome.done) <= {"ENOSYS"}, outcome
+
+
+@pytest.mark.parametrize("question", [each for each in QUESTIONS if each not in FOR_OWNERS])
+def test_without_a_sandbox_a_model_learns_it(
+    attackers: Attackers, scene: dict[str, Any], question: str
+) -> None:
+    pids = [scene["sibling"], nobody_s_pid()]
+
+    there, absent = attackers("off").finds("processes.ask_about", question=question, pids=pids)
+
+    assert there != absent
+
+
+def test_a_model_may_ask_about_itself(attackers: Attackers) -> None:
+    attacker = attackers("strict")
+    about = ["getpgid", "getsid", "getpriority", "sched_getaffinity", "sched_getscheduler"]
+
+    for question in about:
+        pids = [0, attacker.pid]
+        said = attacker.finds("processes.ask_about", question=question, pids=pids)
+        assert said == ["done", "done"]
+
+
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 

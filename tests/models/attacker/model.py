@@ -14,6 +14,7 @@ import tries_memory
 import tries_network
 import tries_processes
 import tries_protocol
+import tries_resources
 import tries_self
 
 MODULES = {
@@ -23,6 +24,7 @@ MODULES = {
     "network": tries_network,
     "processes": tries_processes,
     "protocol": tries_protocol,
+    "resources": tries_resources,
     "self": tries_self,
 }
 

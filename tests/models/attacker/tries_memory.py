@@ -56,13 +56,17 @@ def lock_all():
 
 def timers(count):
     """How many of so many timers can be had."""
-    timer = ctypes.c_int()
-    for made in range(count):
-        try:
+    timers = [ctypes.c_int() for _ in range(count)]
+    made = 0
+    try:
+        for timer in timers:
             call("timer_create", 1, None, ctypes.byref(timer))
-        except BlockingIOError:
-            return made
-    return count
+            made += 1
+    except BlockingIOError:
+        pass
+    for timer in timers[:made]:
+        call("timer_delete", timer.value)
+    return made
 
 
 def stack_overflow():

@@ -130,6 +130,69 @@ def list_of_process(pid, name):
     return len(os.listdir(f"/proc/{pid}/{name}"))
 
 
+def _clock(pid):
+    """The number of a process's clock of processor time."""
+    time = (ctypes.c_long * 2)()
+    return ~pid << 3 | 2, ctypes.byref(time)
+
+
+def _capabilities(pid):
+    header = (ctypes.c_uint32 * 2)(0x20080522, pid)
+    call("capget", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
+
+
+def _schedule(pid):
+    call("sched_getattr", pid, ctypes.byref((ctypes.c_uint8 * 64)()), 64, 0)
+
+
+def _interval(pid):
+    call("sched_rr_get_interval", pid, ctypes.byref((ctypes.c_long * 2)()))
+
+
+def _robust_list(pid):
+    call("get_robust_list", pid, ctypes.byref(ctypes.c_void_p()), ctypes.byref(ctypes.c_size_t()))
+
+
+# Calls that say of a pid whether there is such a process.
+QUESTIONS = {
+    "getpgid": os.getpgid,
+    "getsid": os.getsid,
+    "getpriority": lambda pid: os.getpriority(os.PRIO_PROCESS, pid),
+    "sched_getaffinity": os.sched_getaffinity,
+    "sched_getscheduler": os.sched_getscheduler,
+    "sched_getparam": os.sched_getparam,
+    "sched_getattr": _schedule,
+    "sched_rr_get_interval": _interval,
+    "ioprio_get": lambda pid: call("ioprio_get", 1, pid),
+    "prlimit64": lambda pid: resource.prlimit(pid, resource.RLIMIT_NOFILE),
+    "get_robust_list": _robust_list,
+    "capget": _capabilities,
+    "clock_gettime": lambda pid: call("clock_gettime", *_clock(pid)),
+    "clock_getres": lambda pid: call("clock_getres", *_clock(pid)),
+    "timer_create": lambda pid: call("timer_create", _clock(pid)[0], None, _clock(pid)[1]),
+    "kill": lambda pid: os.kill(pid, 0),
+    "tgkill": lambda pid: call("tgkill", pid, pid, 0),
+    "pidfd_open": lambda pid: os.close(call("pidfd_open", pid, 0)),
+    "move_pages": lambda pid: call("move_pages", pid, 0, None, None, None, 0),
+    "migrate_pages": lambda pid: call("migrate_pages", pid, 0, None, None),
+    "setpgid": lambda pid: os.setpgid(pid, 1 << 21),
+    "sched_setaffinity": lambda pid: os.sched_setaffinity(pid, os.sched_getaffinity(0)),
+}
+
+
+def ask_about(question, pids):
+    """What a call says of each of these."""
+    answers = []
+    for pid in pids:
+        try:
+            QUESTIONS[question](pid)
+        except OSError as error:
+            answers.append(errno.errorcode[error.errno])
+        else:
+            answers.append("done")
+    return answers
+
+
 def list_processes():
     return sum(name.isdigit() for name in os.listdir("/proc"))
 
@@ -155,7 +218,7 @@ def raise_own_limit():
 
 
 def slow_down(pid):
-    os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid))
+    os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def hurry():
@@ -163,7 +226,7 @@ def hurry():
 
 
 def pin(pid):
-    os.sched_setaffinity(pid, os.sched_getaffinity(pid))
+    os.sched_setaffinity(pid, os.sched_getaffinity(0))
 
 
 def schedule(pid):

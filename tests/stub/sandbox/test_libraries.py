@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ if landlock.abi() < landlock.KNOWS_TRUNCATE:
     pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)
 
 
-def used(identity: Identity, library: str, *uses: str) -> list[str]:
+def used(identity: Identity, library: str, *uses: str, syscalls: Sequence[str] = ()) -> list[str]:
     """Import a library of this interpreter's inside the sandbox and use it; what came of each."""
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
@@ -29,7 +30,13 @@ def used(identity: Identity, library: str, *uses: str) -> list[str]:
     here = Identity(identity.uid, own, identity.folder)
     limits = {"memory_bytes": 6 << 30, "tasks": 64, "open_files": 256}
     with identity.scratch() as scratch:
-        policy = here.policy(read=[packages], scratch=scratch, scratch_bytes=1 << 24, limits=limits)
+        policy = here.policy(
+            read=[packages],
+            scratch=scratch,
+            scratch_bytes=1 << 24,
+            limits=limits,
+            syscalls=syscalls,
+        )
         before = (
             f"import os, sys; sys.path[:0] = [{packages!r}]; os.environ['HOME'] = {scratch!r}; "
             f"os.environ['TMPDIR'] = {scratch!r}"
@@ -90,7 +97,17 @@ def test_asyncio_and_sqlite_work_as_well(identity: Identity) -> None:
         identity,
         "asyncio",
         "asyncio.run(asyncio.wait_for(asyncio.to_thread(sum, [1, 2]), 5))",
-        "import sqlite3; sqlite3.connect('a.db').execute('create table t (x)')",
+        "import sqlite3; sqlite3.connect('file:a.db?nolock=1', uri=True).execute('create table t (x)')",
     )
 
     assert results == ["ok None", "ok 3", "ok None"]
+
+
+def test_sqlite_locks_its_files_where_that_is_granted(identity: Identity) -> None:
+    use = "import sqlite3; sqlite3.connect('a.db').execute('create table t (x)')"
+
+    _, refused = used(identity, "sqlite3", use)
+    _, granted = used(identity, "sqlite3", use, syscalls=["locks"])
+
+    assert "OperationalError" in refused
+    assert granted.startswith("ok ")

@@ -15,6 +15,7 @@ TABLES = {
     "usual": rules.allowed(pid=PID),
     "ports": rules.allowed(pid=PID, ports=True),
     "ports and processes": rules.allowed(pid=PID, ports=True, granted=["fork"]),
+    "locks": rules.allowed(pid=PID, granted=["locks"]),
     "own files": rules.allowed(pid=PID, metadata=True),
     "template": rules.allowed(pid=PID, forks=True, signals_are_scoped=True),
     "launcher": rules.allowed(pid=PID, launches=True),
@@ -43,14 +44,50 @@ BY_ARGUMENT = {
     ),
     "kill": ([PID, 15], [1, 9], [PID + 1, 9], [0, 9], [-1, 9], [-PID, 9]),
     "tgkill": ([PID, PID, 6], [1, 1, 9], [-1, 1, 9]),
+    **dict.fromkeys(
+        ["getpgid", "getsid", "sched_getparam", "sched_getscheduler"],
+        ([0], [1], [PID + 1]),
+    ),
+    "sched_getattr": ([PID, 0, 48, 0], [1, 0, 48, 0]),
+    "sched_getaffinity": ([PID, 128, 0], [1, 128, 0], [PID + 1, 128, 0]),
+    "getpriority": ([0, 0], [0, 1], [1, 0], [2, 0]),
+    # CLOCK_MONOTONIC, a thread's; a process's, and a device's.
+    **dict.fromkeys(
+        ["clock_gettime", "clock_getres", "clock_nanosleep", "timer_create"],
+        ([1], [~PID << 3 | 2], [~1 << 3 | 2], [~5 << 3 | 3]),
+    ),
     "prlimit64": ([0, 7, 0, 1], [1, 7, 0, 1], [PID + 1, 7, 1, 0]),
     "fallocate": ([3, 0, 0, 4096], [3, 3, 0, 4096]),
     "madvise": ([0, 4096, 4], [0, 4096, 9], [0, 4096, 12], [0, 4096, 100]),
     "ioctl": ([1, 0x5401], [1, 0x5412], [1, 0x5452], [1, 0x541C]),
-    "fcntl": ([3, 1], [3, 8, 1], [3, 10, 9], [3, 15, 0], [3, 1024, 1], [3, 1031, 1 << 20]),
+    "fcntl": (
+        [3, 1],
+        [3, 8, 1],
+        [3, 10, 9],
+        [3, 15, 0],
+        [3, 1024, 1],
+        [3, 1031, 1 << 20],
+        [3, 5],
+        [3, 6],
+        [3, 7],
+        [3, 36],
+        [3, 37],
+        [3, 38],
+    ),
     "prctl": ([15, 0], [1, 0], [4, 1], [22, 2], [24, 0], [35, 9], [0x59616D61, 1], [8, 1], [28, 0]),
     "socketpair": ([1, 1, 0], [1, 2, 0], [1, 3, 0], [2, 1, 0], [16, 1, 0]),
-    "setsockopt": ([3, 1, 7], [3, 1, 26], [3, 1, 50], [3, 1, 51], [3, 6, 31], [3, 0, 64]),
+    "setsockopt": (
+        [3, 1, 20],
+        [3, 1, 7],
+        [3, 1, 8],
+        [3, 1, 32],
+        [3, 1, 33],
+        [3, 1, 26],
+        [3, 1, 50],
+        [3, 1, 51],
+        [3, 6, 31],
+        [3, 0, 64],
+    ),
     "personality": ([0xFFFFFFFF], [0x0040000], [0]),
 }
 
@@ -61,8 +98,9 @@ def test_a_call_is_judged_by_its_arguments(machine: str, name: str) -> None:
     good, *bad = BY_ARGUMENT[name]
 
     assert judged(machine, name, *good) == ALLOW
+    refused = ENOSYS if name in rules.ABSENT else EPERM
     assert {tuple(each): judged(machine, name, *each) for each in bad} == {
-        tuple(each): EPERM for each in bad
+        tuple(each): refused for each in bad
     }
 
 
@@ -70,6 +108,19 @@ def test_every_rule_about_arguments_is_tried_here() -> None:
     conditional = {name for name, alternatives in rules.allowed(pid=PID).items() if alternatives}
 
     assert conditional == set(BY_ARGUMENT)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_thread_may_read_its_own_clock(machine: str) -> None:
+    """Of whose thread a number is, the kernel sees to."""
+    assert judged(machine, "clock_gettime", ~PID << 3 | 4 | 2) == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("command", [5, 6, 7, 36, 37, 38])
+def test_parts_of_files_are_locked_where_that_is_granted(machine: str, command: int) -> None:
+    assert judged(machine, "fcntl", 3, command, kind="locks") == ALLOW
+    assert judged(machine, "fcntl", 3, 1031, kind="locks") == EPERM
 
 
 @pytest.mark.parametrize("machine", MACHINES)
