@@ -29,13 +29,21 @@ _DRAIN_READS = 64
 # Other than newline and tab; a terminal obeys some of them.
 _CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if code != 9}
 # What begins a line, or turns the direction of one around, so that it reads as something else.
-_DIRECTIONS = [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_DIRECTIONS = [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x2070)]
 _CONTROL |= {code: f"\\u{code:04x}" for code in _DIRECTIONS}
+
+
+_IN_JSON = {code: f"\\u{code:04x}" for code in _CONTROL}
 
 
 def harmless(text: str) -> str:
     """The text with control characters shown rather than obeyed."""
     return text.translate(_CONTROL)
+
+
+def harmless_json(text: str) -> str:
+    """The text of a JSON value with the same characters escaped: it is the same value."""
+    return text.translate(_IN_JSON)
 
 
 def _shown(line: bytes) -> str:

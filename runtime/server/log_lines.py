@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from moonpool.runtime.output import harmless
+from moonpool.runtime.output import harmless, harmless_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +131,7 @@ class ServerLog(logging.Handler):
                 "logger": record.name,
                 "text": text,
             }
-            return json.dumps(shown, ensure_ascii=False)
+            return harmless_json(json.dumps(shown, ensure_ascii=False))
         letter = _LETTERS.get(record.levelname, "I")
         if self.options.log_format == "ISO8601":
             head = f"{time:%Y-%m-%dT%H:%M:%SZ} {letter}"

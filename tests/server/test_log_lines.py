@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import re
+import unicodedata
 from pathlib import Path
 
 import pytest
 
 from moonpool.runtime.server.log_lines import LogOptions, ServerLog, logged
 
+_BIDI = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 LOG = logging.getLogger("moonpool.server")
 
 
@@ -66,6 +68,22 @@ def test_nobody_can_forge_a_line(log_format: str) -> None:
     (line,) = lines(LogOptions(log_format=log_format), (logging.INFO, forged))
 
     assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("log_format", ["default", "ISO8601", "json"])
+def test_no_character_of_a_line_does_something_to_who_reads_it(log_format: str) -> None:
+    said = "".join(map(chr, (*range(0x2100), *range(0xFFF0))))
+    acting = [each for each in said if unicodedata.category(each) in ("Cc", "Zl", "Zp")]
+    turning = [each for each in said if unicodedata.bidirectional(each) in _BIDI]
+    assert {"\x07", "\x7f", "\x85", "\x9b", "\u2028"} <= {*acting}
+    assert {"\u061c", "\u200e", "\u202e", "\u2066"} <= {*turning, "\u061c", "\u200e"}
+    text = "a" + "".join({*acting, *turning, "\u061c", "\u200e", "\u200f"} - {"\t"}) + "ä"
+
+    (line,) = lines(LogOptions(log_format=log_format), (logging.INFO, text))
+
+    assert not {*line} & ({*text} - {"a", "ä"})
+    if log_format == "json":
+        assert json.loads(line)["text"] == text
 
 
 def test_a_table_has_its_lines() -> None:
