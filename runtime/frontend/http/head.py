@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,24 @@ if TYPE_CHECKING:
 # and those of other clients' making are parsed as they come.
 _MEMORABLE_BYTES = 2048
 _VERSIONS = ("1.0", "1.1")
+# What decides where a request ends, whose it is and how it is read.
+_SINGLE = frozenset(
+    (
+        b"authorization",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"inference-header-content-length",
+        b"origin",
+        b"sec-fetch-dest",
+        b"sec-fetch-mode",
+        b"sec-fetch-site",
+        b"transfer-encoding",
+        b"user-agent",
+    )
+)
 
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON: Headers = ((b"Content-Type", b"application/json"),)
@@ -56,8 +75,10 @@ class Head:
         self.target = target
         self.version = version
         self.raw_headers = raw
-        # By lower-case name; of several headers of one name the last.
+        # By lower-case name; the values of one name are a list, as HTTP has it.
         self.headers = dict(raw)
+        if len(self.headers) != len(raw):
+            self.headers = _joined(raw)
         self.content_length = int(self.headers.get(b"content-length", b"0"))
         self.is_chunked = b"transfer-encoding" in self.headers
         self.expects_continue = self.headers.get(b"expect", b"").lower() == b"100-continue"
@@ -114,13 +135,39 @@ class HeadParser:
             raise BadMessage(
                 HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, f"HTTP/{head.version} is not spoken here"
             )
+        if len(head.headers) != len(head.raw_headers):
+            _check_repeated(head)
         encoding = head.headers.get(b"transfer-encoding")
         if encoding is not None and encoding.lower() != b"chunked":
             raise BadMessage(
                 HTTPStatus.NOT_IMPLEMENTED,
                 f"unknown transfer encoding '{encoding.decode('latin-1')}'",
             )
+        if encoding is not None and head.version == "1.0":
+            # A proxy of that version passes it on without understanding it.
+            raise BadMessage(HTTPStatus.BAD_REQUEST, "malformed request: chunks in HTTP/1.0")
         return head
+
+
+def _joined(raw: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    values: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for name, value in raw:
+        values[name].append(value)
+    return {name: b", ".join(given) for name, given in values.items()}
+
+
+def _check_repeated(head: Head) -> None:
+    """Raise `BadMessage` for a header that stands twice and has one value.
+
+    A proxy before this server may go by the other one.
+    """
+    seen = set()
+    for name, _ in head.raw_headers:
+        if name in seen and name in _SINGLE:
+            raise BadMessage(
+                HTTPStatus.BAD_REQUEST, f"malformed request: two headers '{name.decode()}'"
+            )
+        seen.add(name)
 
 
 class Heads:

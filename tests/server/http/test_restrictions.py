@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.server.http.listening import Client
 from tests.server.http.served import served
 from tests.server.http.serving import Serving
 
@@ -51,6 +52,14 @@ def test_a_restricted_api_asks_for_its_header(guarded: Serving) -> None:
         assert reply.headers["content-type"] == "text/plain"
     assert guarded.get(path, {"ADMIN-KEY": "v"}).status == 200
     assert guarded.get("/v2/health/live").status == 200
+
+
+def test_a_header_that_stands_twice_is_not_the_one_that_is_asked_for(guarded: Serving) -> None:
+    for values in (("wrong", "v"), ("v", "wrong")):
+        lines = "".join(f"Admin-Key: {value}\r\n" for value in values)
+        with Client(guarded.port) as client:
+            client.send(f"GET /v2/models/add_sub/stats HTTP/1.1\r\n{lines}\r\n".encode())
+            assert client.answer().status == 403
 
 
 @pytest.mark.parametrize("what", ["infer", "generate", "generate_stream"])
