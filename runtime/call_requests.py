@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import CODES, MoonpoolError, RemoteProtocolError
 from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY
+from moonpool.runtime.details import check_finite
 from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable
 from moonpool.runtime.public_text import public_text
 from moonpool.runtime.request import Details
@@ -47,6 +48,7 @@ def make_call_request(
         request_id, correlation_id, flags, parameters, trace, memory, device = told or _UNTOLD
         if memory == DEVICE_MEMORY:
             memory, device = _device_of(asker, device)
+        check_finite(parameters or {})
         details = Details(
             request_id,
             correlation_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from typing import TYPE_CHECKING
@@ -118,6 +119,13 @@ def _text(name: str, value: object, length: int) -> str:
     return str(value)
 
 
+def check_finite(parameters: Mapping[str, Parameter]) -> None:
+    """Raise `InvalidRequest` for NaN and infinities: whoever gets parameters gets them as JSON, which has neither."""
+    for key, value in parameters.items():
+        if type(value) is float and not math.isfinite(value):
+            raise InvalidRequest(f"parameter {key!r:.80} must be a finite number, not {value}")
+
+
 def _parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
     if len(parameters) > MAX_PARAMETERS:
         raise InvalidRequest(
@@ -135,4 +143,5 @@ def _parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         elif type(value) is int and not -(2**63) <= value <= _UINT64:
             raise InvalidRequest(f"parameter {key!r} has more than 64 bits")
         checked[_text("the name of a parameter", key, LONG)] = value
+    check_finite(checked)
     return checked

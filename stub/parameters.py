@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Union
 
 from moonpool.stub.errors import TritonModelException
@@ -16,7 +17,7 @@ Parameter = Union[bool, int, float, str]
 def checked(parameters: object) -> dict[str, Parameter] | None:
     """A copy of the parameters that a model gave, or None where there are none.
 
-    Raises TritonModelException for what is no dict, and for keys and values of other types.
+    Raises TritonModelException for what is no dict, for keys and values of other types, and for NaN and infinities.
     """
     if parameters is None:
         return None
@@ -31,6 +32,11 @@ def checked(parameters: object) -> dict[str, Parameter] | None:
         if not isinstance(value, (bool, int, float, str)):
             raise TritonModelException(
                 f"Expect parameters values to have type bool/int/str, found type {type(value)}"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            # They travel in JSON, which has neither.
+            raise TritonModelException(
+                f"Expect parameters values to be finite, found {key!r:.80}: {value}"
             )
     return dict(parameters)
 

@@ -88,15 +88,24 @@ def show(outputs: Mapping[str, NDArray[Any]], config: ModelConfig) -> None:
         print(array)
 
 
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
 def plain(array: NDArray[Any]) -> object:
-    """What JSON can hold: bytes become text, as UTF-8 where they are that."""
-    if array.dtype != object:
-        return array.tolist()
-    texts = [
-        item.decode("utf-8", "backslashreplace") if isinstance(item, bytes) else item
-        for item in array.ravel()
+    """Return values that JSON can hold.
+
+    Bytes become text, as UTF-8 where they are that. NaN and infinities become the texts "NaN", "Infinity" and
+    "-Infinity", as in the JSON of protocol buffers.
+    """
+    values = [
+        item.decode("utf-8", "backslashreplace")
+        if isinstance(item, bytes)
+        else _NOT_FINITE.get(str(item), item)
+        if isinstance(item, float)
+        else item
+        for item in array.ravel().tolist()
     ]
-    return np.array(texts, dtype=object).reshape(array.shape).tolist()
+    return np.array(values, dtype=object).reshape(array.shape).tolist()
 
 
 def _write(outputs: dict[str, NDArray[Any]], folder: Path) -> None:

@@ -116,6 +116,10 @@ def test_other_wrong_types_are_type_errors() -> None:
             {"parameters": {"a": None}},
             "Expect parameters values to have type bool/int/str, found type <class 'NoneType'>",
         ),
+        (
+            {"parameters": {"a": float("nan")}},
+            "Expect parameters values to be finite, found 'a': nan",
+        ),
     ],
 )
 def test_wrong_values_are_refused_in_tritons_words(changes: dict[str, Any], text: str) -> None:

@@ -62,6 +62,12 @@ def test_an_empty_output_is_an_error_of_tritons() -> None:
         InferenceResponse(outputs)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_parameters_are_numbers_that_json_has(value: float) -> None:
+    with pytest.raises(TritonModelException, match=r"to be finite, found 'a': -?(nan|inf)$"):
+        InferenceResponse([], parameters={"a": value})
+
+
 def test_parameters_are_checked() -> None:
     parameters: Any = ["a"]
     with pytest.raises(TritonModelException, match=", got <class 'list'>"):

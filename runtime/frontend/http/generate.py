@@ -10,7 +10,7 @@ from starlette.responses import Response as Answer
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import CODES
-from moonpool.runtime.details import details_of, with_parameters
+from moonpool.runtime.details import check_finite, details_of, with_parameters
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.frontend.http.exchange import error_body
 from moonpool.runtime.frontend.http.json_text import (
@@ -201,6 +201,7 @@ def _shown(hosted: Hosted, response: Response, most_bytes: int) -> bytes:
     }
     if response.request_id:
         shown["id"] = response.request_id
+    check_finite(response.parameters)
     shown |= response.parameters
     check_values(sum(output.raw.nbytes for output in outputs.values()), most_bytes)
     for name, output in outputs.items():

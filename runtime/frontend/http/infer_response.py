@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import NAMES
+from moonpool.runtime.details import check_finite
 from moonpool.runtime.frontend.classification import classify, read_labels
 from moonpool.runtime.frontend.http.head import JSON
 from moonpool.runtime.frontend.http.json_text import check_values, dumps
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.http.head import Headers
     from moonpool.runtime.frontend.http.infer_request import OutputPlan, Plan
     from moonpool.runtime.frontend.service import Service
-    from moonpool.runtime.request import Response
+    from moonpool.runtime.request import Parameter, Response
 
 _MEMORABLE_ID = 64
 # The JSON and the headers of responses that differ in the numbers of their tensors only.
@@ -87,11 +88,15 @@ def _plain(
 
 
 def _root(
-    model: Model, request_id: str, outputs: list[dict[str, Any]], parameters: Mapping[str, object]
+    model: Model,
+    request_id: str,
+    outputs: list[dict[str, Any]],
+    parameters: Mapping[str, Parameter],
 ) -> dict[str, Any]:
     root: dict[str, Any] = {"id": request_id} if request_id else {}
     root |= {"model_name": model.name, "model_version": str(model.version)}
     if parameters:
+        check_finite(parameters)
         root["parameters"] = dict(parameters)
     root["outputs"] = outputs
     return root

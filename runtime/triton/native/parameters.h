@@ -1,6 +1,7 @@
 // Parameters of requests and responses, as Triton has them and as they travel.
 #pragma once
 
+#include <cmath>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -52,6 +53,9 @@ void set_parameter(T* owner, const Setters<T>& set, const Entry& entry) {
     check(set.integer(owner, name.c_str(), number));
   } else if (value.form == Form::kFlag) {
     check(set.flag(owner, name.c_str(), value.number != 0));
+  } else if (value.form == Form::kReal && !std::isfinite(value.real)) {
+    // The server writes it into JSON, which has no such number.
+    throw Failure(triton::kInvalidArg, "parameter '" + name + "' must be a finite number");
   } else if (value.form == Form::kReal && set.real) {
     check(set.real(owner, name.c_str(), value.real));
   } else {

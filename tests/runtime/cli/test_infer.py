@@ -47,6 +47,24 @@ def test_texts_come_out_as_json(cli: CommandLine) -> None:
     assert json.loads(ended.stdout) == {"ANSWER": [["alive: für Elise"]]}
 
 
+@pytest.mark.parametrize("datatype", ["FP32", "FP16"])
+def test_what_json_has_no_number_for_comes_out_as_text(cli: CommandLine, datatype: str) -> None:
+    kind = {"FP32": "Float32", "FP16": "Float16"}[datatype]
+    write_model(
+        cli.folder / "models",
+        "same",
+        f"from moonpool import {kind}\n\n\nclass Same:\n"
+        f"    def __call__(self, X: {kind}[:]) -> {kind}[:]:\n        return X\n",
+    )
+    np.save(cli.folder / "x.npy", np.array([1, np.nan, np.inf, -np.inf], kind.lower()))
+
+    ended = cli("infer", "models", "same", "--input", "X=@x.npy", "--json")
+
+    assert list(json.loads(ended.stdout, parse_constant=pytest.fail).values()) == [
+        [1.0, "NaN", "Infinity", "-Infinity"]
+    ]
+
+
 def test_texts_come_out_as_a_file_without_pickle(cli: CommandLine) -> None:
     cli("infer", MODELS, "crashes", "--input", 'WISH=[["a"]]', "--output-dir", ".")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from tests.server.grpc.asking import FOUR, add_sub, packed, refused, repeat, text
@@ -122,6 +123,17 @@ def test_the_best_classes_of_an_output_come_in_its_place(serve: Serve) -> None:
 
     assert (answer.outputs[0].datatype, list(answer.outputs[0].shape)) == ("BYTES", [2])
     assert answer.raw_output_contents[0] == packed([b"6.000000:3", b"4.000000:2"])
+
+
+def test_a_parameter_that_json_does_not_have_is_refused(serve: Serve) -> None:
+    stub = serve("told").stub()
+    for value in (float("nan"), float("inf")):
+        asked = messages.ModelInferRequest(model_name="told")
+        asked.inputs.add(name="X", datatype="FP32", shape=[1])
+        asked.raw_input_contents.append(bytes(4))
+        asked.parameters["p"].double_param = value
+        with pytest.raises(grpc.RpcError, match="parameter 'p' must be a finite number"):
+            stub.ModelInfer(asked, timeout=TIMEOUT_S)
 
 
 def test_a_model_is_told_what_came_with_the_request(serve: Serve) -> None:

@@ -33,6 +33,7 @@ ECHO = {
 PLAIN = {"input": [tensor("X", "UINT8", -1)], "output": [tensor("OUT_X", "UINT8", -1)]}
 TEXT = {"input": [tensor("X", "STRING", 1)], "output": [tensor("OUT_X", "STRING", 1)]}
 HOLDS = {"input": [tensor("X", "BOOL", 1)], "output": [tensor("Y", "INT32", 1)]}
+NOT_FINITE = {"input": [tensor("X", "STRING", 1)], "output": [tensor("Y", "INT32", 1)]}
 SPEAKS = {
     "input": [
         tensor("text_input", "STRING", 1),
@@ -50,6 +51,7 @@ SOURCES: dict[str, tuple[Path, dict[str, Any] | None]] = {
     "text": (MODELS / "echo.py", TEXT),
     "holds": (MODELS / "holds.py", HOLDS),
     "speaks": (MODELS / "speaks.py", SPEAKS),
+    "not_finite": (MODELS / "not_finite.py", NOT_FINITE),
 }
 
 
@@ -78,6 +80,7 @@ def warm_up(serving: Serving) -> None:
         "plain": [("X", "UINT8", [1], [0])],
         "text": [("X", "BYTES", [1], [""])],
         "holds": [("X", "BOOL", [1], [False])],
+        "not_finite": [("X", "BYTES", [1], ["0.5"])],
     }
     for model, inputs in asked.items():
         given = [

@@ -141,6 +141,38 @@ def test_numbers_that_json_does_not_have_travel_as_triton_writes_them(serving: S
     assert b'"data":[NaN,Infinity,-Infinity]' in serving.post(ECHO, body).body
 
 
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
+def test_a_response_parameter_that_json_does_not_have_is_an_error(
+    serving: Serving, number: str, path: str
+) -> None:
+    inputs = [{"name": "X", "datatype": "BYTES", "shape": [1], "data": [number]}]
+    reply = serving.post(
+        f"/v2/models/not_finite/{path}", {"inputs": inputs} if path == "infer" else {"X": number}
+    )
+
+    text = reply.body.removeprefix(b"data: ").decode()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "error": f"parameter 'score' must be a finite number, not {number}"
+    }
+    assert reply.status == 400
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_request_parameter_that_json_does_not_have_is_refused(
+    serving: Serving, number: str
+) -> None:
+    inputs = '[{"name":"X","datatype":"BYTES","shape":[1],"data":["1"]}]'
+    for path, body in (
+        ("text/infer", f'{{"inputs":{inputs},"parameters":{{"p":{number}}}}}'),
+        ("speaks/generate", f'{{"text_input":"a","p":{number}}}'),
+        ("speaks/generate_stream", f'{{"text_input":"a","parameters":{{"p":{number}}}}}'),
+    ):
+        reply = serving.post(f"/v2/models/{path}", body.encode())
+        assert reply.status == 400
+        assert reply.error.startswith("parameter 'p' must be a finite number, not ")
+
+
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("count", [4, LARGE])
 def test_triton_s_client_gets_what_it_sent(
