@@ -19,11 +19,10 @@ class Concurrency:
     """Closed loop: so many callers, each of which asks again when it was answered."""
 
     callers: int
-    unit = "callers"
 
     @property
-    def label(self) -> str:
-        return str(self.callers)
+    def words(self) -> str:
+        return f"{self.callers} caller{'s' if self.callers > 1 else ''}"
 
     def as_dict(self) -> dict[str, object]:
         return {"concurrency": self.callers}
@@ -35,11 +34,10 @@ class Rate:
 
     per_s: float
     distribution: str = "poisson"
-    unit = "requests/s"
 
     @property
-    def label(self) -> str:
-        return f"{self.per_s:g}"
+    def words(self) -> str:
+        return f"{self.per_s:g} requests/s asked for"
 
     def as_dict(self) -> dict[str, object]:
         return {"request_rate": self.per_s, "distribution": self.distribution}

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Grows when an older reader would misunderstand a file.
 FORMAT = 1
+# Of the files of one result.
+SUFFIXES = (".json", ".csv", ".png")
 
 
 class BadResult(MoonpoolError):
@@ -106,7 +108,32 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is of format {found.get('format')!r}, and this version reads {FORMAT}; "
             "measure it anew"
         )
+    if missing := _missing(found):
+        raise BadResult(f"{path} is no result of `moonpool bench`: {missing}; measure it anew")
     return found
+
+
+def _missing(found: Mapping[str, Any]) -> str | None:
+    """What a file lacks that every result has; None if nothing."""
+    kinds = {"model": str, "where": str, "date": str, "inputs": dict}
+    for name, kind in kinds.items():
+        if not isinstance(found.get(name), kind):
+            return f"it has no `{name}`"
+    if not all(isinstance(each, list) and each for each in found["inputs"].values()):
+        return "an entry of `inputs` is no list"
+    if not isinstance(found.get("configuration_fields", {}), dict | None):
+        return "`configuration_fields` is no object"
+    for point in found["series"]:
+        lacking = [name for name in _NEEDED if not isinstance(point, dict) or name not in point]
+        if lacking:
+            return f"a point of `series` has no `{lacking[0]}`"
+    return None
+
+
+# Of each point: what tables and comparisons read.
+_NEEDED = (
+    "stable", "requests_per_s", "failed", "latency_us", "generator_share", "server", "windows",
+)  # fmt: skip
 
 
 def compare(found: dict[str, Any], *, in_turns: bool) -> None:
@@ -120,14 +147,30 @@ def compare(found: dict[str, Any], *, in_turns: bool) -> None:
             point["ratios"] = {name: ratio.as_dict() for name, ratio in compared.items()}
 
 
-def write(folder: Path, name: str, found: Mapping[str, Any]) -> list[Path]:
-    """NAME.json and NAME.csv in the folder, which is made; returns their paths. Raises OSError."""
+def check_free(folder: Path, name: str) -> None:
+    """Raise `BadResult` where a result of that name is in the folder already."""
+    for suffix in SUFFIXES:
+        path = folder / f"{name}{suffix}"
+        if path.exists():
+            raise BadResult(
+                f"{path} is there already: tell this result from it by --label, or replace it by --overwrite"
+            )
+
+
+def write(
+    folder: Path, name: str, found: Mapping[str, Any], *, overwrite: bool = False
+) -> list[Path]:
+    """NAME.json and NAME.csv in the folder, which is made; returns their paths. Raises OSError.
+
+    Files that are there already are left alone, unless `overwrite`: then FileExistsError is raised.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     texts = {".json": json.dumps(found, indent=1) + "\n", ".csv": as_csv(found)}
     written = []
     for suffix, text in texts.items():
         path = folder / f"{name}{suffix}"
-        path.write_text(text, encoding="utf-8")
+        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(text)
         written.append(path)
     return written
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.runtime.bench.connection import Unreachable
 from moonpool.runtime.bench.crew import Crew
 from moonpool.runtime.bench.desk import Refused, desk, understood
+from moonpool.runtime.bench.digests import of_configuration
 from moonpool.runtime.bench.interface import Interface, interface
 from moonpool.runtime.bench.question import Place, Question, Tensor
 from moonpool.runtime.bench.region import Region
@@ -54,6 +55,12 @@ class Server:
     def interface(self) -> Interface:
         with understood(f"what {self.where} says of model '{self._model}'"):
             return interface(self._desk, self._model, self._version)
+
+    def configuration_fields(self) -> dict[str, str] | None:
+        """Digests of what the server says of the model's configuration; None where it has no such extension."""
+        with understood(f"the configuration that {self.where} tells"):
+            found = self._desk.configuration(self._model, self._version)
+            return None if found is None else of_configuration(found)
 
     def prepare(
         self,

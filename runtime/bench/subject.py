@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from moonpool.runtime.bench.callers import measure, measure_async
+from moonpool.runtime.bench.digests import of_configuration
 from moonpool.runtime.bench.load import Concurrency, Load
 from moonpool.runtime.bench.split import between
 
@@ -26,6 +27,9 @@ class Subject(Protocol):
 
     def window(self, load: Load, seconds: float) -> Window:
         """Press for so long, with what the subject itself counted meanwhile."""
+
+    def configuration_fields(self) -> dict[str, str] | None:
+        """Digests of the model's configuration, as `digests.of_configuration` makes them; None where it is not told."""
 
 
 class InProcess:
@@ -59,6 +63,9 @@ class InProcess:
             found = measure(self.call, load.callers, seconds)
         found.split = between(before, self._runtime.statistics(self._model))
         return found
+
+    def configuration_fields(self) -> dict[str, str]:
+        return of_configuration(self._runtime.config(self._model).raw)
 
     def call(self) -> object:
         """One request."""

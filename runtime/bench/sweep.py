@@ -38,20 +38,22 @@ def sweep(
     warm_up_s: float,
     most_windows: int,
     stable_percent: float,
-    tell: Callable[[Load, int], None],
+    tell: Callable[[Load, int, Sequence[Window]], None],
 ) -> Iterator[list[Point]]:
     """For each load a point of each subject.
 
     After a warm-up that does not count, the subjects have a window each in turns, the other one first each time, until
-    all of them are stable or have had `most_windows`. `tell` hears of each round.
+    all of them are stable or have had `most_windows`. `tell` is called before each round with its number, which is 0 for the
+    warm-up, and the windows of the round before.
     """
     for load in loads:
         if warm_up_s:
+            tell(load, 0, ())
             for subject in subjects:
                 subject.window(load, warm_up_s)
         windows: list[list[Window]] = [[] for _ in subjects]
         for turn in range(most_windows):
-            tell(load, turn)
+            tell(load, turn + 1, [each[-1] for each in windows if each])
             shift = turn % len(subjects)
             for index in [*range(shift, len(subjects)), *range(shift)]:
                 windows[index].append(subjects[index].window(load, seconds))

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from pathlib import Path
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.bench import digests
 from moonpool.runtime.bench import result as results
+from moonpool.runtime.bench.comparison import check_requests, differences
 from moonpool.runtime.bench.subject import InProcess
 from moonpool.runtime.bench.sweep import Point, sweep
 from moonpool.runtime.cli import bench_options
 from moonpool.runtime.cli.bench_options import Options
-from moonpool.runtime.cli.bench_table import show, warnings
+from moonpool.runtime.cli.bench_table import show, show_requests, warnings
 from moonpool.runtime.cli.inputs import as_arrays, made_up
 from moonpool.runtime.cli.plot import can_plot, save_plot
 from moonpool.runtime.cli.session import UsageError, session
+from moonpool.runtime.extras import how_to_install
+from moonpool.runtime.output import harmless
 from moonpool.runtime.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -29,8 +34,10 @@ if TYPE_CHECKING:
     from moonpool.runtime.bench.endpoint import Endpoint
     from moonpool.runtime.bench.interface import Interface
     from moonpool.runtime.bench.load import Load
+    from moonpool.runtime.bench.question import Tensor
     from moonpool.runtime.bench.server import Server
     from moonpool.runtime.bench.subject import Subject
+    from moonpool.runtime.bench.window import Window
     from moonpool.runtime.cli.inputs import TakesInputs
 
 NAME = "bench"
@@ -59,10 +66,45 @@ add_arguments = bench_options.add_arguments
 
 def run(arguments: argparse.Namespace) -> int:
     options = bench_options.checked(arguments)
+    if options.save is not None and not options.overwrite:
+        results.check_free(options.save, options.file_name)
     earlier = results.read(options.against_file) if options.against_file else None
     with contextlib.ExitStack() as stack:
-        subjects, inputs = _subjects(stack, options)
-        points: list[list[Point]] = [[] for _ in subjects]
+        asked = _asked(stack, options)
+        abouts = [_about(options, asked, subject) for subject in asked.subjects]
+        if earlier is not None:
+            check_requests(abouts[0], earlier, str(options.against_file))
+        show_requests(
+            Terminal(sys.stdout), abouts[0], asked.size_bytes, is_made_up=not options.values
+        )
+        for other in [*abouts[1:], *([earlier] if earlier is not None else [])]:
+            _warn_of_differences(abouts[0], other)
+        points = _measured(options, asked.subjects)
+    found, *others = [results.result(*each) for each in zip(abouts, points, strict=True)]
+    if others:
+        found["against"] = others[0]
+    elif earlier is not None:
+        found["against"] = {key: earlier[key] for key in earlier if key != "against"}
+    results.compare(found, in_turns=bool(others))
+    show(Terminal(sys.stdout), found, in_turns=bool(others))
+    for warning in warnings(found):
+        print(f"moonpool: {warning}", file=sys.stderr)
+    if options.save is not None:
+        _save(options, found)
+    return _told_of_failures([point for each in points for point in each])
+
+
+def _warn_of_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    if found := differences(ours, theirs):
+        words = f"the two differ in {'; '.join(found)}"
+        print(f"moonpool: {harmless(words)}", file=sys.stderr)
+
+
+def _measured(options: Options, subjects: Sequence[Subject]) -> list[list[Point]]:
+    """The points of each subject."""
+    points: list[list[Point]] = [[] for _ in subjects]
+    progress = _Progress(options)
+    try:
         for measured in sweep(
             subjects,
             options.loads,
@@ -70,29 +112,31 @@ def run(arguments: argparse.Namespace) -> int:
             warm_up_s=options.warm_up_s,
             most_windows=options.most_windows,
             stable_percent=options.stable_percent,
-            tell=_Progress(options.most_windows),
+            tell=progress.tell,
         ):
+            progress.done(measured)
             for mine, point in zip(points, measured, strict=True):
                 mine.append(point)
-    _end_progress()
-    found = results.result(_about(options, subjects[0], inputs), points[0])
-    if len(subjects) > 1:
-        found["against"] = results.result(_about(options, subjects[1], inputs), points[1])
-    elif earlier is not None:
-        found["against"] = {key: earlier[key] for key in earlier if key != "against"}
-    results.compare(found, in_turns=len(subjects) > 1)
-    show(Terminal(sys.stdout), found)
-    for warning in warnings(found):
-        print(f"moonpool: {warning}", file=sys.stderr)
-    if options.save is not None:
-        _save(options.save, options.model, found)
-    return _told_of_failures([point for each in points for point in each])
+    finally:
+        progress.clear()
+    return points
 
 
-def _subjects(
-    stack: contextlib.ExitStack, options: Options
-) -> tuple[list[Subject], dict[str, list[str | int]]]:
-    """What is measured, ready for its first window, with datatype and shape of each input."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is measured, ready for its first window, and the request that it gets."""
+
+    subjects: Sequence[Subject]
+    # Datatype and shape of each input.
+    inputs: Mapping[str, list[str | int]]
+    requests_digest: str
+    size_bytes: int
+
+
+def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
+    # What it imports would take every command a fifth of its start.
+    from moonpool.runtime.bench.question import Tensor
+
     servers = [
         _server(stack, options, endpoint)
         for endpoint in (options.endpoint, options.against)
@@ -120,14 +164,18 @@ def _subjects(
         subject.call()
         subjects = [subject]
     datatypes = {tensor.name: tensor.datatype for tensor in interface.inputs}
+    tensors = [Tensor.of(name, datatypes[name], array) for name, array in arrays.items()]
     for server in servers:
-        _prepare(server, options, arrays, datatypes)
-    shown = {name: [datatypes[name], *array.shape] for name, array in arrays.items()}
-    return [*subjects, *servers], shown
+        _prepare(server, options, tensors)
+    return _Asked(
+        [*subjects, *servers],
+        {name: [datatypes[name], *array.shape] for name, array in arrays.items()},
+        digests.of_requests(tensors),
+        sum(len(tensor.data) for tensor in tensors),
+    )
 
 
 def _server(stack: contextlib.ExitStack, options: Options, endpoint: Endpoint) -> Server:
-    # What it imports would take every command a fifth of its start.
     from moonpool.runtime.bench.server import Server
 
     server = Server(
@@ -147,14 +195,7 @@ def _inputs(options: Options, interface: TakesInputs) -> dict[str, NDArray[np.ge
     return made_up(interface, options.batch, options.shapes)
 
 
-def _prepare(
-    server: Server,
-    options: Options,
-    arrays: Mapping[str, NDArray[np.generic]],
-    datatypes: Mapping[str, str],
-) -> None:
-    from moonpool.runtime.bench.question import Tensor
-
+def _prepare(server: Server, options: Options, tensors: Sequence[Tensor]) -> None:
     found: Interface = server.interface()
     if found.decoupled and not options.is_stream:
         raise UsageError(
@@ -162,7 +203,7 @@ def _prepare(
             "over grpc://"
         )
     server.prepare(
-        [Tensor.of(name, datatypes[name], array) for name, array in arrays.items()],
+        tensors,
         processes=options.processes,
         most_connections=options.most_connections,
         shared_memory=options.shared_memory,
@@ -171,11 +212,13 @@ def _prepare(
     )
 
 
-def _about(
-    options: Options, subject: Subject, inputs: Mapping[str, list[str | int]]
-) -> dict[str, object]:
+def _about(options: Options, asked: _Asked, subject: Subject) -> dict[str, Any]:
+    fields = subject.configuration_fields()
+    is_ours = subject is asked.subjects[0]
     return {
+        "label": options.label if is_ours else None,
         "model": options.model,
+        "model_version": options.version,
         "where": subject.where,
         "shared_memory": "system" if options.shared_memory else "none",
         "streaming": options.is_stream,
@@ -183,39 +226,62 @@ def _about(
         "processes": options.processes,
         "instances": options.instances,
         "window_s": options.seconds,
-        # Datatype and shape of each.
-        "inputs": inputs,
+        "inputs": asked.inputs,
+        "requests_digest": asked.requests_digest,
+        "configuration_digest": None if fields is None else digests.of_fields(fields),
+        "configuration_fields": fields,
     }
 
 
 class _Progress:
-    """What is being measured, in the last line of a terminal."""
+    """Says what is being measured: in the last line of a terminal, elsewhere with a line for each load that is done."""
 
-    def __init__(self, most_windows: int) -> None:
+    def __init__(self, options: Options) -> None:
         self._terminal = Terminal(sys.stderr)
-        self._most_windows = most_windows
+        self._options = options
+        self._begin_s = time.monotonic()
 
-    def __call__(self, load: Load, turn: int) -> None:
+    def tell(self, load: Load, turn: int, last: Sequence[Window]) -> None:
+        if not self._terminal.is_terminal:
+            return
+        loads = self._options.loads
+        words = [f"load {loads.index(load) + 1} of {len(loads)}, {load.words}"]
+        words.append(
+            f"window {turn} of at most {self._options.most_windows}" if turn else "warm-up"
+        )
+        if last:
+            words.append(" and ".join(f"{window.requests_per_s:,.0f}/s" for window in last))
+        words.append(f"{time.monotonic() - self._begin_s:.0f} s")
+        # A line that wraps cannot be replaced.
+        self._terminal.replace_line(", ".join(words)[: self._terminal.width - 1])
+
+    def done(self, points: Sequence[Point]) -> None:
         if self._terminal.is_terminal:
-            words = f"{load.label} {load.unit}, window {turn + 1} of at most {self._most_windows}"
-            self._terminal.replace_line(words)
+            return
+        load = points[0].load
+        rates = " and ".join(
+            f"{point.whole.requests_per_s:,.0f} requests/s in {len(point.windows)} windows"
+            for point in points
+        )
+        self._terminal.line(f"moonpool: {load.words}: {rates}")
+
+    def clear(self) -> None:
+        if self._terminal.is_terminal:
+            self._terminal.replace_line("")
 
 
-def _end_progress() -> None:
-    terminal = Terminal(sys.stderr)
-    if terminal.is_terminal:
-        terminal.replace_line("")
-
-
-def _save(folder: Path, model: str, found: Mapping[str, Any]) -> None:
-    for path in results.write(folder, model, found):
+def _save(options: Options, found: Mapping[str, Any]) -> None:
+    if options.save is None:
+        return
+    name = options.file_name
+    for path in results.write(options.save, name, found, overwrite=options.overwrite):
         print(path)
     if can_plot():
-        path = folder / f"{model}.png"
+        path = options.save / f"{name}.png"
         save_plot(found, path)
         print(path)
     else:
-        print("no plot: matplotlib is missing (pip install 'moonpool[plot]')", file=sys.stderr)
+        print(f"no plot: matplotlib is missing ({how_to_install('plot')})", file=sys.stderr)
 
 
 def _told_of_failures(points: Sequence[Point]) -> int:

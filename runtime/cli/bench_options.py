@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CONCURRENCY = "1,2,4,16"
+# It becomes a part of a file's name.
+_LABEL = re.compile(r"[\w.+=@, -]{1,60}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,14 @@ class Options:
     shapes: dict[str, tuple[int, ...]]
     batch: int
     save: Path | None
+    label: str | None
+    overwrite: bool
     verbose: bool
+
+    @property
+    def file_name(self) -> str:
+        """Of the result's files, without their endings."""
+        return f"{self.model}-{self.label}" if self.label else self.model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save",
         metavar="DIR",
         type=Path,
-        help="write DIR/MODEL.json and DIR/MODEL.csv, and DIR/MODEL.png where matplotlib is installed "
-        "(pip install 'moonpool[plot]')",
+        help="write DIR/MODEL.json and DIR/MODEL.csv, and DIR/MODEL.png where matplotlib is installed",
     )
+    add(
+        "--label",
+        metavar="TEXT",
+        help="a name for this result, in its tables and in its files: DIR/MODEL-TEXT.json and so on",
+    )
+    add("--overwrite", action="store_true", help="with --save: replace a result of that name")
 
 
 def _add_subject(group: argparse._ArgumentGroup) -> None:
@@ -194,6 +209,7 @@ def checked(arguments: argparse.Namespace) -> Options:
         raise UsageError(f"--warm-up must be 0 or more, not {arguments.warm_up}")
     if arguments.instances is not None and arguments.instances < 1:
         raise UsageError("--instances must be more than 0")
+    _check_files(arguments)
     endpoint = _endpoint("--url", arguments.url) if arguments.url is not None else None
     _check_subject(arguments, endpoint)
     against, against_file = _against(arguments.against)
@@ -232,8 +248,19 @@ def checked(arguments: argparse.Namespace) -> Options:
         shapes=shapes,
         batch=arguments.batch,
         save=arguments.save,
+        label=arguments.label,
+        overwrite=arguments.overwrite,
         verbose=arguments.verbose,
     )
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    if arguments.label is not None and not _LABEL.fullmatch(arguments.label):
+        raise UsageError(
+            f"--label must be letters, digits, spaces and any of . _ + = @ , -, at most 60 of them, not {arguments.label!r}"
+        )
+    if arguments.overwrite and arguments.save is None:
+        raise UsageError("--overwrite needs --save")
 
 
 def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from moonpool.runtime.bench.comparison import described, names, verdict
 from moonpool.runtime.bench.split import PARTS
 from moonpool.runtime.bench.window import FALLS_BEHIND, SATURATED
 from moonpool.runtime.cli.table import figure, table
+from moonpool.runtime.output import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +25,41 @@ _PARTS = {
 }
 
 
-def show(terminal: Terminal, found: Mapping[str, Any]) -> None:
-    """The tables: what callers saw, what the server says, and what the comparison gave."""
+def show_requests(
+    terminal: Terminal, about: Mapping[str, Any], size_bytes: int, *, is_made_up: bool
+) -> None:
+    """The first line: what every request is."""
+    how = [
+        "made up" if is_made_up else "as given",
+        *(["in shared memory"] if about["shared_memory"] != "none" else []),
+        *(["as JSON"] if about["json_tensors"] else []),
+        *(["in streams"] if about["streaming"] else []),
+    ]
+    sent = f"{described(about['inputs'])}, {size_bytes:,} bytes, {', '.join(how)}"
+    terminal.line(harmless(f"{about['model']}, {about['where']}, each request: {sent}"))
+
+
+def show(terminal: Terminal, found: Mapping[str, Any], *, in_turns: bool) -> None:
+    """The tables: what callers saw, what the server says, and what a comparison gave."""
+    if "against" not in found:
+        _tables(terminal, found)
+        return
+    ours, theirs = map(harmless, names(found, found["against"]))
+    for name, each in ((ours, found), (theirs, found["against"])):
+        terminal.line(terminal.paint(f"{name}:", "bold"))
+        _tables(terminal, each)
+        terminal.line()
+    how = "in turns" if in_turns else "at two times"
+    terminal.line(terminal.paint(f"{ours} over {theirs}:", "bold"))
+    _rows(terminal, _ratios(found))
+    terminal.line(
+        f"medians of ratios, least to most; {how}; alike where they lie on both sides of 1"
+    )
+
+
+def _tables(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    if not found["series"]:
+        return
     _rows(terminal, _callers(found))
     if any(point.get("first_response_us") for point in found["series"]):
         terminal.line()
@@ -32,10 +67,6 @@ def show(terminal: Terminal, found: Mapping[str, Any]) -> None:
     if any(point["server"] for point in found["series"]):
         terminal.line()
         _rows(terminal, _server(found))
-    if "against" in found:
-        terminal.line()
-        terminal.line(f"over {found['against']['where']}:")
-        _rows(terminal, _ratios(found))
 
 
 def _rows(terminal: Terminal, rows: Sequence[Sequence[str]]) -> None:
@@ -106,40 +137,54 @@ def _server(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _ratios(found: Mapping[str, Any]) -> list[list[str]]:
-    names = {"requests_per_s": "requests/s", "p50": "p50", "p99": "p99"}
-    rows = [[_load_head(found), *names.values()]]
+    heads = {"requests_per_s": "requests/s", "p50": "p50", "p99": "p99"}
+    rows = [[_load_head(found), *heads.values()]]
     for point in found["series"]:
         ratios = point.get("ratios")
         if not ratios:
-            rows.append([_load(point), *(["not measured there"] + [""] * (len(names) - 1))])
+            rows.append([_load(point), *(["not measured there"] + [""] * (len(heads) - 1))])
             continue
-        rows.append([_load(point), *(_ratio(ratios.get(name)) for name in names)])
+        rows.append([_load(point), *(_ratio(name, ratios.get(name)) for name in heads)])
     return rows
 
 
-def _ratio(ratio: Mapping[str, float] | None) -> str:
+def _ratio(name: str, ratio: Mapping[str, float] | None) -> str:
     if ratio is None:
         return "-"
-    return f"{figure(ratio['median'])} ({figure(ratio['least'])} to {figure(ratio['most'])})"
+    spread = f"{figure(ratio['least'])} to {figure(ratio['most'])}"
+    return f"{figure(ratio['median'])} ({spread}) {verdict(name, ratio)}"
 
 
 def warnings(found: Mapping[str, Any]) -> Iterator[str]:
     """What makes the figures worth less."""
-    for each in [found, *([found["against"]] if "against" in found else [])]:
+    measured = [found, *([found["against"]] if "against" in found else [])]
+    yield from _unsettled(measured)
+    for each in measured:
         for point in each["series"]:
-            unit = (
-                "" if "concurrency" not in point else " caller" + "s" * (point["concurrency"] > 1)
-            )
-            where = f"{each['where']}, {_load(point)}{unit}"
-            yield from _warnings_of(point, where, each)
+            yield from _warnings_of(point, f"{each['where']}, {_load_in_words(point)}", each)
+
+
+def _load_in_words(point: Mapping[str, Any]) -> str:
+    callers = point.get("concurrency")
+    return _load(point) if callers is None else f"{callers} caller{'s' if callers > 1 else ''}"
+
+
+def _unsettled(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One line for all loads that did not settle."""
+    places = []
+    for each in measured:
+        loads = [_load(point) for point in each["series"] if not point["stable"]]
+        if loads:
+            callers = " callers" if "concurrency" in each["series"][0] else ""
+            places.append(f"{each['where']} with {', '.join(loads)}{callers}")
+    if places:
+        yield (
+            f"the windows differed to the end: {'; '.join(places)}; give them more time (--seconds) or a quieter "
+            "machine"
+        )
 
 
 def _warnings_of(point: Mapping[str, Any], where: str, found: Mapping[str, Any]) -> Iterator[str]:
-    if not point["stable"]:
-        yield (
-            f"{where}: the windows differed to the end; give them more time (--seconds) or a quieter "
-            "machine"
-        )
     share = point["generator_share"]
     if share is not None and share >= SATURATED:
         cores = len(os.sched_getaffinity(0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from moonpool.runtime.bench.comparison import described, names
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -16,6 +18,15 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def title(found: Mapping[str, Any]) -> str:
+    """What a picture shows: the model and its requests, and below them what differs between the two lines."""
+    first = f"{found['model']}, {described(found['inputs'])}"
+    if "against" not in found:
+        return f"{first}\n{found.get('label') or found['where']}"
+    ours, theirs = names(found, found["against"])
+    return f"{first}\n{ours} (solid) and {theirs} (dashed)"
+
+
 def save_plot(found: Mapping[str, Any], path: Path) -> None:
     """Throughput and latency by load, side by side; what it is compared with is dashed."""
     # Importing it takes half a second, and most commands need none of it.
@@ -23,11 +34,10 @@ def save_plot(found: Mapping[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     throughput, latency = figure.subplots(1, 2)
-    figure.suptitle(f"{found['model']}, {found['where']}")
+    figure.suptitle(title(found))
     kind = "concurrency" if "concurrency" in found["series"][0] else "request_rate"
     _draw(throughput, latency, found, kind, "-")
     if "against" in found:
-        figure.suptitle(f"{found['model']}, {found['where']}; dashed: {found['against']['where']}")
         _draw(throughput, latency, found["against"], kind, "--")
     throughput.set_ylabel("requests/s")
     latency.set_ylabel("latency, µs")

@@ -9,14 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moonpool.runtime.bench import digests
 from moonpool.runtime.bench import result as results
-from moonpool.runtime.bench.comparison import ratios
+from moonpool.runtime.bench.comparison import (
+    Incomparable,
+    check_requests,
+    differences,
+    names,
+    ratios,
+    verdict,
+)
 from moonpool.runtime.bench.endpoint import BadAddress, Endpoint
 from moonpool.runtime.bench.load import Concurrency, Rate
+from moonpool.runtime.bench.question import Tensor
 from moonpool.runtime.bench.split import Split, between
 from moonpool.runtime.bench.stability import is_stable
 from moonpool.runtime.bench.sweep import Point, sweep
 from moonpool.runtime.bench.window import Window, merged
+from moonpool.runtime.cli.plot import title
 
 
 def window(requests: int, latency_us: float = 100.0, seconds: float = 1.0) -> Window:
@@ -104,6 +114,9 @@ class Steps:
         self._log.append(self.where)
         return window(next(self._counts), seconds=seconds)
 
+    def configuration_fields(self) -> None:
+        return None
+
 
 def test_subjects_take_turns_until_all_are_stable() -> None:
     log: list[str] = []
@@ -155,7 +168,7 @@ def test_ratios_are_of_pairs_where_windows_were_in_turns() -> None:
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     point = Point(Concurrency(4), [window(10, 100), window(12, 100)], stable=False)
-    found = results.result({"model": "m", "where": "here"}, [point])
+    found = results.result({"model": "m", "where": "here", "inputs": {}}, [point])
     written = results.write(tmp_path / "new", "m", found)
 
     assert [path.name for path in written] == ["m.json", "m.csv"]
@@ -172,6 +185,11 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("{", "is no JSON"),
         ("[]", "is no result of `moonpool bench`"),
         ('{"series": [], "format": 99}', "is of format 99"),
+        ('{"series": [], "format": 1}', "it has no `model`"),
+        (
+            '{"series": [{}], "format": 1, "model": "", "where": "", "date": "", "inputs": {}}',
+            "a point of `series` has no `stable`",
+        ),
     ],
 )
 def test_what_is_no_result_is_refused(tmp_path: Path, text: str, reason: str) -> None:
@@ -180,6 +198,116 @@ def test_what_is_no_result_is_refused(tmp_path: Path, text: str, reason: str) ->
 
     with pytest.raises(results.BadResult, match=reason):
         results.read(path)
+
+
+def test_a_result_is_not_replaced_unless_it_is_wanted(tmp_path: Path) -> None:
+    found = results.result({"model": "m", "where": "here", "inputs": {}}, [])
+    results.check_free(tmp_path, "m")
+    results.write(tmp_path, "m", found)
+
+    with pytest.raises(results.BadResult, match=r"m\.json is there already: .*--label"):
+        results.check_free(tmp_path, "m")
+    with pytest.raises(FileExistsError):
+        results.write(tmp_path, "m", found)
+    assert len(results.write(tmp_path, "m", found, overwrite=True)) == 2
+    results.check_free(tmp_path, "m-other")
+
+
+def about(**changes: object) -> dict[str, object]:
+    """What a result says of itself."""
+    usual = {
+        "model": "m", "where": "here", "date": "today", "processes": 1, "instances": None,
+        "inputs": {"X": ["FP32", 1, 4]}, "requests_digest": "a", "configuration_fields": {"input": "1"},
+    }  # fmt: skip
+    return {**usual, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"inputs": {"X": ["FP32", 2, 4]}}, r"file: X FP32 \[2, 4\] there, X FP32 \[1, 4\] here"),
+        ({"requests_digest": "b"}, "with other values"),
+    ],
+)
+def test_results_of_other_requests_are_not_compared(
+    changes: dict[str, object], reason: str
+) -> None:
+    check_requests(about(), about(processes=2), "file")
+
+    with pytest.raises(Incomparable, match=reason.replace("file:", "file was .*:")):
+        check_requests(about(), about(**changes), "file")
+
+
+def test_what_else_differs_is_named() -> None:
+    assert differences(about(), about(date="yesterday", where="there")) == []
+    assert differences(
+        about(), about(processes=2, configuration_fields={"input": "1", "backend": "2"})
+    ) == ["processes of the generator (1 and 2)", "the model's configuration (backend)"]
+    [untold] = differences(about(), about(configuration_fields=None))
+    assert untold.startswith("maybe the model's configuration")
+    older = about()
+    del older["requests_digest"], older["configuration_fields"]
+    assert len(differences(about(), older)) == 2
+
+
+def test_results_are_told_apart_by_what_differs() -> None:
+    assert names(about(label="old"), about(label="new")) == ("old", "new")
+    assert names(about(label="old"), about(where="http://a")) == ("old", "http://a")
+    assert names(about(), about(where="http://a")) == ("here", "http://a")
+    assert names(about(instances=2), about()) == (
+        "instances: 2", "instances: the model's choice",
+    )  # fmt: skip
+    assert names(about(), about(date="yesterday")) == ("of today", "of yesterday")
+
+
+def test_a_picture_s_title_says_what_differs() -> None:
+    found = about(instances=2)
+    assert title(found) == "m, X FP32 [1, 4]\nhere"
+    found["against"] = about(where="http://a")
+    assert title(found) == "m, X FP32 [1, 4]\nhere (solid) and http://a (dashed)"
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most", "word"),
+    [
+        ("requests_per_s", 1.1, 1.3, "better"),
+        ("requests_per_s", 0.8, 0.9, "worse"),
+        ("p50", 0.8, 0.9, "better"),
+        ("p99", 1.1, 1.3, "worse"),
+        ("p99", 0.9, 1.3, "alike"),
+    ],
+)
+def test_a_ratio_is_better_or_worse_where_all_windows_agree(
+    name: str, least: float, most: float, word: str
+) -> None:
+    assert verdict(name, {"least": least, "median": 1.0, "most": most}) == word
+
+
+def test_a_request_s_digest_is_of_every_byte() -> None:
+    def digest(name: str, datatype: str, shape: tuple[int, ...], data: bytes) -> str:
+        return digests.of_requests([Tensor(name, datatype, shape, data)])
+
+    usual = digest("X", "INT8", (2, 1), b"ab")
+    assert usual == digest("X", "INT8", (2, 1), b"ab")
+    others = [
+        digest("Y", "INT8", (2, 1), b"ab"),
+        digest("X", "UINT8", (2, 1), b"ab"),
+        digest("X", "INT8", (1, 2), b"ab"),
+        digest("X", "INT8", (2, 1), b"ac"),
+    ]
+    assert len({usual, *others}) == 5
+
+
+def test_a_configuration_s_digest_is_of_its_meaning() -> None:
+    over_http = {"name": "m", "max_batch_size": 8, "input": [{"name": "X", "dims": [4]}]}
+    over_grpc = {"max_batch_size": "8", "input": [{"name": "X", "dims": ["4"]}], "backend": ""}
+    found = digests.of_configuration(over_http)
+
+    assert found.keys() == {"max_batch_size", "input"}
+    assert found == digests.of_configuration({**over_grpc, "unheard_of": 1})
+    assert found["input"] != digests.of_configuration({"input": [{"name": "Y"}]})["input"]
+    with pytest.raises(ValueError, match="no configuration of a model"):
+        digests.of_configuration({"max_batch_size": {}})
 
 
 @pytest.mark.parametrize(

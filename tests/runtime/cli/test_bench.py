@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 
 import pytest
 from tests.runtime.cli.shell import MODELS, CommandLine
@@ -18,7 +19,15 @@ def test_there_is_a_row_for_each_concurrency(cli: CommandLine, mode: list[str]) 
         "--batch", "2", "--save", "results",
     )  # fmt: skip
 
-    head, *rows = ended.stdout.splitlines()[:3]
+    sent, head, *rows = ended.stdout.splitlines()[:4]
+    assert sent == (
+        f"add_sub, in process, {'asyncio' if mode else 'threads'}, each request: INPUT0 FP32 [2, 4], "
+        "INPUT1 FP32 [2, 4], 64 bytes, made up"
+    )
+    told = re.findall(
+        r"^moonpool: (.*): [\d,]+ requests/s in \d+ windows$", ended.stderr, re.MULTILINE
+    )
+    assert told == ["1 caller", "3 callers"]
     assert head.split()[:2] == ["callers", "requests/s"]
     assert [row.split()[0] for row in rows] == ["1", "3"]
     saved = [line for line in ended.stdout.splitlines() if line.startswith("results/")]
@@ -44,8 +53,67 @@ def test_there_is_a_picture_or_word_of_what_it_needs(cli: CommandLine) -> None:
     if importlib.util.find_spec("matplotlib"):
         assert (cli.folder / "add_sub.png").read_bytes().startswith(b"\x89PNG")
     else:
-        assert "pip install 'moonpool[plot]'" in ended.stderr
+        assert "-m pip install 'matplotlib" in ended.stderr
     assert ended.returncode == 0
+
+
+def test_a_result_has_a_label_and_replaces_no_other(cli: CommandLine) -> None:
+    bench = (
+        "bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.05", "--windows", "3",
+        "--save", ".", "--label", "one instance",
+    )  # fmt: skip
+    first = cli(*bench)
+    assert "add_sub-one instance.json" in first.stdout
+    written = (cli.folder / "add_sub-one instance.json").read_text()
+    assert json.loads(written)["label"] == "one instance"
+
+    refused = cli(*bench)
+    assert refused.returncode == 1
+    assert "is there already" in refused.stderr
+    # Before anything was measured.
+    assert refused.stdout == ""
+    assert (cli.folder / "add_sub-one instance.json").read_text() == written
+
+    replaced = cli(
+        *bench, "--overwrite", "--against", "add_sub-one instance.json", "--label", "again"
+    )
+    assert "again over one instance:" in replaced.stdout
+
+
+def test_results_of_other_requests_are_refused_and_other_configurations_are_told(
+    cli: CommandLine,
+) -> None:
+    bench = (
+        "bench",
+        MODELS,
+        "add_sub",
+        "--concurrency",
+        "1",
+        "--seconds",
+        "0.05",
+        "--windows",
+        "3",
+    )
+    cli(*bench, "--save", ".")
+
+    ended = cli(*bench, "--batch", "2", "--against", "add_sub.json")
+    assert ended.returncode == 1
+    assert "was measured with other requests: INPUT0 FP32 [1, 4]" in ended.stderr
+    assert ended.stdout == ""
+
+    ended = cli(*bench, "--instances", "2", "--against", "add_sub.json")
+    assert ended.returncode == 0
+    assert "the model's configuration (instance_group)" in ended.stderr
+    assert "the two differ" not in cli(*bench, "--against", "add_sub.json").stderr
+
+
+def test_loads_that_did_not_settle_have_one_line(cli: CommandLine) -> None:
+    ended = cli(
+        "bench", MODELS, "add_sub", "--concurrency", "1,2", "--seconds", "0.02", "--windows", "2"
+    )
+
+    [line] = [line for line in ended.stderr.splitlines() if "differed to the end" in line]
+    assert "in process, threads with 1, 2 callers" in line
 
 
 def test_inputs_that_do_not_fit_are_told_at_once(cli: CommandLine) -> None:

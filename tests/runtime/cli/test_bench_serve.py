@@ -63,6 +63,20 @@ def test_requests_of_every_kind_are_answered(
     assert server.get("/v2/systemsharedmemory/status") == (200, [])
 
 
+def test_one_server_over_two_protocols_has_one_configuration(
+    cli: CommandLine, server: RunningServer
+) -> None:
+    ended = cli(
+        "bench", "add_sub", "--url", f"http://{server.http}", "--against", f"grpc://{server.grpc}",
+        "--concurrency", "1", *QUICK, "--save", ".",
+    )  # fmt: skip
+
+    assert "the two differ" not in ended.stderr
+    report = json.loads((cli.folder / "add_sub.json").read_text())
+    assert "input" in report["configuration_fields"]
+    assert report["configuration_digest"] == report["against"]["configuration_digest"]
+
+
 def test_tensors_may_travel_as_json(cli: CommandLine, server: RunningServer) -> None:
     ended = cli(
         "bench", "add_sub", "--url", f"http://{server.http}", "--concurrency", "1", *QUICK,

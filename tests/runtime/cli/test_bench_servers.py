@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -73,7 +74,14 @@ def test_two_servers_are_measured_in_turns(cli: CommandLine, kserve: Kserve) -> 
     quotients = sorted(a["requests_per_s"] / b["requests_per_s"] for a, b in pairs)
     ratio = point["ratios"]["requests_per_s"]
     assert (ratio["least"], ratio["median"], ratio["most"]) == pytest.approx(quotients)
-    assert f"over {kserve.grpc.url}:" in ended.stdout
+    # Both servers' tables, then the ratios.
+    headings = [line for line in ended.stdout.splitlines() if line.endswith(":")]
+    ours, theirs = kserve.http.url, kserve.grpc.url
+    assert headings == [f"{ours}:", f"{theirs}:", f"{ours} over {theirs}:"]
+    assert ended.stdout.count("queue µs") == 2
+    assert re.search(r"\) (better|worse|alike)", ended.stdout)
+    assert "the two differ" not in ended.stderr
+    assert report["requests_digest"] == report["against"]["requests_digest"]
 
 
 def test_a_result_is_compared_with_an_earlier_one(cli: CommandLine, url: str) -> None:
@@ -152,6 +160,8 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["m", "--url", "http://a", "--request-rate", "1", "--concurrency", "1"], "give one"),
         (["m", "--url", "http://a", "--windows", "0"], "--windows must be more than 0"),
         (["m", "--url", "http://a", "--header", "x"], "--header must be NAME=VALUE"),
+        (["m", "--url", "http://a", "--label", "a/b"], "--label must be letters"),
+        (["m", "--url", "http://a", "--overwrite"], "--overwrite needs --save"),
         (["m", "--url", "http://a", "--warm-up", "nan"], "--warm-up must be 0 or more"),
     ],
 )

@@ -61,6 +61,15 @@ def test_progress_shows_what_starts_and_what_is_ready(cli: CommandLine) -> None:
     assert data.endswith(b"\r\x1b[K")
 
 
+def test_a_measurement_shows_how_far_it_is(cli: CommandLine) -> None:
+    text = shown(
+        cli, "stderr", "bench", MODELS, "add_sub", "--concurrency", "1,2", "--seconds", "0.05"
+    ).decode()
+
+    assert "load 1 of 2, 1 caller, warm-up" in text
+    assert re.search(r"load 2 of 2, 2 callers, window 2 of at most 10, [\d,]+/s, \d+ s", text)
+
+
 def test_no_color_leaves_progress_without_colours(cli: CommandLine) -> None:
     data = shown(cli, "stderr", "infer", MODELS, "normalise", "--input", "X=[[1,2]]", NO_COLOR="1")
 
