@@ -6,7 +6,9 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 
-# Anything else may be a secret.
+from moonpool.ipc.policy import is_contained
+
+# What a contained model sees. Anything else may be a secret.
 _HARMLESS = (
     "PATH",
     "HOME",
@@ -33,8 +35,8 @@ _HARMLESS = (
     "HF_HUB_OFFLINE",
     "TRANSFORMERS_*",
 )
-# Where another interpreter's things are.
-_INTERPRETERS = ("PYTHONHOME", "VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT", "CONDA_PREFIX")
+# Where the runtime's own interpreter has its things.
+OF_THE_INTERPRETER = ("PYTHONHOME", "VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT", "CONDA_PREFIX")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 # How Python says that os.environ has no such variable.
@@ -47,17 +49,21 @@ def inherited(
     sandbox: str,
     allowed: Iterable[str] = (),
     own: Mapping[str, str] | None = None,
+    leading: Iterable[str] = OF_THE_INTERPRETER,
     threads: int | None = None,
 ) -> dict[str, str]:
     """The variables of a stub: those of `given` that the sandbox lets through, and its environment's.
 
-    `allowed` are patterns (`AWS_*`) of what it may see beside the harmless ones. `own` are those of
-    a model's own environment, in which nothing must lead to another interpreter.
+    A model that is not contained sees all of them, as in Triton: it could read them in the runtime's process as well.
+    `allowed` are patterns (`AWS_*`) of what a contained one may see beside the harmless ones. `own` are those of a
+    model's own environment, which gets none of `leading`: they lead to the things of another interpreter.
     """
-    patterns = ("*",) if sandbox == "off" else (*_HARMLESS, *allowed)
-    variables = {name: value for name, value in given.items() if _matches(name, patterns)}
+    variables = dict(given)
+    if is_contained(sandbox):
+        patterns = (*_HARMLESS, *allowed)
+        variables = {name: value for name, value in given.items() if _matches(name, patterns)}
     if own:
-        for name in _INTERPRETERS:
+        for name in leading:
             variables.pop(name, None)
         variables |= own
     if threads is not None:
@@ -70,8 +76,8 @@ def missing_variable(message: str, given: Mapping[str, str], seen: Mapping[str, 
     for name in _MISSED.findall(message):
         if name in given and name not in seen:
             return (
-                f"\n{name} is set for the runtime, but no model sees it unless its configuration "
-                f"names it in the parameter MOONPOOL_ENVIRONMENT."
+                f"\n{name} is set for the runtime, but a model in a sandbox sees it only if its "
+                f"configuration names it in the parameter MOONPOOL_ENVIRONMENT."
             )
     return ""
 

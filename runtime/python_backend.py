@@ -15,6 +15,7 @@ from moonpool.runtime.backend import Backend, Model, ModelInstance
 from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.device_intake import DeviceIntake
 from moonpool.runtime.environment import Environment, resolve
+from moonpool.runtime.environment_variables import OF_THE_INTERPRETER
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
 from moonpool.runtime.limits.processors import check_processors
 from moonpool.runtime.prefork.template import Template
@@ -57,6 +58,9 @@ class PythonBackend(Backend):
     """Runs Triton's Python models and moonpool's own kind, or the models of one Python-based backend."""
 
     blocks = False
+
+    # Variables that lead to the things of the runtime's interpreter, which a model with another one does not get.
+    _leading = OF_THE_INTERPRETER
 
     def __init__(self, stubs: Stubs, name: str = "python", folder: str = "") -> None:
         """`folder` is where all models of the backend may import from; "" for nowhere."""
@@ -261,7 +265,9 @@ class PythonBackend(Backend):
     def _plan(self, model: Model, name: str, gpus: tuple[int, ...], *, forks: bool = False) -> Plan:
         environment: Environment = model.state.environment
         try:
-            plan = plan_for(model, environment, self._folder, gpus=gpus, forks=forks)
+            plan = plan_for(
+                model, environment, self._folder, gpus=gpus, forks=forks, leading=self._leading
+            )
         except OSError as error:
             raise LoadFailed(
                 f"there is no scratch folder for '{name}': {error}", stage="start"

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moonpool.ipc.policy import LEVELS, OFF, is_contained
+from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.errors import NotGranted
 from moonpool.runtime.repository_files import is_within
 from moonpool.runtime.sandbox.defaults import hardened
@@ -125,10 +125,6 @@ def check_not_looser(model: Model, asker: ModelOptions) -> None:
         for key, (attribute, bound) in _LIMITS.items():
             if _exceeds(getattr(options, attribute), getattr(asker, bound)):
                 raise source.error(f"parameters[{key}]", what)
-    more = set(options.environment) - set(asker.environment)
-    if more and asker.sandbox != OFF:
-        what = f"a model cannot give another what it has not itself: {', '.join(sorted(more))}"
-        raise source.error("parameters[MOONPOOL_ENVIRONMENT]", what)
 
 
 _GRANTS = {

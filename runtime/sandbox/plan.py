@@ -18,6 +18,8 @@ from moonpool.runtime.sandbox.grants import granted
 from moonpool.runtime.sandbox.paths import needed_paths
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moonpool.runtime.backend import Model
     from moonpool.runtime.environment import Environment
     from moonpool.runtime.sandbox.confinement import Confinement
@@ -82,11 +84,12 @@ def plan_for(
     *,
     gpus: tuple[int, ...] = (),
     forks: bool = False,
+    leading: Sequence[str] = environment_variables.OF_THE_INTERPRETER,
 ) -> Plan:
     """The plan for another process of a model; `folder` is its backend's, "" for none.
 
-    `gpus` are those that it is to use. `forks`: it is a template, from which all instances are forked. Raises
-    OSError, `LoadFailed`.
+    `gpus` are those that it is to use. `forks`: it is a template, from which all instances are forked. `leading` as in
+    `environment_variables.inherited`. Raises OSError, `LoadFailed`.
     """
     options = model.options
     variables = environment_variables.inherited(
@@ -94,6 +97,7 @@ def plan_for(
         sandbox=options.sandbox,
         allowed=options.environment,
         own=environment.variables,
+        leading=leading,
         threads=options.threads,
     )
     common = Policy(

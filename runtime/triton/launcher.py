@@ -12,13 +12,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import types
 
 _NEEDED = ("msgpack", "numpy")
 _OLDEST = (3, 11)
 _FIRST_FD = 3
+# How long another Python may take to say its version.
+_ANSWER_S = 10.0
 # Of the signals that are ignored: those that every Python ignores.
 _PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 
@@ -43,7 +47,7 @@ def why_not() -> str | None:
 
 
 def leave_server(channel_fd: int) -> None:
-    """Give up what a child of the server has of it beside the channel: open files, signals, settings of its Python."""
+    """Give up what a child of the server has of it beside the channel: open files and signals."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd >= _FIRST_FD and fd != channel_fd:
             # The list's own is closed already.
@@ -59,14 +63,40 @@ def leave_server(channel_fd: int) -> None:
     # Whoever ends the server by them gives it time to end its models.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for variable in [each for each in os.environ if each.startswith("PYTHON")]:
-        del os.environ[variable]
+
+
+def leave_servers_python() -> None:
+    """Give up the variables of the server's Python that would lead models astray.
+
+    Those that begin with PYTHON mean nothing to this process, which is isolated; models get them. But PYTHONHOME is for
+    the Python inside the server, as any other interpreter knows its own place. And the packages in PYTHONPATH are of
+    the version that Triton's own backend would run, while moonpool may have been installed under another one.
+    """
+    os.environ.pop("PYTHONHOME", None)
+    if "PYTHONPATH" in os.environ and not is_servers_version():
+        del os.environ["PYTHONPATH"]
+
+
+def is_servers_version() -> bool:
+    """Whether this Python has the version of the `python3` in the server's path, in which Triton's own backend runs models."""
+    found = shutil.which("python3")
+    if found is None or os.path.realpath(found) == os.path.realpath(sys.executable):
+        return True
+    asks = (found, "-I", "-S", "-c", "import sys; print(*sys.version_info[:2])")
+    try:
+        said = subprocess.run(
+            asks, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return said.stdout.split() == [b"%d" % number for number in sys.version_info[:2]]
 
 
 def main() -> int:
     """Launch until the server ends; returns the exit code."""
     channel_fd = int(sys.argv[1])
     leave_server(channel_fd)
+    leave_servers_python()
     reason = why_not()
     if reason is not None:
         sys.stderr.write(f"moonpool cannot be run by {sys.executable}: {reason}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.environment_variables import OF_THE_INTERPRETER
 from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.triton.lent_instance import LentInstance
 from moonpool.runtime.triton.lent_stub import LentStub
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 class LentBackend(PythonBackend):
     """Its instances are all `LentInstance`."""
+
+    # What is on the server's path is for the server's Python, and not for a model that brings another one.
+    _leading = (*OF_THE_INTERPRETER, "PYTHONPATH")
 
     def model_instance_initialize(self, instance: ModelInstance) -> None:
         lent = _lent(instance)

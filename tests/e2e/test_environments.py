@@ -40,6 +40,12 @@ def env_path(path: object) -> Config:
     return {"parameters": {"EXECUTION_ENV_PATH": {"string_value": str(path)}}}
 
 
+def standard(**parameters: str) -> Config:
+    """These, at `standard` whatever the run's own level is."""
+    given = {"MOONPOOL_SANDBOX": "standard", **parameters}
+    return {"parameters": {key: {"string_value": text} for key, text in given.items()}}
+
+
 Ask = Callable[..., Any]
 
 
@@ -261,18 +267,29 @@ class TestPath:
 
 
 class TestVariables:
-    def test_what_may_be_a_secret_is_not_seen(
-        self, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("level", ["off", "standard"])
+    def test_all_are_seen_as_in_triton(
+        self, ask: Ask, monkeypatch: pytest.MonkeyPatch, level: str
+    ) -> None:
+        monkeypatch.setenv("MY_ENV", "there")
+
+        seen = ask("dict(os.environ)", options(SANDBOX=level))
+
+        assert {name: seen.get(name) for name in os.environ} == dict(os.environ)
+
+    @pytest.mark.parametrize("level", ["best-effort", "strict"])
+    def test_a_contained_model_sees_none_that_may_be_a_secret_unless_it_was_granted(
+        self, ask: Ask, monkeypatch: pytest.MonkeyPatch, level: str
     ) -> None:
         monkeypatch.setenv("MY_ENV", "secret")
         monkeypatch.setenv("MY_OTHER", "also")
+        asked = "[os.environ.get(name) for name in ('MY_ENV', 'MY_OTHER')]"
 
-        assert ask("os.environ.get('MY_ENV')") is None
-        assert ask("os.environ['MY_ENV']", options(ENVIRONMENT="MY_ENV")) == "secret"
-        assert ask("os.environ['MY_OTHER']", options(ENVIRONMENT="MY_*")) == "also"
-        assert ask("os.environ['MY_ENV']", options(SANDBOX="off")) == "secret"
+        assert ask(asked, options(SANDBOX=level)) == [None, None]
+        assert ask(asked, options(SANDBOX=level, ENVIRONMENT="MY_ENV")) == ["secret", None]
+        assert ask(asked, options(SANDBOX=level, ENVIRONMENT="MY_*")) == ["secret", "also"]
 
-    def test_a_model_that_misses_one_is_told_how_to_get_it(
+    def test_a_contained_model_that_misses_one_is_told_how_to_get_it(
         self,
         runtime: moonpool.Runtime,
         model_file: Callable[[str], Path],
@@ -280,19 +297,32 @@ class TestVariables:
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         file = model_file("import os\nos.environ['MY_ENV']\nclass TritonPythonModel: pass\n")
+        config = SIGNATURE | options(SANDBOX="strict")
         monkeypatch.delenv("MY_ENV", raising=False)
         with pytest.raises(LoadFailed) as caught:
-            runtime.load("m", file, config=SIGNATURE)
+            runtime.load("m", file, config=config)
         assert "KeyError: 'MY_ENV'" in str(caught.value)
         assert "MOONPOOL_ENVIRONMENT" not in str(caught.value)
 
         monkeypatch.setenv("MY_ENV", "there")
         with (
             caplog.at_level("DEBUG", logger="moonpool"),
-            pytest.raises(LoadFailed, match=r"MY_ENV is set for the runtime, but no model sees it"),
+            pytest.raises(LoadFailed, match=r"MY_ENV is set for the runtime, but a model in a"),
         ):
-            runtime.load("m", file, config=SIGNATURE)
+            runtime.load("m", file, config=config)
         assert any("does not see" in text and "MY_ENV" in text for text in caplog.messages)
+
+    def test_an_environment_of_its_own_leads_to_no_other_interpreter(
+        self, ask: Ask, virtual: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        theirs = {"PYTHONHOME": "/nowhere", "VIRTUAL_ENV": "/nowhere", "CONDA_PREFIX": "/nowhere"}
+        for name, value in {**theirs, "MY_ENV": "there"}.items():
+            monkeypatch.setenv(name, value)
+
+        seen = ask("dict(os.environ)", standard(EXECUTION_ENV_PATH=str(virtual)))
+
+        assert "/nowhere" not in seen.values()
+        assert seen["MY_ENV"] == "there"
 
     @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ"])
     def test_what_libraries_look_for_is_seen(

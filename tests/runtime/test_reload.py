@@ -241,7 +241,12 @@ def test_files_that_make_no_model_are_refused_and_leave_nothing(
         ),
         ({}, {"EXECUTION_ENV_PATH": "/an/environment"}, True),
         ({"environment": ("A", "B")}, {"MOONPOOL_ENVIRONMENT": "B"}, True),
-        ({"environment": ("A",)}, {"MOONPOOL_ENVIRONMENT": "A,B"}, False),
+        ({"environment": ("A",)}, {"MOONPOOL_ENVIRONMENT": "A,B"}, True),
+        (
+            {"sandbox": "strict", "environment": ("A",)},
+            {"MOONPOOL_SANDBOX": "strict", "MOONPOOL_ENVIRONMENT": "A,B"},
+            False,
+        ),
     ],
 )
 def test_a_configuration_of_a_model_is_no_looser_than_its_own(

@@ -55,16 +55,59 @@ def told(shim: Shim, directory: Path, config: dict[str, Any] = CONFIG) -> dict[s
     return found
 
 
-def test_settings_of_the_servers_python_do_not_reach_a_model(write: Write) -> None:
+def seen_with(directory: Path, config: dict[str, Any] = CONFIG, **variables: str) -> dict[str, Any]:
+    """What a model sees in a server that has these variables beside this process's."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    others = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere", "PYTHONSTARTUP": "/nowhere"}
+    with launched(environment={**own, **variables}) as shim:
+        return told(shim, directory, config)
 
-    with launched(environment={**own, **others, "LANG": "C.UTF-8"}) as shim:
-        seen = told(shim, write(TELLS))
 
-    assert [name for name in seen["variables"] if name.startswith("PYTHON")] == []
-    assert seen["variables"]["LANG"] == "C.UTF-8"
-    assert "/nowhere" not in seen["path"]
+def test_a_model_sees_the_environment_of_the_server(write: Write) -> None:
+    given = {"MY_ENV": "there", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
+
+    seen = seen_with(write(TELLS), **given)
+
+    assert {name: seen["variables"].get(name) for name in given} == given
+
+
+def test_a_contained_model_sees_what_it_sees_outside_of_tritonserver(write: Write) -> None:
+    options = with_options(MOONPOOL_SANDBOX="strict", MOONPOOL_ENVIRONMENT="MY_*")
+    # Its descriptors it may not list.
+    text = TELLS.replace('os.listdir("/proc/self/fd")', "()")
+
+    seen = seen_with(write(text), options, MY_ENV="granted", KEY="secret", LANG="C.UTF-8")
+
+    assert (seen["variables"]["MY_ENV"], seen["variables"]["LANG"]) == ("granted", "C.UTF-8")
+    assert "KEY" not in seen["variables"]
+
+
+def python_of_the_server(folder: Path, version: str) -> str:
+    """A path in which `python3` says that it has this version."""
+    folder.mkdir()
+    python = folder / "python3"
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_packages_on_the_servers_path_are_a_models_where_its_python_is_the_servers(
+    write: Write, tmp_path: Path
+) -> None:
+    directory, packages = write(TELLS), str(tmp_path / "packages")
+    same = python_of_the_server(tmp_path / "same", "{} {}".format(*sys.version_info))
+    other = python_of_the_server(tmp_path / "other", "3 8")
+
+    assert packages in seen_with(directory, PATH=same, PYTHONPATH=packages)["path"]
+    for path in (other, python_of_the_server(tmp_path / "broken", "; exit 1")):
+        seen = seen_with(directory, PATH=path, PYTHONPATH=packages)
+        assert packages not in seen["path"]
+        assert "PYTHONPATH" not in seen["variables"]
+
+
+def test_the_home_of_the_servers_python_is_not_a_models(write: Write) -> None:
+    seen = seen_with(write(TELLS), PYTHONHOME="/nowhere")
+
+    assert "PYTHONHOME" not in seen["variables"]
 
 
 def test_files_and_sockets_of_the_server_do_not_reach_a_model(write: Write, tmp_path: Path) -> None:
@@ -97,7 +140,7 @@ def test_a_model_gets_the_arguments_that_triton_gives(shim: Shim, write: Write) 
 
 
 def test_a_model_runs_in_the_environment_that_its_configuration_names(
-    shim: Shim, write: Write, tmp_path: Path
+    write: Write, tmp_path: Path
 ) -> None:
     environment = tmp_path / "environment"
     (environment / "bin").mkdir(parents=True)
@@ -110,9 +153,14 @@ def test_a_model_runs_in_the_environment_that_its_configuration_names(
 
     (packages / "here.pth").write_text(str(Path(numpy.__file__).parents[1]))
 
-    seen = told(shim, write(TELLS), with_options(EXECUTION_ENV_PATH=str(environment)))
+    options = with_options(EXECUTION_ENV_PATH=str(environment))
+
+    seen = seen_with(write(TELLS), options, PYTHONPATH="/nowhere", MY_ENV="there")
 
     assert seen["python"].startswith(str(environment))
+    # Which is for the server's own Python.
+    assert "/nowhere" not in seen["path"]
+    assert seen["variables"]["MY_ENV"] == "there"
 
 
 def test_an_environment_that_is_not_there_is_refused(shim: Shim, write: Write) -> None:

@@ -66,6 +66,17 @@ class TritonPythonModel:
             asked.exec()
         return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array([repr(context)], object))])
 """
+# Says what it sees of the server's environment.
+LOOKS_AROUND = """
+import json, os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        seen = np.array([json.dumps(dict(os.environ))], object)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", seen)]) for _ in requests]
+"""
 CONFIG = """
 backend: "{backend}"
 input [ {{ name: "X" data_type: {datatype} dims: [-1] }} ]
@@ -90,6 +101,7 @@ ID_TYPES = ["TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRI
 MODELS = {
     "states": (SEES, "TYPE_FP32", 1, STATES),
     "strings": (SEES, "TYPE_STRING", 1, ""),
+    "looks_around": (LOOKS_AROUND, "TYPE_FP32", 1, ""),
     "asks_itself": (ASKS_ITSELF, "TYPE_STRING", 3, ""),
     **{f"ids_{each}": (SEES, "TYPE_FP32", 1, CORRELATION.format(each)) for each in ID_TYPES},
 }
@@ -149,6 +161,13 @@ def test_the_id_of_a_sequence_is_an_input_of_each_datatype(
     for each in ({"sequence_start": True}, {}, {"sequence_end": True}):
         theirs, ours = asked(client, f"ids_{datatype}", x, sequence_id=which, **each)
         assert ours == theirs
+
+
+def test_the_environment_of_the_server_is_a_models(client: Client) -> None:
+    theirs, ours = asked(client, "looks_around", np.ones(1, np.float32))
+    # The shell that starts Triton's stubs says which directory it is in.
+    assert {**ours, "PWD": ""} == {**theirs, "PWD": ""}
+    assert {"PATH", "LD_LIBRARY_PATH", "PYTEST_CURRENT_TEST"} <= set(ours)
 
 
 MALFORMED = {
