@@ -193,22 +193,7 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
 
 def checked(arguments: argparse.Namespace) -> Options:
     """Raises `UsageError`."""
-    for name in (
-        "seconds",
-        "batch",
-        "windows",
-        "stable",
-        "processes",
-        "max_connections",
-        "timeout",
-    ):
-        value = getattr(arguments, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {value}")
-    if not 0 <= arguments.warm_up < math.inf:
-        raise UsageError(f"--warm-up must be 0 or more, not {arguments.warm_up}")
-    if arguments.instances is not None and arguments.instances < 1:
-        raise UsageError("--instances must be more than 0")
+    _check_numbers(arguments)
     _check_files(arguments)
     endpoint = _endpoint("--url", arguments.url) if arguments.url is not None else None
     _check_subject(arguments, endpoint)
@@ -252,6 +237,25 @@ def checked(arguments: argparse.Namespace) -> Options:
         overwrite=arguments.overwrite,
         verbose=arguments.verbose,
     )
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    for name in (
+        "seconds",
+        "batch",
+        "windows",
+        "stable",
+        "processes",
+        "max_connections",
+        "timeout",
+    ):
+        value = getattr(arguments, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {value}")
+    if not 0 <= arguments.warm_up < math.inf:
+        raise UsageError(f"--warm-up must be 0 or more, not {arguments.warm_up}")
+    if arguments.instances is not None and arguments.instances < 1:
+        raise UsageError("--instances must be more than 0")
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
