@@ -21,6 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
+from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.device_intake import DeviceIntake
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Model:
         self.source = source
         # Whether it is asked to complete its configuration.
         self.completes = True
+        # What it may ask for when it does.
+        self.limits = ConfigLimits()
         self.state: Any = None
 
     @property

@@ -74,16 +74,19 @@ class ModelConfig:
         source: Source | None = None,
         partial: bool = False,
         has_states: bool = False,
+        has_agents: bool = False,
     ) -> ModelConfig:
         """Check a raw configuration; ConfigError names file, line and field of the first mistake.
 
         `partial` is for a configuration that the model has yet to complete: tensors, their
         datatypes and their dims may be missing. `has_states`: whoever schedules keeps states of sequences, and gives
-        them to the model as inputs.
+        them to the model as inputs. `has_agents`: repository agents have done their work.
         """
         source = source or Source()
         full = normalise(raw, source)
         config_checks.check_names(full, source)
+        if not has_agents:
+            config_checks.check_no_agents(full, source)
         groups = config_checks.instance_groups(full, source)
         policy = full.get("model_transaction_policy", {})
         return cls(

@@ -56,6 +56,21 @@ def check_names(raw: Raw, source: Source) -> None:
     _check_filename(raw["runtime"], "runtime", "", source)
 
 
+def check_no_agents(raw: Raw, source: Source) -> None:
+    """Refuse a model whose files a repository agent is to look at first, by a checksum for example.
+
+    It was never looked at, and would be served as if it had been.
+    """
+    agents = raw.get("model_repository_agents", {}).get("agents", ())
+    if agents:
+        names = ", ".join(repr(agent["name"][:80]) for agent in agents[:10])
+        what = (
+            f"moonpool runs no repository agents, and '{raw['name']}' names {names}; to serve the model without what "
+            "they check, take model_repository_agents out of its configuration"
+        )
+        raise source.error("model_repository_agents", what)
+
+
 def _check_filename(filename: str, field: str, backend: str, source: Source) -> None:
     if "/" in filename or "\0" in filename or filename in (".", ".."):
         raise source.error(field, f"must be a file name without directories, not {filename!r}")

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 from moonpool.ipc.policy import LEVELS
 
+# Some 23 days: the kernel counts the milliseconds of a wait in 31 bits.
+_LONGEST_S = 2_000_000
+# Each range is taken apart into its numbers.
+_MOST_RANGES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -38,8 +43,10 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
+    if not value > 0:
         raise ValueError("must be a number of seconds above 0")
+    if value > _LONGEST_S:
+        raise ValueError(f"must be at most {_LONGEST_S} seconds")
     return value
 
 
@@ -111,7 +118,10 @@ def _calls(text: str) -> tuple[str, ...]:
 
 def _cpus(text: str) -> tuple[int, ...]:
     cpus: set[int] = set()
-    for part in _names(text):
+    parts = _names(text)
+    if len(parts) > _MOST_RANGES:
+        raise ValueError(f"must be at most {_MOST_RANGES} numbers and ranges of processors")
+    for part in parts:
         match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
         if match is None:
             raise ValueError("must be numbers of processors, such as 0-3,5")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from moonpool.runtime.backend import Model
 from moonpool.runtime.config import ModelConfig, Source, minimal
 from moonpool.runtime.config_checks import name_problem
 from moonpool.runtime.config_defaults import PYTHON_BACKEND
+from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.gpus import placed
@@ -56,7 +57,7 @@ class HostingRules:
 
     `sandbox` is the least level of their processes, and what those have that say nothing; None leaves it to the models.
     From `best-effort` on, models cannot give themselves more than it does, but for those in `grants`.
-    Without `completes`, models are not asked to complete their configuration.
+    Without `completes`, models are not asked to complete their configuration. `limits` are for all configurations.
     """
 
     sandbox: str | None = None
@@ -64,6 +65,7 @@ class HostingRules:
     grants: frozenset[str] = frozenset()
     # How it is said on the command line that a model is one of these.
     grant_option: str = "--sandbox-grants="
+    limits: ConfigLimits = field(default_factory=ConfigLimits)
 
     def apply_to(self, model: Model) -> None:
         """Have a model that is not loaded yet keep them."""
@@ -76,6 +78,7 @@ class HostingRules:
         ):
             check_ungranted(model, self.grant_option)
         model.completes = self.completes
+        model.limits = self.limits
 
     def level_of(self, config: ModelConfig, options: ModelOptions) -> str:
         """The level of a model's sandbox."""
@@ -124,19 +127,23 @@ def prepare(
 
     Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.
     """
-    prepared = _prepare(wanted, repository, locate)
+    rules = rules or HostingRules()
+    prepared = _prepare(wanted, repository, locate, rules.limits)
     try:
         for model in prepared.models:
-            if rules is not None:
-                rules.apply_to(model)
+            rules.apply_to(model)
             model.config = placed(model)
+        config = prepared.models[0].config
+        rules.limits.check_instances(config.instance_groups, len(prepared.models), config.source)
     except BaseException:
         prepared.discard()
         raise
     return prepared
 
 
-def _prepare(wanted: Wanted, repository: ModelRepositories | None, locate: Locate) -> Prepared:
+def _prepare(
+    wanted: Wanted, repository: ModelRepositories | None, locate: Locate, limits: ConfigLimits
+) -> Prepared:
     name, source = wanted.name, wanted.source
     if source is not None and wanted.files is not None:
         raise RepositoryError(f"model '{name}': give a source or files, not both")
@@ -144,11 +151,11 @@ def _prepare(wanted: Wanted, repository: ModelRepositories | None, locate: Locat
     if wanted.instances is not None:
         changes["instance_group"] = [{"kind": "KIND_AUTO", "count": wanted.instances}]
     if wanted.files is not None:
-        return _of_files(wanted, changes, locate)
-    if isinstance(source, type):
-        return Prepared([model_of(name, of_class(source), minimal(name), None, 1, changes)], None)
-    if source is not None and not Path(source).is_dir():
-        return Prepared([model_of(name, of_file(source), minimal(name), None, 1, changes)], None)
+        return _of_files(wanted, changes, locate, limits)
+    if isinstance(source, type) or (source is not None and not Path(source).is_dir()):
+        limits.check(changes, Source())
+        where = of_class(source) if isinstance(source, type) else of_file(source)
+        return Prepared([model_of(name, where, minimal(name), None, 1, changes)], None)
     if source is not None:
         directory = ModelDirectory(source)
     elif repository is None:
@@ -157,16 +164,18 @@ def _prepare(wanted: Wanted, repository: ModelRepositories | None, locate: Locat
         )
     else:
         directory = repository.find(name)
-    return Prepared(_versions(wanted, directory, changes, locate), None)
+    return Prepared(_versions(wanted, directory, changes, locate, limits), None)
 
 
-def _of_files(wanted: Wanted, changes: Mapping[str, Any], locate: Locate) -> Prepared:
+def _of_files(
+    wanted: Wanted, changes: Mapping[str, Any], locate: Locate, limits: ConfigLimits
+) -> Prepared:
     if problem := name_problem(wanted.name):
         raise RepositoryError(problem)
     files = dict(wanted.files or {})
     made = model_files.write_directory(wanted.name, files)
     try:
-        models = _versions(wanted, ModelDirectory(made / wanted.name), changes, locate)
+        models = _versions(wanted, ModelDirectory(made / wanted.name), changes, locate, limits)
     except BaseException:
         model_files.remove(made)
         raise
@@ -175,16 +184,23 @@ def _of_files(wanted: Wanted, changes: Mapping[str, Any], locate: Locate) -> Pre
 
 
 def _versions(
-    wanted: Wanted, directory: ModelDirectory, changes: Mapping[str, Any], locate: Locate
+    wanted: Wanted,
+    directory: ModelDirectory,
+    changes: Mapping[str, Any],
+    locate: Locate,
+    limits: ConfigLimits,
 ) -> list[Model]:
-    raw, source = _read(wanted, directory, changes)
+    limits.check(changes, Source())
+    raw, source = _read(wanted, directory, changes, limits)
     config = ModelConfig.from_dict(_merged(wanted.name, raw, changes), source=source, partial=True)
     shared = locate(config)
     if shared is not None:
         # As Triton does; models can see it in their configuration.
         changes = {**changes, "runtime": shared.name}
     models = []
-    for version in directory.chosen_versions(config):
+    versions = directory.chosen_versions(config)
+    limits.check_versions(len(versions), config.source)
+    for version in versions:
         folder = directory.version_directory(version)
         if config.backend == PYTHON_BACKEND:
             file = directory.model_file(version, config.default_model_filename)
@@ -200,13 +216,13 @@ def _versions(
 
 
 def _read(
-    wanted: Wanted, directory: ModelDirectory, changes: Mapping[str, Any]
+    wanted: Wanted, directory: ModelDirectory, changes: Mapping[str, Any], limits: ConfigLimits
 ) -> tuple[Raw, Source | None]:
     """The configuration before the changes, and where its lines are."""
     if wanted.is_whole:
         backend = changes.get("backend") or directory.implied_backend() or PYTHON_BACKEND
         return minimal(wanted.name, str(backend)), None
-    return directory.read_config()
+    return directory.read_config(limits)
 
 
 def model_of(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.config import ConfigError
+from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.errors import (
     InvalidRequest,
     LoadFailed,
@@ -53,7 +54,8 @@ class ModelControl:
         self._registry.check_controllable()
         check_may_ask(self.asker, name)
         with loading(name):
-            wanted = wanted_of(name, config, files, self.asker.options)
+            limits = self._registry.rules.limits
+            wanted = wanted_of(name, config, files, self.asker.options, limits)
             self._registry.load(wanted, self.asker.name)
 
     def begin_unload(self, name: str) -> None:
@@ -107,10 +109,12 @@ def wanted_of(
     config: str,
     files: Mapping[str, bytes] | None,
     asker: ModelOptions | None = None,
+    limits: ConfigLimits | None = None,
 ) -> Wanted:
     """What is asked for with `load_model`, by a model or a client. Raises `RepositoryError` for what makes no sense.
 
-    `config` is a whole configuration in JSON, `files` are contents by `file:<path>`, `asker` as in `Wanted`.
+    `config` is a whole configuration in JSON, `files` are contents by `file:<path>`, `asker` as in `Wanted`. A
+    configuration beyond `limits`, the usual ones if not given, is not parsed: `ConfigError`.
     """
     if not config:
         if files:
@@ -118,6 +122,7 @@ def wanted_of(
                 "Load parameter 'config' must be specified for model file override"
             )
         return Wanted(name)
+    (limits or ConfigLimits()).check_size(len(config.encode(errors="replace")))
     try:
         parsed = json.loads(config)
     except (ValueError, RecursionError) as error:

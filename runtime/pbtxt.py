@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 
 from moonpool.runtime.config_defaults import normalise
+from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.config_schema import MESSAGES
 from moonpool.runtime.config_shape import Raw, suggestion
 from moonpool.runtime.config_source import ConfigError, Source, field_at, steps
-from moonpool.runtime.repository_files import read_file
-
-# The largest real ones are some 100 kB; a model dropped here by mistake should not be parsed.
-MAX_SIZE_BYTES = 16 << 20
+from moonpool.runtime.repository_files import open_file
 
 
 def read(path: str | Path) -> Raw:
@@ -23,15 +21,18 @@ def read(path: str | Path) -> Raw:
     return read_with_source(path)[0]
 
 
-def read_with_source(path: str | Path, within: Path | None = None) -> tuple[Raw, Source]:
+def read_with_source(
+    path: str | Path, within: Path | None = None, limits: ConfigLimits | None = None
+) -> tuple[Raw, Source]:
     """Like `read`, and where each field stands, for errors that are found later.
 
-    With `within`, the file has to lie in that folder, wherever links lead.
+    With `within`, the file has to lie in that folder, wherever links lead. `limits` are the usual ones if not given.
     """
-    return parse(_text(Path(path), within), str(path))
+    limits = limits or ConfigLimits()
+    return parse(_text(Path(path), within, limits), str(path), limits)
 
 
-def parse(text: str, file: str) -> tuple[Raw, Source]:
+def parse(text: str, file: str, limits: ConfigLimits | None = None) -> tuple[Raw, Source]:
     """Parse the text of a configuration; `file` only names it in errors."""
     try:
         from google.protobuf import json_format, text_format
@@ -44,16 +45,18 @@ def parse(text: str, file: str) -> tuple[Raw, Source]:
     except text_format.ParseError as error:
         raise _located(error, text, file) from None
     source = Source.scan(file, text)
-    return normalise(
-        json_format.MessageToDict(message, preserving_proto_field_name=True), source
-    ), source
+    raw = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    (limits or ConfigLimits()).check(raw, source)
+    return normalise(raw, source), source
 
 
-def _text(path: Path, within: Path | None) -> str:
+def _text(path: Path, within: Path | None, limits: ConfigLimits) -> str:
     try:
-        data = read_file(path, MAX_SIZE_BYTES, within)
+        with open_file(path, within) as file:
+            data = file.read(limits.config_bytes + 1)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", file=str(path)) from error
+    limits.check_size(len(data), str(path))
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

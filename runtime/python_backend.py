@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.policy import is_contained
 from moonpool.runtime.backend import Backend, Model, ModelInstance
-from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.device_intake import DeviceIntake
 from moonpool.runtime.environment import Environment, resolve
 from moonpool.runtime.environment_variables import OF_THE_INTERPRETER
@@ -86,7 +85,7 @@ class PythonBackend(Backend):
             if model.completes:
                 self._complete(model)
             else:
-                model.config = ModelConfig.from_dict(model.config.raw, source=model.config.source)
+                model.config = completed(model.config, {}, model.limits)
             if model.options.prefork == "initialize":
                 self._start_template(model)
         except BaseException:
@@ -104,7 +103,7 @@ class PythonBackend(Backend):
             stub.finalize(model.options.finalize_timeout_s)
         finally:
             stub.end()
-        model.config = completed(model.config, _object(message[1], model.name))
+        model.config = completed(model.config, _object(message[1], model.name), model.limits)
 
     def _start_template(self, model: Model) -> None:
         # `initialize` gets what it would get in the first instance.

@@ -12,6 +12,7 @@ from moonpool.runtime import pbtxt
 from moonpool.runtime.config import ConfigError, ModelConfig, Raw, Source, minimal
 from moonpool.runtime.config_checks import name_problem
 from moonpool.runtime.config_defaults import FILENAMES, MODEL_FILENAME, normalise
+from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.repository_files import RepositoryError, check_no_loop, directories
 
 __all__ = ["ModelDirectory", "ModelRepository", "NoVersion", "RepositoryError", "is_version"]
@@ -59,16 +60,17 @@ class ModelDirectory:
         _check_directory(self.path, f"model '{self.name}'")
         check_no_loop(self.path, f"model '{self.name}'")
 
-    def read_config(self) -> tuple[Raw, Source]:
+    def read_config(self, limits: ConfigLimits | None = None) -> tuple[Raw, Source]:
         """The raw configuration as it stands in the file, named, or the minimal one.
 
         As in Triton, a file that leaves out name and backend gets the directory's name, and the
-        backend whose kind of file there is: `model.py`, `model.onnx`, `model.pt`.  Raises ConfigError.
+        backend whose kind of file there is: `model.py`, `model.onnx`, `model.pt`.  `limits` are the usual ones if
+        not given.  Raises ConfigError.
         """
         file = self.path / CONFIG_FILENAME
         if not os.path.lexists(file):
             return minimal(self.name, self.implied_backend() or self._nothing_there(file)), Source()
-        raw, source = pbtxt.read_with_source(file, within=self.path)
+        raw, source = pbtxt.read_with_source(file, self.path, limits)
         raw["name"] = raw["name"] or self.name
         if raw["name"] != self.name:
             what = f"unexpected directory name '{self.name}' for model '{raw['name']}'"

@@ -11,9 +11,10 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import code_of
+from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.exposition import expose
-from moonpool.runtime.loading import Wanted
+from moonpool.runtime.loading import HostingRules, Wanted
 from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.python_backend import PythonBackend
@@ -63,20 +64,25 @@ class Runtime:
         listener: Callable[[str, str, str], object] | None = None,
         metrics: MetricsOptions | None = None,
         audience: Audience | None = None,
+        config_limits: Iterable[str] = (),
     ) -> None:
         """Load all models of `repository`, which may be several, or those named in `models`.
 
         `backends` are found by their names beside the built-in `python`; `backend_directory` has
         Python-based ones, each as `<name>/model.py`. `listener` gets the name, state and reason of every
         model version and instance that changes its state, on whichever thread does that. `metrics` says
-        what is counted beside what is counted anyway, `audience` is for servers of several processes. Raises
-        `RepositoryError`, `ConfigError`, `LoadFailed`; what was loaded is unloaded then.
+        what is counted beside what is counted anyway, `audience` is for servers of several processes.
+        `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may ask for. Raises
+        `RepositoryError`, `ConfigError`, `LoadFailed`, and ValueError for a limit that does not exist; what was loaded
+        is unloaded then.
         """
         found = None if repository is None else ModelRepositories(_paths(repository))
         directory = BackendDirectory(backend_directory)
+        limits = ConfigLimits(option='Runtime(config_limits=["{}"])').raised(config_limits)
         self._models = ModelRegistry(
             found, backends, directory, drain_timeout_s, verbose, listener, metrics, audience
         )
+        self._models.rules = HostingRules(limits=limits)
         _open_registries.add(self._models)
         self._forgotten = weakref.finalize(self, self._models.close_soon)
         self._forgotten.atexit = False

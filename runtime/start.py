@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.messages import NO_DEVICE
 from moonpool.runtime.config import ConfigError, ModelConfig
+from moonpool.runtime.config_limits import ConfigLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,22 +95,27 @@ def output_names(config: ModelConfig) -> list[str]:
     return [tensor.name for tensor in config.outputs]
 
 
-def completed(config: ModelConfig, answer: Mapping[str, Any]) -> ModelConfig:
+def completed(
+    config: ModelConfig, answer: Mapping[str, Any], limits: ConfigLimits | None = None
+) -> ModelConfig:
     """The configuration with what the model's auto_complete_config said. Raises `ConfigError`."""
     fields: tuple[str, ...] = _COMPLETABLE
     if not any(scheduler in config.raw for scheduler in _SCHEDULERS):
         fields += _SCHEDULERS
     changes = {field: answer[field] for field in fields if field in answer}
     try:
+        (limits or ConfigLimits()).check(changes, config.source)
         sequences = config.sequence_batching
         return ModelConfig.from_dict(
             {**config.raw, **changes},
             source=config.source,
             has_states=sequences is not None and bool(sequences.states),
+            # Where it has some, whoever loaded it runs them.
+            has_agents=True,
         )
     except ConfigError as error:
         (top,) = re.findall(r"^\w*", error.field)
-        if error.line is not None or changes.get(top) == config.raw.get(top):
+        if error.line is not None or top not in changes or changes[top] == config.raw.get(top):
             raise
         # The file has no such thing; the model said it.
         what = f"{error.what} (said by auto_complete_config)"

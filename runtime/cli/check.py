@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import LEVELS, is_contained
-from moonpool.runtime.cli.session import add_repository, session
+from moonpool.runtime.cli.session import UsageError, add_repository, session
 from moonpool.runtime.config import ConfigError, ModelConfig, unused_fields
+from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.environment_error import BadEnvironment
 from moonpool.runtime.errors import LoadFailed
@@ -88,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="let this model have what its configuration gives it beside its sandbox; may be given many times",
     )
+    parser.add_argument(
+        "--model-config-limit",
+        metavar="LIMIT=NUMBER",
+        action="append",
+        default=[],
+        help="the most that a configuration may ask for, as of a server with that option; may be given many times",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -95,11 +103,15 @@ def run(options: argparse.Namespace) -> int:
     repository = ModelRepository(options.repository)
     names = options.models or repository.models()
     counts = dict.fromkeys(_STYLES, 0)
+    try:
+        limits = ConfigLimits().raised(options.model_config_limit)
+    except ValueError as error:
+        raise UsageError(f"--model-config-limit {error}") from error
     with session(
         options.repository, options.backend_directory, verbose=options.verbose, quiet=True
     ) as runtime:
         runtime.registry.rules = HostingRules(
-            options.sandbox, grants=frozenset(options.sandbox_grants)
+            options.sandbox, grants=frozenset(options.sandbox_grants), limits=limits
         )
         for name in names:
             for finding in findings(runtime, repository, name, options.allow_missing):
@@ -118,7 +130,7 @@ def findings(
     """What there is to say about a model: its warnings, then that it is ok, or the first error."""
     try:
         directory = repository.find(name)
-        yield from _configuration(directory)
+        yield from _configuration(directory, runtime.registry.rules)
         yield from _closed(directory, runtime.registry.rules)
         begin_s = time.monotonic()
         runtime.load(name)
@@ -128,15 +140,16 @@ def findings(
         runtime.unload(name)
     except (MoonpoolError, OSError) as error:
         level = "warning" if allow_missing and _is_missing(error) else "error"
-        yield _as_finding(level, name, repository.path / name, error)
+        limits = runtime.registry.rules.limits
+        yield _as_finding(level, name, repository.path / name, error, limits)
     else:
         plural = "" if instances == 1 else "s"
         what = f"version {versions}, {instances} instance{plural}, loaded in {took_s:.1f} s"
         yield Finding("ok", name, "", what)
 
 
-def _configuration(directory: ModelDirectory) -> Iterator[Finding]:
-    raw, source = directory.read_config()
+def _configuration(directory: ModelDirectory, rules: HostingRules) -> Iterator[Finding]:
+    raw, source = directory.read_config(rules.limits)
     config = ModelConfig.from_dict(raw, source=source, partial=True)
     for field in unused_fields(config.raw):
         place = _shown(source.file, source.line(field)) if source.file else ""
@@ -148,7 +161,7 @@ def _configuration(directory: ModelDirectory) -> Iterator[Finding]:
 
 def _closed(directory: ModelDirectory, rules: HostingRules) -> Iterator[Finding]:
     """What instances could not read because they are users of their own, where root starts them."""
-    raw, source = directory.read_config()
+    raw, source = directory.read_config(rules.limits)
     config = ModelConfig.from_dict(raw, source=source, partial=True)
     level = rules.level_of(config, ModelOptions.from_parameters(config))
     if os.geteuid() != 0 or not is_contained(level):
@@ -170,7 +183,9 @@ def _is_missing(error: Exception) -> bool:
     return isinstance(error, LoadFailed) and text.startswith("ModuleNotFoundError: ")
 
 
-def _as_finding(level: str, name: str, folder: Path, error: Exception) -> Finding:
+def _as_finding(
+    level: str, name: str, folder: Path, error: Exception, limits: ConfigLimits
+) -> Finding:
     text = str(error) or type(error).__name__
     if isinstance(error, ConfigError) and error.file is not None:
         place = ":".join(str(part) for part in (error.file, error.line) if part is not None)
@@ -178,7 +193,7 @@ def _as_finding(level: str, name: str, folder: Path, error: Exception) -> Findin
             level, name, _shown(error.file, error.line), _joined(text.removeprefix(f"{place}: "))
         )
     if isinstance(error, BadEnvironment):
-        return Finding(level, name, _environment_line(folder), _joined(text))
+        return Finding(level, name, _environment_line(folder, limits), _joined(text))
     # The innermost place in the model's own files; below that it is somebody else's code.
     places = [
         (within, line) for file, line in _PLACE.findall(text) if (within := _within(file, folder))
@@ -200,8 +215,8 @@ def _within(file: str, folder: Path) -> Path | None:
     return None
 
 
-def _environment_line(folder: Path) -> str:
-    _, source = ModelDirectory(folder).read_config()
+def _environment_line(folder: Path, limits: ConfigLimits) -> str:
+    _, source = ModelDirectory(folder).read_config(limits)
     line = source.line("parameters[EXECUTION_ENV_PATH]")
     return _shown(source.file or folder, line)
 

@@ -80,7 +80,8 @@ class RepositoryControl:
     def _load(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
         try:
             with loading(name):
-                self._registry.load(wanted_of(name, config, files))
+                limits = self._registry.rules.limits
+                self._registry.load(wanted_of(name, config, files, limits=limits))
         except MoonpoolError as error:
             _log.error("%s", error)
             raise

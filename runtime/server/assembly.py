@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.frontend.log_control import LogControl
 from moonpool.runtime.frontend.metadata import Metadata
@@ -19,10 +20,20 @@ from moonpool.runtime.server.frontends import trace_flags
 from moonpool.runtime.server.option_sources import BadOption
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from moonpool.runtime.audience import Audience
     from moonpool.runtime.progress import Progress
     from moonpool.runtime.server.log_lines import ServerLog
     from moonpool.runtime.server.options import ServerOptions
+
+
+def config_limits(texts: Iterable[str]) -> ConfigLimits:
+    """The limits that `--model-config-limit` sets. Raises `BadOption`."""
+    try:
+        return ConfigLimits().raised(texts)
+    except ValueError as error:
+        raise BadOption(f"--model-config-limit {error}") from error
 
 
 # For a model that is unloaded while the server goes on.
@@ -47,6 +58,7 @@ def make_service(
             allow_gpu=options.allow_gpu_metrics,
             interval_ms=options.metrics_interval_ms,
         )
+        limits = config_limits(options.model_config_limit)
     except (BadSetting, InvalidRequest) as error:
         raise BadOption(str(error)) from error
     runtime = Runtime(
@@ -64,6 +76,7 @@ def make_service(
         options.sandbox or None,
         completes=not options.disable_auto_complete_config,
         grants=frozenset(options.sandbox_grants),
+        limits=limits,
     )
     try:
         return Service(

@@ -44,6 +44,7 @@ model-load-thread-count whole: Models that are loaded at the same time.
 model-load-retry-count whole: How often a load that failed at the start is tried again.
 disable-auto-complete-config switch: Do not ask models to complete their configuration; it must be whole.
 backend-directory path: Where Python-based backends are, each as `<name>/model.py`.
+model-config-limit text*: `<limit>=<number>`: the most that the configuration of a model may ask for. The limits are config_bytes (1048576), instances (1024, of all versions), versions (256), inputs (4096), outputs (4096), priority_levels (1024), items (4096, of any other list).
 sandbox sandbox: What all models are kept from at least; `MOONPOOL_SANDBOX` of a model may say more. Without this, a model may say anything, and is in `standard` where it says nothing.
 sandbox-grants text*: With `--sandbox best-effort` or `strict`, a model whose configuration may give it more than that: paths, ports, system calls, other models, variables, an interpreter, a GPU, larger limits, a template process.
 

@@ -28,6 +28,7 @@ class ServerOptions:
     model_load_retry_count: int = 0
     disable_auto_complete_config: bool = False
     backend_directory: str = ""
+    model_config_limit: tuple[str, ...] = ()
     sandbox: str = ""
     sandbox_grants: tuple[str, ...] = ()
     allow_http: bool = True

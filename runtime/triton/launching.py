@@ -113,7 +113,7 @@ class Launcher:
     ) -> None:
         try:
             rules = rules_of(self._backend.name, self._config)
-            served = ServedModel(name, version, directory, config, self._directory)
+            served = ServedModel(name, version, directory, config, self._directory, rules.limits)
             rules.apply_to(served.model)
             served.model.completes = completes
             self._backend.model_initialize(served.model)

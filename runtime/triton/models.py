@@ -9,14 +9,16 @@ from typing import Any
 
 from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.backend import Model
-from moonpool.runtime.config import ConfigError, ModelConfig
+from moonpool.runtime.config import ConfigError, ModelConfig, Source
 from moonpool.runtime.config_defaults import MODEL_FILENAME
+from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.config_schema import MESSAGES
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.loading import HostingRules
 from moonpool.runtime.output import Budget, harmless
 from moonpool.runtime.public_text import scrubbed
+from moonpool.runtime.repository_files import check_no_loop
 from moonpool.runtime.source import ModelSource, of_file
 from moonpool.runtime.start import input_names, output_names
 
@@ -51,10 +53,17 @@ def rules_of(backend: str, backend_config: str) -> HostingRules:
             field="--backend-config sandbox",
         )
     names = str(options.get("sandbox-grants", "")).split(",")
+    usual = ConfigLimits(option=f"--backend-config={backend},config-limits={{}}")
+    try:
+        raised = str(options.get("config-limits", "")).split(",")
+        limits = usual.raised(filter(None, raised))
+    except ValueError as error:
+        raise ConfigError(str(error), field="--backend-config config-limits") from error
     return HostingRules(
         sandbox=level,
         grants=frozenset(filter(None, names)),
         grant_option=f"--backend-config={backend},sandbox-grants=",
+        limits=limits,
     )
 
 
@@ -62,12 +71,22 @@ class ServedModel:
     """A version of a model, and its configuration as the server has it."""
 
     def __init__(
-        self, name: str, version: int, directory: str, config: str, backend_directory: str
+        self,
+        name: str,
+        version: int,
+        directory: str,
+        config: str,
+        backend_directory: str,
+        limits: ConfigLimits,
     ) -> None:
-        """`config` is the JSON text of TRITONBACKEND_ModelConfig. Raises `ConfigError`, `LoadFailed`."""
+        """`config` is the JSON text of TRITONBACKEND_ModelConfig. Raises `ConfigError`, `LoadFailed`, `RepositoryError`."""
+        limits.check_size(len(config))
         self._given = _object(config, f"the configuration of model '{name}'")
+        limits.check(self._given, Source())
         known = _known("ModelConfig", self._given, "")
-        checked = ModelConfig.from_dict({**known, "name": name}, partial=True, has_states=True)
+        checked = ModelConfig.from_dict(
+            {**known, "name": name}, partial=True, has_states=True, has_agents=True
+        )
         source = _source(checked, Path(directory), version, Path(backend_directory))
         self.model = Model(checked, ModelOptions.from_parameters(checked), version, source)
         self._before = checked.raw
@@ -134,6 +153,8 @@ def _milliseconds(seconds: float | None) -> int | None:
 
 def _source(config: ModelConfig, directory: Path, version: int, backend: Path) -> ModelSource:
     folder = directory / str(version)
+    for each in (directory, folder):
+        check_no_loop(each, f"model '{config.name}'")
     runtime = config.raw["runtime"]
     if runtime.endswith(".py"):
         # A backend that is a Python file, which serves all models that name it.

@@ -98,3 +98,14 @@ def test_the_examples_have_no_errors_whatever_is_installed(cli: CommandLine) -> 
 
     assert ended.returncode == 0, ended.stdout
     assert "error" not in ended.stdout
+
+
+def test_limits_of_configurations_are_those_of_the_server(cli: CommandLine, tmp_path: Path) -> None:
+    write_model(tmp_path / "many", "m", TRITON, IO + "instance_group [{ count: 2 }]\n")
+
+    ended = cli("check", str(tmp_path / "many"), "--model-config-limit=instances=1")
+    assert "m/config.pbtxt:3: instance_group[0].count: asks for 2 instances" in ended.stdout
+    assert ended.returncode == 1
+    assert cli("check", str(tmp_path / "many"), "--model-config-limit=instances=2").returncode == 0
+    ended = cli("check", str(tmp_path / "many"), "--model-config-limit=bogus")
+    assert "--model-config-limit must be one of config_bytes" in ended.stderr

@@ -245,6 +245,29 @@ def test_under_it_a_model_does_not_give_itself_more(write: Write) -> None:
         assert shim.load(write(DOUBLES), more)[0] == Word.MODEL_READY
 
 
+def test_a_configuration_asks_for_no_more_than_the_command_line_lets_it(write: Write) -> None:
+    with launched(options={"config-limits": "items=50,config_bytes=10"}) as shim:
+        word, _, _, message = shim.load(write(DOUBLES), CONFIG)
+    assert word == Word.REFUSED
+    assert message.endswith(
+        "raises it by --backend-config=python,config-limits=config_bytes=NUMBER"
+    )
+    with launched(options={"config-limits": "bogus=1"}) as shim:
+        word, _, _, message = shim.load(write(DOUBLES), CONFIG)
+    assert word == Word.REFUSED
+    assert "config-limits: must be one of config_bytes, instances" in message
+
+
+def test_repository_agents_are_the_servers_own(write: Write) -> None:
+    agents = {"agents": [{"name": "checksum", "parameters": {}}]}
+
+    with launched() as shim:
+        assert (
+            shim.load(write(DOUBLES), {**CONFIG, "model_repository_agents": agents})[0]
+            == Word.MODEL_READY
+        )
+
+
 def test_a_sandbox_that_there_is_not_refuses_every_model(write: Write) -> None:
     with launched(options={"sandbox": "srict"}) as shim:
         word, _, code, message = shim.load(write(DOUBLES), CONFIG)
