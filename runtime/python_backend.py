@@ -59,7 +59,7 @@ class PythonBackend(Backend):
     blocks = False
 
     # Variables that lead to the things of the runtime's interpreter, which a model with another one does not get.
-    _leading = OF_THE_INTERPRETER
+    _leading: tuple[str, ...] = OF_THE_INTERPRETER
 
     def __init__(self, stubs: Stubs, name: str = "python", folder: str = "") -> None:
         """`folder` is where all models of the backend may import from; "" for nowhere."""

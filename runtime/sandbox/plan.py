@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moonpool.runtime.backend import Model
+    from moonpool.runtime.config_options import ModelOptions
     from moonpool.runtime.environment import Environment
     from moonpool.runtime.sandbox.confinement import Confinement
 
@@ -92,14 +93,7 @@ def plan_for(
     `environment_variables.inherited`. Raises OSError, `LoadFailed`.
     """
     options = model.options
-    variables = environment_variables.inherited(
-        os.environ,
-        sandbox=options.sandbox,
-        allowed=options.environment,
-        own=environment.variables,
-        leading=leading,
-        threads=options.threads,
-    )
+    variables = _variables(options, environment, leading)
     common = Policy(
         level=options.sandbox,
         limits=_limits(model, 1 + _forked(model) if forks else 1),
@@ -138,6 +132,19 @@ def plan_for(
         gpus,
         is_foreign=environment.root is not None,
         held=held,
+    )
+
+
+def _variables(
+    options: ModelOptions, environment: Environment, leading: Sequence[str]
+) -> dict[str, str]:
+    return environment_variables.inherited(
+        os.environ,
+        sandbox=options.sandbox,
+        allowed=options.environment,
+        own=environment.variables,
+        leading=leading,
+        threads=options.threads,
     )
 
 

@@ -65,7 +65,7 @@ def seen_with(directory: Path, config: dict[str, Any] = CONFIG, **variables: str
 def test_a_model_sees_the_environment_of_the_server(write: Write) -> None:
     given = {"MY_ENV": "there", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
 
-    seen = seen_with(write(TELLS), **given)
+    seen = seen_with(write(TELLS), CONFIG, **given)
 
     assert {name: seen["variables"].get(name) for name in given} == given
 
