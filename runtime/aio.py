@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.errors import RequestTimedOut
+from moonpool.runtime.event_loop import watch
 from moonpool.runtime.waiter import Waiter
 from moonpool.runtime.watched_sockets import WatchedSockets
 
@@ -29,15 +30,22 @@ class LoopDriver:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._sockets = WatchedSockets()
-        loop.add_reader(self._sockets.epoll.fileno(), self._look)
+        watch(loop, self._sockets.epoll.fileno(), self._look)
 
     def drive(self, execution: Execution) -> None:
         """Wait for the answer of an execution, and claim it when it can be read.
 
         Not before: a loop may stop for good at any time, and then another can still claim it.
         """
-        if execution.is_offered:
-            self._sockets.of(execution.pending).execution = execution
+        if not execution.is_offered:
+            return
+        try:
+            watched = self._sockets.of(execution.pending)
+        except OSError:  # the stub has ended, or the kernel has no watches left for this user
+            if execution.claim(self):
+                execution.drive_in_reactor()
+        else:
+            watched.execution = execution
 
     def _look(self) -> None:
         for place, (fd, _) in enumerate(self._sockets.epoll.poll(0)):

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.poller import Poller
 from moonpool.runtime.timer import Timer
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Reactor:
     """Runs callbacks on one daemon thread. All methods may be called from any thread."""
 
     def __init__(self, name: str = "moonpool-reactor") -> None:
-        self._epoll = select.epoll()
+        self._epoll = Poller()
         self._timer = Timer()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)

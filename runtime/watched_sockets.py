@@ -43,12 +43,19 @@ class WatchedSockets:
         self._by_fd: dict[int, WatchedSocket] = {}
 
     def of(self, link: Pending) -> WatchedSocket:
-        """That of a stub, watched from now on if it was not. Raises OSError as `WatchedSocket` does."""
+        """That of a stub, watched from now on if it was not.
+
+        Raises OSError as `WatchedSocket` does, and where the kernel has no watches left for this user.
+        """
         watched = self._by_link.get(link)
         if watched is None:
-            watched = self._by_link[link] = WatchedSocket(link)
-            self._by_fd[watched.fd] = watched
-            self.epoll.register(watched.fd, select.EPOLLIN)
+            watched = WatchedSocket(link)
+            try:
+                self.epoll.register(watched.fd, select.EPOLLIN)
+            except OSError:
+                os.close(watched.fd)
+                raise
+            self._by_link[link] = self._by_fd[watched.fd] = watched
         return watched
 
     def find(self, fd: int) -> WatchedSocket | None:

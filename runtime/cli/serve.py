@@ -79,8 +79,7 @@ def run(options: argparse.Namespace) -> int:
 def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
     import logging
 
-    import uvloop
-
+    from moonpool.runtime.event_loop import run
     from moonpool.runtime.progress import Progress
     from moonpool.runtime.server.descriptors import raise_limit
     from moonpool.runtime.server.log_lines import LogOptions, ServerLog, logged
@@ -105,4 +104,4 @@ def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
         for flag, why in without_effect.items():
             logging.getLogger("moonpool.server").warning("--%s has no effect here: %s", flag, why)
         server = Server(options, log, progress)
-        return uvloop.run(server.run())
+        return run(server.run())

@@ -134,15 +134,16 @@ def running(
     *arguments: object,
     variables: Mapping[str, str] | None = None,
     serves: Sequence[str] = ("grpc", "http", "metrics"),
+    before: Sequence[str] = (),
 ) -> Iterator[RunningServer]:
     """A server that serves: everything is loaded. At the end it must end in order, with 0.
 
         with running(repository, "--model-control-mode=explicit") as server:
             client = tritonclient.http.InferenceServerClient(server.http)
 
-    `serves` are the services that it is to have.
+    `serves` are the services that it is to have; `before` is as for `starting`.
     """
-    with starting(*arguments, variables=variables) as server:
+    with starting(*arguments, variables=variables, before=before) as server:
         wait_until(
             lambda: set(serves) <= set(server.ports) or server.process.poll() is not None,
             30.0,

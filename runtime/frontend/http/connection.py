@@ -66,7 +66,8 @@ class Connection(asyncio.BufferedProtocol):
         name = transport.get_extra_info("peername")
         if isinstance(name, tuple):
             self.peer = name[0], name[1]
-        if not self._port.opened(self):
+        is_welcome = self._port.opened(self)
+        if self._hold_place() and not is_welcome:
             self.closes = True
             if self._port.is_crowded:
                 self.abort()
@@ -150,8 +151,16 @@ class Connection(asyncio.BufferedProtocol):
         """What was held has been read but for a little."""
         if self._is_paused and len(self._waiting) <= _WAITING_BYTES:
             self._is_paused = False
-            if not self._transport.is_closing():
+            if not self._transport.is_closing() and self._hold_place():
                 self._transport.resume_reading()
+
+    def _hold_place(self) -> bool:
+        """Keep the socket's place in the loop's epoll; without one the connection ends."""
+        socket = self._transport.get_extra_info("socket")
+        if socket is None or self._port.watches.hold(socket.fileno()):
+            return True
+        self.abort()
+        return False
 
     def _read(self, data: bytes) -> None:
         """Take whatever requests are in the data, as far as they may be answered now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.event_loop import watches_of
 from moonpool.runtime.frontend.frontend_metrics import Meter
 from moonpool.runtime.frontend.http.connection import Connection
 from moonpool.runtime.frontend.http.exchange import Exchange
@@ -39,6 +40,7 @@ class Port:
     ) -> None:
         """`meter` counts connections and answers."""
         self.loop = loop
+        self.watches = watches_of(loop)
         self.handler = handler
         self.limits = limits
         self.meter = meter or Meter()

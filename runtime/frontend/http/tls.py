@@ -16,6 +16,8 @@ import logging
 import socket
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.event_loop import watch
+
 if TYPE_CHECKING:
     import ssl
 
@@ -53,14 +55,19 @@ class TlsServer:
         """Accept nobody any more, and leave those who do not speak TLS yet."""
         for listening in self.sockets:
             if listening.fileno() >= 0:
-                self._loop.remove_reader(listening)
+                self._loop.remove_reader(listening.fileno())
                 listening.close()
         for task in list(self._shaking):
             task.cancel()
 
     def _watch(self, listening: socket.socket) -> None:
-        if listening.fileno() >= 0:
-            self._loop.add_reader(listening, self._accept, listening)
+        if listening.fileno() < 0:
+            return
+        try:
+            watch(self._loop, listening.fileno(), self._accept, listening)
+        except OSError as error:
+            _log.error("no connection can be accepted: %s", error)
+            self._loop.call_later(_REST_S, self._watch, listening)
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_TURN):
@@ -70,11 +77,15 @@ class TlsServer:
                 return
             except OSError as error:
                 _log.error("no connection can be accepted: %s", error)
-                self._loop.remove_reader(listening)
+                self._loop.remove_reader(listening.fileno())
                 self._loop.call_later(_REST_S, self._watch, listening)
                 return
             connection = self._port()
             if not self._port.begins(connection):
+                client.close()
+                continue
+            if not self._port.watches.hold(client.fileno()):
+                self._port.gave_up(connection)
                 client.close()
                 continue
             client.setblocking(False)

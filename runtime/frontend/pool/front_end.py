@@ -19,11 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvloop
-
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import PeerGone
+from moonpool.runtime.event_loop import run
 from moonpool.runtime.frontend.pool.front_http import FrontHttpServer
 from moonpool.runtime.frontend.pool.front_service import FrontService
 from moonpool.runtime.frontend.pool.guest_models import GuestModels
@@ -139,7 +138,7 @@ def main() -> int:
     except PeerGone:
         return 1
     with logged(ServerLog(LogOptions(**settings["log"]))):
-        return uvloop.run(FrontEnd(channel, settings).run())
+        return run(FrontEnd(channel, settings).run())
 
 
 if __name__ == "__main__":
