@@ -78,6 +78,8 @@ class TritonServer:
         self._regions = f"{REGIONS}{next(_NUMBERS)}_"
         self.log_file = folder / "tritonserver.log"
         self._process: subprocess.Popen[bytes] | None = None
+        # Of the last run that was stopped.
+        self.exit_code: int | None = None
 
     def start(self) -> None:
         """Return when it takes requests."""
@@ -164,6 +166,7 @@ class TritonServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        self.exit_code = process.returncode
         with suppress(AssertionError):
             wait_until(lambda: not _stubs(self._regions), 3.0)
         for pid in _stubs(self._regions):

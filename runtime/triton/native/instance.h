@@ -74,8 +74,9 @@ class Instance {
       std::lock_guard lock(mutex_);
       stub = stub_;
     }
-    if (!stub) throw Failure(triton::kUnavailable, "'" + name_ + "' has no process");
-    stub->check_ready();
+    if (!stub || !stub->check_ready()) {
+      throw Failure(triton::kInternal, "Stub process '" + name_ + "' is not healthy.");
+    }
   }
 
  private:
@@ -107,7 +108,7 @@ class Instance {
     return *stub_;
   }
 
-  // Have a launcher start the instance for the first time.
+  // Have a launcher start the instance for the first time. Throws Failure; then the mailbox is closed.
   void start() {
     uint64_t model;
     launcher_ = model_.launcher(&model);
@@ -117,7 +118,7 @@ class Instance {
     launcher_->send<wire::Word::INSTANCE>(number_, model, name_, kind_, static_cast<uint64_t>(device_));
     try {
       replace(started());
-    } catch (const Failure&) {
+    } catch (...) {  // the next request has it started once more
       launcher_->close(number_);
       launcher_ = nullptr;
       throw;

@@ -150,7 +150,11 @@ std::shared_ptr<Mailbox> Launcher::open(uint64_t number) {
 
 void Launcher::close(uint64_t number) {
   std::lock_guard lock(mutex_);
-  mailboxes_.erase(number);
+  const auto mailbox = mailboxes_.find(number);
+  if (mailbox == mailboxes_.end()) return;
+  // No letter comes there any more: whoever waits for one would do so for ever.
+  mailbox->second->close();
+  mailboxes_.erase(mailbox);
 }
 
 void Launcher::post(std::string_view packet) {

@@ -80,10 +80,14 @@ std::shared_ptr<Launcher> Model::launcher(uint64_t* number) const {
 
 // Tell a launcher of the model, and hear what it makes of it.
 std::unique_ptr<Letter> Model::introduce(bool completes) const {
-  launcher_ = backend_.launcher();
-  launcher_->tell_log_levels();
-  number_ = Launcher::new_number();
-  return launcher_->ask<Word::MODEL>(number_, name_, version_, directory_, config(), completes);
+  auto launcher = backend_.launcher();
+  launcher->tell_log_levels();
+  const uint64_t number = Launcher::new_number();
+  auto letter = launcher->ask<Word::MODEL>(number, name_, version_, directory_, config(), completes);
+  // Only now: a launcher that has refused the model does not know it, and is asked once more by the next who needs it.
+  launcher_ = std::move(launcher);
+  number_ = number;
+  return letter;
 }
 
 std::string Model::told(std::string_view text) const {

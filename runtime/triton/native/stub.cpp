@@ -112,9 +112,9 @@ void Stub::tell_cancelled() {
 
 void Stub::wake() const { eventfd_write(wakes_.get(), 1); }
 
-void Stub::check_ready() {
-  if (has_ended_) throw Failure(triton::kUnavailable, "the instance's process has ended");
-  if (!has_is_ready_) return;
+bool Stub::check_ready() {
+  if (has_ended_) return false;
+  if (!has_is_ready_) return true;
   std::unique_lock lock(mutex_);
   // Those who ask at the same time share one question.
   if (question_ == answered_question_) tell<Kind::READY>(++question_);
@@ -124,8 +124,9 @@ void Stub::check_ready() {
   if (!is_answered) {
     throw Failure(triton::kUnavailable, "Timed out waiting for user-defined is_ready() response");
   }
-  if (has_ended_) throw Failure(triton::kUnavailable, "the instance's process has ended");
+  if (has_ended_) return false;
   if (reason_) throw Failure(triton::kUnavailable, *reason_);
+  return true;
 }
 
 void Stub::distrust(const std::string& why) noexcept {

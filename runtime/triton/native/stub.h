@@ -63,8 +63,8 @@ class Stub final : public RegionSource {
   void tell_cancelled();
   // Have somebody look again at what there is to do while nothing comes. From any thread.
   void wake() const;
-  // Is the model ready, as it says itself? Throws Failure that says why not.
-  void check_ready();
+  // False where the process has ended. Throws Failure where the model says itself that it is not ready.
+  bool check_ready();
 
   // End it, for this reason; the first one counts. From any thread.
   void distrust(const std::string& why) noexcept;

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.triton.backend import zoo
 from tests.triton.backend.hosting import TIMEOUT_S, Client, HostingServer, children
 from tests.triton.server import interpreter
 from tests.waiting import wait_until
@@ -95,6 +96,61 @@ def test_a_launcher_that_dies_is_replaced(client: Client, server: HostingServer)
     assert server.launcher != before
     array = np.ones(5, np.uint8)
     wait_until(lambda: _answers(lambda: client.infer("identity", array)), TIMEOUT_S)
+
+
+# Behind the model that obeys orders.
+FAILS = """
+    def initialize(self, args):
+        if os.path.exists(os.path.join(args["model_repository"], "blocked")):
+            raise ValueError("it is blocked")
+"""
+
+
+@pytest.mark.parametrize(
+    ("there", "elsewhere", "why"),
+    [
+        ("allowed", "blocked", "it is blocked"),
+        ("1/model.py", "1/moved.py", "model.py"),
+    ],
+    ids=["the instance", "the model"],
+)
+def test_what_another_launcher_cannot_start_is_started_when_it_can_be(
+    tmp_path: Path, there: str, elsewhere: str, why: str
+) -> None:
+    repository = tmp_path / "repository"
+    zoo.write(repository, ["orders"])
+    folder = repository / "orders"
+    (folder / "allowed").touch()
+    with open(folder / "1" / "model.py", "a") as model:
+        model.write(FAILS)
+    server = HostingServer(interpreter(), repository, tmp_path, ["orders"])
+    server.start()
+    client = Client(server)
+    try:
+        stub = client.order("nothing")
+        (folder / there).rename(folder / elsewhere)
+        os.kill(server.launcher, signal.SIGKILL)
+        wait_until(lambda: _is_gone(stub), TIMEOUT_S, "its stubs to end")
+        wait_until(lambda: _refused(client, why), TIMEOUT_S, "a first start")
+        launcher = server.launcher
+        # Each request has it started: nobody else would tell of an end.
+        assert _refused(client, why)
+        (folder / elsewhere).rename(folder / there)
+        assert client.order("nothing") > 0
+        assert server.launcher == launcher
+    finally:
+        client.close()
+        server.stop()
+    assert server.exit_code == 0
+
+
+def _refused(client: Client, why: str) -> bool:
+    """Whether a request gets an error that says this."""
+    try:
+        client.order("nothing")
+    except InferenceServerException as error:
+        return why in str(error)
+    return False
 
 
 def test_models_leave_nothing_behind(client: Client, server: HostingServer) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.runtime.triton.library import library
 from tests.triton.backend import zoo
 from tests.triton.backend.hosting import HostingServer
@@ -29,6 +31,7 @@ def call(name, *arguments):
     if error:
         sys.exit(triton.TRITONSERVER_ErrorMessage(ctypes.c_void_p(error)).decode())
 
+# Before the server.
 options, server, is_ready = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_bool()
 call("ServerOptionsNew", ctypes.byref(options))
 call("ServerOptionsSetModelRepositoryPath", options, repository.encode())
@@ -54,6 +57,37 @@ stopping = threading.Thread(target=call, args=("ServerStop", server))
 stopping.start()
 (folder / "go").touch()
 stopping.join()
+call("ServerDelete", server)
+print("ended")
+"""
+# Stands between the library and the server, and knows the instance for which a newer server would ask.
+_BETWEEN = """
+void *instance;
+void *(*real)(void *, void *);
+void *TRITONBACKEND_ModelInstanceSetState(void *its, void *state) { instance = its; return real(its, state); }
+"""
+# Before the server is made.
+_STANDS_BETWEEN = """
+between = ctypes.CDLL(os.path.join(repository, "..", "between.so"), mode=os.RTLD_GLOBAL)
+real = ctypes.cast(triton.TRITONBACKEND_ModelInstanceSetState, ctypes.c_void_p)
+ctypes.c_void_p.in_dll(between, "real").value = real.value
+"""
+_ASKS_WHETHER_IT_IS_READY = """
+library = ctypes.CDLL(os.path.join(backends, "moonpool", "libtriton_moonpool.so"))
+library.TRITONBACKEND_ModelInstanceReady.restype = ctypes.c_void_p
+
+def why_not_ready():
+    error = library.TRITONBACKEND_ModelInstanceReady(ctypes.c_void_p.in_dll(between, "instance"))
+    return error and triton.TRITONSERVER_ErrorMessage(ctypes.c_void_p(error)).decode()
+
+print(why_not_ready())
+for children in pathlib.Path("/proc/self/task").glob("*/children"):
+    for child in children.read_text().split():
+        os.kill(int(child), 9)
+while (why := why_not_ready()) is None:
+    time.sleep(0.01)
+print(why)
+call("ServerStop", server)
 call("ServerDelete", server)
 print("ended")
 """
@@ -88,14 +122,17 @@ class TritonPythonModel:
 """
 
 
-def run(program: str, tmp_path: Path, *startup: str) -> subprocess.CompletedProcess[str]:
+def run(
+    program: str, tmp_path: Path, *startup: str, before: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run the program in which the server is a library; `before` is done before the server is made."""
     server = HostingServer(interpreter(), tmp_path / "repository", tmp_path)
     backends, libraries = server.lay_out()
     return subprocess.run(
         [
             sys.executable,
             "-c",
-            _PROGRAM + program,
+            _PROGRAM.replace("# Before the server.", before) + program,
             libraries,
             tmp_path / "repository",
             backends,
@@ -129,6 +166,19 @@ def test_a_server_that_ends_while_a_model_has_asked_for_another_one(tmp_path: Pa
     ended = run(_ENDS, tmp_path, "asks")
 
     assert (ended.stdout, ended.returncode) == ("ended\n", 0), ended.stderr[-2000:]
+
+
+def test_an_instance_without_a_process_is_not_ready(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc") or pytest.skip("there is no C compiler")
+    zoo.write(tmp_path / "repository", ["identity"])
+    (tmp_path / "between.c").write_text(_BETWEEN)
+    arguments = ["-shared", "-fPIC", "-o", "between.so", "between.c"]
+    subprocess.run([compiler, *arguments], cwd=tmp_path, check=True)
+
+    ended = run(_ASKS_WHETHER_IT_IS_READY, tmp_path, before=_STANDS_BETWEEN)
+
+    said = ["None", "Stub process 'identity_0_0' is not healthy.", "ended"]
+    assert ended.stdout.splitlines()[-3:] == said, ended.stderr[-2000:]
 
 
 def test_the_library_stays_for_threads_that_outlive_its_models() -> None:
