@@ -4,6 +4,9 @@ The archive is not trusted.  Every member is checked before it is written: no ab
 `..`, nothing but directories, regular files and links, no member below a link, no member twice.
 Because nothing is ever written through a link, what a link points to cannot move a write; links
 are checked all the same, so that an environment does not reach out of itself by accident.
+
+What it takes has a bound each, checked before it is taken: the bytes of each header and of all of them, the number of
+members, their names, the memory for decompression, the bytes on the disk.
 """
 
 from __future__ import annotations
@@ -14,38 +17,31 @@ import lzma
 import os
 import posixpath
 import re
-import stat
-import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from moonpool.runtime.environment_error import BadEnvironment
+from moonpool.runtime.environment_member import Member
+from moonpool.runtime.environment_tar import Readable, tar_members
+from moonpool.runtime.environment_zip import zip_members
 
 SIZE_LIMIT_BYTES = 64 << 30
 MEMBER_LIMIT = 500_000
+# All names are kept until the end: of members, and of directories above them.
+NAMES_LIMIT_BYTES = 64 << 20
+# xz -9 needs half of it.
+XZ_MEMORY_BYTES = 128 << 20
+# How many times its own size an archive may have unpacked; a small one may have so much in any case.
+_MOST_TIMES = 100
+_ALWAYS_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 20
-_LINK_LIMIT_BYTES = 4096
-_HEADER_LIMIT_BYTES = 16 << 20
 # What removes directories recurses.
 _DEPTH_LIMIT = 128
 
 # In a virtual environment this link leads to the interpreter it was made with, by absolute path.
 _INTERPRETER = re.compile(r"(?:[^/]+/)?bin/python[0-9.]*")
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One thing in an archive; `kind` is "directory", "file", "symlink", "hardlink" or else."""
-
-    name: str
-    kind: str
-    mode: int = 0o755
-    link: str = ""
 
 
 class Unpacker:
@@ -56,8 +52,9 @@ class Unpacker:
         self._left_bytes = size_limit_bytes
         self._limit_bytes = size_limit_bytes
         self._kinds: dict[str, str] = {"": "directory"}
+        self._names_left_bytes = NAMES_LIMIT_BYTES
 
-    def add(self, member: Member, content: IO[bytes] | None) -> None:
+    def add(self, member: Member, content: Readable | None) -> None:
         """Write one member; raises BadEnvironment for one that must not be."""
         name = self._checked_name(member)
         if not name:
@@ -76,7 +73,15 @@ class Unpacker:
             raise BadEnvironment(
                 f"'{member.name}' is a {member.kind}, not a file, directory or link"
             )
-        self._kinds[name] = "file" if member.kind == "hardlink" else member.kind
+        self._note(name, "file" if member.kind == "hardlink" else member.kind)
+
+    def _note(self, name: str, kind: str) -> None:
+        self._names_left_bytes -= len(name)
+        if self._names_left_bytes < 0:
+            raise BadEnvironment(
+                f"the names in the archive have more than {NAMES_LIMIT_BYTES:,} bytes"
+            )
+        self._kinds[name] = kind
 
     def _checked_name(self, member: Member) -> str:
         name = _relative(member.name)
@@ -97,9 +102,9 @@ class Unpacker:
             raise BadEnvironment(f"'{shown}' is below '{parent}', a {self._kinds[parent]}")
         for directory in reversed(missing):
             (self._target / directory).mkdir()
-            self._kinds[directory] = "directory"
+            self._note(directory, "directory")
 
-    def _write(self, path: Path, mode: int, content: IO[bytes]) -> None:
+    def _write(self, path: Path, mode: int, content: Readable) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         # Never set-uid, never writable by others; always readable and writable by the owner.
         descriptor = os.open(path, flags, (mode & 0o755) | 0o600)
@@ -135,30 +140,32 @@ def unpack(archive: IO[bytes], target: Path, size_limit_bytes: int = SIZE_LIMIT_
     Raises BadEnvironment without the archive's path, which the caller adds, and OSError where the
     disk refuses.  What was unpacked until then stays; the caller removes it.
     """
-    unpacker = Unpacker(target, size_limit_bytes)
+    packed_bytes = archive.seek(0, os.SEEK_END)
     archive.seek(0)
-    magic = archive.read(6)
-    archive.seek(0)
+    # What environments are made of has a tenth of its size once it is packed, not a thousandth.
+    most_bytes = max(_ALWAYS_BYTES, packed_bytes * _MOST_TIMES)
+    unpacker = Unpacker(target, min(size_limit_bytes, most_bytes))
     try:
-        members = _zip_members(archive) if magic[:2] == b"PK" else _tar_members(archive, magic)
-        for member, content in members:
+        for member, content in _members(archive):
             unpacker.add(member, content)
     except (*_UNREADABLE, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
+        if isinstance(error, lzma.LZMAError) and "emory" in str(error):
+            what = f"needs more than {XZ_MEMORY_BYTES >> 20} MiB of memory to be unpacked"
+            raise BadEnvironment(
+                f"{what}; pack it with a smaller dictionary, as xz -9 has"
+            ) from error
         # The decompressors raise OSErrors that have no number.
         what = "is not a .tar, .tar.gz, .tar.bz2, .tar.xz or .zip file, or a damaged one"
         raise BadEnvironment(f"{what} ({error})") from error
 
 
 _UNREADABLE = (
-    tarfile.TarError,
-    zipfile.BadZipFile,
     lzma.LZMAError,
     zlib.error,
     EOFError,
-    RuntimeError,  # encrypted zip files, unknown compression
-    ValueError,  # names that no file can have
+    ValueError,  # `DamagedArchive`, and names that no file can have
 )
 
 
@@ -176,66 +183,52 @@ def _relative(name: str) -> str:
     return "/".join(steps)
 
 
-class _Bounded:
-    """A stream for tarfile that refuses reads beyond reason: those of oversize headers."""
+class _Unxz:
+    """Decompresses xz within a bound of memory, which Python's own file object has not."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: Readable) -> None:
         self._stream = stream
-        self.seek = stream.seek
-        self.tell = stream.tell
+        self._decoder = _xz_decoder()
 
-    def read(self, size_bytes: int) -> bytes:
-        if size_bytes > _HEADER_LIMIT_BYTES:
-            raise BadEnvironment("has a header of a size that no real archive has")
-        return self._stream.read(size_bytes)
+    def read(self, size_bytes: int, /) -> bytes:
+        while True:
+            packed = b""
+            if self._decoder.eof:
+                # Streams may follow one another, with zeros between them.
+                packed = self._decoder.unused_data.lstrip(b"\0") or self._packed().lstrip(b"\0")
+                if not packed:
+                    return b""
+                self._decoder = _xz_decoder()
+            elif self._decoder.needs_input:
+                packed = self._packed()
+                if not packed:
+                    raise EOFError(
+                        "Compressed file ended before the end-of-stream marker was reached"
+                    )
+            if data := self._decoder.decompress(packed, size_bytes):
+                return data
+
+    def _packed(self) -> bytes:
+        return self._stream.read(_CHUNK_BYTES)
+
+
+def _xz_decoder() -> lzma.LZMADecompressor:
+    return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES)
 
 
 # By how the file begins.
-_DECOMPRESSORS: tuple[tuple[bytes, Callable[[IO[bytes]], object]], ...] = (
-    (b"\x1f\x8b", gzip.open),
-    (b"BZh", bz2.open),
-    (b"\xfd7zXZ", lzma.open),
-    (b"", nullcontext),
+_DECOMPRESSORS: tuple[tuple[bytes, Callable[[IO[bytes]], Readable]], ...] = (
+    (b"\x1f\x8b", lambda archive: gzip.GzipFile(fileobj=archive)),
+    (b"BZh", bz2.BZ2File),
+    (b"\xfd7zXZ", _Unxz),
+    (b"", lambda archive: archive),
 )
 
 
-def _tar_members(archive: IO[bytes], magic: bytes) -> Iterator[tuple[Member, IO[bytes] | None]]:
+def _members(archive: IO[bytes]) -> Iterator[tuple[Member, Readable | None]]:
+    magic = archive.read(6)
+    archive.seek(0)
+    if magic.startswith(b"PK"):
+        return zip_members(archive, MEMBER_LIMIT)
     opener = next(opener for start, opener in _DECOMPRESSORS if magic.startswith(start))
-    with (
-        cast("AbstractContextManager[IO[bytes]]", opener(archive)) as stream,
-        tarfile.open(fileobj=cast("IO[bytes]", _Bounded(stream)), mode="r:") as tar,
-    ):
-        for info in tar:
-            kind = _tar_kind(info)
-            content = tar.extractfile(info) if kind == "file" else None
-            yield Member(info.name, kind, info.mode, info.linkname), content
-
-
-def _tar_kind(info: tarfile.TarInfo) -> str:
-    if info.isdir():
-        return "directory"
-    if info.isreg():
-        return "file"
-    if info.issym():
-        return "symlink"
-    if info.islnk():
-        return "hardlink"
-    return "device" if info.isdev() else "special file"
-
-
-def _zip_members(archive: IO[bytes]) -> Iterator[tuple[Member, IO[bytes] | None]]:
-    with zipfile.ZipFile(archive) as packed:
-        for info in packed.infolist():
-            mode = info.external_attr >> 16
-            if info.is_dir():
-                yield Member(info.filename, "directory"), None
-                continue
-            with packed.open(info) as content:
-                if stat.S_ISLNK(mode):
-                    link = os.fsdecode(content.read(_LINK_LIMIT_BYTES))
-                    yield Member(info.filename, "symlink", link=link), None
-                elif stat.S_IFMT(mode) in (0, stat.S_IFREG):
-                    # Archives made where there are no modes have none.
-                    yield Member(info.filename, "file", mode & 0o777 or 0o644), content
-                else:
-                    yield Member(info.filename, "special file"), None
+    return tar_members(opener(archive))

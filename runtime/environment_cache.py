@@ -27,11 +27,13 @@ from typing import IO
 
 from moonpool.runtime.environment_archive import SIZE_LIMIT_BYTES, unpack
 from moonpool.runtime.environment_error import BadEnvironment
+from moonpool.runtime.repository_files import open_file
 
 _log = logging.getLogger("moonpool")
 
 # Long enough for what is started once a week, short enough for a disk on which archives change daily.
 KEEP_UNUSED_S = 8 * 24 * 3600.0
+_CHUNK_BYTES = 1 << 20
 
 
 def default_root() -> Path:
@@ -76,8 +78,8 @@ class EnvironmentCache:
         """
         try:
             self._make_root()
-            with open(archive, "rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            with _opened(archive) as stream:
+                digest = self._digest(stream)
                 while True:
                     lease = self._lease(digest)
                     if lease is not None:
@@ -120,12 +122,30 @@ class EnvironmentCache:
     def _lease(self, digest: str) -> Lease | None:
         descriptor = _lock(self.root / f"{digest}.lock", fcntl.LOCK_SH)
         path = self.root / digest
-        if descriptor is not None and path.is_dir():
+        if descriptor is None:
+            return None
+        if path.is_dir() and not path.is_symlink():
             os.utime(descriptor)
             return Lease(path, descriptor)
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(descriptor)
+        if os.path.lexists(path):
+            raise BadEnvironment(f"{path}, where it is to be unpacked, is no directory: remove it")
         return None
+
+    def _digest(self, archive: IO[bytes], copy: IO[bytes] | None = None) -> str:
+        """The hash of an archive, from its beginning; what is hashed is written to `copy`."""
+        if archive.seek(0, os.SEEK_END) > self._size_limit_bytes:
+            raise BadEnvironment(f"it is larger than {self._size_limit_bytes:,} bytes")
+        archive.seek(0)
+        digest, left_bytes = hashlib.sha256(), self._size_limit_bytes
+        while chunk := archive.read(_CHUNK_BYTES):
+            left_bytes -= len(chunk)
+            if left_bytes < 0:
+                raise BadEnvironment("it grows while it is read")
+            digest.update(chunk)
+            if copy is not None:
+                copy.write(chunk)
+        return digest.hexdigest()
 
     def _unpack_once(self, digest: str, archive: IO[bytes]) -> None:
         descriptor = _lock(self.root / f"{digest}.making", fcntl.LOCK_EX)
@@ -151,7 +171,12 @@ class EnvironmentCache:
         partial = Path(tempfile.mkdtemp(prefix=f".{digest}.", dir=self.root))
         try:
             partial.chmod(0o755)
-            unpack(archive, partial, self._size_limit_bytes)
+            # Whoever may write to the archive may change it at any time, so what is unpacked is a copy that nobody else
+            # has, of which the hash was taken while it was made.
+            with tempfile.TemporaryFile(dir=self.root) as copy:
+                if self._digest(archive, copy) != digest:
+                    raise BadEnvironment("it was changed while it was read: try again")
+                unpack(copy, partial, self._size_limit_bytes)
             partial.rename(self.root / digest)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -174,6 +199,13 @@ class EnvironmentCache:
             raise BadEnvironment(
                 f"the cache {self.root} must belong to this user and be writable by nobody else"
             )
+
+
+def _opened(archive: Path) -> IO[bytes]:
+    try:
+        return open_file(archive)
+    except OSError as error:
+        raise BadEnvironment(f"it cannot be read: {error.strerror}") from error
 
 
 def _lock(path: Path, operation: int) -> int | None:

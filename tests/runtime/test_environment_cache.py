@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.runtime.environment_cache import KEEP_UNUSED_S, EnvironmentCache
+from moonpool.runtime.environment_cache import KEEP_UNUSED_S, EnvironmentCache, Lease
+from moonpool.runtime.environment_error import BadEnvironment
 
 FILES = 50
 # Unpacks, as far as it gets: after so many files it says so and stands still.
@@ -129,3 +130,73 @@ def test_who_unpacks_one_removes_those_that_nobody_used_for_long(
     assert recent.path.is_dir()
     used.release()
     new.release()
+
+
+def pack_one(name: str, content: bytes) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        info = tarfile.TarInfo(name)
+        info.size = len(content)
+        tar.addfile(info, io.BytesIO(content))
+    return stream.getvalue()
+
+
+class Swapping(EnvironmentCache):
+    """Somebody changes the archive in the moment after its hash was taken."""
+
+    archive: Path
+    foreign: bytes
+
+    def _lease(self, digest: str) -> Lease | None:
+        self.archive.write_bytes(self.foreign)
+        return super()._lease(digest)
+
+
+def test_what_is_unpacked_has_the_hash_that_it_lies_under(tmp_path: Path) -> None:
+    good, foreign = pack_one("lib/it", b"good"), pack_one("lib/it", b"evil")
+    packed = tmp_path / "env.tar"
+    packed.write_bytes(good)
+    swapping = Swapping(tmp_path / "cache")
+    swapping.archive, swapping.foreign = packed, foreign
+
+    with pytest.raises(BadEnvironment, match="it was changed while it was read"):
+        swapping.acquire(packed)
+
+    packed.write_bytes(good)
+    lease = EnvironmentCache(tmp_path / "cache").acquire(packed)
+    try:
+        assert (lease.path / "lib" / "it").read_bytes() == b"good"
+    finally:
+        lease.release()
+
+
+@pytest.mark.parametrize("word", ["file", "link"])
+def test_a_place_that_is_taken_by_no_directory_is_named(
+    cache: EnvironmentCache, tmp_path: Path, word: str
+) -> None:
+    packed = pack(tmp_path / "env.tar")
+    lease = cache.acquire(packed)
+    lease.release()
+    cache.remove_unused()
+    place = lease.path
+    if word == "file":
+        place.touch()
+    else:
+        place.symlink_to(tmp_path)
+
+    with pytest.raises(BadEnvironment, match=f"{place}.* is no directory: remove it"):
+        cache.acquire(packed)
+    place.unlink()
+    cache.acquire(packed).release()
+
+
+def test_an_archive_that_is_no_file_is_not_waited_for(
+    cache: EnvironmentCache, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "env.tar")
+    with pytest.raises(BadEnvironment, match=r"env\.tar: it cannot be read: it is a named pipe"):
+        cache.acquire(tmp_path / "env.tar")
+    with (tmp_path / "huge.tar").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(BadEnvironment, match="it is larger than 1,000,000 bytes"):
+        EnvironmentCache(cache.root, size_limit_bytes=1_000_000).acquire(tmp_path / "huge.tar")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.targets import calls, clients, configurations, links, messages
+from tests.fuzz.targets import archives, calls, clients, configurations, links, messages
 
 Target = Callable[[bytes], None]
 
@@ -30,4 +30,5 @@ TARGETS: dict[str, Target] = {
     "shared_memory": clients.shared_memory,
     "pbtxt": configurations.pbtxt,
     "completed": configurations.completed,
+    "archive": archives.archive,
 }
