@@ -175,6 +175,14 @@ def _parts_of(host: str) -> re.Match[str] | None:
 _MOST_PORT = 65535
 
 
+def place_of_host(host: str) -> str | None:
+    """Return the name or the address, in brackets where it needs them, of a header Host; None for what is no host."""
+    found = _parts_of(host.lower())
+    if found is None:
+        return None
+    return found["name"] or f"[{found['ipv6']}]"
+
+
 def _is_local(host: str) -> bool:
     """Return whether a host is localhost or an address, of which neither can be an attacker's name."""
     found = _parts_of(host)

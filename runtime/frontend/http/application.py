@@ -106,6 +106,12 @@ class Endpoints:
         """Metadata of the server."""
         return reply(self._service.metadata.server_metadata())
 
+    async def models(self, _: Request) -> Response:
+        """The names of the models that are ready, as servers of KServe list them."""
+        repository = self._service.repository
+        entries = await self._elsewhere(lambda: repository.index(ready_only=True))
+        return reply({"models": sorted({entry["name"] for entry in entries})})
+
     async def model(self, request: Request) -> Response:
         """Metadata of a model."""
         return reply(self._service.metadata.model_metadata(*_model_of(request)))
@@ -248,6 +254,7 @@ def application(
         _route("/v2/health/live", _TEXT, GET=at.live),
         _route("/v2/health/ready", _TEXT, GET=at.ready),
         _route("/v2", _JSON, GET=at.server),
+        _route("/v2/models", _JSON, GET=at.models),
         _route("/v2/models/stats", _JSON, GET=at.statistics),
         _route("/v2/repository/index", _JSON, POST=at.index),
         _route("/v2/repository/{repository}/index", _JSON, POST=at.index),

@@ -38,7 +38,7 @@ _APIS = [
         (r"/v2/logging", "logging"),
         (r"/v2/repository/.*", "model-repository"),
         (r"/v2/(?:system|cuda)sharedmemory/.*", "shared-memory"),
-        (r"/v2", "metadata"),
+        (r"/v2(?:/models)?", "metadata"),
         (_MODEL, "metadata"),
     )
 ]

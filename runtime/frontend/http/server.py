@@ -15,6 +15,7 @@ from moonpool.runtime.frontend.http.asgi import AsgiBridge
 from moonpool.runtime.frontend.http.inference import Inference
 from moonpool.runtime.frontend.http.port import Port
 from moonpool.runtime.frontend.http.routes import MetricsRoutes, Routes
+from moonpool.runtime.frontend.http.signposts import routes as signposts
 from moonpool.runtime.frontend.http.tls import TlsServer
 from moonpool.runtime.frontend.page.routes import routes as page_routes
 from moonpool.runtime.frontend.restriction import Origins, Restriction
@@ -86,9 +87,10 @@ class HttpServer:
         """The handler of a port."""
         options, service, loop = self._options, self._service, asyncio.get_running_loop()
         page = page_routes(service.overview, self._executor)
+        further = [*page, *signposts(options, self.ports)]
         return Routes(
             Inference(service, loop, self._executor, options.limits),
-            AsgiBridge(loop, application(service, self._patient, page)),
+            AsgiBridge(loop, application(service, self._patient, further)),
             *self.guards(),
         )
 
