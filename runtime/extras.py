@@ -21,6 +21,11 @@ EXTRAS = {
 }
 
 
+def name_of(requirement: str) -> str:
+    """The package's name, from its name and its versions."""
+    return requirement.partition(">=")[0]
+
+
 def how_to_install(extra: str) -> str:
     """The command that installs what an extra needs into this very interpreter, quoted for a shell."""
     return shlex.join([sys.executable, "-m", "pip", "install", *EXTRAS[extra]])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moonpool.runtime.extras import EXTRAS, how_to_install
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -50,6 +54,36 @@ def test_classifiers_are_for_the_pythons_that_are_required() -> None:
     assert f">={versions[0]}" == PROJECT["requires-python"]
     # The index knows it by `license`, and refuses both together.
     assert not [each for each in PROJECT["classifiers"] if each.startswith("License ::")]
+
+
+def test_advice_names_the_packages_of_the_extras() -> None:
+    declared = PROJECT["optional-dependencies"]
+
+    assert {name: tuple(declared[name]) for name in EXTRAS} == EXTRAS
+    command = shlex.split(how_to_install("serve"))
+    assert command == [sys.executable, "-m", "pip", "install", *declared["serve"]]
+
+
+def test_nobody_is_told_to_install_moonpool_from_the_index() -> None:
+    if not (ROOT / "docs").is_dir():
+        pytest.skip("only the tests are here, without the documents")
+    files = [
+        path
+        for pattern in ("*.md", "docs/**/*.md", "examples/**/*", "benchmarks/*.md", "src/**/*.py")
+        for path in ROOT.glob(pattern)
+        if path.suffix in (".md", ".pbtxt", ".py")
+    ]
+    files += [
+        path for folder in ("ipc", "stub", "runtime") for path in (ROOT / folder).rglob("*.py")
+    ]
+    # A path, an extra of one, or a package that needs moonpool are something else.
+    advice = re.compile(r"pip install[^\n]*[ '\"]moonpool(?![\w/-])")
+
+    assert [
+        f"{path.relative_to(ROOT)}: {found.group()}"
+        for path in files
+        if (found := advice.search(path.read_text(encoding="utf-8")))
+    ] == []
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bench.connection import Unreachable
+from moonpool.runtime.bench.question import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,9 @@ class Desk(Protocol):
 
     def output_sizes(self, question: Question) -> Mapping[str, int]:
         """Ask once; bytes of each output that is binary."""
+
+    def infer(self, question: Question) -> list[Tensor]:
+        """Ask once; the outputs, in the server's order."""
 
     def close(self) -> None:
         """Hang up."""
@@ -100,13 +104,7 @@ class HttpDesk:
         self._ask("POST", f"/v2/systemsharedmemory/region/{name}/unregister", b"")
 
     def output_sizes(self, question: Question) -> Mapping[str, int]:
-        head, _, body = question.as_http(self._endpoint).partition(b"\r\n\r\n")
-        lines = head.decode().split("\r\n")
-        headers = dict(line.split(": ", 1) for line in lines[1:])
-        path = lines[0].split(" ")[1].removeprefix(self._endpoint.path)
-        answered, answer = self._ask("POST", path, body, headers)
-        size = answered.get("inference-header-content-length", str(len(answer)))
-        outputs = json.loads(answer[: int(size)])["outputs"]
+        outputs, _ = self._answer(question)
         sizes = {}
         for output in outputs:
             parameters = output.get("parameters", {})
@@ -119,6 +117,31 @@ class HttpDesk:
                 )
             sizes[output["name"]] = int(parameters["binary_data_size"])
         return sizes
+
+    def infer(self, question: Question) -> list[Tensor]:
+        outputs, binary = self._answer(question)
+        found, offset = [], 0
+        for output in outputs:
+            name, datatype = str(output["name"]), str(output["datatype"])
+            shape = tuple(int(dim) for dim in output["shape"])
+            size = output.get("parameters", {}).get("binary_data_size")
+            if size is None:
+                found.append(Tensor.of_values(name, datatype, shape, output["data"]))
+                continue
+            found.append(Tensor(name, datatype, shape, binary[offset : offset + int(size)]))
+            offset += int(size)
+        return found
+
+    def _answer(self, question: Question) -> tuple[list[dict[str, Any]], bytes]:
+        """The outputs as the JSON of an answer has them, and the bytes behind it."""
+        head, _, body = question.as_http(self._endpoint).partition(b"\r\n\r\n")
+        lines = head.decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:])
+        path = lines[0].split(" ")[1].removeprefix(self._endpoint.path)
+        answered, answer = self._ask("POST", path, body, headers)
+        size = int(answered.get("inference-header-content-length", str(len(answer))))
+        outputs: list[dict[str, Any]] = json.loads(answer[:size])["outputs"]
+        return outputs, answer[size:]
 
     def close(self) -> None:
         """There is nothing to hang up: every question has a connection of its own."""

@@ -10,6 +10,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from moonpool.runtime.bench.connection import Unreachable
 from moonpool.runtime.bench.desk import Refused
+from moonpool.runtime.bench.question import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,12 +63,18 @@ class GrpcDesk:
         self._ask("SystemSharedMemoryUnregister", request)
 
     def output_sizes(self, question: Question) -> Mapping[str, int]:
+        return {tensor.name: len(tensor.data) for tensor in self.infer(question)}
+
+    def infer(self, question: Question) -> list[Tensor]:
         request = service_pb2.ModelInferRequest.FromString(question.as_grpc())
         answer = self._ask("ModelInfer", request)
         if len(answer.raw_output_contents) != len(answer.outputs):
             raise Refused("the server has no raw outputs: its tensors are typed contents")
         contents = zip(answer.outputs, answer.raw_output_contents, strict=True)
-        return {output.name: len(data) for output, data in contents}
+        return [
+            Tensor(output.name, output.datatype, tuple(output.shape), data)
+            for output, data in contents
+        ]
 
     def close(self) -> None:
         self._channel.close()

@@ -23,8 +23,10 @@ class Interface:
     decoupled: bool
 
 
-def interface(desk: Desk, model: str, version: str) -> Interface:
-    """Ask for it. Raises `Refused` and `Unreachable`, and what comes of an answer that is none: see `understood`.
+def interface(desk: Desk, model: str, version: str, *, with_optional: bool = False) -> Interface:
+    """Ask for it, with or without the inputs that a request may leave out.
+
+    Raises `Refused` and `Unreachable`, and what comes of an answer that is none: see `understood`.
 
     A server without Triton's configuration does not say whether there are batches: then there are, if the
     first dimension of all inputs is open.
@@ -50,6 +52,6 @@ def interface(desk: Desk, model: str, version: str) -> Interface:
     inputs = tuple(
         TensorConfig(t.name, t.datatype, t.dims[1:] if max_batch_size else t.dims)
         for t in tensors
-        if t.name not in optional
+        if with_optional or t.name not in optional
     )
     return Interface(model, max_batch_size, inputs, is_decoupled)

@@ -37,6 +37,20 @@ class Tensor:
         data = encode_bytes(array, name) if datatype == "BYTES" else array.tobytes()
         return cls(name, datatype, array.shape, data)
 
+    @classmethod
+    def of_values(
+        cls, name: str, datatype: str, shape: tuple[int, ...], values: list[Any]
+    ) -> Tensor:
+        """From elements as JSON has them, flat or nested."""
+        dtype = np.dtype(object) if datatype == "BYTES" else DTYPES[CODES[datatype]]
+        return cls.of(name, datatype, np.array(values, dtype).reshape(shape))
+
+    def array(self) -> NDArray[Any]:
+        """The elements. Raises ValueError or BadTensor where bytes and shape do not fit."""
+        if self.datatype == "BYTES":
+            return decode_bytes(self.data, self.shape)
+        return np.frombuffer(self.data, DTYPES[CODES[self.datatype]]).reshape(self.shape)
+
     def values(self) -> list[Any]:
         """The elements, as JSON has them."""
         if self.datatype == "BYTES":

@@ -195,7 +195,7 @@ def checked(arguments: argparse.Namespace) -> Options:
     """Raises `UsageError`."""
     _check_numbers(arguments)
     _check_files(arguments)
-    endpoint = _endpoint("--url", arguments.url) if arguments.url is not None else None
+    endpoint = parse_endpoint("--url", arguments.url) if arguments.url is not None else None
     _check_subject(arguments, endpoint)
     against, against_file = _against(arguments.against)
     if arguments.streaming and against is not None and against.scheme != "grpc":
@@ -223,7 +223,7 @@ def checked(arguments: argparse.Namespace) -> Options:
         timeout_s=arguments.timeout,
         processes=arguments.processes,
         most_connections=_most_connections(loads, arguments.max_connections),
-        headers=[_header(text) for text in arguments.header],
+        headers=[parse_header(text) for text in arguments.header],
         shared_memory=arguments.shared_memory == "system",
         is_stream=arguments.streaming,
         is_json=arguments.json_tensors,
@@ -305,10 +305,11 @@ def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> 
 def _against(text: str | None) -> tuple[Endpoint | None, Path | None]:
     if text is None:
         return None, None
-    return (_endpoint("--against", text), None) if "://" in text else (None, Path(text))
+    return (parse_endpoint("--against", text), None) if "://" in text else (None, Path(text))
 
 
-def _endpoint(option: str, text: str) -> Endpoint:
+def parse_endpoint(option: str, text: str) -> Endpoint:
+    """The address that an option gives. Raises `UsageError`."""
     try:
         return Endpoint.parse(text)
     except BadAddress as error:
@@ -357,7 +358,8 @@ def _shape(text: str) -> tuple[str, tuple[int, ...]]:
     return name, tuple(_numbers(f"--shape {name}", sizes, least=0))
 
 
-def _header(text: str) -> tuple[str, str]:
+def parse_header(text: str) -> tuple[str, str]:
+    """`NAME=VALUE` of an option --header. Raises `UsageError`."""
     name, equals, value = text.partition("=")
     if not (name and equals) or not (text.isascii() and text.isprintable()) or " " in name:
         raise UsageError(f"--header must be NAME=VALUE, not {text!r}")

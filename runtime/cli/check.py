@@ -70,7 +70,9 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_repository(parser)
-    parser.add_argument("models", metavar="MODEL", nargs="*", help="only these; default all")
+    parser.add_argument(
+        "models", metavar="MODEL", nargs="*", default=[], help="only these; default all"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
     parser.add_argument(
         "--allow-missing",

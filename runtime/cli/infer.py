@@ -1,4 +1,4 @@
-"""`moonpool infer`: one request to one model of a repository."""
+"""`moonpool infer`: one request to one model, of a repository or behind a server's address."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.cli.bench_options import parse_endpoint, parse_header
 from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
 from moonpool.runtime.cli.session import UsageError, add_repository, session
 from moonpool.runtime.output import harmless
@@ -22,10 +23,14 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.config import ModelConfig
 
+# For a server's answer, where the command line names no time.
+_PATIENCE_S = 60.0
+
 NAME = "infer"
 HELP = "send one request to a model and print what it answers"
 DESCRIPTION = """\
-Load one model of a repository, send it one request, and print its outputs or write them to files.
+Send one request to a model, and print its outputs or write them to files. With REPO the model is loaded for it; with
+--url it is asked at any server that speaks the KServe v2 protocol.
 
 An input is JSON, or @ and a .npy file. Models that batch take rows: [[1, 2]] is one row of two.
 """
@@ -33,13 +38,24 @@ EXAMPLES = """\
 examples:
   moonpool infer models add_sub --input 'INPUT0=[[1,2,3,4]]' --input 'INPUT1=[[5,6,7,8]]'
   moonpool infer models normalise --input X=@rows.npy --output-dir results
+  moonpool infer add_sub --url http://localhost:8000 --input 'INPUT0=[[1,2,3,4]]' --input 'INPUT1=[[5,6,7,8]]'
   moonpool infer models sentence_embedding --input 'TEXT=[["A cat sleeps."]]' --json
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_repository(parser)
+    add_repository(parser, is_optional=True)
     parser.add_argument("model", metavar="MODEL", help="the model's name")
+    parser.add_argument(
+        "--url", metavar="URL", help="ask a server: http://HOST:PORT or grpc://HOST:PORT"
+    )
+    parser.add_argument(
+        "--header",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="with --url: sent with the request",
+    )
     parser.add_argument(
         "--input",
         metavar="NAME=VALUE",
@@ -60,6 +76,11 @@ def run(options: argparse.Namespace) -> int:
     values = parse_inputs(options.input)
     if options.timeout is not None and not options.timeout > 0:
         raise UsageError(f"--timeout must be more than 0 seconds, not {options.timeout:g}")
+    _check_place(options)
+    if options.url is not None:
+        outputs, datatypes = _ask(options, values)
+        _deliver(options, outputs, datatypes)
+        return 0
     with session(options.repository, options.backend_directory, verbose=options.verbose) as runtime:
         runtime.load(options.model)
         config = runtime.config(options.model, options.version)
@@ -70,18 +91,69 @@ def run(options: argparse.Namespace) -> int:
             timeout_s=options.timeout,
             outputs_in="cpu",
         )
-        if options.output_dir is not None:
-            _write(outputs, Path(options.output_dir))
-        elif options.json:
-            print(json.dumps({name: plain(array) for name, array in outputs.items()}))
-        else:
-            show(outputs, config)
+        _deliver(options, outputs, datatypes_of(config))
     return 0
 
 
-def show(outputs: Mapping[str, NDArray[Any]], config: ModelConfig) -> None:
+def _check_place(options: argparse.Namespace) -> None:
+    if options.url is None:
+        if options.repository is None:
+            raise UsageError("say where the model is: REPO MODEL, or MODEL --url URL")
+        if options.header:
+            raise UsageError("--header needs --url")
+        return
+    if options.repository is not None:
+        raise UsageError("with --url the server has the model: leave out the repository")
+    if options.backend_directory is not None:
+        raise UsageError("--backend-directory is for models in this process, not for --url")
+
+
+def _ask(
+    options: argparse.Namespace, values: Mapping[str, object]
+) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Outputs of a server's model by name, and their datatypes."""
+    from moonpool.runtime.bench.desk import desk, understood
+    from moonpool.runtime.bench.interface import interface
+    from moonpool.runtime.bench.question import Question, Tensor
+
+    endpoint = parse_endpoint("--url", options.url)
+    headers = [parse_header(text) for text in options.header]
+    version = "" if options.version is None else str(options.version)
+    asked = desk(endpoint, headers, options.timeout or _PATIENCE_S)
+    try:
+        with understood(f"what {endpoint.url} says of model '{options.model}'"):
+            taken = interface(asked, options.model, version, with_optional=True)
+        arrays = as_arrays(values, taken)
+        datatypes = {tensor.name: tensor.datatype for tensor in taken.inputs}
+        inputs = [Tensor.of(name, datatypes[name], array) for name, array in arrays.items()]
+        with understood(f"the answer of {endpoint.url}"):
+            outputs = asked.infer(Question(options.model, version, inputs))
+            found = {output.name: output.array() for output in outputs}
+    finally:
+        asked.close()
+    return found, {output.name: output.datatype for output in outputs}
+
+
+def _deliver(
+    options: argparse.Namespace,
+    outputs: dict[str, NDArray[Any]],
+    datatypes: Mapping[str, str],
+) -> None:
+    if options.output_dir is not None:
+        _write(outputs, Path(options.output_dir))
+    elif options.json:
+        print(json.dumps({name: plain(array) for name, array in outputs.items()}))
+    else:
+        show(outputs, datatypes)
+
+
+def datatypes_of(config: ModelConfig) -> dict[str, str]:
+    """The datatypes of a model's outputs by name."""
+    return {tensor.name: tensor.datatype for tensor in config.outputs}
+
+
+def show(outputs: Mapping[str, NDArray[Any]], datatypes: Mapping[str, str]) -> None:
     """Print the outputs, each under a line with its name, datatype and shape."""
-    datatypes = {tensor.name: tensor.datatype for tensor in config.outputs}
     for name, array in outputs.items():
         shape = ",".join(map(str, array.shape))
         print(harmless(f"{name}  {datatypes.get(name, array.dtype)} [{shape}]"))

@@ -18,6 +18,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli import (
     bench,
     check,
+    completion,
     demo,
     infer,
     run_model,
@@ -26,6 +27,8 @@ from moonpool.runtime.cli import (
     top,
     triton,
 )
+from moonpool.runtime.cli.command_parser import CommandParser
+from moonpool.runtime.cli.completion import offer_completions
 from moonpool.runtime.cli.session import UsageError
 from moonpool.runtime.config_shape import suggestion
 from moonpool.runtime.output import harmless
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 
-_COMMANDS = (demo, serve, top, infer, check, sandbox, triton, run_model, bench)
+_COMMANDS = (demo, serve, top, infer, check, sandbox, triton, run_model, bench, completion)
 _EPILOG = """\
 exit codes: 0 success, 1 failure, 2 wrong command line, 130 interrupted
 
@@ -54,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     parser = make_parser()
+    offer_completions(parser)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         options.parser.error(
@@ -96,7 +100,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
+    )
     for command in _COMMANDS:
         subparser = subparsers.add_parser(
             command.NAME,

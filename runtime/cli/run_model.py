@@ -11,7 +11,7 @@ import traceback
 from bdb import BdbQuit
 from typing import TYPE_CHECKING, Any
 
-from moonpool.runtime.cli.infer import plain, show
+from moonpool.runtime.cli.infer import datatypes_of, plain, show
 from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
 from moonpool.runtime.cli.session import UsageError, logged_to
 from moonpool.runtime.output import harmless
@@ -100,7 +100,7 @@ def _print(outputs: dict[str, NDArray[Any]], config: ModelConfig, *, as_json: bo
     if as_json:
         print(json.dumps({name: plain(array) for name, array in outputs.items()}))
     else:
-        show(outputs, config)
+        show(outputs, datatypes_of(config))
 
 
 def _models(arguments: Sequence[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli.session import UsageError
+from moonpool.runtime.extras import EXTRAS, how_to_install, name_of
 from moonpool.runtime.server.option_sources import (
     CONFIG,
     CONFIG_VARIABLE,
@@ -36,8 +37,7 @@ examples:
   moonpool serve --model-repository=models --model-control-mode=explicit --load-model=add_sub
   MOONPOOL_SERVE_LOG_FORMAT=json moonpool serve models --config=server.toml
 """
-# What the extra `serve` installs.
-_EXTRA = {"httptools", "orjson", "prometheus_client", "starlette", "uvloop"}
+_EXTRA = {name_of(requirement) for requirement in EXTRAS["serve"]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The list of all would hide what is wrong with a command line.
     parser.usage = "moonpool serve [REPO ...] [--FLAG=VALUE ...]"
     parser.add_argument(
-        "repositories", metavar="REPO", nargs="*", help="the same as --model-repository=REPO"
+        "repositories",
+        metavar="REPO",
+        nargs="*",
+        default=[],
+        help="the same as --model-repository=REPO",
     )
     parser.add_argument(
         f"--{CONFIG}",
@@ -72,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
         raise MoonpoolError(
-            f"the package {error.name} is not installed: pip install 'moonpool[serve]'"
+            f"the package {error.name} is not installed: {how_to_install('serve')}"
         ) from error
 
 

@@ -22,9 +22,14 @@ class UsageError(MoonpoolError):
     code = "INVALID_ARG"
 
 
-def add_repository(parser: argparse.ArgumentParser) -> None:
+def add_repository(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     """The arguments that say where the models and their backends are."""
-    parser.add_argument("repository", metavar="REPO", help="the directory of the models")
+    parser.add_argument(
+        "repository",
+        metavar="REPO",
+        nargs="?" if is_optional else None,
+        help="the directory of the models" + (", without --url" if is_optional else ""),
+    )
     parser.add_argument(
         "--backend-directory",
         metavar="DIR",

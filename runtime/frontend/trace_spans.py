@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.extras import how_to_install
 from moonpool.runtime.frontend.setting_values import BadSetting
 from moonpool.runtime.frontend.trace import SpanIds
 
@@ -20,8 +21,7 @@ try:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
     raise BadSetting(
-        "--trace-config mode=opentelemetry needs OpenTelemetry's packages: pip install moonpool[otel] "
-        f"({error})"
+        f"--trace-config mode=opentelemetry needs OpenTelemetry's packages ({error}): {how_to_install('otel')}"
     ) from error
 
 if TYPE_CHECKING:

@@ -62,6 +62,30 @@ def test_a_wrong_command_line_is_exit_code_2_with_the_usage(
     assert ended.stderr.startswith("usage: moonpool")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "check REPO --strict normalise",
+        "check --strict REPO normalise",
+        "check REPO normalise --strict",
+        "check --sandbox standard REPO --strict normalise --allow-missing",
+        "infer REPO --json normalise --input X=[[1,2]]",
+        "infer --input X=[[1,2]] REPO normalise",
+        "bench --seconds 0.01 REPO --concurrency 1 normalise --windows 1",
+    ],
+)
+def test_options_stand_anywhere(cli: CommandLine, words: str) -> None:
+    ended = cli(*[str(MODELS) if word == "REPO" else word for word in words.split()])
+
+    assert ended.returncode == 0, ended.stderr
+    assert "normalise" in ended.stdout or "Y" in ended.stdout
+
+
+def test_what_is_missing_is_named_and_what_may_be_missing_is_not(cli: CommandLine) -> None:
+    assert cli("check").stderr.endswith("the following arguments are required: REPO\n")
+    assert cli("infer", "models").stderr.endswith("the following arguments are required: MODEL\n")
+
+
 @pytest.mark.parametrize("command", [["infer", "nowhere", "m"], ["check", "nowhere"]])
 def test_a_failure_is_exit_code_1_with_one_line(cli: CommandLine, command: list[str]) -> None:
     ended = cli(*command)

@@ -1,0 +1,84 @@
+"""`moonpool completion`: what a shell needs to complete commands. The work is argcomplete's."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.extras import how_to_install
+
+if TYPE_CHECKING:
+    import argparse
+
+NAME = "completion"
+HELP = "print what lets a shell complete commands, options and names of models"
+DESCRIPTION = """\
+Print a script that lets a shell complete moonpool's commands, their options and values, directories and the names of
+models. It needs the package argcomplete.
+"""
+EXAMPLES = """\
+examples:
+  eval "$(moonpool completion bash)"                             # in ~/.bashrc; zsh likewise
+  moonpool completion fish > ~/.config/fish/completions/moonpool.fish
+"""
+_SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=_SHELLS)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        import argcomplete
+    except ModuleNotFoundError as error:
+        raise MoonpoolError(
+            f"the package argcomplete is not installed: {how_to_install('completion')}"
+        ) from error
+    print(argcomplete.shellcode(["moonpool"], shell=options.shell))
+    return 0
+
+
+def offer_completions(parser: argparse.ArgumentParser) -> None:
+    """Where a shell has started this process for completions, print them and end it; else do nothing."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    import argcomplete
+
+    for action in _actions(parser):
+        completer = _completer_of(action)
+        if completer is not None:
+            action.completer = completer  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Those of a parser and of its commands."""
+    found = list(parser._actions)
+    for action in parser._actions:
+        commands = action.choices if isinstance(action.choices, dict) else {}
+        for command in commands.values():
+            found += _actions(command)
+    return found
+
+
+def _completer_of(action: argparse.Action) -> Any:
+    from argcomplete.completers import DirectoriesCompleter, FilesCompleter
+
+    if action.metavar in ("MODEL", "NAME"):
+        return _models
+    if action.metavar in ("REPO", "DIR", "BACKENDS") or action.dest == "model-repository":
+        return DirectoriesCompleter()
+    return FilesCompleter() if action.metavar == "FILE" else None
+
+
+def _models(parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """The names of the models in the repository that the line names so far."""
+    from moonpool.runtime.repository import ModelRepository
+
+    repository = getattr(parsed_args, "repository", None)
+    try:
+        return ModelRepository(repository).models() if repository else []
+    except (MoonpoolError, OSError):
+        return []
