@@ -83,6 +83,9 @@ def run(options: argparse.Namespace) -> int:
 def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
     import logging
 
+    # Here, so that a server is not made where it is missing.
+    import uvloop  # noqa: F401
+
     from moonpool.runtime.event_loop import run
     from moonpool.runtime.progress import Progress
     from moonpool.runtime.server.descriptors import raise_limit
