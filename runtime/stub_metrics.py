@@ -8,6 +8,7 @@ from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.metric_kinds import HISTOGRAM
 from moonpool.ipc.policy import STANDARD, is_contained
 from moonpool.runtime.metrics import BadMetric, Family
+from moonpool.runtime.own_metrics import check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 MAX_HELD = 10_000
 # Of all of them together, in characters as they are shown.
 MAX_SIZE = 16 << 20
-# What the names of the runtime's own metrics begin with.
-RESERVED = ("nv_", "moonpool_")
 
 
 class StubMetrics:
@@ -56,11 +55,7 @@ class StubMetrics:
             raise BadMetric(
                 f"a model instance has at most {MAX_HELD} metrics; use labels with fewer values"
             )
-        if self._is_contained and name.startswith(RESERVED):
-            raise BadMetric(
-                f"the metric '{name}' would pass for one of the runtime's; in this sandbox no name "
-                f"begins with {' or '.join(RESERVED)}"
-            )
+        check_name(name, kind, is_contained=self._is_contained)
         held: Family | Metric
         if labels is None:
             held = self._registry.hold_family(name, description, kind)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import Kind
 from moonpool.runtime.audience import Audience
-from moonpool.runtime.instance_metrics import NAMES
 from moonpool.runtime.limits.watcher import Watcher
 from moonpool.runtime.metrics import MetricRegistry
-from moonpool.runtime.model_metrics import KINDS
+from moonpool.runtime.own_metrics import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 # The reactor's callbacks do not block.
 _SOON_S = 5.0
-# Of families whose names models cannot have at all.
-_NO_KIND = -1
 
 
 class Stubs:
@@ -41,7 +38,7 @@ class Stubs:
         # Who else sends batches to the stubs.
         self.audience = audience or Audience()
         self.reactor = reactor
-        self.metrics = MetricRegistry({**KINDS, **dict.fromkeys(NAMES, _NO_KIND)})
+        self.metrics = MetricRegistry(KINDS)
         # A stub that is started takes those of this moment.
         self.log = log
         self.watcher = Watcher()

@@ -131,6 +131,12 @@ def test_a_model_s_figures_do_not_pass_for_another_s(
         attempt = attackers(level).tries("protocol.make_metric", name=name, labels=labels)
         assert (attempt.word == "done") == (level == "standard"), attempt
 
+    # These are shown by a server, whose own line is to be the only one.
+    for name in ("process_cpu_seconds_total", "moonpool_build_info", "nv_cpu_utilization"):
+        assert attackers(level).tries("protocol.make_metric", name=name, labels={}).word != "done"
+    attempt = attackers(level).tries("protocol.make_metric", name="python_info", labels=labels)
+    assert (attempt.word == "done") == (level == "standard"), attempt
+
     told = [line for line in runtime.metrics().splitlines() if f'version="of {level}"' in line]
     assert bool(told) == (level == "standard")
 

@@ -279,3 +279,23 @@ def test_metrics_can_be_read() -> None:
         assert "# TYPE rows counter" in model.host.metrics.text()
         with pytest.raises(KeyError, match="columns"):
             model.host.metrics["columns"]
+
+
+@pytest.mark.parametrize(
+    ("level", "name", "words"),
+    [
+        ("standard", "process_cpu_seconds_total", "Family name already exists"),
+        ("strict", "process_of_mine", "would pass for one of the runtime's"),
+    ],
+)
+def test_a_metric_has_no_name_of_the_runtimes_own(level: str, name: str, words: str) -> None:
+    class TritonPythonModel:
+        def initialize(self, _: dict[str, str]) -> None:
+            pb_utils.MetricFamily(name, "mine", pb_utils.MetricFamily.COUNTER)
+
+        def execute(self, _: list[pb_utils.InferenceRequest]) -> object:
+            return []
+
+    config = {**CONFIG, "parameters": {"MOONPOOL_SANDBOX": {"string_value": level}}}
+    with pytest.raises(moonpool.LoadFailed, match=words):
+        testing.load(TritonPythonModel, name="m", config=config)

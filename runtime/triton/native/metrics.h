@@ -31,10 +31,10 @@ class Metrics {
       throw Failure(triton::kInvalidArg, "a model instance has at most " + std::to_string(kMaxHeld) +
                                              " metrics; use labels with fewer values");
     }
-    if (is_contained_ && (asked.name.rfind("nv_", 0) == 0 || asked.name.rfind("moonpool_", 0) == 0)) {
+    if (is_contained_ && is_servers(asked)) {
       throw Failure(triton::kInvalidArg, "the metric '" + std::string(asked.name) +
                                              "' would pass for one of the server's; in this sandbox no "
-                                             "name begins with nv_ or moonpool_");
+                                             "name begins with nv_, moonpool_, process_ or python_");
     }
     uint64_t line = asked.name.size() + kNumberSize, size = asked.description.size();
     if (asked.labels) {
@@ -120,6 +120,18 @@ class Metrics {
   static constexpr uint64_t kNumberSize = 32;
   // Observations in one message: each is a call, which nothing else of the stub's waits for longer than this.
   static constexpr uint64_t kMaxObservations = 1 << 20;
+
+  // Whether the name of the family, or of a line of it, might be one of the server's own, which the server does not list.
+  static bool is_servers(const wire::NewMetric& asked) {
+    const auto begins = [](const std::string& line, std::string_view prefix) { return line.rfind(prefix, 0) == 0; };
+    for (const char* suffix : {"", "_bucket", "_count", "_sum"}) {
+      const std::string line = std::string(asked.name) + suffix;
+      for (const char* prefix : {"nv_", "moonpool_", "process_", "python_"}) {
+        if (begins(line, prefix) && (*suffix == 0 || asked.buckets)) return true;
+      }
+    }
+    return false;
+  }
 
   using FamilyName = std::pair<std::string, uint64_t>;
   struct Family {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.policy import is_contained
 from moonpool.ipc.tensors import BF16, code_of
 from moonpool.runtime.errors import InvalidRequest, ModelError, ModelNotFound
 from moonpool.runtime.metrics import BadMetric
@@ -179,8 +180,11 @@ class RecordingHost(Host):
         labels: Mapping[str, str] | None,
         buckets: Sequence[float] | None,
     ) -> int:
+        contained = is_contained(self.asker.options.sandbox)
         try:
-            return self.metrics.new(name, description, kind, labels, buckets)
+            return self.metrics.new(
+                name, description, kind, labels, buckets, is_contained=contained
+            )
         except BadMetric as error:
             raise TritonModelException(self.failure(str(error))) from None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.runtime.exposition import expose
 from moonpool.runtime.metrics import Family, MetricRegistry
+from moonpool.runtime.own_metrics import KINDS, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ class Metrics:
     """A runtime's registry, with the numbers under which models know what is in it. Thread-safe."""
 
     def __init__(self) -> None:
-        self._registry = MetricRegistry()
+        self._registry = MetricRegistry(KINDS)
         self._numbers = count(1)
         self._held: dict[int, Family | Metric] = {}
         # Numbers that finalizers let go of, which may run in the middle of anything.
@@ -32,9 +33,12 @@ class Metrics:
         kind: int,
         labels: Mapping[str, str] | None,
         buckets: Sequence[float] | None,
+        *,
+        is_contained: bool = False,
     ) -> int:
-        """As `Host.new_metric`. Raises `BadMetric`."""
+        """As `Host.new_metric`, for a model that may be in a sandbox. Raises `BadMetric`."""
         self._tidy()
+        check_name(name, kind, is_contained=is_contained)
         number = next(self._numbers)
         self._held[number] = (
             self._registry.hold_family(name, description, kind)

@@ -18,6 +18,7 @@ import moonpool
 from moonpool import ModelError
 from moonpool.runtime.frontend.server_metrics import ServerMetrics
 from moonpool.runtime.metrics_options import metrics_options
+from moonpool.runtime.own_metrics import KINDS
 from moonpool.runtime.usage import usage_of
 
 ONE = {"IN": np.ones((1, 4), np.float32)}
@@ -234,3 +235,14 @@ SQUARE = {
     "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [-1]}],
     "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [-1]}],
 }
+
+
+def test_every_name_that_is_shown_is_reserved(
+    runtime: moonpool.Runtime, metrics: ServerMetrics
+) -> None:
+    runtime.infer("doubles", ONE)
+
+    shown = {line.split()[2] for line in metrics.text().splitlines() if line.startswith("# TYPE ")}
+
+    assert {"process_cpu_seconds_total", "moonpool_build_info", "nv_inference_count"} <= shown
+    assert shown <= set(KINDS)

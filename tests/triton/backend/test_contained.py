@@ -1,0 +1,68 @@
+"""What a model in a sandbox cannot pass off as the server's own."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.triton.backend.hosting import Client, HostingServer
+
+NAMES = ["nv_inference_count", "moonpool_build_info", "process_cpu_seconds_total", "python_info"]
+COUNTS = """
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        self.families, said = [], {}
+        for name in json.loads(pb_utils.get_input_tensor_by_name(requests[0], "X").as_numpy()[0]):
+            kind = pb_utils.MetricFamily.COUNTER
+            try:
+                self.families.append(pb_utils.MetricFamily(name=name, description="x", kind=kind))
+                self.families[-1].Metric(labels={"of": "a model"}).increment(7)
+                said[name] = "done"
+            except pb_utils.TritonModelException as error:
+                said[name] = str(error)
+        output = pb_utils.Tensor("Y", np.array([json.dumps(said)], object))
+        return [pb_utils.InferenceResponse([output]) for _ in requests]
+"""
+CONFIG = """
+backend: "moonpool"
+input [ { name: "X" data_type: TYPE_STRING dims: [-1] } ]
+output [ { name: "Y" data_type: TYPE_STRING dims: [-1] } ]
+instance_group [ { kind: KIND_CPU } ]
+parameters { key: "MOONPOOL_SANDBOX" value: { string_value: "strict" } }
+"""
+
+
+@pytest.fixture
+def contained(repository: Path, client: Client) -> Iterator[str]:
+    folder = repository / "contained"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(CONFIG)
+    (folder / "1" / "model.py").write_text(COUNTS)
+    client.load("contained")
+    yield "contained"
+    client.unload("contained")
+
+
+def test_its_metrics_have_no_name_that_may_be_the_servers(
+    server: HostingServer, client: Client, contained: str
+) -> None:
+    asked = np.array([json.dumps([*NAMES, "its_own"])], object)
+
+    (text,) = client.infer(contained, asked)
+
+    said = json.loads(text)
+    assert said.pop("its_own") == "done"
+    assert set(said) == set(NAMES)
+    for name, why in said.items():
+        assert f"the metric '{name}' would pass for one of the server's" in why
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
+        told = [line for line in page.read().decode().splitlines() if 'of="a model"' in line]
+    assert told == ['its_own{of="a model"} 7']
