@@ -100,7 +100,7 @@ class MoonpoolServed(Served):
         for model in models:
             (repository / model).symlink_to(MODELS / model)
         command: list[str | Path] = [sys.executable, "-m", "moonpool", "serve"]
-        command += [f"--model-repository={repository}", *options]
+        command += [f"--model-repository={repository}", "--allow-client-shm=true", *options]
         try:
             super().__init__(command, None, Path(self._room.name) / "log")
         except BaseException:

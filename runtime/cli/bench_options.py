@@ -177,7 +177,8 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
         "--shared-memory",
         choices=("none", "system"),
         default="none",
-        help="how tensors travel; system: in regions on this machine that the server opens",
+        help="how tensors travel; system: in regions on this machine that the server opens, which it must "
+        "allow: --allow-client-shm=true of moonpool serve and tritonserver",
     )
     add(
         "--json-tensors",

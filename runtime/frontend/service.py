@@ -146,6 +146,7 @@ class Service:
         self, model: Model, request: InferenceRequest, places: Mapping[str, Place]
     ) -> None:
         """Let the stub write outputs where the client wants them, if it may. Raises as `read_shared`."""
+        self.shared_memory.check_enabled()
         if not self.may_lend(model):
             return
         targets = {}

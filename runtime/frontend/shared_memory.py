@@ -85,18 +85,32 @@ def _keep(_: object) -> None:
 class SystemSharedMemory:
     """The regions of all clients, by the names that they gave them. Thread-safe."""
 
-    def __init__(self, allowed_uids: Collection[int] = ()) -> None:
-        """Objects must belong to the user that this process runs as, or to one of `allowed_uids`."""
+    def __init__(self, allowed_uids: Collection[int] = (), *, is_enabled: bool = True) -> None:
+        """Objects must belong to the user that this process runs as, or to one of `allowed_uids`.
+
+        Unless `is_enabled`, nothing can be registered, unregistered or used.
+        """
+        self._is_enabled = is_enabled
         self._allowed_uids = {os.geteuid(), *allowed_uids}
         self._lock = threading.Lock()
         self._regions: dict[str, _Region] = {}
+
+    def check_enabled(self) -> None:
+        """Raise `SharedMemoryError` where clients may not use their memory, of any kind."""
+        if not self._is_enabled:
+            raise SharedMemoryError(
+                "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to "
+                "enable.",
+                "UNAVAILABLE",
+            )
 
     def register(self, name: str, key: str, offset: int, size_bytes: int) -> None:
         """From now on `name` means `size_bytes` bytes of the object `key` from `offset` on.
 
         Raises `SharedMemoryError` for a name that is taken, and for an object that is not there, is not the
-        client's to give, or is smaller.
+        client's to give, or is smaller; and where clients may use none.
         """
+        self.check_enabled()
         if not (type(name) is str and name):
             raise SharedMemoryError("a shared memory region must have a name")
         if min(offset, size_bytes) < 0:
@@ -167,7 +181,8 @@ class SystemSharedMemory:
             )
 
     def unregister(self, name: str = "") -> None:
-        """Forget a region, or all. Nothing happens where there is none of that name."""
+        """Forget a region, or all. Nothing happens where there is none of that name. Raises as `check_enabled`."""
+        self.check_enabled()
         with self._lock:
             if name:
                 self._regions.pop(name, None)
@@ -192,6 +207,7 @@ class SystemSharedMemory:
         return region
 
     def _place(self, name: str, offset: int, size_bytes: int) -> tuple[_Region, int]:
+        self.check_enabled()
         region = self._find(name)
         if not 0 <= offset < region.size_bytes:
             raise InvalidRequest(f"Invalid offset for shared memory region: '{name}'")

@@ -11,6 +11,7 @@ from moonpool.runtime.frontend.metadata import Metadata
 from moonpool.runtime.frontend.repository_control import RepositoryControl
 from moonpool.runtime.frontend.service import Service
 from moonpool.runtime.frontend.setting_values import BadSetting
+from moonpool.runtime.frontend.shared_memory import SystemSharedMemory
 from moonpool.runtime.frontend.trace_settings import trace_options
 from moonpool.runtime.frontend.traces import Traces
 from moonpool.runtime.loading import HostingRules
@@ -81,6 +82,7 @@ def make_service(
     try:
         return Service(
             runtime,
+            shared_memory=SystemSharedMemory(is_enabled=options.allow_client_shm),
             metadata=Metadata(
                 runtime, server_id=options.id, strict_readiness=options.strict_readiness
             ),

@@ -10,10 +10,10 @@ from moonpool.runtime.frontend.http.options import HttpLimits, HttpOptions
 from moonpool.runtime.frontend.restriction import APIS, Origins
 from moonpool.runtime.server.descriptors import connections
 from moonpool.runtime.server.option_sources import BadOption
+from moonpool.runtime.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from moonpool.runtime.frontend.grpc.options import GrpcOptions
-    from moonpool.runtime.server.options import ServerOptions
 
 
 def http_options(options: ServerOptions) -> HttpOptions:
@@ -38,12 +38,24 @@ def http_options(options: ServerOptions) -> HttpOptions:
         control_token=control_token(options.control_token_file),
         allowed_origins=frozenset(options.http_allowed_origin),
         header_forward_pattern=options.http_header_forward_pattern,
-        limits=HttpLimits(
-            body_bytes=options.http_max_body_bytes,
-            inflated_bytes=options.http_max_inflated_bytes,
-            json_bytes=options.http_max_json_bytes,
-            connections=connections(options).http,
-        ),
+        limits=_limits(options),
+    )
+
+
+def _limits(options: ServerOptions) -> HttpLimits:
+    body_bytes, inflated_bytes = options.http_max_body_bytes, options.http_max_inflated_bytes
+    json_bytes, input_bytes = options.http_max_json_bytes, options.http_max_input_size
+    if input_bytes is not None:
+        body_bytes, inflated_bytes = min(body_bytes, input_bytes), min(inflated_bytes, input_bytes)
+        # Triton has one limit for all: whoever raises it wants to send JSON of that size, too.
+        is_default = json_bytes == ServerOptions.http_max_json_bytes
+        json_bytes = input_bytes if is_default else min(json_bytes, input_bytes)
+    return HttpLimits(
+        body_bytes=body_bytes,
+        inflated_bytes=inflated_bytes,
+        json_bytes=json_bytes,
+        input_bytes=input_bytes,
+        connections=connections(options).http,
     )
 
 

@@ -22,9 +22,12 @@ def _boolean(text: str) -> bool:
     return lower in _TRUE
 
 
-def _whole(most: float = math.inf, what: str = "a whole number from 0 on") -> Callable[[str], int]:
+def _whole(
+    most: float = math.inf, what: str = "a whole number from 0 on", least: int = 0
+) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+        is_number = text.isascii() and text.isdigit() and len(text) < 20
+        if not (is_number and least <= int(text) <= most):
             raise ValueError(f"must be {what}")
         return int(text)
 
@@ -79,6 +82,7 @@ KINDS = {
     "boolean": Kind("true\\|false", _boolean),
     "switch": Kind("", _boolean),
     "whole": Kind("number", _whole()),
+    "positive": Kind("number", _whole(what="a whole number from 1 on", least=1)),
     "signed": Kind("number", _signed),
     "port": Kind("port", _whole(65535, "a port: a number from 0 (any that is free) to 65535")),
     "number": Kind("number", _number),

@@ -23,6 +23,7 @@ _TABLE = """
 # Server
 id text: The name of this server in its metadata.
 exit-timeout-secs whole: How long requests that are there when the server is told to end may take.
+allow-client-shm boolean: Let clients on the same machine register shared memory and have tensors read from it and written to it.
 frontends whole: Processes that share the ports and feed the same models.
 
 # Log
@@ -57,6 +58,7 @@ http-restricted-api text*: `<api,api,…>:<header>=<value>`: requests for these 
 http-header-forward-pattern regex: Headers whose whole name, in lower case, matches this regular expression become parameters of requests.
 http-server-cert path: A certificate in PEM form; the port speaks TLS then.
 http-server-key path: Its private key.
+http-max-input-size positive: The largest body of a request, as it is sent and after decompression, refused in Triton's words; JSON may be as large where `--http-max-json-bytes` says nothing else. Without this the next three hold.
 http-max-body-bytes whole: The largest body of a request.
 http-max-inflated-bytes whole: The largest body after decompression.
 http-max-json-bytes whole: The largest JSON of a request, and the most bytes of outputs that a response has as JSON. Binary tensors are not counted.
@@ -110,6 +112,7 @@ backend-config text*: the settings of a model's processes are in its config.pbtx
 http-thread-count whole: one event loop serves all of HTTP; --frontends has several
 grpc-infer-thread-count whole: the gRPC library manages its threads itself
 grpc-infer-allocation-pool-size whole: there are no objects to keep
+grpc-max-response-pool-size whole: what waits for a client that does not read has limits in bytes: docs/SERVING.md
 enable-peer-access boolean: the server itself uses no GPU
 repoagent-directory path: there are no repository agents
 cache-config text*: there is no response cache

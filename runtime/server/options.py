@@ -11,6 +11,7 @@ class ServerOptions:
 
     id: str = "moonpool"
     exit_timeout_secs: int = 30
+    allow_client_shm: bool = False
     frontends: int = 1
     log_verbose: int = 0
     log_info: bool = True
@@ -39,6 +40,7 @@ class ServerOptions:
     http_header_forward_pattern: str = ""
     http_server_cert: str = ""
     http_server_key: str = ""
+    http_max_input_size: int | None = None
     http_max_body_bytes: int = 2**31 - 1
     http_max_inflated_bytes: int = 1 << 30
     http_max_json_bytes: int = 64 << 20

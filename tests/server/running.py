@@ -103,15 +103,21 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def starting(
-    *arguments: object, variables: Mapping[str, str] | None = None, before: Sequence[str] = ()
+    *arguments: object,
+    variables: Mapping[str, str] | None = None,
+    before: Sequence[str] = (),
+    shares_memory: bool = True,
 ) -> Iterator[RunningServer]:
     """Start a server on free ports with these arguments beside; it may yet be loading, or fail.
 
-    `before` are words that its command is given to. At the end it is killed if it runs still.
+    `before` are words that its command is given to. Unless it `shares_memory`, the server has its default, which
+    lets no client do so. At the end it is killed if it runs still.
     """
     with tempfile.TemporaryDirectory(prefix="moonpool-test-") as folder:
         path = Path(folder) / "log"
-        ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
+        ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+        if shares_memory:
+            ports.append("--allow-client-shm=true")
         with (
             open(path, "wb") as log,
             subprocess.Popen(
@@ -135,15 +141,18 @@ def running(
     variables: Mapping[str, str] | None = None,
     serves: Sequence[str] = ("grpc", "http", "metrics"),
     before: Sequence[str] = (),
+    shares_memory: bool = True,
 ) -> Iterator[RunningServer]:
     """A server that serves: everything is loaded. At the end it must end in order, with 0.
 
         with running(repository, "--model-control-mode=explicit") as server:
             client = tritonclient.http.InferenceServerClient(server.http)
 
-    `serves` are the services that it is to have; `before` is as for `starting`.
+    `serves` are the services that it is to have; `before` and `shares_memory` are as for `starting`.
     """
-    with starting(*arguments, variables=variables, before=before) as server:
+    with starting(
+        *arguments, variables=variables, before=before, shares_memory=shares_memory
+    ) as server:
         wait_until(
             lambda: set(serves) <= set(server.ports) or server.process.poll() is not None,
             30.0,

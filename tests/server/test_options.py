@@ -14,8 +14,9 @@ from moonpool.runtime.server.option_sources import BadOption, read_options
 from moonpool.runtime.server.option_table import KNOWN, OPTIONS, SYNONYMS, page
 from moonpool.runtime.server.options import ServerOptions
 
-# What tritonserver 2.51 knows; see its --help.
+# What tritonserver 2.51 knows, and what came until 26.x; see its --help.
 TRITON = [
+    "allow-client-shm",
     "allow-cpu-metrics",
     "allow-gpu-metrics",
     "allow-grpc",
@@ -41,11 +42,13 @@ TRITON = [
     "grpc-http2-min-recv-ping-interval-without-data",
     "grpc-infer-allocation-pool-size",
     "grpc-infer-response-compression-level",
+    "grpc-infer-thread-count",
     "grpc-keepalive-permit-without-calls",
     "grpc-keepalive-time",
     "grpc-keepalive-timeout",
     "grpc-max-connection-age",
     "grpc-max-connection-age-grace",
+    "grpc-max-response-pool-size",
     "grpc-port",
     "grpc-restricted-protocol",
     "grpc-root-cert",
@@ -56,6 +59,7 @@ TRITON = [
     "host-policy",
     "http-address",
     "http-header-forward-pattern",
+    "http-max-input-size",
     "http-port",
     "http-restricted-api",
     "http-thread-count",

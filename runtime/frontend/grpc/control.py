@@ -125,12 +125,14 @@ class Control:
         return service_pb2.CudaSharedMemoryStatusResponse()
 
     def cuda_shared_memory_register(self, asked: Any) -> Any:
+        self._service.shared_memory.check_enabled()
         raise ModelError(
             f"failed to register CUDA shared memory region '{asked.name}': this server has no GPU support",
             "UNSUPPORTED",
         )
 
     def cuda_shared_memory_unregister(self, _: Any) -> Any:
+        self._service.shared_memory.check_enabled()
         return service_pb2.CudaSharedMemoryUnregisterResponse()
 
     # Settings

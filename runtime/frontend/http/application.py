@@ -194,6 +194,7 @@ class Endpoints:
 
     async def cuda_register(self, request: Request) -> Response:
         """Refused: tensors on a GPU are not served."""
+        self._service.shared_memory.check_enabled()
         if member(await _body(request), "raw_handle", dict) is None:
             raise InvalidRequest("Shared memory register request has no 'raw_handle' field")
         raise ModelError(
@@ -204,6 +205,7 @@ class Endpoints:
 
     async def cuda_unregister(self, _: Request) -> Response:
         """There is nothing to forget."""
+        self._service.shared_memory.check_enabled()
         return done()
 
     # Traces and logging

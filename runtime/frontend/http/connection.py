@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.frontend.http.exchange import Exchange
-from moonpool.runtime.frontend.http.head import BadMessage, HeadParser
-from moonpool.runtime.frontend.http.intake import Chunked, Fixed, too_large
+from moonpool.runtime.frontend.http.head import HEADER_LENGTH, BadMessage, HeadParser
+from moonpool.runtime.frontend.http.intake import Chunked, Fixed, over_input_size, too_large
 from moonpool.runtime.frontend.statuses import HTTP
 from moonpool.runtime.public_text import public_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from moonpool.runtime.frontend.http.exchange import Body, Part
     from moonpool.runtime.frontend.http.head import Head
@@ -216,7 +217,7 @@ class Connection(asyncio.BufferedProtocol):
         self._since_now()
         if not head.is_chunked:
             whole = end + head.content_length
-            if len(data) >= whole:
+            if len(data) >= whole and head.content_length <= port.limits.body_bytes:
                 self._hand_over(head, data[end:whole])
                 return data[whole:]
         self._begin_body(head)
@@ -242,7 +243,7 @@ class Connection(asyncio.BufferedProtocol):
         length = head.content_length
         most_bytes = min(port.limits.body_bytes, port.handler.most_bytes_of(head))
         if length > most_bytes:
-            raise too_large(str(length), most_bytes)
+            raise self._refusal(head, most_bytes)(str(length), most_bytes)
         # A small body is read all the same, as the connection may then go on.
         if length > _SMALL_BYTES or head.is_chunked or head.expects_continue:
             refusal = port.handler.refuse(head)
@@ -251,12 +252,18 @@ class Connection(asyncio.BufferedProtocol):
         self._head = head
         self._begun_ns = time.monotonic_ns()
         if head.is_chunked:
-            self._intake = Chunked(most_bytes)
+            self._intake = Chunked(most_bytes, self._refusal(head, most_bytes))
         else:
             memory, self._awaited_bytes = port.room_for(head, length)
             self._intake = Fixed(memory)
         if head.expects_continue and head.version == "1.1":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _refusal(self, head: Head, most_bytes: int) -> Callable[[str, int], BadMessage]:
+        """Tell how a body over the limit is refused, of its size and the limit."""
+        if most_bytes != self._port.limits.input_bytes:
+            return too_large
+        return partial(over_input_size, is_json=HEADER_LENGTH not in head.headers)
 
     def _end_intake(self) -> None:
         self._intake = None

@@ -22,8 +22,18 @@ _ANY, _GZIP, _ZLIB = 47, 31, 15
 _LEVEL = 1
 
 
+class TooLong(BadMessage):
+    """A body has more bytes than it may have once it is decompressed."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the request body has more than {limit_bytes} bytes once it is decompressed",
+        )
+
+
 def inflate(body: Body, limit_bytes: int) -> bytearray:
-    """The body as it was before gzip or deflate. Raises `BadMessage` for more than `limit_bytes`, and what is broken.
+    """The body as it was before gzip or deflate. Raises `TooLong` for more than `limit_bytes`, `BadMessage` for what is broken.
 
     Which of the two it was the body says itself. Takes no more memory than the limit. May run on any thread.
     """
@@ -58,10 +68,7 @@ def _inflate_part(packed: memoryview, begin: int, out: bytearray, limit_bytes: i
         piece = inflater.decompress(given, min(_STEP_BYTES, limit_bytes - len(out) + 1))
         out += piece
         if len(out) > limit_bytes:
-            raise BadMessage(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the request body has more than {limit_bytes} bytes once it is decompressed",
-            )
+            raise TooLong(limit_bytes)
         if not piece and not given and not inflater.eof:
             raise zlib.error("it ends too early")
     return fed - len(inflater.unused_data) - begin

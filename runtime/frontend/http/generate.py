@@ -19,6 +19,7 @@ from moonpool.runtime.frontend.http.json_text import (
     dumps,
     loads,
     member,
+    repeated_key,
 )
 from moonpool.runtime.frontend.http.tracing import begin_trace
 from moonpool.runtime.frontend.requests import make_request
@@ -135,12 +136,17 @@ def _request(hosted: Hosted, body: bytes, forwarded: Mapping[str, str]) -> Infer
     root = loads(body)
     if not isinstance(root, dict):
         raise NotJson("attempt to get members for non-object")
+    config = hosted.model.config
+    tensors = {tensor.name: tensor for tensor in config.inputs}
+    repeated = repeated_key(body)
+    if repeated in tensors:
+        raise InvalidRequest(f"input '{repeated}' already exists in request")
+    if repeated is not None:
+        raise InvalidRequest(f"the key '{repeated}' stands twice in one object of the request")
     try:
         request_id = member(root, "id", str) or ""
     except NotJson as error:
         raise NotJson(f"Unable to parse 'id': {error}") from None
-    config = hosted.model.config
-    tensors = {tensor.name: tensor for tensor in config.inputs}
     inputs: dict[str, Input] = {}
     parameters: dict[str, Parameter] = {}
     for key, value in root.items():

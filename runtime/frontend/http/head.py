@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # Clients repeat themselves: what they send before the body is the same bytes every time. Longer heads
 # and those of other clients' making are parsed as they come.
 _MEMORABLE_BYTES = 2048
+# The header that says how much of a body is JSON; without it, all is.
+HEADER_LENGTH = b"inference-header-content-length"
 _VERSIONS = ("1.0", "1.1")
 # What decides where a request ends, whose it is and how it is read.
 _SINGLE = frozenset(
@@ -26,7 +28,7 @@ _SINGLE = frozenset(
         b"content-type",
         b"expect",
         b"host",
-        b"inference-header-content-length",
+        HEADER_LENGTH,
         b"origin",
         b"sec-fetch-dest",
         b"sec-fetch-mode",

@@ -14,10 +14,11 @@ from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT
 from moonpool.runtime.details import with_parameters
 from moonpool.runtime.errors import InvalidRequest, ModelError, own
-from moonpool.runtime.frontend.http.encoding import ENCODINGS, accepted, deflate, inflate
-from moonpool.runtime.frontend.http.head import JSON, TEXT, BadMessage
+from moonpool.runtime.frontend.http.encoding import ENCODINGS, TooLong, accepted, deflate, inflate
+from moonpool.runtime.frontend.http.head import HEADER_LENGTH, JSON, TEXT, BadMessage
 from moonpool.runtime.frontend.http.infer_request import Plan, raw_plan, read_plan
 from moonpool.runtime.frontend.http.infer_response import render
+from moonpool.runtime.frontend.http.intake import over_input_size
 from moonpool.runtime.frontend.http.json_text import too_much_json
 from moonpool.runtime.frontend.http.prepared import Prepared
 from moonpool.runtime.frontend.http.tracing import begin_trace
@@ -68,7 +69,7 @@ class InferTarget:
         self.accepts = accepted(headers.get(b"accept-encoding", b""))
         # None for a body that is nothing but JSON.
         self.header_length: int | None = None
-        given = headers.get(b"inference-header-content-length")
+        given = headers.get(HEADER_LENGTH)
         if given is not None:
             self.header_length = _leading_number(given)
 
@@ -208,14 +209,24 @@ class InferCall:
         if encoding == "identity":
             self._read(body)
         elif encoding in ENCODINGS:
-            limits = self._route.limits
-            limit_bytes = limits.inflated_bytes
-            if self._target.header_length is None:
-                limit_bytes = min(limit_bytes, limits.json_bytes)
-            inflated = partial(inflate, body, limit_bytes)
+            inflated = partial(self._inflated, body)
             self._route.elsewhere(self._exchange, inflated, self._read, TEXT)
         else:
             self._exchange.fail(501, "Unsupported compression type", _ENCODINGS)
+
+    def _inflated(self, body: Body) -> bytearray:
+        """Decompress the body, on any thread. Raises `BadMessage`."""
+        limits, is_json = self._route.limits, self._target.header_length is None
+        limit_bytes = limits.inflated_bytes
+        if is_json:
+            limit_bytes = min(limit_bytes, limits.json_bytes)
+        try:
+            return inflate(body, limit_bytes)
+        except TooLong:
+            if limit_bytes != limits.input_bytes:
+                raise
+            size = f"more than {limit_bytes}"
+            raise over_input_size(size, limit_bytes, is_json=is_json) from None
 
     def _elsewhere(self, function: Callable[[], Any], go_on: Callable[[Any], None]) -> None:
         self._route.elsewhere(self._exchange, function, go_on, JSON)
@@ -233,9 +244,14 @@ class InferCall:
             text = f"inference header size should be in range (0, {len(body)}), got: {length}"
             self._exchange.fail(400, text, TEXT)
             return
-        most_bytes = self._route.limits.json_bytes
+        limits = self._route.limits
+        most_bytes = limits.json_bytes
         if length > most_bytes:
-            self._exchange.fail(413, too_much_json(length, most_bytes), TEXT)
+            if most_bytes == limits.input_bytes:
+                over = over_input_size(str(length), most_bytes, is_json=True)
+                self._exchange.fail(over.status, over.text, TEXT)
+            else:
+                self._exchange.fail(413, too_much_json(length, most_bytes), TEXT)
             return
         data: Any = body
         # Arrays are to be views of the array that the body was received into: stubs may see it.

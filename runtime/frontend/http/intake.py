@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import mmap
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from moonpool.runtime.frontend.http.head import BadMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _SMALL_BYTES = 256 << 10
 _LINE_BYTES = 4096
@@ -18,6 +22,16 @@ def too_large(size: str, limit_bytes: int) -> BadMessage:
     return BadMessage(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"request body of {size} bytes exceeds the maximum of {limit_bytes} bytes",
+    )
+
+
+def over_input_size(size: str, limit_bytes: int, *, is_json: bool) -> BadMessage:
+    """The answer to a request over `--http-max-input-size`, in Triton's words."""
+    what = "Request JSON" if is_json else "Request"
+    return BadMessage(
+        HTTPStatus.BAD_REQUEST,
+        f"{what} size of {size} bytes exceeds the maximum allowed value of {limit_bytes} bytes. Use "
+        "--http-max-input-size to increase the limit.",
     )
 
 
@@ -72,14 +86,19 @@ class Chunked:
         "_left",
         "_limit_bytes",
         "_line",
+        "_refusal",
         "_state",
         "_trailer_bytes",
         "body",
         "received_bytes",
     )
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(
+        self, limit_bytes: int, refusal: Callable[[str, int], BadMessage] = too_large
+    ) -> None:
+        """`refusal` makes the answer to more than the limit, of a size and the limit."""
         self._limit_bytes = limit_bytes
+        self._refusal = refusal
         self.body = bytearray()
         self._line = b""
         self._state = self._size
@@ -123,7 +142,7 @@ class Chunked:
             raise _malformed(f"{digits[:20]!r} is no size of a chunk")
         size = int(digits, 16)
         if self.received_bytes + size > self._limit_bytes:
-            raise too_large(f"at least {self.received_bytes + size}", self._limit_bytes)
+            raise self._refusal(f"at least {self.received_bytes + size}", self._limit_bytes)
         self._left = size
         self._state = self._end_of_chunk if size else self._trailer
         return False

@@ -79,6 +79,28 @@ def _lenient(raw: bytes) -> Any:
         raise _broken("Number too big to be stored in double", 0) from None
 
 
+def repeated_key(text: bytes) -> str | None:
+    """Return a key that stands twice in one object of a text that `loads` has read, None where there is none.
+
+    Raises `NotJson` for objects that are nested too deeply to be looked at.
+    """
+    found: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        keys: set[str] = set()
+        for key, _ in pairs:
+            if key in keys:
+                found.append(key)
+            keys.add(key)
+
+    try:
+        # The numbers are of no interest, and some are too long for Python.
+        json.loads(text.removeprefix(_BOM), object_pairs_hook=look, parse_int=str, parse_float=str)
+    except RecursionError:
+        raise _broken("The document is nested too deeply", 0) from None
+    return found[0] if found else None
+
+
 def dumps(value: Any) -> bytes:
     """The text of a value made of what `loads` gives. Numbers that JSON does not have are written as Triton does."""
     text = orjson.dumps(value)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from tests.server.running import RunningServer
+from tests.server.page.models import write
+from tests.server.running import RunningServer, running
 
 # In a process of its own: with Python's own shared memory comes a process that outlives what it was for.
 CLIENT = """
@@ -88,3 +91,80 @@ def test_large_tensors_are_where_the_client_wants_them(
 
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == 4 * "True\n"
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that was told nothing of clients' memory."""
+    repository = write(tmp_path_factory.mktemp("models"), "add_sub")
+    with running(repository, shares_memory=False) as found:
+        yield found
+
+
+# Each call in turn, and what the server says of it; and whether the model was asked after all.
+REFUSED = """
+import sys
+import tritonclient.utils
+kind = __import__(f"tritonclient.{sys.argv[1]}", fromlist=["InferInput"])
+client = kind.InferenceServerClient(sys.argv[2])
+def tried(call):
+    try:
+        call()
+    except tritonclient.utils.InferenceServerException as error:
+        print(error.message())
+    else:
+        print("taken")
+def infer(where):
+    inputs = [kind.InferInput(name, [1, 4], "FP32") for name in ("INPUT0", "INPUT1")]
+    outputs = [kind.InferRequestedOutput("OUTPUT0")]
+    for tensor in inputs:
+        if where == "input":
+            tensor.set_shared_memory("r", 16)
+        else:
+            tensor.set_data_from_numpy(__import__("numpy").zeros((1, 4), "float32"))
+    if where == "output":
+        outputs[0].set_shared_memory("r", 16)
+    client.infer("add_sub", inputs, outputs=outputs)
+tried(lambda: client.register_system_shared_memory("r", "/r", 64))
+tried(lambda: client.register_cuda_shared_memory("r", b"eHg=", 0, 64))
+tried(lambda: client.unregister_system_shared_memory())
+tried(lambda: client.unregister_cuda_shared_memory("r"))
+tried(lambda: infer("input"))
+tried(lambda: infer("output"))
+tried(lambda: infer("neither"))
+client.close()
+"""
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_clients_share_no_memory_unless_the_server_is_told_to_let_them(
+    closed: RunningServer, protocol: str
+) -> None:
+    pytest.importorskip(f"tritonclient.{protocol}")
+    address = closed.http if protocol == "http" else closed.grpc
+    command = [sys.executable, "-c", REFUSED, protocol, address]
+    asked = closed.get("/v2/models/add_sub/stats")[1]["model_stats"][0]["inference_count"]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+    refusal = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+    assert ended.stdout.splitlines() == [refusal] * 6 + ["taken"], ended.stderr
+    assert closed.get("/v2/systemsharedmemory/status") == (200, [])
+    counted = closed.get("/v2/models/add_sub/stats")[1]["model_stats"][0]["inference_count"]
+    assert counted == asked + 1
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_moonpool_bench_passes_the_refusal_on(
+    closed: RunningServer, scheme: str, tmp_path: Path
+) -> None:
+    url = f"{scheme}://127.0.0.1:{closed.ports[scheme]}"
+    command = [sys.executable, "-m", "moonpool", "bench", "add_sub", "--url", url]
+    command += ["--shared-memory", "system", "--windows", "1", "--seconds", "0.1"]
+
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=50, check=False, cwd=tmp_path
+    )
+
+    assert ended.returncode != 0
+    assert "--allow-client-shm=true" in ended.stderr

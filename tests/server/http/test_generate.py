@@ -94,6 +94,11 @@ def test_the_first_response_decides_about_the_status(serving: Serving) -> None:
         ({"text_input": "a", "count": "x"}, 500, "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
         ({"text_input": "a", "o": {}}, 400, "parameter 'o' has invalid type. It should be either 'int', 'bool', or 'string'."),
         ({"text_input": "a", "id": 1}, 500, "Unable to parse 'id': attempt to access JSON non-string as string"),
+        (b'{"text_input": "a", "count": 1, "text_input": "b"}', 400, "input 'text_input' already exists in request"),
+        (b'{"text_input": "a", "p": 1, "p": 1}', 400, "the key 'p' stands twice in one object of the request"),
+        (b'{"text_input": "a", "parameters": {"p": 1, "\\u0070": 2}}', 400, "the key 'p' stands twice in one object of the request"),
+        (b'{"text_input": "a", "id": "1", "id": "2"}', 400, "the key 'id' stands twice in one object of the request"),
+        (b'{"text_input": "a", "parameters": {}, "parameters": {}}', 400, "the key 'parameters' stands twice in one object of the request"),
         ({"count": 1}, 400, "[request id: <id_unknown>] expected number of inputs between 1 and 2 but got 1 inputs for model 'speaks'. Got input(s) ['count'], but missing required input(s) ['text_input']. Please provide all required input(s)."),
     ],
 )  # fmt: skip
@@ -105,6 +110,13 @@ def test_a_request_that_is_none_is_told_so(
 
     assert (reply.status, reply.error) == (status, error)
     assert reply.headers["content-type"] == "application/json"
+
+
+def test_numbers_too_long_for_python_are_read_when_keys_are_compared(serving: Serving) -> None:
+    body = b'{"text_input": "a", "p": 1%b}' % (b"0" * 5000)
+
+    assert serving.post(ONE, body).status in (200, 400, 500)
+    assert serving.post(ONE, b'{"text_input": "a", "p": 0.1%b}' % (b"0" * 5000)).status == 200
 
 
 def test_only_models_that_are_there_speak(serving: Serving) -> None:

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.server.http.listening import Client
 from tests.server.http.served import served
 from tests.server.http.serving import Serving
 
 from moonpool.runtime.frontend.http.json_text import NotJson, loads
 from moonpool.runtime.frontend.http.options import HttpLimits
 from moonpool.runtime.frontend.tensors import of_values
+from moonpool.runtime.server.frontends import http_options
+from moonpool.runtime.server.options import ServerOptions
 
 MOST = 2000
 PLAIN = "/v2/models/plain/infer"
@@ -76,6 +79,53 @@ def test_outputs_over_the_limit_are_not_sent_as_json(limited: Serving) -> None:
 
     assert reply.status == 400
     assert "ask for binary data" in reply.error
+
+
+INPUT_SIZE = "exceeds the maximum allowed value of 2000 bytes. Use --http-max-input-size to increase the limit."
+
+
+@pytest.fixture(scope="module")
+def sized() -> Iterator[Serving]:
+    """A server with Triton's limit, as its flag sets it."""
+    limits = http_options(ServerOptions(http_max_input_size=MOST)).limits
+    with served("plain", limits=limits) as serving:
+        yield serving
+
+
+def test_a_request_over_tritons_limit_is_refused_in_tritons_words(sized: Serving) -> None:
+    text = asking(MOST)
+    packed = gzip.compress(text), {"Content-Encoding": "gzip"}
+    body, headers = binary(10 * MOST, binary_data_output=True)
+    packed_binary = gzip.compress(body), {**headers, "Content-Encoding": "gzip"}
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    for what, sent, more in (
+        (f"Request JSON size of {len(text)}", text, {}),
+        ("Request JSON size of more than 2000", *packed),
+        (f"Request size of {len(body)}", body, headers),
+        ("Request size of more than 2000", *packed_binary),
+    ):
+        reply = sized.post(PLAIN, sent, more)
+        assert (reply.status, reply.error) == (400, f"{what} bytes {INPUT_SIZE}")
+    with Client(sized.port) as client:
+        client.send(
+            f"POST {PLAIN} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode(), chunked
+        )
+        answer = client.answer("POST")
+        assert answer.status == 400
+        assert INPUT_SIZE in json.loads(answer.body)["error"]
+    assert sized.post("/v2/logging", {"x": "y" * MOST}).status == 400
+    assert sized.post(PLAIN, asking(10)).status == 200
+    assert sized.post(PLAIN, *binary(1000)).status == 200
+
+
+def test_tritons_limit_is_that_of_json_unless_something_else_is_said() -> None:
+    def json_bytes(**options: int) -> int:
+        return http_options(ServerOptions(**options)).limits.json_bytes  # type: ignore[arg-type]
+
+    assert json_bytes() == 64 << 20
+    assert json_bytes(http_max_input_size=128 << 20) == 128 << 20
+    assert json_bytes(http_max_input_size=128 << 20, http_max_json_bytes=1 << 20) == 1 << 20
+    assert json_bytes(http_max_input_size=1 << 10, http_max_json_bytes=1 << 20) == 1 << 10
 
 
 def test_arrays_without_end_are_refused() -> None:
