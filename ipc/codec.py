@@ -57,6 +57,7 @@ class Codec:
             fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
             check = self._checks[fields[0]]
         except Exception as error:
+            fields = None  # a large message is not to be there twice
             check = self._unmet(packet, error)
             fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
         check(fields)
@@ -66,6 +67,24 @@ class Codec:
         """As `decode`, for a packet that lay in memory: that may be large, and must not become much larger."""
         check_items(packet)
         return self.decode(packet)
+
+    def head_of(self, beginning: bytes, count: int) -> Fields:
+        """The first `count` fields of a message of which this is the beginning, its kind first.
+
+        Nothing but the kind is checked. Raises `RemoteProtocolError`.
+        """
+        unpacker = msgpack.Unpacker(strict_map_key=True, max_ext_len=0)
+        try:
+            unpacker.feed(beginning)
+            unpacker.read_array_header()
+            fields = [unpacker.unpack() for _ in range(count)]
+        except Exception as unreadable:  # as above
+            raise RemoteProtocolError(f"a message without a head: {unreadable}") from unreadable
+        kind = fields[0] if fields else None
+        message = self._table.get(kind) if type(kind) is int else None
+        if message is None or message.sender is self._us:
+            raise RemoteProtocolError(f"a stored message of unknown kind {kind!r:.20}")
+        return fields
 
     def _unmet(self, packet: bytes, error: Exception) -> Check:
         """The check for a kind that was not met before, or the reason why the packet is refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
@@ -30,8 +31,15 @@ class Overflow:
         packet = encode(*message)
         return packet if len(packet) <= MAX_PACKET_BYTES else self.indirect(packet)
 
-    def indirect(self, packet: bytes) -> bytes:
-        """The packet of INDIRECT for one that is too large. Raises `OutOfMemory`."""
+    def indirect(self, packet: bytes, most_bytes: int = sys.maxsize) -> bytes:
+        """The packet of INDIRECT for one that is too large.
+
+        Raises `LocalProtocolError` for more than so many bytes, `OutOfMemory`.
+        """
+        if len(packet) > most_bytes:
+            raise LocalProtocolError(
+                f"a message of {len(packet)} bytes beside its tensors; {most_bytes} is the most"
+            )
         return encode(_INDIRECT, *self.store(packet))
 
     def store(self, packet: bytes) -> tuple[int, int, int]:

@@ -89,6 +89,10 @@ MAX_FILES = 65536
 MAX_FILE_BYTES = 1 << 31
 # Of a configuration that comes from a model: JSON takes twenty times its size once it is read.
 LARGEST_CONFIG = 1 << 22
+# Of a stub's message that lies in memory: beside its tensors, which lie there by themselves; and on the calls channel, where
+# nothing but LOAD_MODEL may be larger.
+MAX_STORED_BYTES = 1 << 26
+MAX_CALL_BYTES = 1 << 24
 
 _ID = Int()
 _PLACE = Row(region=_ID, offset=_ID)
@@ -329,19 +333,22 @@ CALLS: dict[Kind, Message] = {
     Kind.WITHDRAW: Message(_STUB, {"call": _ID}),
     # Blocks of replies that the model let go of, when no INFER comes by for them to ride on.
     Kind.LET_GO: Message(_STUB, {"places": ListOf(_PLACE, MAX_PLACES_IN_PACKET)}),
+    # Whether the model may be loaded is decided by the first fields, before the rest is read.
     # An empty config is the one of the repository. `files`: what the model's directory is to hold.
     Kind.LOAD_MODEL: Message(
         _STUB,
         {
             "call": _ID,
-            "model": Text(LONG),
+            "model": Text(SHORT),
             "config": Text(LARGEST_CONFIG),
             "files": Maybe(ListOf(Row(path=Text(LONG), contents=Raw(MAX_FILE_BYTES)), MAX_FILES)),
         },
     ),
-    Kind.UNLOAD_MODEL: Message(_STUB, {"call": _ID, "model": Text(LONG), "dependents": Flag()}),
+    Kind.UNLOAD_MODEL: Message(_STUB, {"call": _ID, "model": Text(SHORT), "dependents": Flag()}),
     # An empty version is the latest.
-    Kind.IS_MODEL_READY: Message(_STUB, {"call": _ID, "model": Text(LONG), "version": Text(SHORT)}),
+    Kind.IS_MODEL_READY: Message(
+        _STUB, {"call": _ID, "model": Text(SHORT), "version": Text(SHORT)}
+    ),
     # A metric, or the family alone where there are no labels; DONE has its number as `metric`.
     Kind.NEW_METRIC: Message(
         _STUB,

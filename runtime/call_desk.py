@@ -13,10 +13,19 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import calls_codec
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
-from moonpool.ipc.messages import MAX_CALLS, Kind, Side
-from moonpool.runtime.call_requests import SHORT_MESSAGE, Fetching, make_call_request, wire_error
+from moonpool.ipc.messages import MAX_CALL_BYTES, MAX_CALLS, Kind, Side
+from moonpool.runtime.budgets import (
+    COPIED_BYTES,
+    COPIED_LOADS_BYTES,
+    JSON_FACTOR,
+    MAX_TASKS,
+    SHORT_MESSAGE,
+    TASK_COST,
+)
+from moonpool.runtime.call_requests import Fetching, make_call_request, wire_error
 from moonpool.runtime.call_tensors import read_inputs, write_outputs
 from moonpool.runtime.calls import Call, Deadlines
 from moonpool.runtime.errors import (
@@ -29,6 +38,7 @@ from moonpool.runtime.errors import (
 from moonpool.runtime.flow import Flow
 from moonpool.runtime.outbox import Outbox
 from moonpool.runtime.request import Response
+from moonpool.runtime.room import Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +60,8 @@ _UNANSWERED = (Kind.LET_GO, Kind.WITHDRAW, Kind.INDIRECT)
 _TURN = 16
 # Calls with a later end have none.
 _MAX_TIMEOUT_US = 10**15
-# What takes long, and runs on a thread each.
-_MAX_TASKS = 64
+# What costs more than its size says.
+_COSTS = dict.fromkeys((Kind.LOAD_MODEL, Kind.UNLOAD_MODEL, Kind.IS_MODEL_READY), TASK_COST)
 
 
 class CallDesk:
@@ -75,6 +85,9 @@ class CallDesk:
         self._outbox = Outbox(channel, reactor)
         self._flow = Flow(reactor, channel.fileno())
         self._calls: dict[int, Call] = {}
+        # Messages that were copied out of the stub's memory and are not answered yet; and the size of the one that is handled.
+        self._room = Room()
+        self._stored_bytes = 0
         self._fetching = Fetching()
         self._deadlines = Deadlines()
         self._wakes_at_s: float | None = None
@@ -113,8 +126,9 @@ class CallDesk:
                 packet = self._channel.receive_ready()
                 if packet is None:
                     return
-                self._flow.took(len(packet))
-                self._handle(self._codec.decode(packet))
+                fields = self._codec.decode(packet)
+                self._flow.took(len(packet), _COSTS.get(fields[0], 1))
+                self._handle(fields)
                 if len(self._calls) < 2:
                     return  # a model with one thread waits now, and has sent nothing more
         except PeerGone:
@@ -151,12 +165,47 @@ class CallDesk:
             self._done(number, error)
 
     def _indirect(self, fields: list[Any]) -> None:
-        packet = self._link.open(*fields[1:]).tobytes()
-        self._flow.took(len(packet))
+        """A message that lies in memory. Its first fields say whether the rest is copied at all."""
+        lease = self._link.open(*fields[1:])
+        beginning = lease[:MAX_PACKET_BYTES].tobytes()
+        kind, number = self._codec.head_of(beginning, 2)
+        if kind in _UNANSWERED:
+            raise RemoteProtocolError(f"{Kind(kind).name} that lies in memory")
+        if type(number) is not int:
+            raise RemoteProtocolError(f"{Kind(kind).name} of call {number!r:.20}")
+        self._flow.took(len(beginning), _COSTS.get(kind, 1))
+        if kind == Kind.LOAD_MODEL:
+            if not self._takes_in_load(number, self._codec.head_of(beginning, 3)[2], lease.size):
+                return
+        elif lease.size > MAX_CALL_BYTES:
+            what = f"{Kind(kind).name} of {lease.size} bytes"
+            raise RemoteProtocolError(f"{what}; {MAX_CALL_BYTES} is the most")
+        packet = lease.tobytes()
+        # Its block goes back to the stub.
+        del lease
+        self._flow.took(len(packet), 0)
         inner = self._codec.decode_stored(packet)
-        if inner[0] == Kind.INDIRECT:
-            raise RemoteProtocolError("an indirect message in an indirect one")
-        self._handle(inner)
+        if inner[:2] != [kind, number]:
+            raise RemoteProtocolError("a message in memory that changed while it was read")
+        self._stored_bytes = len(packet)
+        del packet
+        try:
+            self._handle(inner)
+        finally:
+            self._stored_bytes = 0
+
+    def _takes_in_load(self, number: int, name: object, size_bytes: int) -> bool:
+        """Whether a load is to be copied; else it is answered already."""
+        self._check_new(number)
+        try:
+            self._check_load(name)
+            self._room.take(number, size_bytes, COPIED_LOADS_BYTES)
+        except RemoteProtocolError:
+            raise
+        except MoonpoolError as error:
+            self._done(number, error)
+            return False
+        return True
 
     def _leave_all(self) -> None:
         while self._calls:
@@ -190,6 +239,8 @@ class CallDesk:
         try:
             if len(self._calls) > MAX_CALLS:
                 raise ModelUnavailable(f"{MAX_CALLS} requests of this model are open already")
+            if self._stored_bytes:
+                self._room.take(number, self._stored_bytes, COPIED_BYTES)
             inputs = read_inputs(rows, leases)
             del leases
             hosted = self._find(model, version)
@@ -258,6 +309,7 @@ class CallDesk:
         if is_last:
             if self._calls.pop(call.number, None) is not call:
                 return
+            self._room.give_back(call.number)
         elif self._calls.get(call.number) is not call:
             return
         blocks: list[list[int]] = []
@@ -341,8 +393,19 @@ class CallDesk:
 
     # Other things that models ask for
 
+    def _check_load(self, name: object) -> None:
+        """Raises `MoonpoolError` where the model may not load that, or loads too much."""
+        if type(name) is not str:
+            raise RemoteProtocolError("LOAD_MODEL of what has no name")
+        if len(self._tasks) >= MAX_TASKS:
+            raise ModelUnavailable(f"{MAX_TASKS} of these are on their way already")
+        self._models.check_may_load(name)
+
     def _load_model(self, fields: list[Any]) -> None:
         _, number, model, config, rows = fields
+        self._check_new(number)
+        self._check_load(model)
+        self._room.take(number, JSON_FACTOR * len(config), COPIED_LOADS_BYTES)
         files = None if rows is None else dict(rows)
         self._perform(number, lambda: self._models.load(model, config, files))
 
@@ -390,18 +453,20 @@ class CallDesk:
     def _perform(self, number: int, task: Callable[[], None]) -> None:
         """Do what takes long on a thread of its own, and tell the stub when it is done."""
         self._check_new(number)
-        if len(self._tasks) >= _MAX_TASKS:
-            self._done(number, ModelUnavailable(f"{_MAX_TASKS} of these are on their way already"))
-            return
+
+        tasks = [task]
+        del task
 
         def run() -> None:
-            error: BaseException | None = None
+            told = None
             try:
-                task()
+                # When it is told, nothing is left of what was asked for.
+                tasks.pop()()
             except Exception as failure:
-                error = failure
+                told = wire_error(failure, SHORT_MESSAGE)
+                _clear_frames(failure)
             self._tasks.discard(number)
-            self._done(number, error)
+            self._tell_done(number, told, {})
 
         self._tasks.add(number)
         try:
@@ -414,4 +479,15 @@ class CallDesk:
         self, number: int, error: BaseException | None, values: dict[str, Any] | None = None
     ) -> None:
         told = None if error is None else wire_error(error, SHORT_MESSAGE)
-        self._send(Kind.DONE, number, told, values or {})
+        self._tell_done(number, told, values or {})
+
+    def _tell_done(self, number: int, told: list[object] | None, values: dict[str, Any]) -> None:
+        self._room.give_back(number)
+        self._send(Kind.DONE, number, told, values)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of what the functions had that an error came through: it may be in a cycle, which is collected late."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from moonpool.runtime.signature import Signature
 
 _log = logging.getLogger("moonpool")
-# What fits a packet, whatever it says, so that there is always room for it.
-SHORT_MESSAGE = 7000
 _MAX_MESSAGE = 65536
 # Calls of one model whose inputs are being copied from a device.
 _MOST_FETCHED = 64

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Kind, Side
+from moonpool.runtime.budgets import GROWTH_COST
 from moonpool.runtime.client_region import ClientRegion
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 
 
 _RESPONSES = int(Kind.RESPONSES)
-# Beside others: it takes a thread and memory. An honest stub asks for ever more, so that it asks seldom.
-_COSTS = {int(Kind.GROW): 100}
+_COSTS = {int(Kind.GROW): GROWTH_COST}
 
 
 class ControlChannel:

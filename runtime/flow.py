@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.budgets import MESSAGE_BYTES, MESSAGES_PER_S, PAUSE_MS
 from moonpool.runtime.output import Budget
 
 if TYPE_CHECKING:
     from moonpool.runtime.reactor import Reactor
-
-# More than a model in Python can have to say. What is long counts as several.
-_MESSAGES_PER_S = 20_000
-_MESSAGE_BYTES = 512
-_PAUSE_S = 0.02
 
 
 class Flow:
@@ -22,15 +18,15 @@ class Flow:
         """`fd` is watched by the reactor."""
         self._reactor = reactor
         self._fd = fd
-        self._budget = Budget(_MESSAGES_PER_S)
+        self._budget = Budget(MESSAGES_PER_S)
         self._unpaid = 0
 
     def took(self, size_bytes: int, messages: int = 1) -> None:
         """Something of that size was received, which costs as much as so many messages beside."""
-        self._unpaid += messages + size_bytes // _MESSAGE_BYTES
+        self._unpaid += messages + size_bytes // MESSAGE_BYTES
 
     def settle(self) -> None:
         """After a round of receiving: the next one is later where this was too much."""
         unpaid, self._unpaid = self._unpaid, 0
         if unpaid and not self._budget.spend(unpaid):
-            self._reactor.pause(self._fd, _PAUSE_S)
+            self._reactor.pause(self._fd, PAUSE_MS / 1000)

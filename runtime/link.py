@@ -16,7 +16,7 @@ import numpy as np
 from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import CudaUnavailable, RemoteProtocolError
 from moonpool.ipc.memo import Memo
-from moonpool.ipc.messages import MAX_PLACES, OPEN, RESCHEDULED, Kind, Side
+from moonpool.ipc.messages import MAX_PLACES, MAX_STORED_BYTES, OPEN, RESCHEDULED, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime import device_inputs
 from moonpool.runtime.answer_reader import AnswerReader
@@ -377,6 +377,11 @@ class Link(Overflow):
 
     def load(self, region: int, offset: int, size_bytes: int) -> bytes:
         lease: Lease = self._answer_lease(region, offset, size_bytes)
+        # Before it is copied: a region may be as large as the machine's memory.
+        if size_bytes > MAX_STORED_BYTES:
+            raise RemoteProtocolError(
+                f"a message of {size_bytes} bytes; {MAX_STORED_BYTES} is the most"
+            )
         return lease.tobytes()
 
     # Memory that nobody needs for now

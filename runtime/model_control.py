@@ -45,14 +45,18 @@ class ModelControl:
         check_may_ask(self.asker, name)
         return self._registry.find(name, version)
 
+    def check_may_load(self, name: str) -> None:
+        """Raises `MoonpoolError` in the words of `load` where that would be of no use, whatever it is given."""
+        self._registry.check_controllable()
+        check_may_ask(self.asker, name)
+
     def load(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
         """Load or reload a model, and return when it is ready.
 
         `config` is a whole configuration in JSON, "" the one in the repository. `files` has contents by
         `file:<path>`, and they are the model's directory then. Raises `MoonpoolError` in Triton's words.
         """
-        self._registry.check_controllable()
-        check_may_ask(self.asker, name)
+        self.check_may_load(name)
         with loading(name):
             limits = self._registry.rules.limits
             wanted = wanted_of(name, config, files, self.asker.options, limits)

@@ -10,15 +10,12 @@ from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import Closed, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind
+from moonpool.runtime.budgets import UNREAD_BYTES
 
 if TYPE_CHECKING:
     from moonpool.ipc.channel import Channel
     from moonpool.runtime.loans import Loans
     from moonpool.runtime.reactor import Reactor
-
-# What a stub may leave unread: its model asked for all of it, but need not have the time to look at it.
-_FULL_BYTES = 64 << 20
-_MOST_BYTES = 2 * _FULL_BYTES
 
 
 class Outbox:
@@ -54,7 +51,7 @@ class Outbox:
     @property
     def is_full(self) -> bool:
         """Whether nothing that can be done without should be sent."""
-        return self._waiting_bytes >= _FULL_BYTES
+        return self._waiting_bytes >= UNREAD_BYTES
 
     def _put(self, packet: bytes) -> None:
         self._waiting.append(packet)
@@ -67,7 +64,7 @@ class Outbox:
         """Send what waits, as far as there is room. Raises `PeerGone`, `RemoteProtocolError`."""
         if not self._waiting:
             return
-        if self._waiting_bytes > _MOST_BYTES:
+        if self._waiting_bytes > 2 * UNREAD_BYTES:
             raise RemoteProtocolError(f"the stub leaves {self._waiting_bytes} bytes unread")
         with self._lock:
             while self._waiting:

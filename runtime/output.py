@@ -8,6 +8,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.budgets import LOG_LINE_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -16,9 +18,8 @@ _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 # Of the record of what a model logged on purpose.
 LOGGED = {"is_logged": True}
 _READ_BYTES = 1 << 16
-_LINE_BYTES = 8192
 # Of a line that the model logs on purpose, which counts as several if it is long.
-_LOGGED_CHARACTERS = 8 * _LINE_BYTES
+_LOGGED_CHARACTERS = 8 * LOG_LINE_BYTES
 _CUT = " … (cut)"
 _TAIL_LINES = 40
 # What a stub may print in a second before it has to wait, also of what is left out. A line takes as long as so many bytes.
@@ -106,7 +107,7 @@ class Output:
         lines, end, self._rest = (self._rest + data).rpartition(b"\n")
         if end:
             self._print(lines)
-        if len(self._rest) > _LINE_BYTES:
+        if len(self._rest) > LOG_LINE_BYTES:
             self._print(self._rest)
             self._rest = b""
         return True
@@ -127,7 +128,7 @@ class Output:
         lines = message.rstrip("\n").split("\n")
         for number, part in enumerate(lines):
             text = part if len(part) <= _LOGGED_CHARACTERS else part[:_LOGGED_CHARACTERS] + _CUT
-            if not self._allowed(1 + len(text) // _LINE_BYTES):
+            if not self._allowed(1 + len(text) // LOG_LINE_BYTES):
                 self._budget.dropped += len(lines) - number - 1
                 return
             line_of_log = "[%s] %s%s", self._instance, harmless(text), where
@@ -136,7 +137,7 @@ class Output:
     def _print(self, lines: bytes) -> None:
         """Log lines, of which the last one has lost its end."""
         last = lines.rsplit(b"\n", _TAIL_LINES)[-_TAIL_LINES:]
-        self._tail.extend(line[:_LINE_BYTES] for line in last)
+        self._tail.extend(line[:LOG_LINE_BYTES] for line in last)
         start = end = 0
         while end >= 0:
             # What is left out must cost nothing: a pipe holds a line in every byte.
@@ -146,8 +147,8 @@ class Output:
             end = lines.find(b"\n", start)
             line = lines[start : end if end >= 0 else None]
             start = end + 1
-            cut = _CUT if len(line) > _LINE_BYTES else ""
-            _log.info("[%s] %s%s", self._instance, _shown(line[:_LINE_BYTES]), cut)
+            cut = _CUT if len(line) > LOG_LINE_BYTES else ""
+            _log.info("[%s] %s%s", self._instance, _shown(line[:LOG_LINE_BYTES]), cut)
 
     def _allowed(self, lines: int = 1) -> bool:
         if not self._budget.spend(lines):

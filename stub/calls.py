@@ -13,13 +13,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.errors import PeerGone
-from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, Kind, Side
+from moonpool.ipc.messages import MAX_CALL_BYTES, MAX_PLACES_IN_PACKET, Kind, Side
 from moonpool.stub import threads
 from moonpool.stub.outbox import Outbox
 
@@ -107,7 +109,11 @@ class Calls:
 
         Raises `LocalProtocolError` for what cannot travel, `OutOfMemory`.
         """
-        self._outbox.put(self._regions.pack(*message))
+        packet = encode(*message)
+        if len(packet) > MAX_PACKET_BYTES:
+            is_load = message[0] == Kind.LOAD_MODEL
+            packet = self._regions.indirect(packet, sys.maxsize if is_load else MAX_CALL_BYTES)
+        self._outbox.put(packet)
 
     def withdraw(self, call: Call) -> None:
         """Ask for no further answers than the one that says that there are none."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from moonpool.ipc.arena import Arena
 from moonpool.ipc.conversation import Overflow
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
-from moonpool.ipc.messages import NO_DEVICE, Kind, Side
+from moonpool.ipc.messages import MAX_STORED_BYTES, NO_DEVICE, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.stub.lent_region import LentRegion
 
@@ -236,6 +236,10 @@ class Regions(Overflow):
         lease = region.lease(block.offset, size_bytes, self.give_back, place, lane)
         devices.remember(lease)
         return lease
+
+    def indirect(self, packet: bytes, most_bytes: int = MAX_STORED_BYTES) -> bytes:
+        """As in `Overflow`, for what the runtime reads."""
+        return super().indirect(packet, most_bytes)
 
     def store(self, packet: bytes) -> tuple[int, int, int]:
         """A message too large for a packet; the runtime releases the block when it has copied it."""

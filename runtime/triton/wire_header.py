@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from moonpool.ipc import bounds, channel, messages, metric_kinds
 from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
 from moonpool.ipc.tensors import ITEMSIZE
+from moonpool.runtime import budgets
 from moonpool.runtime.triton import messages as launcher
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ def _constants() -> str:
         **_numbers(messages),
         **_numbers(metric_kinds),
         **_numbers(launcher),
+        **_numbers(budgets),
         "MAX_PACKET_BYTES": channel.MAX_PACKET_BYTES,
     }
     lines = [

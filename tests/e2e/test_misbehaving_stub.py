@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import ExecuteTimedOut, LoadFailed, StubDied
-from moonpool.runtime import process
+from moonpool.runtime import call_desk, process
 
 SIGNATURE: Config = {
     "input": [tensor("X", "FP32", 4)],
@@ -104,7 +106,11 @@ WORDS = {
     "a call that lets go of what it has not": "which it does not hold",
     "lets go of what it has not": "which it does not hold",
     "lets go twice": "which it does not hold",
-    "an indirect call in an indirect one": "an indirect message in an indirect one",
+    "an indirect call in an indirect one": "INDIRECT that lies in memory",
+    "an answer that is too large": "a message of 67108865 bytes; 67108864 is the most",
+    "a notice that is too large": "a message of 67108865 bytes; 67108864 is the most",
+    "a call that is too large": "INFER of 16777217 bytes; 16777216 is the most",
+    "a word of what is let go of that lies in memory": "LET_GO that lies in memory",
     "floods calls": "bytes unread",
     "closes the work channel": "closed its channel during execute",
     "leaves a child": "exited with 7",
@@ -436,3 +442,45 @@ def test_a_stub_cannot_ask_for_more_instances_than_the_configuration_has(
 ) -> None:
     """`misbehave.py` completes every configuration with 64 instances."""
     assert len(runtime.instances("rogue")) == 1
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """How much more memory than before this process had meanwhile, at most."""
+
+    def most() -> int:
+        (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(line) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = most()
+    act()
+    return most() - before
+
+
+@pytest.mark.usefixtures("instead_of_the_stub")
+@pytest.mark.parametrize("why", ["not granted", "not in this mode", "granted"])
+def test_loads_are_copied_only_where_they_are_granted_and_as_many_as_there_is_room_for(
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    grants = {"SANDBOX_MODELS": "another"} if why == "granted" else {}
+    seen = {"SANDBOX": "strict", "ENVIRONMENT": "FAULT_*", "RESTART_WINDOW_S": 0.001, **grants}
+    if why == "granted":
+        monkeypatch.setattr(call_desk, "COPIED_LOADS_BYTES", 200 << 20)
+    with hosted(runtime, "loads", MODELS / "echo.py", SIGNATURE | options(**seen)):
+        if why == "not in this mode":
+            monkeypatch.setattr(runtime._models, "is_controllable", False)
+        runtime.infer("loads", {"X": X}, timeout_s=30.0)
+        said = []
+
+        def load() -> None:
+            with pytest.raises(moonpool.ModelError) as caught:
+                runtime.infer("loads", {"X": X}, request_id="loads much", timeout_s=60.0)
+            said.append(str(caught.value))
+
+        taken_bytes = peak_bytes(load)
+
+        assert said[0].startswith("1 to 40: [")
+        # The region itself; and where they are granted three messages, and another as it lay there and as it was read.
+        most = 5 * 64 if why == "granted" else 0
+        assert taken_bytes < (64 + most + 32) << 20
+        monkeypatch.undo()

@@ -183,7 +183,8 @@ def stored(say: Callable[[Peer], socket.socket]) -> Fault:
     """Point to a message in memory that unpacks to seventy times its size."""
 
     def send(peer: Peer) -> None:
-        bomb = b"\xdd\x00\x30\x00\x00" + b"\x90" * (0x300000)
+        # Led as a request to another model is, so that it is not refused for its beginning.
+        bomb = b"\xdd\x00\x30\x00\x02" + bytes([Kind.INFER, 1]) + b"\x90" * 0x300000
         peer.tell(Kind.GROW, len(bomb), NO_DEVICE)
         packet, fds, _, _ = socket.recv_fds(peer.control, MAX_PACKET_BYTES, 1)
         _, region, *_ = peer.control_codec.decode(packet)
@@ -317,6 +318,67 @@ def flood_calls(peer: Peer) -> None:
         for number in range(HUGE):
             peer.call("x" * 10_000, number=number)
     hang()
+
+
+def grown(peer: Peer, size: int) -> tuple[int, int]:
+    """Another region of so many bytes, and its descriptor."""
+    peer.tell(Kind.GROW, size, NO_DEVICE)
+    fds: list[int] = []
+    while not fds:  # something else may be told before
+        packet, fds, _, _ = socket.recv_fds(peer.control, MAX_PACKET_BYTES, 1)
+    return peer.control_codec.decode(packet)[1], fds[0]
+
+
+def a_large(kind: Kind, say: Callable[[Peer], socket.socket], size: int) -> Fault:
+    """Point to a message of that kind, about call 1, that has so many bytes; behind its beginning are zeros."""
+
+    def send(peer: Peer) -> None:
+        region, fd = grown(peer, size)
+        os.pwrite(fd, b"\x98" + bytes([kind, 1]), 0)
+        say(peer).send(encode(Kind.INDIRECT, region, 0, size))
+        hang()
+
+    return send
+
+
+def stores_much(peer: Peer) -> None:
+    """Thirty questions of a mebibyte each, in memory, one after another."""
+    codec = calls_codec(Side.STUB)
+    asked = [Kind.NEW_METRIC, 1, "x" * (1 << 20), "", 0, None, None]
+    packet = encode(*asked)
+    region, fd = grown(peer, len(packet))
+    os.pwrite(fd, packet, 0)
+    for _ in range(30):
+        peer.calls.send(encode(Kind.INDIRECT, region, 0, len(packet)))
+        codec.decode(peer.calls.recv(MAX_PACKET_BYTES))
+    peer.answer()
+
+
+def asks_much(peer: Peer) -> None:
+    """Questions that each cost the runtime more than they say, one after another."""
+    codec = calls_codec(Side.STUB)
+    for number in range(2500):
+        peer.calls.send(encode(Kind.IS_MODEL_READY, number, "confined", ""))
+        codec.decode(peer.calls.recv(MAX_PACKET_BYTES))
+    peer.answer()
+
+
+def loads_much(peer: Peer) -> None:
+    """Forty times a model with a file of 64 MiB, all at once; answers what was said to the last one."""
+    size, apart = 64 << 20, 256
+    region, fd = grown(peer, size)
+    for number in range(1, 41):
+        at = number * apart
+        # All but the two bytes of an empty file's contents: those are another length, and the zeros behind it.
+        beginning = encode(Kind.LOAD_MODEL, number, "another", "{}", [["file:1/x", b""]])[:-2]
+        contents = size - at - len(beginning) - 5
+        os.pwrite(fd, beginning + b"\xc6" + contents.to_bytes(4, "big"), at)
+        peer.calls.send(encode(Kind.INDIRECT, region, at, size - at))
+    codec = calls_codec(Side.STUB)
+    said = [codec.decode(peer.calls.recv(MAX_PACKET_BYTES)) for _ in range(40)]
+    numbers = sorted(each[1] for each in said)
+    words = sorted({each[2][1] for each in said})
+    peer.answer(responses=[[[], None, [1, f"{numbers[0]} to {numbers[-1]}: {words}"]]])
 
 
 def asks_too_often(peer: Peer) -> None:
@@ -497,6 +559,12 @@ FAULTS: dict[str, Fault] = {
     "an answer that bursts": stored(lambda peer: peer.work),
     "a notice that bursts": stored(lambda peer: peer.control),
     "a call that bursts": stored(lambda peer: peer.calls),
+    "an answer that is too large": a_large(Kind.ANSWER, lambda peer: peer.work, (1 << 26) + 1),
+    "a notice that is too large": a_large(Kind.LOG, lambda peer: peer.control, (1 << 26) + 1),
+    "a call that is too large": a_large(Kind.INFER, lambda peer: peer.calls, (1 << 24) + 1),
+    "a word of what is let go of that lies in memory": a_large(
+        Kind.LET_GO, lambda peer: peer.calls, 16
+    ),
     "a layout that bursts": lambda peer: raw_answer(peer, b"\x91\xdc\x40\x00" + b"\x90" * 0x4000),
     "blocks that hold nothing": lambda peer: peer.answer([[peer.answers_region, 0, 16]]),
     "keeps its input a thousand times": lambda peer: peer.answer(held=[peer.blocks[0][:2]] * 1000),
@@ -585,6 +653,9 @@ LATER: dict[str, Fault] = {
     "floods with metrics": flood(encode(Kind.METRICS, [], [])),
     "floods its output": prints_newlines,
     "asks too often": asks_too_often,
+    "loads much": loads_much,
+    "stores much": stores_much,
+    "asks much": asks_much,
     "a call of strings": call_of_strings,
     "tells much": tells_much,
     **{f"strange metrics {number}": asks_for_strange_metrics for number in range(15)},

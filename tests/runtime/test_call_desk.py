@@ -23,6 +23,10 @@ class Models:
 
     asker = SimpleNamespace(name="asker")
 
+    def check_may_load(self, name: str) -> None:
+        if name == "other":
+            raise NotGranted("not yours")
+
     def load(self, *_: object) -> None: ...
 
     def begin_unload(self, *_: object) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from moonpool.ipc.channel import Channel
-from moonpool.ipc.codec import encode
+from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.conversation import Overflow
 from moonpool.ipc.details import Details
-from moonpool.ipc.errors import OutOfMemory
-from moonpool.ipc.messages import LONG, SHORT, Kind
+from moonpool.ipc.errors import LocalProtocolError, OutOfMemory
+from moonpool.ipc.messages import LONG, MAX_CALL_BYTES, SHORT, Kind, Side
 from moonpool.stub.calls import Calls
 from moonpool.stub.errors import ErrorCode, TritonModelException
 from moonpool.stub.preferred_memory import MemoryType, PreferredMemory
@@ -154,3 +154,25 @@ def test_a_call_that_no_thread_reads_for_is_not_open(
     with pytest.raises(RuntimeError, match="can't start new thread"):
         calls.open(notify=lambda: None)
     assert calls._open == {}
+
+
+class Memory(NoMemory):
+    """Regions in which there is room for anything."""
+
+    def store(self, packet: bytes) -> tuple[int, int, int]:
+        return 1, 0, len(packet)
+
+
+def test_a_request_that_is_larger_than_the_runtime_reads_is_not_sent() -> None:
+    ours, theirs = Channel.pair()
+    calls, peer = Calls(ours, cast(Any, Memory())), Channel(theirs)
+    try:
+        with pytest.raises(LocalProtocolError, match="bytes beside its tensors; 16777216 is the"):
+            calls.send(Kind.INFER, 1, "x" * (MAX_CALL_BYTES + 1))
+        # A load may be as large as there is memory.
+        calls.send(Kind.LOAD_MODEL, 2, "m", "", [["file:1/model.py", bytes(MAX_CALL_BYTES + 1)]])
+        kind, *_, size_bytes = calls_codec(Side.RUNTIME).decode(peer.receive())
+        assert (kind, size_bytes > MAX_CALL_BYTES) == (Kind.INDIRECT, True)
+    finally:
+        ours.close()
+        peer.close()

@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "wire.h"
+
 namespace moonpool {
 
 using Clock = std::chrono::steady_clock;
@@ -31,16 +33,32 @@ class Budget {
   Clock::time_point at_ = Clock::now();
 };
 
-// How much a stub may say on one channel before it has to wait, as runtime/flow.py has it: what is not read blocks the
-// stub that wrote it, and nobody else.
+// Copies of what a stub stored, or has in its memory, that may exist at once. Not for several threads.
+class Room {
+ public:
+  explicit Room(uint64_t most) : most_(most) {}
+  uint64_t taken() const { return taken_; }
+  // Whether another one may be. One may be larger than all may be, but only alone.
+  bool take(uint64_t size) {
+    if (taken_ > 0 && taken_ + size > most_) return false;
+    taken_ += size;
+    return true;
+  }
+  void give_back(uint64_t size) { taken_ -= size; }
+
+ private:
+  const uint64_t most_;
+  uint64_t taken_ = 0;
+};
+
+// How much a stub may say on one channel before it has to wait, as in runtime/flow.py and with its numbers: what is not read
+// blocks the stub that wrote it, and nobody else.
 class Flow {
  public:
   // Something of that size was received, which costs as much as so many messages beside.
   void took(size_t size_bytes, double messages = 1) {
-    unpaid_ += messages + static_cast<double>(size_bytes / kMessageBytes);
+    unpaid_ += messages + static_cast<double>(size_bytes / wire::kMessageBytes);
   }
-  // Of a message in memory, which is copied and looked through, and otherwise costs nothing.
-  static double cost_of_stored(uint64_t size_bytes) { return static_cast<double>(size_bytes) / kStoredBytes; }
   // After a round of receiving: the next one is later where this was too much.
   void settle() {
     if (unpaid_ > 0 && !budget_.spend(unpaid_)) {
@@ -56,11 +74,8 @@ class Flow {
   }
 
  private:
-  // More than a model in Python can have to say. What is long counts as several.
-  static constexpr double kMessagesPerSecond = 20'000;
-  static constexpr size_t kMessageBytes = 512, kStoredBytes = 16 << 10;
-  static constexpr auto kPause = std::chrono::milliseconds(20);
-  Budget budget_{kMessagesPerSecond};
+  static constexpr auto kPause = std::chrono::milliseconds(wire::kPauseMs);
+  Budget budget_{wire::kMessagesPerS};
   double unpaid_ = 0;
   Clock::time_point paused_until_{};
 };

@@ -20,21 +20,18 @@ namespace {
 
 using wire::Kind;
 
-// What takes long, and runs on a thread each.
-constexpr size_t kMaxTasks = 64;
-constexpr double kTaskCost = 20;
-// Copies of inputs of requests that are open. One may be larger, but only alone.
-constexpr uint64_t kMaxCopiedBytes = 1 << 30;
-// What a stub may leave unread: its model asked for all of it, but need not have the time to look at it.
-constexpr uint64_t kFullBytes = 64 << 20;
-// What fits a packet, whatever it says.
-constexpr size_t kShortMessage = 7'000;
 constexpr uint32_t kDecoupledFlag = 2;
 
 wire::Error told(const Failure& failure, size_t most) {
   const bool is_code = failure.code >= triton::kUnknown && failure.code <= triton::kCancelled;
   return {static_cast<uint64_t>(is_code ? failure.code : triton::kInternal),
           std::string_view(failure.what()).substr(0, most)};
+}
+
+// What has a thread of its own costs as much as so many others.
+double cost_of(Kind kind) {
+  const bool is_task = kind == Kind::LOAD_MODEL || kind == Kind::UNLOAD_MODEL || kind == Kind::IS_MODEL_READY;
+  return is_task ? wire::kTaskCost : 1;
 }
 
 // The value of an answer that has one.
@@ -88,7 +85,7 @@ short Calls::events() {
 
 void Calls::send_waiting() {
   std::lock_guard lock(mutex_);
-  if (waiting_bytes_ > 2 * kFullBytes) {
+  if (waiting_bytes_ > 2 * wire::kUnreadBytes) {
     throw Violation("the stub leaves " + std::to_string(waiting_bytes_) + " bytes unread");
   }
   while (!waiting_.empty()) {
@@ -102,14 +99,57 @@ bool Calls::read(Flow& flow) {
   send_waiting();
   const Channel::Received received = channel_.receive(packet_, true);
   if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
-  std::string stored;
-  const auto question = opened(wire::kCalls, packet_.bytes(), stub_->answers(), &stored);
-  // What has a thread of its own costs as much as so many others.
-  const auto kind = question.kind();
-  const bool is_task = kind == Kind::LOAD_MODEL || kind == Kind::UNLOAD_MODEL || kind == Kind::IS_MODEL_READY;
-  flow.took(packet_.bytes().size(), (is_task ? kTaskCost : 1) + Flow::cost_of_stored(stored.size()));
+  const Beginning beginning = beginning_of(wire::kCalls, packet_.bytes(), stub_->answers());
+  if (beginning.where && !takes_in(*beginning.where, beginning.bytes, flow)) return true;
+  const auto question = opened(wire::kCalls, packet_.bytes(), stub_->answers(), &stored_, UINT64_MAX);
+  flow.took(beginning.where ? stored_.size() : packet_.bytes().size(), cost_of(question.kind()));
+  if (beginning.where) {
+    // Room was taken for what it was then.
+    Reader before(beginning.bytes);
+    const Head head = head_of(before);
+    if (head.kind != question.kind() || head.call != Reader(question.fields).uint()) {
+      throw Violation("a message in memory that changed while it was read");
+    }
+  }
   handle(question);
+  stored_ = {};
   return true;
+}
+
+Calls::Head Calls::head_of(Reader& reader) {
+  reader.array();
+  const auto kind = static_cast<Kind>(reader.uint());
+  const uint64_t call = reader.uint();
+  if (reader.failed()) throw Violation("a message in memory without a beginning");
+  return {kind, call};
+}
+
+// Whether a message that lies in memory is to be copied, by what it begins with; else it is answered already. Throws
+// Violation.
+bool Calls::takes_in(const wire::Indirect& where, std::string_view beginning, Flow& flow) {
+  Reader reader(beginning);
+  const auto [kind, call] = head_of(reader);
+  if (kind == Kind::WITHDRAW || kind == Kind::LET_GO || kind == Kind::INDIRECT) {
+    throw Violation("a short message that lies in memory");
+  }
+  if (kind != Kind::LOAD_MODEL) {
+    if (where.size <= wire::kMaxCallBytes) return true;
+    throw Violation("a call of " + std::to_string(where.size) + " bytes; " + std::to_string(wire::kMaxCallBytes) +
+                    " is the most");
+  }
+  const std::string name(reader.text());
+  if (reader.failed()) throw Violation("LOAD_MODEL of what has no name");
+  check_new(call);
+  try {
+    check_may_load(name, true);
+    take_room(where.size);
+    return true;
+  } catch (const Failure& failure) {
+    stub_->answers().release({where.region, where.offset});
+    flow.took(beginning.size(), cost_of(kind));
+    done(call, &failure);
+    return false;
+  }
 }
 
 void Calls::close() {
@@ -170,6 +210,7 @@ void Calls::infer(const wire::Infer& asked) {
   }
   take_back(asked.released);
   auto inference = std::make_shared<Inference>(shared_from_this(), asked.call, stub_->open_requests().batch());
+  const uint64_t message_size = stored_.size();
   inference->hold(asked.blocks, stub_->loans(), stub_->answers());
   bool are_many;
   {
@@ -181,6 +222,7 @@ void Calls::infer(const wire::Infer& asked) {
     if (are_many) {
       throw Failure(triton::kUnavailable, std::to_string(wire::kMaxCalls) + " requests of this model are open already");
     }
+    if (message_size > 0) inference->take_room_for_message(message_size);
     start(*inference, asked);
   } catch (const Failure& failure) {
     fail(asked.call, Failure(failure.code, "Model " + std::string(asked.model) +
@@ -240,16 +282,22 @@ void Calls::take_back(const List<wire::Place>& places) {
 
 void Calls::take_room(uint64_t size) {
   std::lock_guard lock(mutex_);
-  if (copied_bytes_ > 0 && copied_bytes_ + size > kMaxCopiedBytes) {
-    throw Failure(triton::kUnavailable, "the strings in open requests of this model take " +
-                                            std::to_string(copied_bytes_) + " bytes already");
-  }
-  copied_bytes_ += size;
+  if (copies_.take(size)) return;
+  throw Failure(triton::kUnavailable, "the strings in open requests of this model take " +
+                                          std::to_string(copies_.taken()) + " bytes already");
 }
 
-void Calls::give_room_back(uint64_t size) {
+void Calls::take_room_for_message(uint64_t size) {
   std::lock_guard lock(mutex_);
-  copied_bytes_ -= size;
+  if (messages_.take(size)) return;
+  throw Failure(triton::kUnavailable, "messages of this model that are not answered yet take " +
+                                          std::to_string(messages_.taken()) + " bytes already");
+}
+
+void Calls::give_room_back(uint64_t size, uint64_t message_size) {
+  std::lock_guard lock(mutex_);
+  copies_.give_back(size);
+  messages_.give_back(message_size);
 }
 
 View Calls::lend(uint64_t size, Spot* spot) {
@@ -282,7 +330,7 @@ bool Calls::reply(uint64_t call, bool is_final, const Write& write) noexcept {
   std::lock_guard lock(mutex_);
   const auto open = open_.find(call);
   if (!stub_ || open == open_.end()) return false;
-  const bool is_full = !is_final && waiting_bytes_ >= kFullBytes;
+  const bool is_full = !is_final && waiting_bytes_ >= wire::kUnreadBytes;
   if (is_full) is_final = true;
   if (is_final) {
     ended = std::move(open->second);
@@ -321,32 +369,47 @@ bool Calls::send_reply(uint64_t call, bool is_final, const Write& write) {
     send_with(write);
     return true;
   } catch (const Failure& failure) {  // it is larger than what memory there is
-    send_with(only(failure, kShortMessage));
+    send_with(only(failure, wire::kShortMessage));
     return false;
   }
 }
 
 // Other models themselves
 
-void Calls::load(const wire::LoadModel& asked) {
-  const std::string name(asked.model), config(asked.config);
+// Throws Failure where the model may not load that, or not so many.
+void Calls::check_may_load(const std::string& name, bool brings_files) const {
   check_may_ask(name);
-  std::vector<std::pair<std::string, std::string>> files;
-  if (asked.files) {
-    for (const wire::LoadModelFiles& file : *asked.files) {
-      files.emplace_back(file.path, file.contents.bytes);
-    }
-  }
-  if (model_.facts().may_ask && !(config.empty() && files.empty())) {
+  if (model_.facts().may_ask && brings_files) {
     throw Failure(triton::kUnsupported,
                   "a model in a sandbox cannot bring the configuration or files of model '" + name +
                       "' inside of tritonserver, which would not check what they give it; put them into the "
                       "model repository and load it by its name alone");
   }
-  spend_time(asked.call, [=, files = std::move(files), server = model_.server()] {
-    load_model(server, name, config, files);
-    return Write();
-  });
+}
+
+void Calls::load(const wire::LoadModel& asked) {
+  // Of a message in memory it was taken before that was copied.
+  const uint64_t copied = stored_.size();
+  const std::string name(asked.model), config(asked.config);
+  std::vector<std::pair<std::string, std::string>> files;
+  try {
+    if (asked.files) {
+      for (const wire::LoadModelFiles& file : *asked.files) {
+        files.emplace_back(file.path, file.contents.bytes);
+      }
+    }
+    check_may_load(name, !(config.empty() && files.empty()));
+    spend_time(
+        asked.call,
+        [=, files = std::move(files), server = model_.server()] {
+          load_model(server, name, config, files);
+          return Write();
+        },
+        copied);
+  } catch (...) {
+    give_room_back(copied, 0);
+    throw;
+  }
 }
 
 void Calls::unload(const wire::UnloadModel& asked) {
@@ -368,24 +431,29 @@ void Calls::tell_ready(const wire::IsModelReady& asked) {
 }
 
 // Do what takes long on a thread of its own, and tell the stub when it is done. Throws Failure.
-void Calls::spend_time(uint64_t call, std::function<Write()> task) {
+void Calls::spend_time(uint64_t call, std::function<Write()> task, uint64_t copied) {
   {
     std::lock_guard lock(mutex_);
-    if (tasks_.size() >= kMaxTasks) {
-      throw Failure(triton::kUnavailable, std::to_string(kMaxTasks) + " of these are on their way already");
+    if (tasks_.size() >= wire::kMaxTasks) {
+      throw Failure(triton::kUnavailable, std::to_string(wire::kMaxTasks) + " of these are on their way already");
     }
     tasks_.insert(call);
   }
   try {
-    std::thread([self = shared_from_this(), call, task = std::move(task)]() noexcept {
+    std::thread([self = shared_from_this(), call, task = std::move(task), copied]() mutable noexcept {
+      Write values;
+      std::optional<Failure> failure;
       try {
-        self->done(call, nullptr, task());
-      } catch (const Failure& failure) {
-        self->done(call, &failure);
+        values = task();
+      } catch (const Failure& failed) {
+        failure = failed;
       } catch (const std::exception& error) {  // there is no memory for it
-        const Failure failure(triton::kInternal, error.what());
-        self->done(call, &failure);
+        failure.emplace(triton::kInternal, error.what());
       }
+      // When it is told, nothing is left of what was asked for.
+      task = nullptr;
+      self->give_room_back(copied, 0);
+      self->done(call, failure ? &*failure : nullptr, values);
     }).detach();
   } catch (const std::system_error& error) {
     throw Failure(triton::kUnavailable, error.what());
@@ -399,7 +467,7 @@ void Calls::done(uint64_t call, const Failure* failure, const Write& values) noe
   try {
     begin<Kind::DONE>(call);
     if (failure) {
-      told(*failure, kShortMessage).write(message_);
+      told(*failure, wire::kShortMessage).write(message_);
     } else {
       message_.nil();
     }

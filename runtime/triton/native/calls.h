@@ -54,9 +54,12 @@ class Calls : public std::enable_shared_from_this<Calls> {
   // Nobody waits for what the model does with a batch: cancel what it has asked others meanwhile.
   void leave(uint64_t batch);
 
-  // Room for a copy of what the stub may not change any more, until `give_room_back`. Throws Failure.
+  // Room for a copy of what the stub may not change any more, until `give_room_back`: strings, and models that are to be
+  // loaded. Throws Failure.
   void take_room(uint64_t size);
-  void give_room_back(uint64_t size);
+  // The same for a message that lay in memory.
+  void take_room_for_message(uint64_t size);
+  void give_room_back(uint64_t size, uint64_t message_size);
   // Memory for an output: the stub's until it lets go of it, or `take_back`. Throws Failure.
   View lend(uint64_t size, Spot* spot);
   void take_back(Spot spot) noexcept;
@@ -77,10 +80,18 @@ class Calls : public std::enable_shared_from_this<Calls> {
   void start(Inference& inference, const wire::Infer& asked);
   void withdraw(uint64_t call);
   void take_back(const List<wire::Place>& places);
+  // What is known of a message in memory before it is copied.
+  struct Head {
+    wire::Kind kind;
+    uint64_t call;
+  };
+  static Head head_of(Reader& reader);
+  bool takes_in(const wire::Indirect& where, std::string_view beginning, Flow& flow);
+  void check_may_load(const std::string& name, bool brings_files) const;
   void load(const wire::LoadModel& asked);
   void unload(const wire::UnloadModel& asked);
   void tell_ready(const wire::IsModelReady& asked);
-  void spend_time(uint64_t call, std::function<Write()> task);
+  void spend_time(uint64_t call, std::function<Write()> task, uint64_t copied = 0);
   void done(uint64_t call, const Failure* failure, const Write& values = {}) noexcept;
   void check_new(uint64_t call);
   void check_may_ask(const std::string& name) const;
@@ -94,6 +105,8 @@ class Calls : public std::enable_shared_from_this<Calls> {
   const Channel channel_;
   const Model& model_;
   Packet packet_;
+  // The message that is handled, where it lay in memory.
+  std::string stored_;
   Metrics metrics_;
 
   std::mutex mutex_;  // guards what follows
@@ -101,7 +114,8 @@ class Calls : public std::enable_shared_from_this<Calls> {
   std::map<uint64_t, std::shared_ptr<Inference>> open_;
   std::set<uint64_t> tasks_;
   std::deque<std::string> waiting_;
-  uint64_t waiting_bytes_ = 0, copied_bytes_ = 0;
+  uint64_t waiting_bytes_ = 0;
+  Room copies_{wire::kCopiedLoadsBytes}, messages_{wire::kCopiedBytes};
   Writer message_;
   std::vector<wire::Place> released_;
 };

@@ -134,6 +134,12 @@ class Inference : public std::enable_shared_from_this<Inference> {
     for_responses.release();
   }
 
+  // What it says lay in memory, and was copied. Throws Failure.
+  void take_room_for_message(uint64_t size) {
+    calls_->take_room_for_message(size);
+    message_bytes_ = size;
+  }
+
   uint64_t batch() const { return batch_; }
   // Nobody wants its responses any more.
   void cancel() noexcept {
@@ -226,7 +232,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
 
   void let_go() noexcept {
     copies_.clear();
-    calls_->give_room_back(std::exchange(copied_bytes_, 0));
+    calls_->give_room_back(std::exchange(copied_bytes_, 0), std::exchange(message_bytes_, 0));
     calls_->release(answers_, loans_);
     answers_.clear();
     loans_.clear();
@@ -287,7 +293,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
   // Those of the stub's own, which it gets back; and those that it was lent.
   std::vector<Spot> answers_, loans_;
   std::deque<std::string> copies_;
-  uint64_t copied_bytes_ = 0;
+  uint64_t copied_bytes_ = 0, message_bytes_ = 0;
   std::vector<int64_t> shape_;
 
   std::mutex mutex_;  // of the request, which the server may let go of at any time

@@ -141,18 +141,41 @@ inline void pack(Writer& message, Loans& loans, bool keep = false) {
   wire::encode<wire::Kind::INDIRECT>(message, spot.region, spot.offset, size);
 }
 
-// The stub's message, or the one that it says lies in its memory; that is copied to `stored`. Throws Violation for what the
-// tables do not have.
+// Of a message that lies in the stub's memory: where, and what it begins with, which the stub cannot change any more. Of one that
+// lies in its packet there is nothing.
+struct Beginning {
+  std::optional<wire::Indirect> where;
+  std::string bytes;
+};
+
 template <class Table>
-auto opened(const Table& table, std::string_view packet, Answers& answers, std::string* stored) {
+Beginning beginning_of(const Table& table, std::string_view packet, Answers& answers) {
+  const auto message = decode(table, wire::Side::STUB, packet);
+  if (!message) throw Violation(message.wrong);
+  if (message.kind() != wire::Kind::INDIRECT) return {};
+  const wire::Indirect where(message.fields);
+  const View view = answers.look({where.region, where.offset, where.size});
+  return {where, std::string(view.bytes, std::min<uint64_t>(view.size, wire::kMaxPacketBytes))};
+}
+
+// The stub's message, or the one that it says lies in its memory; that is copied to `stored`, unless it has more than so many
+// bytes. Throws Violation for what the tables do not have.
+template <class Table>
+auto opened(const Table& table, std::string_view packet, Answers& answers, std::string* stored,
+            uint64_t most = wire::kMaxStoredBytes) {
   stored->clear();
   auto message = decode(table, wire::Side::STUB, packet);
   if (message && message.kind() == wire::Kind::INDIRECT) {
     const wire::Indirect where(message.fields);
     const View view = answers.look({where.region, where.offset, where.size});
+    // Before it is copied: a region may be as large as the machine's memory.
+    if (view.size > most) {
+      throw Violation("a message of " + std::to_string(view.size) + " bytes; " + std::to_string(most) + " is the most");
+    }
     stored->assign(view.bytes, view.size);
     answers.release({where.region, where.offset});
     message = decode(table, wire::Side::STUB, *stored);
+    if (message && message.kind() == wire::Kind::INDIRECT) throw Violation("INDIRECT that stands for another one");
   }
   if (!message) throw Violation(message.wrong);
   return message;

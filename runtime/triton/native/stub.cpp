@@ -23,11 +23,6 @@ constexpr auto kReadiness = std::chrono::seconds(5);
 // More than a socket holds.
 constexpr int kMostLastMessages = 1024;
 constexpr size_t kMostLetGo = 1 << 20;
-constexpr double kGrowthCost = 100;
-// So many of a metric cost as much as a message.
-constexpr double kObservations = 100;
-// Of the log: what is longer counts as several lines.
-constexpr size_t kLineBytes = 8192;
 
 bool is_readable(const pollfd& end) { return (end.revents & (POLLIN | POLLHUP | POLLERR)) != 0; }
 
@@ -249,8 +244,8 @@ bool Stub::take_in_control(int most) {
     const auto message = opened(wire::kControl, packet_.bytes(), answers_, &stored);
     // Responses are work that was asked for. Growth takes memory, and an honest stub asks for ever more.
     if (message.kind() != Kind::RESPONSES) {
-      const double cost = message.kind() == Kind::GROW ? kGrowthCost : 1;
-      flow_.took(packet_.bytes().size(), cost + Flow::cost_of_stored(stored.size()));
+      const double cost = message.kind() == Kind::GROW ? wire::kGrowthCost : 1;
+      flow_.took(stored.empty() ? packet_.bytes().size() : stored.size(), cost);
     }
     handle(message);
   }
@@ -282,7 +277,7 @@ void Stub::handle(const Decoded<Kind>& message) {
       return;
     }
     case Kind::METRICS:
-      flow_.took(0, static_cast<double>(calls_->change_metrics(wire::Metrics(message.fields))) / kObservations);
+      flow_.took(0, static_cast<double>(calls_->change_metrics(wire::Metrics(message.fields))) / wire::kObservationsPerMessage);
       return;
     case Kind::READINESS: {
       const wire::Readiness answer(message.fields);
@@ -303,7 +298,7 @@ void Stub::handle(const Decoded<Kind>& message) {
 
 // What is left out is counted, and told before the next line that is not.
 void Stub::log_of_model(const wire::Log& line) {
-  if (!log_lines_.spend(1 + static_cast<double>(line.message.size() / kLineBytes))) {
+  if (!log_lines_.spend(1 + static_cast<double>(line.message.size() / wire::kLogLineBytes))) {
     ++lines_left_out_;
     return;
   }

@@ -112,6 +112,8 @@ constexpr uint64_t kMaxTensors = 65536;
 constexpr uint64_t kMaxFiles = 65536;
 constexpr uint64_t kMaxFileBytes = 2147483648;
 constexpr uint64_t kLargestConfig = 4194304;
+constexpr uint64_t kMaxStoredBytes = 67108864;
+constexpr uint64_t kMaxCallBytes = 16777216;
 constexpr uint64_t kAnyMemory = 0;
 constexpr uint64_t kOrdinaryMemory = 1;
 constexpr uint64_t kDeviceMemory = 2;
@@ -131,6 +133,19 @@ constexpr uint64_t kObserve = 2;
 constexpr uint64_t kLauncherVersion = 4;
 constexpr uint64_t kMaxMessageBytes = 67108864;
 constexpr uint64_t kFirstRegion = 4294967296;
+constexpr uint64_t kMessagesPerS = 20000;
+constexpr uint64_t kMessageBytes = 512;
+constexpr uint64_t kPauseMs = 20;
+constexpr uint64_t kGrowthCost = 100;
+constexpr uint64_t kTaskCost = 20;
+constexpr uint64_t kObservationsPerMessage = 100;
+constexpr uint64_t kLogLineBytes = 8192;
+constexpr uint64_t kMaxTasks = 64;
+constexpr uint64_t kCopiedBytes = 67108864;
+constexpr uint64_t kCopiedLoadsBytes = 1073741824;
+constexpr uint64_t kJsonFactor = 20;
+constexpr uint64_t kUnreadBytes = 67108864;
+constexpr uint64_t kShortMessage = 7000;
 constexpr uint64_t kMaxPacketBytes = 32768;
 // Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none.
 constexpr std::array<uint8_t, 15> kItemBytes = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0, 2};
@@ -688,17 +703,17 @@ inline constexpr Spec kSpecs[] = {
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"places", Type::kList, false, 17, 1, 0, 1024u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
-    {"model", Type::kText, false, 0, 0, 0, 1048576u},
+    {"model", Type::kText, false, 0, 0, 0, 4096u},
     {"config", Type::kText, false, 0, 0, 0, 4194304u},
     {"files", Type::kList, true, 149, 1, 0, 65536u},
     {"", Type::kRow, false, 150, 2, 0, 0u},
     {"path", Type::kText, false, 0, 0, 0, 1048576u},
     {"contents", Type::kRaw, false, 0, 0, 0, 2147483648u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
-    {"model", Type::kText, false, 0, 0, 0, 1048576u},
+    {"model", Type::kText, false, 0, 0, 0, 4096u},
     {"dependents", Type::kFlag, false, 0, 0, 0, 0u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
-    {"model", Type::kText, false, 0, 0, 0, 1048576u},
+    {"model", Type::kText, false, 0, 0, 0, 4096u},
     {"version", Type::kText, false, 0, 0, 0, 4096u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"name", Type::kText, false, 0, 0, 0, 1048576u},

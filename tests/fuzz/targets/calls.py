@@ -18,7 +18,7 @@ from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind
 from moonpool.runtime.call_desk import CallDesk
 from moonpool.runtime.config import ModelConfig
-from moonpool.runtime.errors import InvalidRequest, ModelNotFound
+from moonpool.runtime.errors import InvalidRequest, ModelNotFound, NotGranted
 from moonpool.runtime.metrics import MetricRegistry
 from moonpool.runtime.request import InferenceRequest, Response
 from moonpool.runtime.signature import Signature
@@ -76,6 +76,10 @@ class _Models:
         if name != "echo" or version not in (None, 1):
             raise ModelNotFound(f"no model '{name}'")
         return self._hosted
+
+    def check_may_load(self, name: str) -> None:
+        if name == "closed":
+            raise NotGranted(f"'{name}' is not yours")
 
     def load(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
         if len(name) % 2:
