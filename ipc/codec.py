@@ -195,7 +195,7 @@ def _check_scalars(where: str, table: dict[str, object]) -> None:
             _bad(where, value)
 
 
-_TYPES = {Text: "str", Raw: "bytes", Packed: "bytes", Table: "dict", ListOf: "list"}
+_TYPES = {Raw: "bytes", Packed: "bytes", Table: "dict", ListOf: "list"}
 
 
 class _Writer:
@@ -249,6 +249,10 @@ class _Writer:
             return f"type({v}) is bool"
         if isinstance(spec, Row):
             return f"type({v}) is list and len({v}) == {len(spec.fields)}"
+        if isinstance(spec, Text):
+            # A character takes at most four bytes, so most texts need not be encoded.
+            size = f"len({v}) <= {spec.length} and len({v}.encode()) <= {spec.length}"
+            return f"type({v}) is str and (len({v}) <= {spec.length // 4} or {size})"
         type_name = _TYPES[type(spec)]
         return f"type({v}) is {type_name} and len({v}) <= {spec.length}"  # type: ignore[union-attr]
 

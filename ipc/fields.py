@@ -32,7 +32,7 @@ class Real:
 
 
 class Text:
-    """A string of at most so many characters."""
+    """A string of at most so many bytes in UTF-8."""
 
     __slots__ = ("length",)
 

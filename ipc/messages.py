@@ -78,7 +78,7 @@ MAX_PLACES_IN_PACKET = 1024
 MAX_METRIC_CHANGES = 256
 # What a message has room for of one metric: labels, buckets, characters. The runtime takes fewer.
 MAX_METRIC_PARTS = 65_536
-# Characters of a text: what a model or a client may choose, and what has a reason to be short.
+# Bytes of a text: what a model or a client may choose, and what has a reason to be short.
 LONG = 1 << 20
 SHORT = 4096
 MAX_PARAMETERS = 4096

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -24,6 +24,9 @@ from moonpool.runtime.config_types import (
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Of tensors, instance groups and whatever else has one. With the number of an instance it fits any message.
+MAX_NAME_BYTES = 512
+_IS_NAME = re.compile("(^|_)(name|filename)$")
 _ILLEGAL = frozenset(";|&$`<>()[]{}\\\"'*?~#!")
 
 
@@ -38,8 +41,33 @@ def name_problem(name: str) -> str:
     return ""
 
 
+def check_lengths(raw: object, source: Source, path: str = "") -> None:
+    """Every name that a configuration gives: messages, logs and paths have room for so much, and carry Unicode alone."""
+    if isinstance(raw, Mapping):
+        for key, value in raw.items():
+            here = f"{path}.{key}" if path else str(key)
+            if isinstance(value, str) and _IS_NAME.search(str(key)):
+                _check_length(value, here, source)
+            else:
+                check_lengths(value, source, here)
+    elif isinstance(raw, (list, tuple)):
+        for index, item in enumerate(raw):
+            check_lengths(item, source, f"{path}[{index}]")
+
+
+def _check_length(name: str, path: str, source: Source) -> None:
+    try:
+        size_bytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise source.error(path, f"is no Unicode text: {error}") from error
+    if size_bytes > MAX_NAME_BYTES:
+        what = f"has {size_bytes} bytes, and {MAX_NAME_BYTES} is the most for a name"
+        raise source.error(path, what)
+
+
 def check_names(raw: Raw, source: Source) -> None:
     """The name of the model, of its backend and of its file."""
+    check_lengths(raw, source)
     if problem := name_problem(raw["name"]):
         raise source.error("name", problem)
     name, backend, platform = raw["name"], raw["backend"], raw["platform"]

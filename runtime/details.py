@@ -16,6 +16,7 @@ from moonpool.ipc.messages import (
     ORDINARY_MEMORY,
     SHORT,
 )
+from moonpool.ipc.texts import size_of
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.request import Details
 
@@ -110,8 +111,8 @@ def _number(name: str, value: object, high: int) -> int:
 def _text(name: str, value: object, length: int) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} must be a string, not {type(value).__name__}")
-    if len(value) > length:
-        raise InvalidRequest(f"{name} has {len(value)} characters, and {length} is the most")
+    if size_of(value) > length:
+        raise InvalidRequest(f"{name} has {size_of(value)} bytes, and {length} is the most")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import Closed, MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, NO_DEVICE, SHORT, Kind, Side
+from moonpool.ipc.texts import beginning
 
 if TYPE_CHECKING:
     from moonpool.ipc.cuda.region import DeviceRegion
@@ -80,7 +81,7 @@ class Growth:
 
     def _refuse(self, why: str) -> None:
         self._is_growing = False
-        self._control.send(Kind.REFUSED, why[:SHORT])
+        self._control.send(Kind.REFUSED, beginning(why, SHORT))
 
     def _new(self, needed_bytes: int, device: int) -> SharedRegion | DeviceRegion:
         if device != NO_DEVICE:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.texts import beginning, end, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Of a text and of a traceback.
-MAX_CHARACTERS = 8192
+MAX_BYTES = 8192
 _GAP = "\n[…]\n"
 _TRACEBACK = "\nTraceback (most recent call last):\n"
 
@@ -133,7 +134,7 @@ def _cut(text: str) -> str:
     """The end of a traceback says what happened, the beginning of a text does; keep both."""
     # Names of files, which may stand in it, need not be text.
     text = text.rstrip("\n").encode("utf-8", "replace").decode()
-    if len(text) <= MAX_CHARACTERS:
+    if size_of(text) <= MAX_BYTES:
         return text
-    half = (MAX_CHARACTERS - len(_GAP)) // 2
-    return text[:half] + _GAP + text[-half:]
+    half = (MAX_BYTES - size_of(_GAP)) // 2
+    return beginning(text, half) + _GAP + end(text, half)

@@ -10,6 +10,7 @@ from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.memory import ALIGNMENT
 from moonpool.ipc.messages import LONG, MAX_DIMS
 from moonpool.ipc.tensors import BYTES, DTYPES
+from moonpool.ipc.texts import size_of
 from moonpool.stub.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class Placed:
                     f"input '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} "
                     "is the most"
                 )
-            if len(tensor._name) > LONG:
-                raise BadTensor(f"the name of an input has more than {LONG} characters")
+            if size_of(tensor._name) > LONG:
+                raise BadTensor(f"the name of an input has more than {LONG} bytes")
             row = [tensor._name, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
             self.rows.append(row)
             if not self._is_there(row, tensor):

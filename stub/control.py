@@ -9,6 +9,7 @@ from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import MoonpoolError, PeerGone
 from moonpool.ipc.messages import MAX_RESPONSES_IN_PACKET, Kind, Side
+from moonpool.ipc.texts import beginning, end
 from moonpool.stub import logger, threads
 from moonpool.stub.metric_changes import MetricChanges
 from moonpool.stub.outbox import Outbox
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # While one thread waits for the runtime to read, others go on logging.
 _MANY_WAITING = 1024
+# Both fit into a packet.
+_LOGGED_BYTES, _FILE_BYTES = 8192, 1024
 _RESPONSES = int(Kind.RESPONSES)
 _INDIRECT = int(Kind.INDIRECT)
 
@@ -78,9 +81,7 @@ class Control:
         if self._left_out:
             count, self._left_out = self._left_out, 0
             self.log(logger.WARNING, f"{count} messages were left out: too many at once", "", 0)
-        clean = message[:8192].encode("utf-8", "replace").decode()
-        file = file[-1024:].encode("utf-8", "replace").decode()
-        self.send(Kind.LOG, level, clean, file, line)
+        self.send(Kind.LOG, level, beginning(message, _LOGGED_BYTES), end(file, _FILE_BYTES), line)
 
     def listen(
         self,

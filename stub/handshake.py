@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import control_codec
 from moonpool.ipc.conversation import Conversation, Overflow
-from moonpool.ipc.errors import PeerGone, RemoteProtocolError
+from moonpool.ipc.errors import LocalProtocolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.policy import Policy
+from moonpool.ipc.texts import end
 from moonpool.stub import report
 from moonpool.stub.sandbox import layers
 from moonpool.stub.sandbox.refused import SandboxRefused
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
     from moonpool.stub.inherited import Inherited
     from moonpool.stub.sandbox.applied import Applied
+
+# Of the error and of the traceback, in memory and in a packet.
+_FAILED_BYTES, _FAILED_IN_PACKET_BYTES = 65_536, 12_288
 
 
 class Announced(Overflow):
@@ -64,6 +68,9 @@ class Announced(Overflow):
         else:
             raise RemoteProtocolError(f"{Kind(kind).name} came before START")
         return None
+
+    def store(self, packet: bytes) -> tuple[int, int, int]:
+        raise LocalProtocolError(f"there is no memory yet for a message of {len(packet)} bytes")
 
     def load(self, region: int, offset: int, size_bytes: int) -> bytes:
         while region not in self.fds:  # what START needs more memory for
@@ -163,7 +170,15 @@ class Handshake:
     def fail(self, stage: str, message: str, traceback: str = "") -> None:
         """Tell the runtime why this stub cannot serve, and end the process."""
         with contextlib.suppress(PeerGone):
-            self.conversation.send(Kind.FAILED, stage, message[-65536:], traceback[-65536:])
+            try:
+                self._tell_failure(stage, message, traceback, _FAILED_BYTES)
+            except LocalProtocolError:
+                # There is no memory yet for what is larger than a packet.
+                self._tell_failure(stage, message, traceback, _FAILED_IN_PACKET_BYTES)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+    def _tell_failure(self, stage: str, message: str, traceback: str, most_bytes: int) -> None:
+        texts = end(message, most_bytes), end(traceback, most_bytes)
+        self.conversation.send(Kind.FAILED, stage, *texts)

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import LARGEST_CONFIG
+from moonpool.ipc.texts import size_of
 from moonpool.stub import loader, logger, pb_utils
 from moonpool.stub.errors import InvalidReturn
 from moonpool.stub.execute import validate_execute_return
@@ -125,10 +126,9 @@ class Model:
             else:
                 completed = self._auto_complete(config)
             text = json.dumps(completed)
-            if len(text) > LARGEST_CONFIG:
+            if size_of(text) > LARGEST_CONFIG:
                 raise ValueError(
-                    f"the completed configuration has {len(text)} characters, and {LARGEST_CONFIG} "
-                    "is the most"
+                    f"the completed configuration has {size_of(text)} bytes, and {LARGEST_CONFIG} is the most"
                 )
             return text
         except LoadError:

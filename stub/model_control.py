@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import LARGEST_CONFIG, MAX_FILE_BYTES, MAX_FILES, SHORT
+from moonpool.ipc.texts import size_of
 from moonpool.stub.errors import TritonModelException, as_text, shown
 from moonpool.stub.host import current
 
@@ -54,8 +55,9 @@ def _is_text(value: object) -> bool:
 
 def _sendable(what: str, given: str | bytes, most: int = SHORT) -> str:
     text = as_text(given)
-    if len(text) > most:
-        raise TritonModelException(f"a {what} of {len(text)} characters; {most} is the most")
+    size_bytes = size_of(text)
+    if size_bytes > most:
+        raise TritonModelException(f"a {what} of {size_bytes} bytes; {most} is the most")
     return text
 
 

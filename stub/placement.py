@@ -10,6 +10,7 @@ from moonpool.ipc.memo import Memo
 from moonpool.ipc.memory import ALIGNMENT, lease_of
 from moonpool.ipc.messages import MAX_DIMS, MAX_PARAMETERS
 from moonpool.ipc.tensors import BYTES, size_bytes
+from moonpool.ipc.texts import beginning
 from moonpool.stub.preferred_memory import ORDINARY
 from moonpool.stub.report import describe
 
@@ -259,7 +260,7 @@ class Placer:
 
 def error_remark(code: int, message: str) -> list[Any]:
     """What is said in place of outputs."""
-    return [None, [code, message[:_MAX_TEXT].encode("utf-8", "replace").decode()]]
+    return [None, [code, beginning(message, _MAX_TEXT)]]
 
 
 def checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:

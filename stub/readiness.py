@@ -7,6 +7,7 @@ from types import CoroutineType
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.messages import SHORT, Kind
+from moonpool.ipc.texts import beginning
 from moonpool.stub.report import describe
 
 if TYPE_CHECKING:
@@ -61,4 +62,4 @@ class Readiness:
 
     def _refusal(self, error: BaseException) -> str:
         text = f"Model '{self._instance}' is not ready: {describe(error)}"
-        return text[:SHORT]
+        return beginning(text, SHORT)

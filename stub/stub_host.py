@@ -18,6 +18,7 @@ from moonpool.ipc.messages import (
     SHORT,
     Kind,
 )
+from moonpool.ipc.texts import size_of
 from moonpool.stub.call_tensors import Placed, read_outputs
 from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
 from moonpool.stub.host import ONLY_IN_EXECUTE, Host
@@ -266,15 +267,15 @@ def _check_fields(request: InferenceRequest) -> None:
     # Unlike all else, a model may give this anything.
     trace: object = request._trace._context
     wish = request._preferred_memory
-    if len(request._model_name) > LONG:
+    if size_of(request._model_name) > LONG:
         raise _cannot_be("model_name", request._model_name)
     if request._model_version < -1:
         raise _cannot_be("model_version", request._model_version)
-    if len(details.request_id) > LONG:
+    if size_of(details.request_id) > LONG:
         raise _cannot_be("request_id", details.request_id)
-    if isinstance(correlation_id, str) and len(correlation_id) > SHORT:
+    if isinstance(correlation_id, str) and size_of(correlation_id) > SHORT:
         raise _cannot_be("correlation_id", correlation_id)
-    if trace is not None and not (isinstance(trace, str) and len(trace) <= SHORT):
+    if trace is not None and not (isinstance(trace, str) and size_of(trace) <= SHORT):
         raise _cannot_be("trace", trace)
     if wish is not None and not 0 <= wish.as_sent()[1] < MAX_DEVICES:
         raise _cannot_be("device of the preferred_memory", wish.as_sent()[1])
@@ -285,7 +286,7 @@ def _check_fields(request: InferenceRequest) -> None:
     if len(names) > MAX_TENSORS:
         raise _too_many("requested outputs", len(names), MAX_TENSORS)
     for name in names:
-        if len(name) > LONG:
+        if size_of(name) > LONG:
             raise _cannot_be("name of a requested output", name)
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from moonpool.ipc.codec import compile_checks, control_codec, encode
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.texts import beginning, end
 from moonpool.stub import forked_libraries, host, logger, output
 from moonpool.stub.boot import die_with_parent
 from moonpool.stub.handshake import shake_hands
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from moonpool.ipc.policy import Policy
     from moonpool.stub.handshake import Handshake
 
-# As long as fits into a packet, whatever the characters.
-_LOGGED_CHARACTERS = 4096
+# Both fit into a packet.
+_LOGGED_BYTES, _FILE_BYTES = 8192, 1024
 
 
 class Template:
@@ -109,9 +110,8 @@ class Template:
         }
 
     def _log(self, level: int, message: str, file: str, line: int) -> None:
-        clean = message[:_LOGGED_CHARACTERS].encode("utf-8", "replace").decode()
-        file = file[-1024:].encode("utf-8", "replace").decode()
-        self._handshake.control.send_waiting(encode(Kind.LOG, level, clean, file, line))
+        text, where = beginning(message, _LOGGED_BYTES), end(file, _FILE_BYTES)
+        self._handshake.control.send_waiting(encode(Kind.LOG, level, text, where, line))
 
     def _next(self) -> Handshake | None:
         """Wait for something to do, and do it; a handshake in a fork."""

@@ -6,13 +6,14 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from moonpool.ipc.texts import beginning
 from moonpool.runtime.triton.messages import Word
 
 if TYPE_CHECKING:
     from moonpool.runtime.triton.post import Post
 
 # Of a note, which goes into a line or some of the server's log.
-_MAX_CHARACTERS = 1 << 16
+_MAX_BYTES = 1 << 16
 _OUTPUT = "moonpool.stub"
 _LEVELS = {logging.WARNING: 1, logging.ERROR: 2, logging.CRITICAL: 2, logging.DEBUG: 3}
 
@@ -26,7 +27,7 @@ class Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)[:_MAX_CHARACTERS]
+            text = beginning(self.format(record), _MAX_BYTES)
             if record.name == _OUTPUT and not hasattr(record, "is_logged"):
                 sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()

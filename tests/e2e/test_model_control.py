@@ -216,7 +216,7 @@ def test_a_model_is_made_of_files(runtime: moonpool.Runtime, temporary: Path) ->
         ('pb_utils.load_model("target", "{}", {1: b"x"})', "TypeError: "),
         (
             'pb_utils.load_model("target", "x" * (1 << 23))',
-            "TritonModelException: a configuration of 8388608 characters; 4194304 is the most",
+            "TritonModelException: a configuration of 8388608 bytes; 4194304 is the most",
         ),
         (
             'pb_utils.load_model("target", "{}", {f"file:{i}": b"" for i in range(70_000)})',

@@ -82,7 +82,9 @@ def fits(spec: Spec, value: Any) -> bool:
         same = type(value) is list and len(value) == len(spec.fields)
         return same and all(map(fits, spec.fields.values(), value))
     expected = {Text: str, Raw: bytes, Packed: bytes, Table: dict, ListOf: list}[type(spec)]
-    if type(value) is not expected or len(value) > spec.length:
+    if type(value) is not expected:
+        return False
+    if len(value.encode() if isinstance(value, str) else value) > spec.length:
         return False
     if isinstance(spec, ListOf):
         return all(fits(spec.item, item) for item in value)

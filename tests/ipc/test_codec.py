@@ -46,6 +46,16 @@ def test_every_message_of_the_tables_arrives_as_it_was(
         assert fits(Row(kind=Int(), **TABLES[channel][kind].fields), received)
 
 
+@pytest.mark.parametrize("letter", ["a", "é", "€", "😀"])
+def test_texts_are_limited_by_their_bytes(letter: str) -> None:
+    message = Message(Side.STUB, {"text": Text(120)})
+    check = compile_check(Kind.LOG, message)
+
+    check([int(Kind.LOG), letter * (120 // len(letter.encode()))])
+    with pytest.raises(RemoteProtocolError, match=r"LOG\.text may not be str"):
+        check([int(Kind.LOG), letter * (120 // len(letter.encode()) + 1)])
+
+
 JUNK = st.sampled_from([
     None, True, False, -1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 65536, 0.0, 1.0, 5.0,
     float("nan"), float("inf"), "", "x", "1", b"", b"\x05", b"x" * 5, [], [[]], [0, 0], [0, 0, 0],
@@ -125,7 +135,7 @@ def test_a_field_may_be_called_as_what_leads_every_message() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "most", "beyond"),
-    [(Text(5), "ß" * 5, "ß" * 6), (Raw(5), b"12345", b"123456"), (ListOf(Int(), 2), [0, 0], [0] * 3),
+    [(Text(10), "ß" * 5, "ß" * 5 + "s"), (Raw(5), b"12345", b"123456"), (ListOf(Int(), 2), [0, 0], [0] * 3),
      (Table(1), {"a": 1}, {"a": 1, "b": 1}), (Int(-5, 5), 5, 6), (Int(-5, 5), -5, -6),
      (OneOf(Int(0, 1), Text(1)), 1, 2), (OneOf(Int(0, 1), Text(1)), "x", "xx")],
     ids=["text", "raw", "list", "table", "high", "low", "one of, number", "one of, text"],

@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool import ConfigError, LoadFailed, ModelError, StubDied
 from moonpool.runtime.errors import ModelUnavailable
-from moonpool.runtime.recent_errors import MAX_CHARACTERS, RecentError, RecentErrors
+from moonpool.runtime.recent_errors import MAX_BYTES, RecentError, RecentErrors
 
 
 def errors(runtime: moonpool.Runtime) -> list[RecentError]:
@@ -50,10 +50,10 @@ def test_the_oldest_make_room() -> None:
 
 def test_a_long_text_keeps_its_ends() -> None:
     recent = RecentErrors()
-    recent.add("m", 1, "begin " + "x" * 10 * MAX_CHARACTERS + " end")
+    recent.add("m", 1, "begin " + "x" * 10 * MAX_BYTES + " end")
 
     (error,) = recent.latest()
-    assert len(error.text) <= MAX_CHARACTERS
+    assert len(error.text) <= MAX_BYTES
     assert error.text.startswith("begin ")
     assert error.text.endswith(" end")
 

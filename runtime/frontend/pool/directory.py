@@ -10,11 +10,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.texts import beginning
 from moonpool.runtime.audience import Audience
+from moonpool.runtime.counts import add_counts, take_counts
 from moonpool.runtime.failures import took_too_long
 from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics, Traffic
 from moonpool.runtime.frontend.pool.messages import MAX_TEXT, Word
 from moonpool.runtime.public_text import public_text
+from moonpool.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +59,8 @@ class Directory(Audience):
         self._resting: set[int] = set()
         self._leaving: set[tuple[Member, int]] = set()
         self._counting: dict[Member, int] = {}
-        self._counts: list[tuple[int, Counts]] = []
+        # What front ends have counted of models, by number, and nobody has asked for yet.
+        self._counts: dict[int, Statistics] = {}
         self._failed: list[list[Any]] = []
 
     # Front ends
@@ -100,7 +104,7 @@ class Directory(Audience):
                 self._draining.discard((member, fields[1]))
                 self._changed.notify_all()
             elif word == Word.COUNTS:
-                self._counts.append((fields[1], (fields[2], fields[3])))
+                self._count(fields[1], (fields[2], fields[3]))
             elif word == Word.FAILED:
                 self._failed.append(fields[1:])
             elif word == Word.TRAFFIC:
@@ -119,6 +123,13 @@ class Directory(Audience):
                     stub.count_served(fields[2])
             elif word == Word.OVERDUE:
                 self._end_overdue(fields[1])
+
+    def _count(self, number: int, counts: Counts) -> None:
+        statistics = self._counts.setdefault(number, Statistics("", ""))
+        try:
+            add_counts(statistics, counts)
+        except ValueError as error:
+            _log.error("a front end counts what nobody understands: %s", error)
 
     def _left(self, member: Member, number: int) -> None:
         if (member, number) in self._leaving:
@@ -198,8 +209,8 @@ class Directory(Audience):
                 self._resting.discard(number)
                 error = type(reason).__name__
                 told = getattr(reason, "told", None) or ""
-                words = str(reason)[:MAX_TEXT], told[:MAX_TEXT]
-                self._tell_all(Word.STUB_GONE, number, error[:64], *words)
+                words = beginning(str(reason), MAX_TEXT), beginning(told, MAX_TEXT)
+                self._tell_all(Word.STUB_GONE, number, beginning(error, 64), *words)
 
     def withdraw(self, stub: StubHandle, timeout_s: float) -> bool:
         with self._lock:
@@ -236,7 +247,7 @@ class Directory(Audience):
         with self._lock:
             number = self._models.get(model)
             if number is not None:
-                self._tell_all(Word.REFUSE, number, public_text(error)[:MAX_TEXT])
+                self._tell_all(Word.REFUSE, number, beginning(public_text(error), MAX_TEXT))
 
     def welcome(self, model: Model) -> None:
         with self._lock:
@@ -249,7 +260,9 @@ class Directory(Audience):
             number = self._models.get(model)
             if number is not None:
                 self._draining |= {(member, number) for member in self._members}
-                self._tell_all(Word.DRAIN, number, str(error)[:MAX_TEXT], int(timeout_s * 1000))
+                self._tell_all(
+                    Word.DRAIN, number, beginning(str(error), MAX_TEXT), int(timeout_s * 1000)
+                )
         end_s = time.monotonic() + timeout_s + _DRAINED_S
 
         def wait() -> None:
@@ -268,17 +281,15 @@ class Directory(Audience):
             self._counting = dict.fromkeys(self._members, question)
             self._tell_all(Word.COUNT, question)
             self._changed.wait_for(lambda: question not in self._counting.values(), _COUNT_S)
-            counts, self._counts = self._counts, []
+            counts, self._counts = self._counts, {}
             failed, self._failed = self._failed, []
             models = {number: model for model, number in self._models.items()}
-        for number, counted in counts:
+        for number, statistics in counts.items():
             model = models.get(number)
             where = None if model is None else outcomes(model)
-            if where is not None:
-                try:
-                    where.add_counts(counted)
-                except ValueError as error:
-                    _log.error("a front end counts what nobody understands: %s", error)
+            counted = take_counts(statistics)
+            if where is not None and counted is not None:
+                where.add_counts(counted)
         for number, *told in failed:
             model = models.get(number)
             where = None if model is None else outcomes(model)

@@ -105,7 +105,7 @@ class Fleet:
             return None
         with self._lock:
             self._seats[number] = member
-        member.tell_with_file(Word.SETTINGS, contents=self._settings)
+        member.begin(self._settings)
         self._directory.add(member)
         return member
 

@@ -1,12 +1,14 @@
-"""The process of a front end: `python -m moonpool.runtime.frontend.pool.front_end NAME FD`.
+"""The process of a front end: `python -m moonpool.runtime.frontend.pool.front_end NAME FD PARENT`.
 
 It listens on the server's ports, answers requests for inference of plain models itself, and passes everything
-else on to the main process, which started it and is at the other end of the directory, the socket FD.
+else on to the main process, which started it and is at the other end of the directory, the socket FD. The process ends with its parent, the process PARENT.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -32,9 +34,12 @@ from moonpool.runtime.reactor import Reactor
 from moonpool.runtime.server.log_lines import LogOptions, ServerLog, logged
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Iterator
 
     from moonpool.runtime.frontend.pool.front_grpc import FrontGrpcServer
+
+_log = logging.getLogger("moonpool")
+_PR_SET_PDEATHSIG = 1
 
 
 class FrontEnd:
@@ -88,34 +93,61 @@ class FrontEnd:
             drains.append(asyncio.to_thread(self._grpc.drain, timeout_s))
         return all(await asyncio.gather(*drains))
 
+    # Theory of operation: this process knows nothing but what the directory says, message after message. If one of
+    # them is lost, models that were unloaded go on answering, and loads wait for an answer that never comes. So any
+    # error on the way of a message ends the process, and the main process starts another one.
+
     def _tell(self, *message: object) -> None:
-        try:
+        with _ending_with_an_error():
             self._channel.send_waiting(encode(*message))
-        except PeerGone:
-            _end()
 
     def _listen(self) -> None:
         """The thread of the directory: what it hears is done on the reactor's, in order."""
         words = codec(End.FRONT)
-        while True:
-            try:
+        with _ending_with_an_error():
+            while True:
                 packet, fds = self._channel.receive_with_fds()
-            except PeerGone:
-                _end()
-            fields = words.decode(packet)
-            if fields[0] == Word.STOP:
-                self._loop.call_soon_threadsafe(self._stop, fields[1] / 1000)
-            else:
-                self._reactor.call_soon(partial(self._models.handle, fields, fds))
+                fields = words.decode(packet)
+                if fields[0] == Word.STOP:
+                    self._loop.call_soon_threadsafe(self._stop, fields[1] / 1000)
+                elif fields[0] == Word.PING:
+                    # It goes through the loop and the reactor: if one of them hangs, clients wait for ever.
+                    with contextlib.suppress(
+                        RuntimeError
+                    ):  # the loop is closed, and the process about to end
+                        self._loop.call_soon_threadsafe(
+                            self._reactor.call_soon, partial(self._tell, Word.PONG)
+                        )
+                else:
+                    self._reactor.call_soon(partial(self._handle, fields, fds))
+
+    def _handle(self, fields: list[Any], fds: list[int]) -> None:
+        with _ending_with_an_error():
+            self._models.handle(fields, fds)
 
     def _stop(self, timeout_s: float) -> None:
         if not self._stopping.done():
             self._stopping.set_result(timeout_s)
 
 
-def _end() -> None:
-    """There is nobody left to serve for."""
-    os._exit(1)
+@contextlib.contextmanager
+def _ending_with_an_error() -> Iterator[None]:
+    """End the process if something fails inside: there is nobody left to serve for, or what is served is not known."""
+    try:
+        yield
+    except PeerGone:
+        os._exit(1)
+    except BaseException:
+        _log.exception("the front end has lost what the main process told it, and ends")
+        logging.shutdown()
+        os._exit(1)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the main process ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
 
 
 def _settings(channel: Channel) -> dict[str, Any]:
@@ -129,6 +161,7 @@ def _settings(channel: Channel) -> dict[str, Any]:
 
 def main() -> int:
     """Read the arguments, serve, and return the exit code."""
+    _die_with(int(sys.argv[3]))
     # Whoever ends the server tells the main process, and that tells its front ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

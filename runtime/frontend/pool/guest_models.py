@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.texts import beginning
 from moonpool.runtime import errors
 from moonpool.runtime.backend import Model
 from moonpool.runtime.config import ModelConfig
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from moonpool.runtime.reactor import Reactor
 
 _TIDY_S = 5.0
+# How often the main process is told what was counted: while requests come, and else.
+_SOON_S, _IDLE_S = 0.02, 0.1
 # An execution over its limit is noticed after this part of the limit more, at the latest.
 _CHECKS_PER_LIMIT = 20
 
@@ -47,6 +50,7 @@ class GuestModels:
         # What the protocols count in.
         self.traffic = FrontendMetrics()
         reactor.call_later(_TIDY_S, self._tidy)
+        reactor.call_later(_IDLE_S, self._tell_soon)
 
     def find(self, name: str, version: int | None = None) -> GuestModel:
         """A model version, the latest by default. Raises `ModelNotFound` where the main process is to be asked."""
@@ -89,7 +93,7 @@ class GuestModels:
             model.drain(error, timeout_s, lambda: self._reactor.call_soon(lambda: done()))
 
             def done() -> None:
-                self._tell_counts(number, model)
+                self._tell_all(number, model)
                 self._tell(Word.DRAINED, number)
 
         elif word == Word.MODEL_GONE:
@@ -135,7 +139,7 @@ class GuestModels:
         self._tell(Word.SERVED, stub, requests)
 
     def _lost(self, stub: int, why: str) -> None:
-        self._tell(Word.LOST, stub, why[:MAX_TEXT])
+        self._tell(Word.LOST, stub, beginning(why, MAX_TEXT))
 
     # What is to be done from time to time
 
@@ -153,25 +157,39 @@ class GuestModels:
 
     # What was counted
 
-    def _count(self, question: int) -> None:
-        for number, model in self._models.items():
-            self._tell_counts(number, model)
+    def _tell_soon(self) -> None:
+        """Tell what was counted without being asked: what this process has not told is lost if it is killed."""
+        told = [self._tell_counts(number, model) for number, model in self._models.items()]
+        self._tell_traffic()
+        self._reactor.call_later(_SOON_S if any(told) else _IDLE_S, self._tell_soon)
+
+    def _tell_traffic(self) -> None:
         for traffic in self.traffic.take():
             self._tell(Word.TRAFFIC, *traffic)
+
+    def _count(self, question: int) -> None:
+        for number, model in self._models.items():
+            self._tell_all(number, model)
+        self._tell_traffic()
         self._tell(Word.COUNTED, question)
 
-    def _tell_counts(self, number: int, model: GuestModel) -> None:
+    def _tell_all(self, number: int, model: GuestModel) -> None:
         for each in model.errors.take():
-            request_id = each.request_id[:MAX_TEXT]
+            request_id = beginning(each.request_id, MAX_TEXT)
             self._tell(Word.FAILED, number, each.text, each.instance, request_id, each.requests)
+        self._tell_counts(number, model)
+
+    def _tell_counts(self, number: int, model: GuestModel) -> bool:
+        """Tell what was counted; False for nothing."""
         counts = model.scheduler.outcomes.take_counts()
         if counts is None:
-            return
+            return False
         figures, batches = counts
         self._tell(Word.COUNTS, number, figures, batches[:MAX_BATCH_SIZES])
         nothing = [0] * len(figures)
         for start in range(MAX_BATCH_SIZES, len(batches), MAX_BATCH_SIZES):
             self._tell(Word.COUNTS, number, nothing, batches[start : start + MAX_BATCH_SIZES])
+        return True
 
     def leave(self) -> None:
         """The front end ends: tell the last figures, and let go of everything."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import Closed, PeerGone, ProtocolError
-from moonpool.runtime.frontend.pool.messages import End, codec
+from moonpool.runtime.frontend.pool.messages import End, Word, codec
 from moonpool.runtime.process import SpawnedProcess
 from moonpool.runtime.spawner import spawn
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool")
 _STDERR = 2
 _EXIT_S = 5.0
+# A front end is asked so often whether it is there, and is ended when it has left so many turns unanswered. Turns are
+# counted and not seconds: where this process did not run itself, nobody is late.
+_BEAT_S = 1.0
+_MOST_BEATS, _MOST_BEATS_AT_START = 10, 60
 _Item = tuple[bytes, tuple[int, ...]]
 
 
@@ -50,6 +54,8 @@ class Member:
         self._codec = codec(End.MAIN)
         self._channel, end = Channel.pair()
         self._is_gone = False
+        # Turns since PING, which is not answered yet.
+        self._beats = 0
         try:
             self.process = SpawnedProcess(
                 spawn(
@@ -85,6 +91,24 @@ class Member:
             raise OSError(errno.EAGAIN, str(error)) from error
         reactor.watch(self._channel.fileno(), self._read)
 
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Tell it what to listen on, and from now on end it if it does not answer."""
+        self.tell_with_file(Word.SETTINGS, contents=settings)
+        self.tell(Word.PING)
+        self._reactor.call_later(_BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        """End a process that was stopped, or hangs: the kernel goes on handing it clients, who would wait for ever."""
+        if self._is_gone:
+            return
+        self._beats += 1
+        most = _MOST_BEATS if self.is_listening.is_set() else _MOST_BEATS_AT_START
+        if self._beats > most:
+            _log.error("[%s] has not answered for %g s and is ended", self.name, most * _BEAT_S)
+            self.process.kill()
+            return
+        self._reactor.call_later(_BEAT_S, self._beat)
+
     def tell(self, *message: object, fds: tuple[int, ...] = ()) -> None:
         """Send a message, soon; never blocks. Owns the descriptors."""
         self._letters.put((encode(*message), fds))
@@ -99,6 +123,10 @@ class Member:
             try:
                 with suppress(PeerGone, Closed):  # its end is seen elsewhere
                     self._channel.send_waiting_with(packet, fds)
+            except Exception:
+                # What it was to hear is lost, and it must not serve without that.
+                _log.exception("[%s] cannot be told something and is ended", self.name)
+                self.process.kill()
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -109,13 +137,25 @@ class Member:
                 packet = self._channel.receive_ready()
                 if packet is None:
                     return
-                self._heard(self, self._codec.decode(packet))
+                fields = self._codec.decode(packet)
+                if fields[0] == Word.PONG:
+                    self._answered()
+                else:
+                    self._heard(self, fields)
         except PeerGone:
             self._leave()
         except ProtocolError as error:
             _log.error("[%s] broke the protocol and was ended: %s", self.name, error)
             self.process.kill()
             self._leave()
+
+    def _answered(self) -> None:
+        self._beats = 0
+        self._reactor.call_later(_BEAT_S, self._ping)
+
+    def _ping(self) -> None:
+        if not self._is_gone:
+            self.tell(Word.PING)
 
     def _leave(self) -> None:
         if not self._is_gone:

@@ -36,6 +36,7 @@ class Word(IntEnum):
     PASS_ON = 11
     LEAVE = 12
     WELCOME = 13
+    PING = 14
     # From a front end.
     LISTENING = 20
     DRAINED = 21
@@ -47,6 +48,7 @@ class Word(IntEnum):
     TRAFFIC = 27
     LEFT = 28
     SERVED = 29
+    PONG = 30
 
 
 MAX_VERSIONS = 4096
@@ -83,12 +85,15 @@ DIRECTORY: dict[IntEnum, Message] = {
     Word.COUNT: Message(_MAIN, {"question": _ID}),
     # Take no more connections, finish what is there, and end.
     Word.STOP: Message(_MAIN, {"timeout_ms": _ID}),
+    # Answer with PONG, as soon as every thread that serves has had its turn.
+    Word.PING: Message(_MAIN, {}),
     # Answer nothing, and pass everything on, from now on or no more.
     Word.PASS_ON: Message(_MAIN, {"everything": Flag()}),
+    Word.PONG: Message(_FRONT, {}),
     # The ports can be connected to.
     Word.LISTENING: Message(_FRONT, {}),
     Word.DRAINED: Message(_FRONT, {"model": _ID}),
-    # What was counted since the last time, as `counts.take_counts` has it.
+    # What was counted since the last time, as `counts.take_counts` has it. Also without COUNT, soon after it was counted.
     Word.COUNTS: Message(
         _FRONT,
         {

@@ -38,7 +38,7 @@ class Checker {
   bool take() {
     value_ = reader_.next();
     if (value_.form == Form::kBad) return not_msgpack("it is cut short, or of an unknown type");
-    if (value_.form == Form::kText && !is_utf8(value_.bytes, &characters_)) {
+    if (value_.form == Form::kText && !is_utf8(value_.bytes)) {
       return not_msgpack("a text is no UTF-8");
     }
     if (left_ == 0) {
@@ -95,7 +95,7 @@ class Checker {
       case Type::kFlag:
         return value_.form == Form::kFlag;
       case Type::kText:
-        return value_.form == Form::kText && characters_ <= spec.high;
+        return value_.form == Form::kText && value_.bytes.size() <= spec.high;
       case Type::kRaw:
         return value_.form == Form::kRaw && value_.bytes.size() <= spec.high;
       case Type::kTable:
@@ -148,7 +148,6 @@ class Checker {
   uint64_t left_;
   std::string* wrong_;
   Value value_;
-  size_t characters_ = 0;
   bool refused_ = false;
   std::string prefix_, where_;
 };

@@ -38,15 +38,19 @@ unsigned width_of(uint64_t number) { return (number > UINT8_MAX) + (number > UIN
 
 }  // namespace
 
-bool is_utf8(std::string_view text, size_t* characters) {
-  size_t count = 0;
-  for (size_t at = 0; at < text.size(); ++count) {
+bool is_utf8(std::string_view text) {
+  for (size_t at = 0; at < text.size();) {
     const size_t size = character_bytes(text.substr(at));
     if (size == 0) return false;
     at += size;
   }
-  *characters = count;
   return true;
+}
+
+std::string_view beginning(std::string_view text, size_t most) {
+  if (text.size() <= most) return text;
+  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xc0) == 0x80) --most;
+  return text.substr(0, most);
 }
 
 Value Reader::bad() {
@@ -214,9 +218,8 @@ void Writer::real(double value) {
 }
 
 void Writer::text(std::string_view value) {
-  size_t characters;
   std::string mended;
-  if (!is_utf8(value, &characters)) {
+  if (!is_utf8(value)) {
     for (size_t at = 0; at < value.size();) {
       const size_t size = character_bytes(value.substr(at));
       mended.append(size == 0 ? std::string_view("\xef\xbf\xbd") : value.substr(at, size));

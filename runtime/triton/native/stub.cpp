@@ -127,7 +127,7 @@ bool Stub::check_ready() {
 void Stub::distrust(const std::string& why) noexcept {
   {
     std::lock_guard lock(mutex_);
-    if (why_.empty()) why_ = why.substr(0, wire::kShort);
+    if (why_.empty()) why_ = std::string(beginning(why, wire::kShort));
   }
   control_.shut();
   wake();

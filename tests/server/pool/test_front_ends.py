@@ -7,11 +7,14 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tests.e2e.hosting import MODELS
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.server.repositories import write
+from tests.server.repositories import CONFIG, write
 from tests.server.running import RunningServer, running, starting
 from tests.waiting import wait_until
 
@@ -374,6 +377,96 @@ def test_the_end_of_a_front_end_is_that_of_its_connections_only(server: RunningS
     assert "has ended and is started again" in server.text()
 
 
+def test_no_text_of_a_model_or_a_client_ends_a_front_end(server: RunningServer) -> None:
+    """Their limits are in characters nowhere: these have four bytes each."""
+    before = front_ends(server)
+    emoji = "\N{GRINNING FACE}" * 9000
+    inputs = [
+        {"name": "HOW", "datatype": "BYTES", "shape": [1], "data": [emoji]},
+        {"name": "X", "datatype": "FP32", "shape": [1], "data": [1]},
+    ]
+    for request_id in ("", emoji):
+        for _ in range(4):
+            body = json.dumps({"id": request_id, "inputs": inputs}).encode()
+            status, told = server.get("/v2/models/shared/infer", "POST", body)
+            assert (status, emoji[:100] in told["error"]) == (500, True), str(told)[:300]
+    # Errors are told in the main process when it asks for what was counted.
+    wait_until(lambda: emoji[:100] in str(server.get("/v2/moonpool/overview")[1]["errors"]))
+    assert front_ends(server) == before
+
+
+def test_answers_of_a_front_end_that_is_killed_were_counted(server: RunningServer) -> None:
+    before = succeeded(server, "shared")
+    stop = threading.Event()
+    answered_s: list[float] = []
+    killed_s: list[float] = []
+
+    def client() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                assert ask(server, "twice", 1)[0] == 200
+                answered_s.append(time.monotonic())
+
+    threads = [threading.Thread(target=client) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    # Nobody asks for figures meanwhile.
+    for number in range(1, 4):
+        wait_until(partial(_is_longer, answered_s, 400 * number), 60.0)
+        killed_s.append(time.monotonic())
+        kill_one(server)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    counted = succeeded(server, "shared") - before
+    late = sum(any(0 <= killed - each < 0.5 for killed in killed_s) for each in answered_s)
+    assert late < 0.7 * len(answered_s), "the test has been too quick to tell"
+    assert counted >= len(answered_s) - late
+
+
+def _is_longer(found: list[float], count: int) -> bool:
+    return len(found) > count
+
+
+def test_a_front_end_that_is_stopped_is_ended_and_replaced(server: RunningServer) -> None:
+    stopped = front_ends(server)[0]
+    os.kill(stopped, signal.SIGSTOP)
+
+    wait_until(lambda: stopped not in front_ends(server), 60.0)
+    server.wait_for("has not answered for 10 s and is ended")
+    wait_until(lambda: listening(server) == 2, 30.0)
+    for _ in range(20):
+        assert ask(server, "twice", 1)[0] == 200
+
+
+def test_an_instance_may_not_have_a_name_that_no_message_has_room_for(
+    folder: Path, server: RunningServer
+) -> None:
+    config = f'instance_group [{{ name: "{"n" * 1100}" kind: KIND_CPU }}]'
+    write(folder, "named", config=CONFIG.replace("instance_group [{ kind: KIND_CPU }]", config))
+    before = front_ends(server)
+    try:
+        status, told = server.get("/v2/repository/models/named/load", "POST")
+    finally:
+        shutil.rmtree(folder / "named")
+
+    assert status >= 400
+    assert "instance_group[0].name: has 1100 bytes, and 512 is the most" in told["error"]
+    assert front_ends(server) == before
+
+
+def test_a_front_end_ends_with_the_main_process(folder: Path) -> None:
+    with starting(folder, *LIVES, variables={"GATE": "/nowhere"}) as server:
+        server.wait_for("Ready", 60.0)
+        pids = front_ends(server)
+        assert len(pids) == 2
+        # Stopped, they do not see the end of their directory.
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        server.tell(signal.SIGKILL)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
 def test_nothing_is_left_of_a_front_end_that_has_ended(server: RunningServer) -> None:
     def held() -> tuple[int, int]:
         (pid,) = [each["pid"] for each in instances(server, "shared")]
@@ -382,7 +475,7 @@ def test_nothing_is_left_of_a_front_end_that_has_ended(server: RunningServer) ->
 
     assert ask(server, "twice", 1)[0] == 200
     # Two regions of the main process's, and two of each front end's.
-    wait_until(lambda: held()[1] >= 6, 30.0)
+    wait_until(lambda: held()[1] == 6, 30.0)
     descriptors, regions = held()
     for _ in range(4):
         kill_one(server)
