@@ -137,13 +137,25 @@ def wanted_of(
     if own_name != name:
         what = f"unexpected directory name '{name}' for model '{own_name!s:.80}'"
         raise RepositoryError(f"{what}, directory name must equal model name")
-    by_path = {}
-    for key, content in (files or {}).items():
+    # No files are not a directory without any.
+    by_path = _by_path(files or {}) or None
+    return Wanted(name, None, None, parsed, by_path, is_whole=True, asker=asker)
+
+
+def _by_path(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files by their paths in the model's directory."""
+    by_path: dict[str, bytes] = {}
+    for key, content in files.items():
         if not key.startswith(_FILE):
             raise RepositoryError(f"Invalid file parameter '{key[:200]}' must be 'file:<path>'.")
-        by_path[key.removeprefix(_FILE)] = content
-    # No files are not a directory without any.
-    return Wanted(name, None, None, parsed, by_path or None, is_whole=True, asker=asker)
+        # As in Triton, a path is one of the model's directory also where it begins as that of the root does.
+        path = key.removeprefix(_FILE).lstrip("/")
+        if path in by_path:
+            raise RepositoryError(
+                f"Invalid file parameter '{key[:200]}': the file '{path[:200]}' is there twice."
+            )
+        by_path[path] = content
+    return by_path
 
 
 def version_of(text: str) -> int | None:

@@ -159,6 +159,9 @@ def test_a_model_is_made_of_files(runtime: moonpool.Runtime, temporary: Path) ->
     (where,) = ask(runtime, "pb_utils.get_model_dir()", model="made")
     assert str(temporary) in where
     assert where.endswith("/made/1'")
+    slash = files.replace("file:1", "file:/1")
+    assert ask(runtime, f'pb_utils.load_model("made", config="{{}}", files={slash})') == ["None"]
+    assert ask(runtime, "pb_utils.get_model_dir()", model="made")[0].endswith("/made/1'")
     big = '{"file:1/model.py": open(pb_utils.get_model_dir() + "/model.py", "rb").read(), "file:1/weights": bytes(3_000_000)}'
     assert ask(runtime, f'pb_utils.load_model("made", "{{}}", {big})') == ["None"]
     assert ask(runtime, 'os.path.getsize(pb_utils.get_model_dir() + "/weights")', model="made") == [

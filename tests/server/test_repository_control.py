@@ -137,6 +137,15 @@ def test_a_load_may_bring_its_configuration_and_its_files(
     assert runtime.config("good").max_batch_size == 4
     control.load("fresh", json.dumps(whole), {"file:1/model.py": ECHO.encode()})
     assert runtime.infer("fresh", IN)["OUT"].tolist() == [[1.0] * 4]
+    for slashes in ("/", "//"):
+        control.load("fresh", json.dumps(whole), {f"file:{slashes}1/model.py": ECHO.encode()})
+        assert runtime.infer("fresh", IN)["OUT"].tolist() == [[1.0] * 4]
+    twice = {"file:1/model.py": ECHO.encode(), "file:/1/model.py": b""}
+    with pytest.raises(LoadFailed, match=r"the file '1/model\.py' is there twice"):
+        control.load("fresh", json.dumps(whole), twice)
+    for outside in ("file:/", "file:/../x.py", "file:/1/../../x.py"):
+        with pytest.raises(LoadFailed, match="must stay within model directory"):
+            control.load("fresh", json.dumps(whole), {outside: b""})
     with pytest.raises(LoadFailed, match="'config' must be specified for model file override"):
         control.load("fresh", None, {"file:1/model.py": b""})
 

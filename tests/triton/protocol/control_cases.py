@@ -256,6 +256,8 @@ REPOSITORY: list[Case] = [
     _loaded("load with a number for a file", {"config": config(), "file:1/model.py": 5}),
     _loaded("load with a file outside", {"config": config(), "file:../x.py": _FILE}),
     _loaded("load with files", {"config": config(), "file:1/model.py": _FILE}, get("/v2/models/loadable"), infer("loadable", GOOD)),
+    _loaded("load with files from a slash on", {"config": config(), "file:/1/model.py": _FILE}, get("/v2/models/loadable"), infer("loadable", GOOD)),
+    _loaded("load with files from two slashes on", {"config": config(), "file://1/model.py": _FILE}, get("/v2/models/loadable"), infer("loadable", GOOD)),
     _loaded("load with files of version 7", _SEVEN, infer("loadable", GOOD)),
     ("load what fails", [post("/v2/repository/models/broken/load"), get("/v2/models/broken"), infer("broken", GOOD), get("/v2/models/broken/stats"), get("/v2/models/broken/config"), get("/v2/models/broken/ready")]),
 ]  # fmt: skip

@@ -175,6 +175,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "a file alone": {"file:1/model.py": SOURCE},
     "a text for a file": {"config": config(), "file:1/model.py": "x"},
     "files": {"config": config(), "file:1/model.py": SOURCE},
+    "files from a slash on": {"config": config(), "file:/1/model.py": SOURCE},
     "an unknown parameter": {"nonsense": "x"},
 }
 
