@@ -48,6 +48,8 @@ class Model:
         self.completes = True
         # What it may ask for when it does.
         self.limits = ConfigLimits()
+        # Whether its processes work in the memory of clients, where they may; False once a client has ended one by that.
+        self.lends_clients_memory = True
         self.state: Any = None
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 # On one channel, more than a model in Python can have to say. What is long counts as several messages.
 MESSAGES_PER_S = 20_000
 MESSAGE_BYTES = 512
-# How long a channel is not read after too much was said there.
+# How long a channel is not read at least after too much was said there.
 PAUSE_MS = 20
 # Messages that another region counts as: it takes a thread and memory, and an honest stub asks for ever more.
 GROWTH_COST = 100

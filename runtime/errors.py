@@ -68,6 +68,10 @@ class StubDied(MoonpoolError):
         self.told = told
 
 
+class ClientCutMemory(StubDied):
+    """The process ended as a client had cut short the memory that it was lent. It is no death of the model's."""
+
+
 class RequestTimedOut(MoonpoolError, TimeoutError):
     """The time that was set for this request has passed. The model may still be executing it."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from moonpool.runtime.budgets import MESSAGE_BYTES, MESSAGES_PER_S, PAUSE_MS
-from moonpool.runtime.output import Budget
 
 if TYPE_CHECKING:
     from moonpool.runtime.reactor import Reactor
@@ -18,7 +18,9 @@ class Flow:
         """`fd` is watched by the reactor."""
         self._reactor = reactor
         self._fd = fd
-        self._budget = Budget(MESSAGES_PER_S)
+        # What may be said at once: saved up for one second at most, and less than nothing while it is owed.
+        self._left = float(MESSAGES_PER_S)
+        self._at_s = time.monotonic()
         self._unpaid = 0
 
     def took(self, size_bytes: int, messages: int = 1) -> None:
@@ -26,7 +28,12 @@ class Flow:
         self._unpaid += messages + size_bytes // MESSAGE_BYTES
 
     def settle(self) -> None:
-        """After a round of receiving: the next one is later where this was too much."""
-        unpaid, self._unpaid = self._unpaid, 0
-        if unpaid and not self._budget.spend(unpaid):
-            self._reactor.pause(self._fd, PAUSE_MS / 1000)
+        """After a round of receiving: the next one is later where this was too much, until all of it is paid for."""
+        if not self._unpaid:
+            return
+        now_s = time.monotonic()
+        saved = self._left + (now_s - self._at_s) * MESSAGES_PER_S
+        self._left = min(MESSAGES_PER_S, saved) - self._unpaid
+        self._at_s, self._unpaid = now_s, 0
+        if self._left < 0:
+            self._reactor.pause(self._fd, max(PAUSE_MS / 1000, -self._left / MESSAGES_PER_S))

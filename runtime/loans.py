@@ -392,6 +392,14 @@ class Loans:
             return len(self._lent) + sum(map(len, self._kept.values()))
 
     @property
+    def has_clients_memory(self) -> bool:
+        """Whether the stub works in memory of a client, which that can cut short, at this moment."""
+        with self._lock:
+            loans = [loan for _, loan in self._lent]
+            loans += [loan for kept in self._kept.values() for loan in kept]
+            return bool(self._targets) or any(type(each.region) is ClientRegion for each in loans)
+
+    @property
     def is_kept(self) -> bool:
         """Whether the model keeps anything."""
         return bool(self._kept)

@@ -21,7 +21,7 @@ from moonpool.runtime.call_desk import BROKE, CallDesk
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.diagnose import exec_failure, start_failure
 from moonpool.runtime.environment_variables import missing_variable
-from moonpool.runtime.errors import LoadFailed, StubDied
+from moonpool.runtime.errors import ClientCutMemory, LoadFailed, StubDied
 from moonpool.runtime.limits.bounds import Bounds
 from moonpool.runtime.model_control import ModelControl
 from moonpool.runtime.output import Output
@@ -49,6 +49,10 @@ GRACE_S = 0.25
 # How long a process that closed its channel may take to be gone.
 _EXIT_S = 1.0
 _PAUSE_S = 0.02
+_CUT_SHORT = (
+    "[%s] a client cut short the shared memory that its tensors lie in; until model '%s' is loaded again, tensors in "
+    "memory of clients are copied for it"
+)
 _MUTE = "closed its control channel and was ended"
 _UNHEARD = "could not be heard and was ended"
 
@@ -284,6 +288,13 @@ class StubHandle(StubConnection):
             return self._reason
         words, last_words = ("closed its channel", "") if code is None else self._death(code)
         text = f"Stub process '{self.name}' is not healthy. It {words}"
+        if code == -signal.SIGBUS and self.link.loans.has_clients_memory:
+            # A model of which this is not true is lent no more from now on, and its next death is its own.
+            self._model.lends_clients_memory = False
+            _log.warning(_CUT_SHORT, self.name, self._model.name)
+            return ClientCutMemory(
+                f"{text}: a client cut short the memory that its tensors lie in."
+            )
         # What it said last was not meant for clients.
         return StubDied(f"{text}{last_words} {doing}.", f"{text} {doing}" if last_words else None)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bucket_counts import BucketCounts
-from moonpool.runtime.errors import LoadFailed, ModelUnavailable
+from moonpool.runtime.errors import ClientCutMemory, LoadFailed, ModelUnavailable
 from moonpool.runtime.failures import (
     as_load_failure,
     as_moonpool_error,
@@ -217,13 +217,14 @@ class Supervisor:
     def _recover(
         self, seat: Seat, requests: Sequence[InferenceRequest], error: BaseException
     ) -> None:
-        self._count_failure(seat, error)
         seat.broken_ns = time.monotonic_ns()
         try:
             reason = self._backend.explain(seat.instance, error)
         except Exception:
             _log.exception("[%s] nobody can say why it broke", seat.instance.name)
             reason = error
+        if not isinstance(reason, ClientCutMemory):
+            self._count_failure(seat, error)
         _log.error("[%s] %s", seat.instance.name, str(reason))
         is_draining = self._move_from(seat, _S.DRAINING, _S.STOPPED, str(reason))
         if not is_draining:
@@ -255,6 +256,8 @@ class Supervisor:
         now_s = time.monotonic()
         if seat.shortages:
             return RestartAt(now_s + self._policy.pause_after_s(seat.shortages))
+        if not seat.deaths_s:  # what ended it was not the model's doing
+            return RestartAt(now_s)
         return self._policy.decide(list(seat.deaths_s), now_s)
 
     def _restart(self, seat: Seat) -> bool:

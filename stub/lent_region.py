@@ -5,7 +5,8 @@ batch after batch, as finding its pages takes longer than copying what lies in t
 pages that were written to are dropped, and the next batch sees the client's again. What the model keeps
 becomes its own: the client may write there as soon as it has its answer.
 
-The client may also cut its memory short. Then an access ends this process, and the runtime says of what signal.
+The client may also cut its memory short. Then an access ends this process by SIGBUS, and the runtime knows that it was no doing
+of the model's.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 _NOT_OWN = bytes(each for each in range(256) if each & _OF_FILE or not each & (_PRESENT | _SWAPPED))
 
 
+class CutShort(RemoteProtocolError):
+    """The object is shorter than it was, and was not mapped before."""
+
+
 class LentRegion(Region):
     """One object of a client's. For the main thread of the stub, but for `close`."""
 
@@ -59,7 +64,8 @@ class LentRegion(Region):
         try:
             return mmap.mmap(self._fd, self.size_bytes, flags)
         except (OSError, ValueError) as error:
-            raise RemoteProtocolError(
+            is_cut = os.fstat(self._fd).st_size < self.size_bytes
+            raise (CutShort if is_cut else RemoteProtocolError)(
                 f"{self.size_bytes} bytes of a client's shared memory cannot be mapped: {error}"
             ) from error
 

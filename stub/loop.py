@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from functools import partial
 from types import CoroutineType
@@ -18,6 +19,7 @@ from moonpool.stub.calls import Calls
 from moonpool.stub.coroutines import Coroutines
 from moonpool.stub.execute import RELEASE_RESCHEDULE
 from moonpool.stub.forks import Door
+from moonpool.stub.lent_region import CutShort
 from moonpool.stub.loader import LoadError
 from moonpool.stub.model import load_model
 from moonpool.stub.peer import Peer
@@ -141,7 +143,12 @@ class Stub:
     def _execute(self, model: Model, peer: Peer, message: list[Any]) -> None:
         """Execute a batch, and answer."""
         answer = peer.answer
-        requests = peer.open(message)
+        try:
+            requests = peer.open(message)
+        except CutShort:
+            # So it would have ended had the client been a moment later, and the runtime knows what that means.
+            signal.raise_signal(signal.SIGBUS)
+            raise
         try:
             # Of its list, as of everything else that it is given, a model may make what it likes.
             returned = model.execute(requests[:])

@@ -88,6 +88,7 @@ class Service:
             and model.options.memory_limit_bytes is None
             # These keep their requests, and would have to copy what they keep.
             and not model.config.decoupled
+            and model.lends_clients_memory
             # A trace may be of tensors.
             and not self.traces.is_on
         )

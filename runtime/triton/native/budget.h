@@ -59,12 +59,17 @@ class Flow {
   void took(size_t size_bytes, double messages = 1) {
     unpaid_ += messages + static_cast<double>(size_bytes / wire::kMessageBytes);
   }
-  // After a round of receiving: the next one is later where this was too much.
+  // After a round of receiving: the next one is later where this was too much, until all of it is paid for.
   void settle() {
-    if (unpaid_ > 0 && !budget_.spend(unpaid_)) {
-      paused_until_ = Clock::now() + kPause;
-    }
+    if (unpaid_ == 0) return;
+    const auto now = Clock::now();
+    const double saved = left_ + std::chrono::duration<double>(now - at_).count() * kPerSecond;
+    left_ = std::min(kPerSecond, saved) - unpaid_;
+    at_ = now;
     unpaid_ = 0;
+    if (left_ >= 0) return;
+    const std::chrono::duration<double> owed(-left_ / kPerSecond);
+    paused_until_ = now + std::max<Clock::duration>(kPause, std::chrono::duration_cast<Clock::duration>(owed));
   }
   // How long nothing is to be read; 0 where it may be.
   int pause_milliseconds() const {
@@ -75,7 +80,10 @@ class Flow {
 
  private:
   static constexpr auto kPause = std::chrono::milliseconds(wire::kPauseMs);
-  Budget budget_{wire::kMessagesPerS};
+  static constexpr double kPerSecond = wire::kMessagesPerS;
+  // What may be said at once: saved up for one second at most, and less than nothing while it is owed.
+  double left_ = kPerSecond;
+  Clock::time_point at_ = Clock::now();
   double unpaid_ = 0;
   Clock::time_point paused_until_{};
 };

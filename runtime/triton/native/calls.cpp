@@ -102,7 +102,10 @@ bool Calls::read(Flow& flow) {
   const Beginning beginning = beginning_of(wire::kCalls, packet_.bytes(), stub_->answers());
   if (beginning.where && !takes_in(*beginning.where, beginning.bytes, flow)) return true;
   const auto question = opened(wire::kCalls, packet_.bytes(), stub_->answers(), &stored_, UINT64_MAX);
-  flow.took(beginning.where ? stored_.size() : packet_.bytes().size(), cost_of(question.kind()));
+  // A load is paid for by its task: there is room for few at a time.
+  const bool is_stored_load = beginning.where && question.kind() == Kind::LOAD_MODEL;
+  const size_t size = is_stored_load ? beginning.bytes.size() : beginning.where ? stored_.size() : packet_.bytes().size();
+  flow.took(size, cost_of(question.kind()));
   if (beginning.where) {
     // Room was taken for what it was then.
     Reader before(beginning.bytes);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import posix_ipc
 import pytest
 from tests.runtime.frontend.outcomes import outcome_of
+from tests.waiting import wait_until
 
 import moonpool
 from moonpool.ipc.tensors import CODES
@@ -195,6 +197,17 @@ def test_a_model_that_is_kept_apart_gets_a_copy(client: Client, changes: dict[st
     assert is_copied(client, hosted)
 
 
+def cut_short(client: Client, hosted: Any) -> Any:
+    """Cuts the object short under a request, and makes it as long as it was; the request's outcome."""
+    x = client.service.read_shared(hosted.model, "X", FP32, [_COUNT], ("all", 0, _BYTES))
+    request = make_request(hosted, {"X": x})
+    os.truncate(client.path, 4096)
+    try:
+        return outcome_of(hosted, request)
+    finally:
+        os.truncate(client.path, 2 * _BYTES)
+
+
 def test_a_client_that_cuts_its_memory_short_costs_the_stub_and_not_the_server(
     client: Client,
 ) -> None:
@@ -212,6 +225,34 @@ def test_a_client_that_cuts_its_memory_short_costs_the_stub_and_not_the_server(
         client.infer(hosted)
     fine = make_request(hosted, {"X": ramp(0)})
     assert isinstance(outcome_of(hosted, fine), Response)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_clients_that_go_on_cutting_their_memory_short_do_not_get_the_model_given_up(
+    tmp_path: Path, client: Client, caplog: pytest.LogCaptureFixture, is_mapped: bool
+) -> None:
+    config = tmp_path / "gives_back" / "config.pbtxt"
+    # One death of its own, and it would be given up.
+    parameter = 'parameters { key: "MOONPOOL_MAX_RESTARTS" value { string_value: "0" } }'
+    config.write_text(config.read_text() + parameter)
+    hosted = client.load("gives_back")
+    if is_mapped:
+        client.infer(hosted)
+    outcome = cut_short(client, hosted)
+    assert "a client cut short the memory that its tensors lie in" in str(outcome)
+    assert "until model 'gives_back' is loaded again" in caplog.text
+    wait_until(lambda: client.runtime.instances("gives_back")[0]["state"] == "READY")
+
+    # From now on they cut short what is copied, or was.
+    for _ in range(8):
+        client.seen[:_COUNT] = ramp(1)
+        assert isinstance(cut_short(client, hosted), Response)
+
+    (shown,) = client.runtime.instances("gives_back")
+    assert (shown["state"], shown["restarts"]) == ("READY", 1)
+    # A death of the model's own counts as ever.
+    os.kill(shown["pid"], signal.SIGBUS)
+    wait_until(lambda: client.runtime.instances("gives_back")[0]["state"] == "FAILED")
 
 
 def test_regions_that_come_and_go_leave_nothing_in_the_stub(client: Client) -> None:
