@@ -20,7 +20,8 @@ from moonpool.runtime.gpus import placed
 from moonpool.runtime.repository import ModelDirectory, RepositoryError, is_version
 from moonpool.runtime.repository_files import stamp_of
 from moonpool.runtime.sandbox.grants import check_not_looser, check_ungranted
-from moonpool.runtime.source import ModelSource, of_class, of_file
+from moonpool.runtime.session_source import source_of
+from moonpool.runtime.source import ModelSource, file_of_class, of_class, of_file
 
 if TYPE_CHECKING:
     import os
@@ -154,7 +155,12 @@ def _prepare(
         return _of_files(wanted, changes, locate, limits)
     if isinstance(source, type) or (source is not None and not Path(source).is_dir()):
         limits.check(changes, Source())
-        where = of_class(source) if isinstance(source, type) else of_file(source)
+        if not isinstance(source, type):
+            where = of_file(source)
+        elif (file := file_of_class(source)) is not None:
+            where = of_class(source, file)
+        else:
+            return _of_session(name, source, changes)
         return Prepared([model_of(name, where, minimal(name), None, 1, changes)], None)
     if source is not None:
         directory = ModelDirectory(source)
@@ -165,6 +171,22 @@ def _prepare(
     else:
         directory = repository.find(name)
     return Prepared(_versions(wanted, directory, changes, locate, limits), None)
+
+
+def _of_session(name: str, model_class: type, changes: Mapping[str, Any]) -> Prepared:
+    """A class that has no file gets one, with what it uses of its session."""
+    if problem := name_problem(name):
+        raise RepositoryError(problem)
+    content = source_of(model_class).encode()
+    file_name = f"{model_class.__name__}.py"
+    made = model_files.write_directory(name, {file_name: content})
+    try:
+        where = of_class(model_class, made / name / file_name)
+        model = model_of(name, replace(where, is_directory=True), minimal(name), None, 1, changes)
+    except BaseException:
+        model_files.remove(made)
+        raise
+    return Prepared([model], hashlib.sha256(content).digest(), made)
 
 
 def _of_files(

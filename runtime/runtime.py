@@ -113,9 +113,10 @@ class Runtime:
         """Load a model, and return when all its instances are ready.
 
         Without `source` it is the repository's model of that name, in the versions of its policy. `source` is
-        a model's directory, one Python file, or a class in a file. `files` are the contents of a directory by
-        path, such as `1/model.py`, and are written into a private one. `instances` and `config` (in
-        the JSON form of `config.pbtxt`) go before what the directory says.
+        a model's directory, one Python file, or a class. The class may be one of a notebook's cell: its source
+        is taken, with what it uses. `files` are the contents of a directory by path, such as `1/model.py`, and are
+        written into a private one. `instances` and `config` (in the JSON form of `config.pbtxt`) go before what the
+        directory says.
 
         A loaded model is replaced: it serves until the new one is ready, and finishes the requests that it
         has. Where the load fails it stays. Nothing happens where nothing was changed since it was loaded.

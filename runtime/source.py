@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,24 +53,17 @@ def of_file(path: str | os.PathLike[str]) -> ModelSource:
     return ModelSource(kind, file, None, file.parent, file.parent)
 
 
-def of_class(model_class: type) -> ModelSource:
-    """The source of a class: the file that it is defined in, which the stub imports anew.
-
-    A class without a file, as in a notebook's cell, is written to no file here: it is refused with
-    the advice to put it into one.
-    """
+def file_of_class(model_class: type) -> Path | None:
+    """The file that a class is defined in; None for one that was typed into a session."""
     try:
         found = inspect.getsourcefile(model_class)
     except (TypeError, OSError):
         found = None
-    if found is None or not os.path.isfile(found):
-        module = sys.modules.get(model_class.__module__)
-        where = getattr(module, "__file__", None) or "an interactive session"
-        raise LoadFailed(
-            f"class {model_class.__qualname__} is defined in {where}; a stub is another process and "
-            "imports the model from its file, so put the class into a file and load that",
-            stage="find",
-        )
+    return None if found is None or not os.path.isfile(found) else Path(os.path.abspath(found))
+
+
+def of_class(model_class: type, file: Path) -> ModelSource:
+    """The source of a class, which the stub imports anew from a file. Raises `LoadFailed`."""
     if "<locals>" in model_class.__qualname__:
         raise LoadFailed(
             f"class {model_class.__qualname__} is defined inside a function; a stub cannot reach it "
@@ -79,5 +71,4 @@ def of_class(model_class: type) -> ModelSource:
             stage="find",
         )
     kind = "triton" if model_class.__name__ == "TritonPythonModel" else "native"
-    file = Path(os.path.abspath(found))
     return ModelSource(kind, file, model_class.__qualname__, file.parent, file.parent)

@@ -10,7 +10,8 @@ import pytest
 from tests.runtime import recorder
 
 from moonpool import LoadFailed
-from moonpool.runtime.source import of_class, of_file
+from moonpool.runtime.loading import Wanted, prepare
+from moonpool.runtime.source import ModelSource, of_file
 
 
 class TopLevel:
@@ -70,13 +71,18 @@ def test_a_file_in_another_encoding_is_no_error(tmp_path: Path) -> None:
     assert of_file(file).kind == "triton"
 
 
+def class_source(model_class: type) -> ModelSource:
+    """What a load finds of a class."""
+    return prepare(Wanted("model", model_class), None, lambda _: None).models[0].source
+
+
 def test_a_class_is_found_in_its_file() -> None:
-    source = of_class(TopLevel)
+    source = class_source(TopLevel)
     assert source.file == Path(__file__)
     assert (source.kind, source.class_name) == ("native", "TopLevel")
-    assert of_class(TopLevel.Inner).class_name == "TopLevel.Inner"
-    assert of_class(TritonPythonModel).kind == "triton"
-    assert of_class(recorder.Recorder).file == Path(recorder.__file__)
+    assert class_source(TopLevel.Inner).class_name == "TopLevel.Inner"
+    assert class_source(TritonPythonModel).kind == "triton"
+    assert class_source(recorder.Recorder).file == Path(recorder.__file__)
 
 
 def test_a_class_inside_a_function_is_refused_with_advice() -> None:
@@ -84,7 +90,7 @@ def test_a_class_inside_a_function_is_refused_with_advice() -> None:
         pass
 
     with pytest.raises(LoadFailed, match=r"defined inside a function.* top level"):
-        of_class(Local)
+        class_source(Local)
 
 
 def test_a_class_without_a_file_is_refused_with_advice() -> None:
@@ -92,4 +98,4 @@ def test_a_class_without_a_file_is_refused_with_advice() -> None:
     builtins.exec("class Typed: ...", namespace)
     for each in (int, namespace["Typed"]):
         with pytest.raises(LoadFailed, match="put the class into a file"):
-            of_class(each)
+            class_source(each)

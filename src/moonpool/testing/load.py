@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.loading import Wanted, model_of, prepare
 from moonpool.runtime.python_based import BackendDirectory
 from moonpool.runtime.runtime import Runtime
-from moonpool.runtime.source import ModelSource
+from moonpool.runtime.source import ModelSource, file_of_class
 from moonpool.stub.loader import CLASS_NAME
 from moonpool.testing.host import RecordingHost
 from moonpool.testing.in_process import InProcessModel
@@ -142,7 +141,7 @@ def _description(
 
 def _of_class(model_class: type, name: str, config: Mapping[str, Any]) -> Description:
     """Any class: it is not imported anew, so it may also be one that was made in a function."""
-    file = Path(os.path.abspath(inspect.getsourcefile(model_class) or model_class.__name__))
+    file = file_of_class(model_class) or Path(os.path.abspath(model_class.__name__))
     is_tritons = model_class.__name__ == CLASS_NAME or hasattr(model_class, "execute")
     kind = "triton" if is_tritons else "native"
     source = ModelSource(kind, file, model_class.__qualname__, file.parent, file.parent)
