@@ -87,8 +87,15 @@ class Queue(Generic[R]):
     and `form` cost O(1) a request, amortised, plus O(log n) where timeouts are set.
     """
 
-    def __init__(self, max_batch_size: int, batching: DynamicBatching | None = None) -> None:
+    def __init__(
+        self,
+        max_batch_size: int,
+        batching: DynamicBatching | None = None,
+        to_instance_ns: int = 0,
+    ) -> None:
+        """`to_instance_ns` is the time that a request needs from here to an instance. It counts as waiting."""
         self._max_rows = max(1, max_batch_size)
+        self._to_instance_ns = to_instance_ns
         self._batching = batching
         self._delay_ns = batching.max_queue_delay_us * 1000 if batching else 0
         preferred = sorted(batching.preferred_batch_sizes) if batching else []
@@ -144,6 +151,11 @@ class Queue(Generic[R]):
         self._rows += rows
         if self._hold_rows and (lane is not self._hold_lane or signature != self._hold_signature):
             self._hold_rows = 0
+
+    def is_late(self, request: R) -> bool:
+        """Whether a request would be rejected at once: its timeout is shorter than the way to an instance."""
+        level = self._only or self._level_of(request)
+        return level.timeout_us > 0 and level.late is None and level.deadline_ns(request, 0) == 0
 
     def remove(self, request: R) -> bool:
         """Take out a cancelled request.  False if it does not wait here (any more)."""
@@ -316,7 +328,7 @@ class Queue(Generic[R]):
         policy = None
         if batching is not None:
             policy = batching.queue_policy(number)
-        levels[number] = Level(number, policy)
+        levels[number] = Level(number, policy, self._to_instance_ns)
         self._levels = dict(sorted(levels.items()))
         self._lanes = [lane for level in self._levels.values() for lane in level.lanes()]
         return self._levels[number]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +26,8 @@ from moonpool.runtime.budgets import (
 )
 from moonpool.runtime.call_requests import Fetching, make_call_request, wire_error
 from moonpool.runtime.call_tensors import read_inputs, write_outputs
-from moonpool.runtime.calls import Call, Deadlines
-from moonpool.runtime.errors import (
-    BackendError,
-    ModelError,
-    ModelUnavailable,
-    NotGranted,
-    RequestTimedOut,
-)
+from moonpool.runtime.calls import Call
+from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable, NotGranted
 from moonpool.runtime.flow import Flow
 from moonpool.runtime.outbox import Outbox
 from moonpool.runtime.request import Response
@@ -58,8 +51,6 @@ _ERROR = 2
 _UNANSWERED = (Kind.LET_GO, Kind.WITHDRAW, Kind.INDIRECT)
 # Packets that are read before others have their turn.
 _TURN = 16
-# Calls with a later end have none.
-_MAX_TIMEOUT_US = 10**15
 # What costs more than its size says.
 _COSTS = dict.fromkeys((Kind.LOAD_MODEL, Kind.UNLOAD_MODEL, Kind.IS_MODEL_READY), TASK_COST)
 
@@ -89,8 +80,6 @@ class CallDesk:
         self._room = Room()
         self._stored_bytes = 0
         self._fetching = Fetching()
-        self._deadlines = Deadlines()
-        self._wakes_at_s: float | None = None
         # Other things that are asked for, by their numbers: what runs on a thread, and what others are asked.
         self._tasks: set[int] = set()
         self._questions: set[int] = set()
@@ -227,7 +216,7 @@ class CallDesk:
     # Requests to other models
 
     def _infer(self, fields: list[Any]) -> None:
-        _, number, model, version, decoupled, timeout_us, released, blocks, rows, _, _ = fields
+        _, number, model, version, decoupled, _, released, blocks, rows, _, _ = fields
         self._check_new(number)
         link = self._link
         if link.lanes is not None:
@@ -250,8 +239,6 @@ class CallDesk:
         except MoonpoolError as error:
             self._refuse(call, error)
             return
-        if 0 < timeout_us < _MAX_TIMEOUT_US:
-            self._end_at(call, time.monotonic() + timeout_us / 1e6)
         if link.lanes is not None and hosted.signature.has_to_copy(inputs.values()):
 
             def go_on(fetched: dict[str, Any] | MoonpoolError) -> None:
@@ -373,24 +360,8 @@ class CallDesk:
             if call.batch == batch:
                 self._end(call, ModelError("Request cancelled", "CANCELLED"))
 
-    def _end_at(self, call: Call, when_s: float) -> None:
-        self._deadlines.shrink(self._is_open, len(self._calls))
-        self._deadlines.add(when_s, call)
-        if self._wakes_at_s is None or when_s < self._wakes_at_s:
-            self._wakes_at_s = when_s
-            self._reactor.call_at(when_s, self._expire)
-
     def _is_open(self, call: Call) -> bool:
         return self._calls.get(call.number) is call
-
-    def _expire(self) -> None:
-        for call in self._deadlines.due(time.monotonic()):
-            if self._is_open(call):
-                self._end(call, RequestTimedOut("Request timeout expired"))
-        self._deadlines.shrink(self._is_open, len(self._calls))
-        self._wakes_at_s = self._deadlines.next_s
-        if self._wakes_at_s is not None:
-            self._reactor.call_at(self._wakes_at_s, self._expire)
 
     # Other things that models ask for
 

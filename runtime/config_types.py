@@ -59,6 +59,12 @@ class DynamicBatching:
     def queue_policy(self, priority_level: int) -> QueuePolicy:
         return self.priority_queue_policies.get(priority_level, self.default_queue_policy)
 
+    @property
+    def rejects_late(self) -> bool:
+        """Whether a request may be rejected for the time that it has waited."""
+        policies = (self.default_queue_policy, *self.priority_queue_policies.values())
+        return any(each.default_timeout_us and each.timeout_action == "REJECT" for each in policies)
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceControl:

@@ -42,10 +42,19 @@ Lane: TypeAlias = "OrderedDict[int, Entry[R]]"
 class Level(Generic[R]):
     """The requests of one priority level and their policy."""
 
-    __slots__ = ("late", "limit", "may_override", "number", "timeout_us", "waiting")
+    __slots__ = (
+        "late",
+        "limit",
+        "may_override",
+        "number",
+        "timeout_us",
+        "to_instance_ns",
+        "waiting",
+    )
 
-    def __init__(self, number: int, policy: QueuePolicy | None) -> None:
+    def __init__(self, number: int, policy: QueuePolicy | None, to_instance_ns: int = 0) -> None:
         self.number = number
+        self.to_instance_ns = to_instance_ns
         self.limit = policy.max_queue_size if policy else 0
         self.timeout_us = policy.default_timeout_us if policy else 0
         self.may_override = policy.allow_timeout_override if policy else False
@@ -60,7 +69,7 @@ class Level(Generic[R]):
         return [self.waiting] if self.late is None else [self.waiting, self.late]
 
     def deadline_ns(self, request: R, now_ns: int) -> int:
-        """When the request has waited too long.
+        """The time at which a request that arrives now must have left, to be at an instance in time.
 
         As in Triton an override can only shorten the default, so where there is no default timeout
         it has no effect at all.
@@ -68,4 +77,4 @@ class Level(Generic[R]):
         timeout_us = self.timeout_us
         if self.may_override and 0 < request.timeout_us < timeout_us:
             timeout_us = request.timeout_us
-        return now_ns + timeout_us * 1000
+        return now_ns + max(0, timeout_us * 1000 - self.to_instance_ns)

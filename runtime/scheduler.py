@@ -74,7 +74,7 @@ class Scheduler:
                 raise own(self._refusal)
             now_ns = time.monotonic_ns()
             request.queued_ns = now_ns
-            if self._room.is_open and self._idle and not len(self._room):
+            if self._idle and self._room.lets_past(request):
                 # In this order an interrupted thread leaves no instance behind that nobody knows of.
                 instance = self._idle[-1]
                 driver = None if instance.blocks else request.waiter

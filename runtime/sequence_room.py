@@ -29,7 +29,7 @@ class SequenceRoom(WaitingRoom):
 
     def __init__(self, config: ModelConfig, batching: SequenceBatching) -> None:
         super().__init__(config)
-        self.is_open = False
+        self._is_open = False
         self._model = config.name
         self._is_iterative = batching.is_iterative
         self._controls = SequenceControls(config, batching.controls)

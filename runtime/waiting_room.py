@@ -31,6 +31,9 @@ class Plan(NamedTuple):
 
 
 _NOTHING = Plan([], [], None)
+# No request is in a stub sooner than this after it was sent: another process has to wake up. A request that may
+# wait for less never reaches an instance in time, however idle that is.
+_TO_INSTANCE_NS = 20_000
 
 
 class WaitingRoom:
@@ -38,16 +41,25 @@ class WaitingRoom:
 
     # Whether more than the queue changes when a batch is answered.
     keeps_sequences = False
-    # Whether a request that meets an idle instance, and nobody who waits, may go past into the instance.
-    is_open: bool
 
     def __init__(self, config: ModelConfig) -> None:
         batching = config.dynamic_batching
-        self.is_open = batching is None or not batching.max_queue_delay_us
-        self._queue: Queue[InferenceRequest] = Queue(config.max_batch_size, config.dynamic_batching)
+        self._is_open = batching is None or not batching.max_queue_delay_us
+        self._rejects_late = batching is not None and batching.rejects_late
+        self._queue: Queue[InferenceRequest] = Queue(
+            config.max_batch_size, batching, _TO_INSTANCE_NS
+        )
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def lets_past(self, request: InferenceRequest) -> bool:
+        """Whether a request that meets an idle instance may go into it without being added."""
+        return self._is_open and not len(self._queue) and not self.is_late(request)
+
+    def is_late(self, request: InferenceRequest) -> bool:
+        """Whether a request that meets an idle instance is rejected, as it would not be there in time."""
+        return self._rejects_late and self._queue.is_late(request)
 
     def add(self, request: InferenceRequest, now_ns: int) -> None:
         """Let a request wait. Raises `QueueFull`, and `InvalidRequest` and `SequenceLost` where there are sequences."""

@@ -28,6 +28,16 @@ CALLEE: Config = {
     "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)],
 }
 SQUARE: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
+# Requests may say how long they wait.
+HASTY: Config = {
+    "max_batch_size": 0,
+    "dynamic_batching": {
+        "default_queue_policy": {
+            "allow_timeout_override": True,
+            "default_timeout_microseconds": 3_600_000_000,
+        }
+    },
+}
 WORDS: Config = {
     "input": [tensor("WORDS", "STRING", -1, -1)],
     "output": [tensor("OUT_WORDS", "STRING", -1, -1)],
@@ -43,14 +53,15 @@ def callee(mode: str) -> Config:
 @pytest.fixture(scope="module", autouse=True)
 def models(runtime: moonpool.Runtime) -> Iterator[None]:
     names = ["slow", "raises", "refuses", "told"]
-    runtime.load("caller", MODELS / "caller.py", config=CALLER, instances=2)
+    runtime.load("caller", MODELS / "caller.py", config={**CALLER, **HASTY}, instances=2)
     runtime.load("square", MODELS / "square.py", config=SQUARE)
     runtime.load("mirror", MODELS / "echo.py", config=ECHO)
     runtime.load("words", MODELS / "echo.py", config=WORDS)
+    runtime.load("hasty", MODELS / "callee.py", config={**callee("slow"), **HASTY})
     for name in names:
         runtime.load(name, MODELS / "callee.py", config=callee(name))
     yield
-    for name in ["caller", "square", "mirror", "words", *names]:
+    for name in ["caller", "square", "mirror", "words", "hasty", *names]:
         runtime.unload(name)
 
 
@@ -160,7 +171,7 @@ def test_a_child_that_dies_while_it_waits_harms_nobody(runtime: moonpool.Runtime
             "'W' for model 'square'",
         ),
         ({"model": "refuses"}, "ALREADY_EXISTS: not today"),
-        ({"model": "slow", "timeout": 50_000}, "UNAVAILABLE: Request timeout expired"),
+        ({"model": "hasty", "timeout": 5}, "UNAVAILABLE: Request timeout expired"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(map(str, value.values())),
 )
@@ -170,6 +181,27 @@ def test_an_error_comes_in_the_response_with_its_code(
     asked = {"DO": ["error" + json.dumps(told)], "X": X}
     outputs = runtime.infer("caller", asked, timeout_s=PATIENCE_S)
     assert outputs["SAID"][0].decode() == said
+
+
+def test_a_timeout_is_for_the_queue_and_not_for_the_model(runtime: moonpool.Runtime) -> None:
+    # Each takes longer than that: one has no queue policy, the other is idle.
+    for model, timeout_us in ("slow", 5), ("hasty", 100_000):
+        told = json.dumps({"model": model, "timeout": timeout_us})
+        outputs = runtime.infer("caller", {"DO": ["once" + told], "X": X}, timeout_s=PATIENCE_S)
+        assert outputs["Y"].tolist() == [0, 1, 4, 9]
+
+
+def test_a_model_never_sees_a_request_that_comes_too_late(runtime: moonpool.Runtime) -> None:
+    before = runtime.statistics("hasty")["inference_stats"]
+
+    for timeout_us in (1, 5):
+        told = json.dumps({"model": "hasty", "timeout": timeout_us})
+        outputs = runtime.infer("caller", {"DO": ["error" + told], "X": X}, timeout_s=PATIENCE_S)
+        assert outputs["SAID"][0] == b"UNAVAILABLE: Request timeout expired"
+
+    after = runtime.statistics("hasty")["inference_stats"]
+    assert after["fail"]["count"] == before["fail"]["count"] + 2
+    assert after["compute_infer"] == before["compute_infer"]
 
 
 def test_what_the_other_model_raises_is_told(runtime: moonpool.Runtime) -> None:

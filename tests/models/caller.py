@@ -177,7 +177,7 @@ def recursive(x, depth, timeout=0):
         return x
     do = ["recursive" + json.dumps({"depth": depth - 1, "timeout": timeout})]
     inputs = [pb_utils.Tensor("X", x + 1), pb_utils.Tensor("DO", np.array(do, object))]
-    response = request(inputs, model="caller", timeout=timeout).exec()
+    response = request(inputs, model="caller", output="", timeout=timeout).exec()
     if response.has_error():
         return f"{response.error().code().name}: {response.error().message()}"
     said = pb_utils.get_output_tensor_by_name(response, "SAID")

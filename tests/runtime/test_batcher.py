@@ -337,6 +337,25 @@ def test_a_request_can_only_shorten_the_timeout_and_only_where_allowed(
     assert form(queue, 0, 0).wake_at_ns == (None if expires_us is None else expires_us * US)
 
 
+def test_the_way_to_an_instance_counts_as_waiting() -> None:
+    config = batching(default_policy=policy(timeout_us=10, override=True))
+    queue: Queue[Asked] = Queue(8, config, to_instance_ns=4 * US)
+    hasty, patient = Asked("hasty", timeout_us=4), Asked("patient", timeout_us=5)
+
+    assert (queue.is_late(hasty), queue.is_late(patient)) == (True, False)
+
+    queue.add(hasty, 0)
+    queue.add(patient, 0)
+    assert form(queue, 0, 0) == ([], [hasty], 1 * US)
+    assert form(queue, 1 * US, 1) == ([], [patient], None)
+
+
+def test_nobody_is_late_where_no_timeout_rejects() -> None:
+    for rules in (None, policy(override=True), policy("DELAY", timeout_us=10, override=True)):
+        queue: Queue[Asked] = Queue(8, batching(default_policy=rules), to_instance_ns=4 * US)
+        assert not queue.is_late(Asked(timeout_us=1))
+
+
 # Leaving early
 
 

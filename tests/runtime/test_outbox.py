@@ -13,7 +13,6 @@ from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.allotment import Allotment
-from moonpool.runtime.calls import Call, Deadlines
 from moonpool.runtime.loans import Loans
 from moonpool.runtime.outbox import Outbox
 from moonpool.runtime.reactor import Reactor
@@ -106,28 +105,3 @@ def test_a_stub_that_reads_nothing_is_given_up_at_some_size(ends: Ends) -> None:
 
     (error,) = wait_until(errors)
     assert "bytes unread" in str(error)
-
-
-def call(number: int) -> Call:
-    return Call(number, "m", lambda *_: None, takes_many=False, batch=0)
-
-
-def test_calls_are_due_in_the_order_of_their_times() -> None:
-    deadlines = Deadlines()
-    calls = {when: call(when) for when in (3, 1, 2)}
-    for when, each in calls.items():
-        deadlines.add(when, each)
-
-    assert deadlines.next_s == 1
-    assert [each.number for each in deadlines.due(2)] == [1, 2]
-    assert deadlines.next_s == 3
-
-
-def test_calls_that_ended_early_are_forgotten() -> None:
-    deadlines = Deadlines()
-    is_open = {call(number): number % 1000 == 0 for number in range(10_000)}
-    for each in is_open:
-        deadlines.add(each.number, each)
-        deadlines.shrink(lambda one: is_open[one], 10)
-
-    assert len(list(deadlines.due(10_000))) <= 200

@@ -191,6 +191,20 @@ def test_a_request_may_shorten_its_timeout_where_that_is_allowed(folder: Path) -
         assert [value(first), value(patient)] == [0, 1]
 
 
+def test_who_may_not_even_wait_for_the_way_to_an_idle_instance_is_rejected(folder: Path) -> None:
+    queue_policy = {"default_timeout_microseconds": HOUR_US, "allow_timeout_override": True}
+    with office(folder, **batching(default_queue_policy=queue_policy)) as (backend, runtime):
+        backend.is_quick = True
+        # From a thread, and from the main thread, whose requests take another way.
+        assert isinstance(Caller(runtime, row(0), queue_timeout_us=5).result(), QueueTimeout)
+        with pytest.raises(QueueTimeout, match=r"^Request timeout expired$"):
+            runtime.infer("m", row(0), queue_timeout_us=5)
+        assert backend.sent == []
+        patient = Caller(runtime, row(1), queue_timeout_us=HOUR_US)
+        assert patient.result() == 1
+        assert backend.sent == [[1]]
+
+
 def test_late_requests_go_after_the_others_where_the_policy_says_delay(folder: Path) -> None:
     queue_policy = {
         "timeout_action": "DELAY",

@@ -179,8 +179,11 @@ class Directory(Audience):
     # What happens in the runtime
 
     def model_ready(self, model: Model) -> None:
-        if model.config.sequence_batching is not None:
+        config = model.config
+        if config.sequence_batching is not None:
             return  # the state of a sequence is in one instance, and one scheduler knows in which
+        if config.dynamic_batching is not None and config.dynamic_batching.rejects_late:
+            return  # behind another front end's batch, a request would wait in the stub beyond its timeout
         with self._lock:
             number = self._models[model] = next(self._numbers)
             for member in self._members:

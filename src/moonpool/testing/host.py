@@ -11,6 +11,7 @@ import numpy as np
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.tensors import BF16, code_of
+from moonpool.runtime.batcher import QueueTimeout
 from moonpool.runtime.errors import InvalidRequest, ModelError, ModelNotFound
 from moonpool.runtime.metrics import BadMetric
 from moonpool.runtime.model_control import version_of, wanted_of
@@ -281,4 +282,6 @@ def _failed(request: InferenceRequest, error: Exception) -> InferenceResponse:
     """What is said of a request that its model could not be given, or could not answer in time."""
     code = error.code if isinstance(error, MoonpoolError) else "INTERNAL"
     text = f"Model {request._model_name} - Error when running inference: {error}"
+    if isinstance(error, QueueTimeout):  # the model had taken it
+        text = str(error)
     return InferenceResponse(error=TritonError(text, ErrorCode[code]))

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moonpool.ipc.tensors import BYTES
+from moonpool.runtime.batcher import QueueTimeout
 from moonpool.runtime.details import details_of
 from moonpool.runtime.errors import InvalidRequest, LoadFailed, RequestTimedOut
 from moonpool.runtime.log_settings import LogSettings
 from moonpool.runtime.request import Details
 from moonpool.runtime.signature import Signature
 from moonpool.runtime.start import completed, start_of
+from moonpool.runtime.waiting_room import WaitingRoom
 from moonpool.stub.coroutines import Coroutines
 from moonpool.stub.execute import RELEASE_RESCHEDULE
 from moonpool.stub.loader import LoadError
@@ -105,6 +107,7 @@ class InProcessModel(LoadedModel):
         self._signature = Signature(self.config)
         batching = self.config.sequence_batching
         self._sequences = None if batching is None else Sequences(self.config, batching)
+        self._room = WaitingRoom(self.config)
         self._collector = Collector(start, self.config)
         self._coroutines = Coroutines(start["concurrent_batches"])
         host.is_serving = True
@@ -176,6 +179,9 @@ class InProcessModel(LoadedModel):
                 f"no runtime would make this batch: it has {rows} rows, and the max_batch_size of "
                 f"model '{self.name}' is {self.config.max_batch_size}"
             )
+        # Nobody waits here, but for what is on its way to another process elsewhere.
+        if any(self._room.is_late(request) for request in checked):
+            raise QueueTimeout
         exchanges = [Exchange(request) for request in requests]
         if self._sequences is None:
             self._execute(exchanges, checked)

@@ -35,6 +35,10 @@ output [{ name: "Y" data_type: TYPE_FP32 dims: [-1] }]
 instance_group [{ kind: KIND_CPU }]
 parameters [{ key: "MOONPOOL_ENVIRONMENT" value { string_value: "GATE" } }]
 """
+# Nobody waits longer for the instance.
+TIMED = (
+    SHARED + "dynamic_batching { default_queue_policy { default_timeout_microseconds: 200000 } }"
+)
 RESPONDER = """
 backend: "python"
 input [{ name: "HOW" data_type: TYPE_STRING dims: [1] }, { name: "N" data_type: TYPE_INT32 dims: [1] }]
@@ -47,6 +51,7 @@ input [{ name: "IN" data_type: TYPE_FP32 dims: [4] }]
 output [{ name: "OUT" data_type: TYPE_FP32 dims: [4] }]
 sequence_batching { max_sequence_idle_microseconds: 5000000 }
 """
+TO_TIMED: dict[str, Any] = {"model": "timed"}
 LIVES = ("--model-control-mode=explicit", "--load-model=*", "--frontends=2")
 
 
@@ -55,6 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     write(folder, "echo")
     write(folder, "shared", (MODELS / "shared.py").read_text(), SHARED)
+    write(folder, "timed", (MODELS / "shared.py").read_text(), TIMED)
     write(folder, "responder", (MODELS / "responder.py").read_text(), RESPONDER)
     write(folder, "sequences", config=SEQUENCES)
     return folder
@@ -104,14 +110,14 @@ def kill_one(server: RunningServer) -> None:
     wait_until(lambda: listening(server) == 2, 30.0)
 
 
-def ask(server: RunningServer, how: str, *values: float) -> tuple[int, Any]:
+def ask(server: RunningServer, how: str, *values: float, model: str = "shared") -> tuple[int, Any]:
     body = {
         "inputs": [
             {"name": "HOW", "datatype": "BYTES", "shape": [1], "data": [how]},
             {"name": "X", "datatype": "FP32", "shape": [len(values)], "data": values},
         ]
     }
-    return server.get("/v2/models/shared/infer", "POST", json.dumps(body).encode())
+    return server.get(f"/v2/models/{model}/infer", "POST", json.dumps(body).encode())
 
 
 def succeeded(server: RunningServer, model: str) -> int:
@@ -512,6 +518,24 @@ def test_a_client_that_leaves_cancels_its_request(server: RunningServer) -> None
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
     assert seen() in (before, before + 1)
+
+
+def test_nobody_waits_in_a_stub_beyond_the_timeout_of_the_queue(
+    server: RunningServer, gate: Path
+) -> None:
+    gate.touch()
+    begun = Path(f"{gate}.begun")
+    begun.unlink(missing_ok=True)
+    try:
+        thread = threading.Thread(target=ask, args=(server, "until told", 7), kwargs=TO_TIMED)
+        thread.start()
+        wait_until(begun.exists)
+        # Connections go to all front ends.
+        outcomes = [ask(server, "same", number, **TO_TIMED) for number in range(8)]
+    finally:
+        gate.unlink()
+    thread.join()
+    assert outcomes == [(503, {"error": "Request timeout expired"})] * 8
 
 
 def test_what_is_under_way_is_finished_at_the_end(folder: Path, gate: Path) -> None:

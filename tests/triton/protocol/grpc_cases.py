@@ -100,6 +100,8 @@ INFERENCE: list[Case] = _infer(
     no_inputs=request("add_sub", []),
     unknown_parameters_of_tensors=add_sub(tensor("INPUT0", x=1), outputs=[output("OUTPUT0", x=1)]),
     a_batch=batched(),
+    a_batch_that_may_not_wait=batched(timeout=5),
+    a_batch_that_may_wait=batched(timeout=4000000),
     a_batch_too_large=request("batched", [tensor(n, shape=[5, 4]) for n in ("INPUT0", "INPUT1")], [ONES * 5] * 2),
     classes=batched(outputs=[output("OUTPUT0", classification=2)]),
     classes_as_text=batched(outputs=[output("OUTPUT0", classification="1")]),

@@ -269,6 +269,10 @@ PARAMETERS: list[Case] = [
         (f"priority {value} of 3", [infer("batched", {"inputs": batch([1, 2, 3, 4]), "parameters": {"priority": value}})])
         for value in (0, 3, 4)
     ],
+    *[
+        (f"timeout {value} of 5000000", [infer("batched", {"inputs": batch([1, 2, 3, 4]), "parameters": {"timeout": value}})])
+        for value in (0, 5, 4000000, 6000000)
+    ],
 ]  # fmt: skip
 
 

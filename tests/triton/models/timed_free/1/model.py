@@ -1,0 +1,1 @@
+../../timed/1/model.py
