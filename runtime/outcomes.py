@@ -149,7 +149,7 @@ class Outcomes:
         if self._decoupled:
             self._count_response(request, outcome)
         if outcome is not None:
-            # What went wrong behind the only response takes its place.
+            # A sender that was dropped before the last flag is an error, also where a response was sent.
             is_failure = flags and isinstance(outcome, BaseException)
             if request.responses and not self._decoupled and not is_failure:
                 raise RemoteProtocolError("a second response of a model that is not decoupled")

@@ -104,13 +104,13 @@ class Reply:
     def finish(self, response: InferenceResponse) -> None:
         """Send the last response, unless the request has had it.
 
-        An error takes the place of the only response of a model that is not decoupled, where that was
-        sent without the flag.
+        If a model that is not decoupled sent its response without the flag, that one stands, whatever the model
+        returned or raised afterwards.
         """
         with self._lock:
             if not self._is_closed:
                 self._is_closed = self._is_used = True
-                self._port.respond(self, response, FINAL)
+                self._port.respond(self, None if self.is_answered else response, FINAL)
 
     def fail(self, message: str) -> None:
         """End the request with an error, unless it has ended."""
@@ -139,6 +139,11 @@ class Reply:
             self._is_closed = True
         self._port.forget(self)
         return True
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the only response was sent."""
+        return self._count > 0 and not self._port.is_decoupled
 
     @property
     def is_closed(self) -> bool:

@@ -94,6 +94,28 @@ def test_what_is_dropped_open_is_abandoned_once() -> None:
     assert port.sent == [(DROPPED, FINAL)]
 
 
+def test_the_answer_of_a_model_that_has_one_stands_whatever_comes_after() -> None:
+    for is_failure in (True, False):
+        port = Post(is_decoupled=False)
+        given, sent = request(port), response()
+        given.get_response_sender().send(sent)
+        with pytest.raises(TritonModelException, match="cannot send more than one response"):
+            given.get_response_sender().send(response())
+        if is_failure:
+            given.reply().fail("on purpose")
+        else:
+            given.reply().finish(response())
+        assert port.sent == [(sent, 0), (None, FINAL)]
+
+
+def test_an_error_follows_the_responses_of_a_decoupled_model() -> None:
+    port = Post()
+    given, sent = request(port), response()
+    given.get_response_sender().send(sent)
+    given.reply().fail("on purpose")
+    assert port.sent == [(sent, 0), ("on purpose", FINAL)]
+
+
 def test_what_was_answered_with_its_batch_is_not_abandoned() -> None:
     port = Post()
     given = request(port)

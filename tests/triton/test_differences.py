@@ -191,6 +191,20 @@ def test_an_exception_after_the_last_response_harms_nobody(both: Both, after: st
     assert isinstance(both.moonpool.infer("sends", LAST), Answer)
 
 
+@pytest.mark.parametrize(
+    "after", ["sender.send(y(2))", "raise ValueError('on purpose')", "returned = [y(2)]"]
+)
+def test_an_answer_that_was_sent_stands(both: Both, after: str) -> None:
+    inputs = code_of(f"sender.send(y(1))\n{after}")
+
+    theirs, ours = both.triton.infer("sends", inputs), both.moonpool.infer("sends", inputs)
+
+    assert theirs == Failure("INTERNAL", "expected a single response, got 2")
+    assert isinstance(ours, Answer)
+    assert ours.outputs == {"Y": output_of(np.ones(1, np.float32))}
+    assert isinstance(both.moonpool.infer("sends", LAST), Answer)
+
+
 @pytest.mark.parametrize("model", ["sends", "streams"])
 def test_a_request_that_nobody_can_answer_ends(both: Both, model: str) -> None:
     (outcome,) = both.moonpool.stream(model, code_of("del sender"))

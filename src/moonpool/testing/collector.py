@@ -97,7 +97,7 @@ class Collector(Port):
             exchange = self._open[reply.batch, reply.index]
             if response is not None:
                 if exchange.responses and not self.is_decoupled:
-                    exchange.responses.clear()  # an error behind the only response takes its place
+                    exchange.responses.clear()  # it is the error of a sender that was dropped
                 exchange.responses.append(self._received(response, reply, exchange.cause))
             if len(exchange.responses) == exchange.request.cancel_after:
                 exchange.cancel()
