@@ -56,6 +56,7 @@ class Kind(IntEnum):
     DONE = 37
     NEW_METRIC = 38
     METRIC_VALUE = 39
+    CANCEL_CALL = 43
     # Control channel of a template.
     FORK = 45
     REAP = 46

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.fields import Spec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 # The stage of FAILED whose message is the number of an error of exec: the model's interpreter was not started.
 EXEC_FAILED = "exec"
 
@@ -329,6 +329,8 @@ CALLS: dict[Kind, Message] = {
             "error": Maybe(_ERROR),
         },
     ),
+    # The model that was asked may stop. What it sends all the same, up to its own end, is still wanted.
+    Kind.CANCEL_CALL: Message(_STUB, {"call": _ID}),
     # The responses to this call are not wanted any more; the last of them comes all the same.
     Kind.WITHDRAW: Message(_STUB, {"call": _ID}),
     # Blocks of replies that the model let go of, when no INFER comes by for them to ride on.

@@ -48,7 +48,7 @@ BROKE = "broke the protocol and was ended"
 # A level of LOG.
 _ERROR = 2
 # Nobody waits for an answer to these.
-_UNANSWERED = (Kind.LET_GO, Kind.WITHDRAW, Kind.INDIRECT)
+_UNANSWERED = (Kind.LET_GO, Kind.CANCEL_CALL, Kind.WITHDRAW, Kind.INDIRECT)
 # Packets that are read before others have their turn.
 _TURN = 16
 # What costs more than its size says.
@@ -85,6 +85,7 @@ class CallDesk:
         self._questions: set[int] = set()
         self._handlers: dict[int, Callable[[list[Any]], None]] = {
             Kind.INFER: self._infer,
+            Kind.CANCEL_CALL: self._cancel,
             Kind.WITHDRAW: self._withdraw,
             Kind.LET_GO: self._let_go,
             Kind.INDIRECT: self._indirect,
@@ -264,6 +265,7 @@ class CallDesk:
             request.waiter = call
             if request.details is not None and request.details.trace is not None:
                 self._link.replies.watch(request, hosted.model, request.details)
+            request.is_cancelled = call.is_cancelled
             call.request, call.scheduler = request, hosted.scheduler
             execution = hosted.scheduler.submit(request)
         except MoonpoolError as error:
@@ -334,6 +336,12 @@ class CallDesk:
     def _send(self, *message: Any) -> None:
         """Send now or, where the stub is behind with reading, when it has caught up. From any thread."""
         self._outbox.send(message, self._link.loans)
+
+    def _cancel(self, fields: list[Any]) -> None:
+        # It may have been answered while this was on its way.
+        call = self._calls.get(fields[1])
+        if call is not None:
+            call.cancel()
 
     def _withdraw(self, fields: list[Any]) -> None:
         # It may have been answered while this was on its way.

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 class Call(Waiter):
     """A request that a model made. `answer` gets each outcome, and whether it is the last."""
 
-    __slots__ = ("_answer", "batch", "model", "number", "request", "scheduler", "takes_many")
+    __slots__ = (
+        "_answer",
+        "batch",
+        "is_cancelled",
+        "model",
+        "number",
+        "request",
+        "scheduler",
+        "takes_many",
+    )
 
     def __init__(
         self,
@@ -33,6 +42,7 @@ class Call(Waiter):
         self.model = model
         self.takes_many = takes_many
         self._answer = answer
+        self.is_cancelled = False
         self.request: InferenceRequest | None = None
         self.scheduler: Scheduler | None = None
 
@@ -48,6 +58,12 @@ class Call(Waiter):
             if self.request.trace is not None:
                 self.request.trace.end()
         self._answer(self, outcome, True)
+
+    def cancel(self) -> None:
+        """The model may stop; its responses are still waited for."""
+        self.is_cancelled = True
+        if self.scheduler is not None and self.request is not None:
+            self.scheduler.tell_cancelled(self.request)
 
     def leave(self) -> None:
         """Nobody waits for the responses any more."""

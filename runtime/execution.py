@@ -89,9 +89,9 @@ class Execution:
         return [_no_answer(result)] * len(self.requests)
 
     def _cancel_left(self) -> None:
-        """Whoever left before the instance knew of the request could not tell it so."""
+        """Whoever left or cancelled before the instance knew of the request could not tell it so."""
         for request in self.requests:
-            if request.left and not request.fills_place:
+            if (request.left or request.is_cancelled) and not request.fills_place:
                 self.instance.backend.cancel(self.instance, request)
 
     def began_before(self, time_ns: int) -> bool:

@@ -185,6 +185,7 @@ class InferenceRequest:
         "details",
         "fills_place",
         "has_views",
+        "is_cancelled",
         "left",
         "priority",
         "queued_ns",
@@ -237,6 +238,8 @@ class InferenceRequest:
         self.attempts = 0
         # The caller went away: nobody wants the outcome.
         self.left = False
+        # The model may stop, but what it sends is still wanted.
+        self.is_cancelled = False
         # It stands for an empty place in the batch of a sequence batcher: nobody sent it.
         self.fills_place = False
         # How many responses came so far apart from the outcome, and the only one of a model that gives one.

@@ -111,6 +111,15 @@ class Scheduler:
             self.reactor.call_soon(self._look)
         return inside
 
+    def tell_cancelled(self, request: InferenceRequest) -> None:
+        """Let the model see that it may stop: now, or when it gets the request. Its responses go on."""
+        with self._lock:
+            request.is_cancelled = True
+            inside = [each.instance for each in self._busy.values() if request in each.requests]
+            instance = inside[0] if inside else self.outcomes.open.instance_of(request)
+        if instance is not None:
+            instance.backend.cancel(instance, request)
+
     def _form(self, now_ns: int) -> tuple[list[Execution], Rejected]:
         """What to do now; with the lock held."""
         batches, rejected, wake_at_ns = self._room.form(now_ns, self._idle)

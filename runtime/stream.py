@@ -82,6 +82,10 @@ class ResponseStream:
         if execution is not None:
             execution.drive_in_reactor()
 
+    def _tell_cancelled(self) -> None:
+        """Let the model see that it may stop; what it sends all the same still comes. For tests of models."""
+        self._scheduler.tell_cancelled(self._request)
+
     # For threads
 
     def __iter__(self) -> ResponseStream:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _REPLY = int(Kind.REPLY)
 _INDIRECT = int(Kind.INDIRECT)
+_CANCEL_CALL = int(Kind.CANCEL_CALL)
 
 
 def _end() -> None:
@@ -114,6 +115,11 @@ class Calls:
             is_load = message[0] == Kind.LOAD_MODEL
             packet = self._regions.indirect(packet, sys.maxsize if is_load else MAX_CALL_BYTES)
         self._outbox.put(packet)
+
+    def cancel(self, call: Call) -> None:
+        """Tell the model that was asked that it may stop. The answers come until it does."""
+        if self._open.get(call.number) is call:
+            self.send(_CANCEL_CALL, call.number)
 
     def withdraw(self, call: Call) -> None:
         """Ask for no further answers than the one that says that there are none."""

@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -146,21 +147,14 @@ class ForkedHost(Host):
         if not decoupled:
             with end:
                 return _response(*_told(end))
-        is_cancelled = False
 
         def receive() -> InferenceResponse | None:
-            try:
-                answer = _receive(end)
-            except EOFError:
-                if is_cancelled:
-                    return None
-                raise TritonModelException(_GONE) from None
+            answer = _told(end)
             return _response(*answer) if answer else None
 
         def cancel() -> None:
-            nonlocal is_cancelled
-            is_cancelled = True
-            _hang_up(end)
+            with contextlib.suppress(OSError):  # the stub has ended
+                end.shutdown(socket.SHUT_WR)
 
         def abandon() -> None:
             _hang_up(end)
@@ -172,7 +166,12 @@ class ForkedHost(Host):
         import asyncio
 
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(None, self.infer, request, decoupled)
+        return loop.run_in_executor(None, self._begun, request, decoupled)
+
+    def _begun(self, request: InferenceRequest, decoupled: bool) -> Answer:
+        """As `infer`, where the first response is there."""
+        answer = self.infer(request, decoupled)
+        return answer._wait() if isinstance(answer, ResponseIterator) else answer
 
     def _call(self, method: str, *arguments: Any) -> Any:
         with self._ask(method, *arguments) as end:
@@ -227,11 +226,19 @@ def _answer(end: socket.socket) -> None:
 def _infer(end: socket.socket, decoupled: bool, *packed: Any) -> None:
     answer = _request(*packed).exec(decoupled)
     if isinstance(answer, ResponseIterator):
+        # The fork says nothing more until it cancels, or is gone.
+        threads.start(partial(_cancel_at_end, end, answer), "moonpool-forks")
         for response in answer:
             _send(end, ("answer", *_packed_response(response)))
         _send(end, ("answer",))
     else:
         _send(end, ("answer", *_packed_response(answer)))
+
+
+def _cancel_at_end(end: socket.socket, responses: ResponseIterator) -> None:
+    with contextlib.suppress(OSError):
+        end.recv(1)
+    responses.cancel()
 
 
 # What travels

@@ -16,14 +16,22 @@ _END = "Iteration is done for the responses."
 class ResponseIterator:
     """Responses in the order in which they were sent, each as soon as it is there.
 
-    A loop that is left early is resumed by the next one; after the last response, a loop sees all of them
-    again. The last response may be an
-    empty one: a model that ends without a further response says so with a message of its own.
+    The next loop goes on where one was left. It begins anew only where the last one came to the end, in the first
+    pass as in later ones. The last response may be empty: it stands for the end that a model told by itself.
     Thread-safe; each response goes to one of the threads that share a loop.
     """
 
     __module__ = "c_python_backend_utils"
-    __slots__ = ("_abandon", "_cancel", "_index", "_is_over", "_lock", "_receive", "_seen")
+    __slots__ = (
+        "_abandon",
+        "_cancel",
+        "_index",
+        "_is_begun",
+        "_is_over",
+        "_lock",
+        "_receive",
+        "_seen",
+    )
 
     def __init__(self) -> None:
         raise TypeError("a ResponseIterator comes from exec(decoupled=True)")
@@ -37,7 +45,7 @@ class ResponseIterator:
     ) -> ResponseIterator:
         """`receive` waits for the next response, and returns None after the last. The others do not wait.
 
-        `abandon` is called when nobody refers to the iterator any more.
+        Responses still come after `cancel`. `abandon` is called when nobody refers to the iterator any more.
         """
         iterator = object.__new__(cls)
         iterator._receive = receive
@@ -45,7 +53,7 @@ class ResponseIterator:
         iterator._abandon = abandon
         iterator._seen = []
         iterator._index = 0
-        iterator._is_over = False
+        iterator._is_over = iterator._is_begun = False
         iterator._lock = threading.Lock()
         return iterator
 
@@ -55,29 +63,52 @@ class ResponseIterator:
     _seen: list[InferenceResponse]
     _index: int
     _is_over: bool
+    # Whether the loop that goes on has had a response.
+    _is_begun: bool
     _lock: threading.Lock
 
     def __iter__(self) -> ResponseIterator:
         with self._lock:
-            if self._is_over:
-                self._index = 0
+            self._is_begun = False
         return self
 
     def __next__(self) -> InferenceResponse:
         """The next response; waits for it. Raises StopIteration after the last."""
         with self._lock:
-            if self._index == len(self._seen):
-                response = None if self._is_over else self._receive()
+            seen = self._seen
+            if self._index == len(seen) and not self._is_over:
+                response = self._receive()
                 if response is None:
                     self._is_over = True
+                else:
+                    seen.append(response)
+            if self._index == len(seen):
+                # A loop that finds nothing to go on with begins anew, one that has had something ends.
+                if self._is_begun or not seen:
+                    self._is_begun = True
                     raise StopIteration(_END)
-                self._seen.append(response)
-            response = self._seen[self._index]
+                self._index = 0
+            self._is_begun = True
+            response = seen[self._index]
             self._index += 1
             return response
 
+    def _wait(self) -> ResponseIterator:
+        """Wait for the first response, or for the end where there is none; returns the iterator."""
+        with self._lock:
+            if not self._seen and not self._is_over:
+                response = self._receive()
+                if response is None:
+                    self._is_over = True
+                else:
+                    self._seen.append(response)
+        return self
+
     def cancel(self) -> None:
-        """Tell the model that nobody wants further responses. Nothing happens where it is done already."""
+        """Tell the model that no further responses are needed; `is_cancelled()` is True there from then on.
+
+        What it sends all the same still comes, up to its own end. Nothing happens where it is done already.
+        """
         self._cancel()
 
     def __del__(self) -> None:

@@ -95,15 +95,12 @@ class StubHost(Host):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         self._check(request)
-        if decoupled:
-            future.set_result(self.infer(request, decoupled))
-            return future
         waiting: list[Call] = []
-        call = self._calls.open(request, partial(self._notify, loop, future, waiting))
+        call = self._calls.open(request, partial(self._notify, loop, future, waiting, decoupled))
         waiting.append(call)
         failed = self._send(call, request, decoupled)
         if failed is not None:
-            future.set_result(failed)
+            future.set_result(self._iterator(call, failed) if decoupled else failed)
         else:
             future.add_done_callback(partial(self._ended, call))
         return future
@@ -113,16 +110,22 @@ class StubHost(Host):
             self._calls.abandon(call)
 
     def _notify(
-        self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Answer], waiting: list[Call]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        future: asyncio.Future[Answer],
+        waiting: list[Call],
+        decoupled: bool,
     ) -> None:
         try:
-            loop.call_soon_threadsafe(self._resolve, future, waiting[0])
+            loop.call_soon_threadsafe(self._resolve, future, waiting[0], decoupled)
         except RuntimeError:  # the loop was closed: nobody waits there any more
             self._calls.abandon(waiting[0])
 
-    def _resolve(self, future: asyncio.Future[Answer], call: Call) -> None:
+    def _resolve(self, future: asyncio.Future[Answer], call: Call, decoupled: bool) -> None:
         if future.done():
             self._calls.abandon(call)
+        elif decoupled:  # whoever goes through the responses now has the first one at once
+            future.set_result(self._iterator(call, None))
         else:
             future.set_result(self._response(call.inbox.popleft()))
 
@@ -193,7 +196,7 @@ class StubHost(Host):
             return self._response(fields)
 
         return ResponseIterator.over(
-            receive, partial(calls.withdraw, call), partial(calls.abandon, call)
+            receive, partial(calls.cancel, call), partial(calls.abandon, call)
         )
 
     # Other models themselves
@@ -317,4 +320,4 @@ def _details(request: InferenceRequest) -> tuple[object, ...] | None:
 
 
 def _nothing() -> None:
-    """Where there is nothing to withdraw."""
+    """Where there is nothing to cancel."""

@@ -214,7 +214,7 @@ def cancelled(x, by):
     if by == "cancel":
         responses.cancel()
         last = list(responses)[-1]
-        said = f"{last.error().code().name}: {last.error().message()}"
+        said = "ended" if not last.has_error() and not last.output_tensors() else "an error"
     else:
         del responses
         gc.collect()

@@ -1,4 +1,4 @@
-"""What is sent to a stub that is behind with reading, and calls that end at a time."""
+"""What is sent to a stub that is behind with reading."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -33,9 +35,13 @@ class Stub(Host):
         self.answer = answer
         self.asked: list[InferenceRequest] = []
 
+        self.is_cancelled = threading.Event()
+
     def infer(self, request: InferenceRequest, decoupled: bool) -> Any:
         self.asked.append(request)
-        return ResponseIterator.over(self.answer, lambda: None) if decoupled else self.answer()
+        if decoupled:
+            return ResponseIterator.over(self.answer, self.is_cancelled.set)
+        return self.answer()
 
     def is_model_ready(self, name: str, version: str) -> bool:  # noqa: ARG002
         return bool(self.answer())
@@ -108,23 +114,55 @@ def test_whatever_goes_wrong_is_told(forked: ForkedHost, error: Exception) -> No
         forked.is_model_ready("m", "")
 
 
-def test_a_loop_that_is_cancelled_ends(forked: ForkedHost) -> None:
-    may_go_on = threading.Event()
-    first = iter([Y])
+def test_a_loop_that_is_cancelled_goes_on_to_the_model_s_own_end(forked: ForkedHost) -> None:
+    def all_answers() -> Iterator[Any]:
+        yield Y
+        assert stub.is_cancelled.wait(10)
+        yield Y
+        yield Y
+
+    answers = all_answers()
+    stub = Stub(lambda: next(answers, None))
+    host.use(stub)
+    stream: Any = forked.infer(request(), True)
+    next(stream)
+    stream.cancel()
+    assert len(list(stream)) == 2
+
+
+def test_a_model_is_told_when_a_fork_forgets_its_loop(forked: ForkedHost) -> None:
+    may_end = threading.Event()
+    answers = iter([Y])
 
     def answer() -> Any:
-        for response in first:
-            return response
-        may_go_on.wait(10)
-        return None
+        response = next(answers, None)
+        return response or (may_end.wait(10) and None)
+
+    stub = Stub(answer)
+    host.use(stub)
+    stream: Any = forked.infer(request(), True)
+    next(stream)
+    del stream
+    gc.collect()
+    assert stub.is_cancelled.wait(10)
+    may_end.set()
+
+
+def test_a_coroutine_of_a_fork_gets_its_loop_with_the_first_response(forked: ForkedHost) -> None:
+    may_answer = threading.Event()
+    answers = iter([Y])
+
+    def answer() -> Any:
+        assert may_answer.wait(10)
+        return next(answers, None)
+
+    async def ask() -> int:
+        asyncio.get_running_loop().call_later(0.05, may_answer.set)
+        responses: Any = await forked.ainfer(request(), True)
+        return sum(1 for _ in responses)
 
     host.use(Stub(answer))
-    stream: Any = forked.infer(request(), True)
-    answers = iter(stream)
-    next(answers)
-    stream.cancel()
-    assert list(answers) == []
-    may_go_on.set()
+    assert asyncio.run(ask()) == 1
 
 
 def test_outputs_are_asked_for_in_memory_that_a_fork_has(forked: ForkedHost) -> None:

@@ -179,6 +179,7 @@ void Calls::handle(const Question& question) {
 // Throws Failure for what is answered with that in DONE.
 void Calls::perform(const Question& question) {
   const Reader& fields = question.fields;
+  if (question.kind() == Kind::CANCEL_CALL) return cancel(wire::CancelCall(fields).call);
   if (question.kind() == Kind::WITHDRAW) return withdraw(wire::Withdraw(fields).call);
   if (question.kind() == Kind::LET_GO) return take_back(wire::LetGo(fields).places);
   check_new(Reader(fields).uint());
@@ -255,15 +256,20 @@ void Calls::start(Inference& inference, const wire::Infer& asked) {
   inference.start(asked, model_.server(), trace ? stub_->open_requests().child_trace(*trace) : nullptr);
 }
 
-void Calls::withdraw(uint64_t call) {
+std::shared_ptr<Inference> Calls::find(uint64_t call) {
+  std::lock_guard lock(mutex_);
+  const auto open = open_.find(call);
+  return open == open_.end() ? nullptr : open->second;
+}
+
+void Calls::cancel(uint64_t call) {
   // It may have been answered while this was on its way.
-  std::shared_ptr<Inference> inference;
-  {
-    std::lock_guard lock(mutex_);
-    const auto open = open_.find(call);
-    if (open == open_.end()) return;
-    inference = open->second;
-  }
+  if (const auto inference = find(call)) inference->cancel();
+}
+
+void Calls::withdraw(uint64_t call) {
+  const auto inference = find(call);
+  if (!inference) return;
   fail(call, Failure(triton::kCancelled, "Request cancelled"));
   inference->cancel();
 }

@@ -78,6 +78,11 @@ class Calls : public std::enable_shared_from_this<Calls> {
   void perform(const Question& question);
   void infer(const wire::Infer& asked);
   void start(Inference& inference, const wire::Infer& asked);
+  // The call's inference while it is open, else null.
+  std::shared_ptr<Inference> find(uint64_t call);
+  // The model that was asked may stop; its responses go on.
+  void cancel(uint64_t call);
+  // The responses are not wanted any more.
   void withdraw(uint64_t call);
   void take_back(const List<wire::Place>& places);
   // What is known of a message in memory before it is copied.

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -132,6 +132,9 @@ class Inference : public std::enable_shared_from_this<Inference> {
     check(triton::ServerInferAsync(server, request, trace));
     for_release.release();
     for_responses.release();
+    // In this order here and in `cancel`, one of the two sees what the other has done.
+    is_asked_ = true;
+    if (is_cancelled_) tell_cancelled();
   }
 
   // What it says lay in memory, and was copied. Throws Failure.
@@ -141,14 +144,18 @@ class Inference : public std::enable_shared_from_this<Inference> {
   }
 
   uint64_t batch() const { return batch_; }
-  // Nobody wants its responses any more.
+  // The model that was asked may stop.
   void cancel() noexcept {
-    std::lock_guard lock(mutex_);
-    if (!request_ || !triton::InferenceRequestCancel) return;
-    complain(triton::InferenceRequestCancel(request_), "a request cannot be cancelled");
+    is_cancelled_ = true;
+    if (is_asked_) tell_cancelled();
   }
 
  private:
+  void tell_cancelled() noexcept {
+    if (!triton::InferenceRequestCancel) return;
+    complain(triton::InferenceRequestCancel(request_), "a request cannot be cancelled");
+  }
+
   static constexpr size_t kMaxShownName = 80;
 
   static triton::Error* allocate(triton::ResponseAllocator*, const char*, size_t size, int, int64_t, void* calls,
@@ -268,14 +275,10 @@ class Inference : public std::enable_shared_from_this<Inference> {
     return shared;
   }
 
-  static void released(triton::InferenceRequest* request, uint32_t flags, void* holder) noexcept {
+  static void released(triton::InferenceRequest*, uint32_t flags, void* holder) noexcept {
     if ((flags & triton::kReleaseAll) == 0) return;
     const std::unique_ptr<std::shared_ptr<Inference>> inference(static_cast<std::shared_ptr<Inference>*>(holder));
-    {
-      std::lock_guard lock((*inference)->mutex_);
-      (*inference)->request_ = nullptr;
-    }
-    complain(triton::InferenceRequestDelete(request), "a request cannot be deleted");
+    // The request itself stays to the last response: a decoupled model lets go of it early, and is cancelled by it.
     (*inference)->let_go();
   }
 
@@ -296,8 +299,9 @@ class Inference : public std::enable_shared_from_this<Inference> {
   uint64_t copied_bytes_ = 0, message_bytes_ = 0;
   std::vector<int64_t> shape_;
 
-  std::mutex mutex_;  // of the request, which the server may let go of at any time
   triton::InferenceRequest* request_ = nullptr;
+  // Before the server has it, a request cannot be cancelled.
+  std::atomic<bool> is_asked_{false}, is_cancelled_{false};
 };
 
 }  // namespace moonpool

@@ -63,6 +63,7 @@ enum class Kind : uint8_t {
   DONE = 37,  // call, error, values
   NEW_METRIC = 38,  // call, name, description, metric_kind, labels, buckets
   METRIC_VALUE = 39,  // call, metric
+  CANCEL_CALL = 43,  // call
   FORK = 45,  // name
   REAP = 46,  // pid
   EXITED = 47,  // pid, code
@@ -95,7 +96,7 @@ enum class Word : uint8_t {
   SCRUBBED = 92,  // question, text
 };
 
-constexpr uint64_t kProtocolVersion = 3;
+constexpr uint64_t kProtocolVersion = 4;
 constexpr uint64_t kMaxDims = 32;
 constexpr uint64_t kMaxDevices = 4096;
 constexpr int64_t kNoDevice = -1;
@@ -412,6 +413,11 @@ struct Infer {
   List<std::string_view> outputs{};
   std::optional<InferDetails> details{};
   explicit Infer(Reader reader) { read_all(reader, call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details); }
+};
+
+struct CancelCall {
+  uint64_t call{};
+  explicit CancelCall(Reader reader) { read_all(reader, call); }
 };
 
 struct Withdraw {
@@ -869,9 +875,10 @@ constexpr Table<Kind, 21> kControl = {{{
     {"EXITED", 47, 2, 106, 2},
 }}, kSpecs};
 
-constexpr Table<Kind, 11> kCalls = {{{
+constexpr Table<Kind, 12> kCalls = {{{
     {"INFER", 30, 2, 108, 10},
     {"REPLY", 31, 1, 136, 7},
+    {"CANCEL_CALL", 43, 2, 143, 1},
     {"WITHDRAW", 32, 2, 143, 1},
     {"LET_GO", 33, 2, 144, 1},
     {"LOAD_MODEL", 34, 2, 145, 4},

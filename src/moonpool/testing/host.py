@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -75,46 +76,71 @@ class RecordingHost(Host):
 
     def infer(self, request: InferenceRequest, decoupled: bool) -> Answer:
         self._record(request)
+        asked = _as_request(request)
         if decoupled:
-            return self._iterator(request)
+            return self._iterator(request, asked, self._begun(request, asked))
         try:
-            return next(_as_responses(self._called(request), request))
+            return next(_as_responses(self._called(request, asked), request))
         except Exception as error:
             return _failed(request, error)
 
     async def _ainfer(self, request: InferenceRequest) -> Answer:
         try:
-            returned = self._called(request)
+            returned = self._called(request, _as_request(request))
             if inspect.isawaitable(returned):
                 returned = await returned
             return next(_as_responses(returned, request))
         except Exception as error:
             return _failed(request, error)
 
+    async def _astream(self, request: InferenceRequest) -> Answer:
+        asked = _as_request(request)
+        returned = self._begun(request, asked)
+        if inspect.isawaitable(returned):
+            try:
+                returned = await returned
+            except Exception as error:
+                returned = _failed(request, error)
+        iterator = self._iterator(request, asked, returned)
+        # As in a stub, the event loop goes on until the first response is there.
+        return await asyncio.get_running_loop().run_in_executor(None, iterator._wait)
+
     def ainfer(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Answer]:
         """A coroutine function is awaited; others run at once."""
         self._record(request)
-        return _ready(self._iterator(request)) if decoupled else self._ainfer(request)
+        return self._astream(request) if decoupled else self._ainfer(request)
 
     def _record(self, request: InferenceRequest) -> None:
         if not self.is_serving:
             raise TritonModelException(ONLY_IN_EXECUTE)
         self.requests.append(request)
 
-    def _iterator(self, request: InferenceRequest) -> ResponseIterator:
-        responses = self._each(request)
-        return ResponseIterator.over(lambda: next(responses, None), responses.close)
-
-    def _each(self, request: InferenceRequest) -> Generator[InferenceResponse, None, None]:
+    def _begun(self, request: InferenceRequest, asked: Request) -> object:
+        """As `_called`; an error is a response."""
         try:
-            ends_alone = yield from _as_responses(self._called(request, decoupled=True), request)
-            if ends_alone:
-                # The flag that there are no more came without a response.
-                yield InferenceResponse([])
+            return self._called(request, asked, decoupled=True)
         except Exception as error:
-            yield _failed(request, error)
+            return _failed(request, error)
 
-    def _called(self, request: InferenceRequest, *, decoupled: bool = False) -> object:
+    def _iterator(
+        self, request: InferenceRequest, asked: Request, returned: object
+    ) -> ResponseIterator:
+        responses = _each(request, returned)
+        target = self._targets.get(request._model_name)
+
+        def cancel() -> None:
+            if isinstance(target, LoadedModel):
+                target._tell_cancelled(asked)
+
+        def abandon() -> None:
+            responses.close()
+            asked.cancel()
+
+        return ResponseIterator.over(lambda: next(responses, None), cancel, abandon)
+
+    def _called(
+        self, request: InferenceRequest, asked: Request, *, decoupled: bool = False
+    ) -> object:
         """What the function returns, or the responses of the model."""
         name, version = request._model_name, request._model_version
         target = self._targets.get(name)
@@ -129,11 +155,10 @@ class RecordingHost(Host):
                 "to the 'exec' or 'async_exec' calls for decoupled models.'",
                 "UNSUPPORTED",
             )
-        inputs = {tensor._name: copied(tensor) for tensor in request._inputs}
         if isinstance(target, LoadedModel):
-            return target.stream(_as_request(request, inputs))
+            return target._send(asked)
         try:
-            return target(**inputs)
+            return target(**asked.inputs)
         except Exception as error:
             return _raised(request, error)
 
@@ -208,9 +233,9 @@ def _is_decoupled(target: Target) -> bool:
     return inspect.isgeneratorfunction(target)
 
 
-def _as_request(request: InferenceRequest, inputs: Mapping[str, Any]) -> Request:
+def _as_request(request: InferenceRequest) -> Request:
     return Request(
-        inputs,
+        {tensor._name: copied(tensor) for tensor in request._inputs},
         outputs=list(request._requested_output_names) or None,
         request_id=request._details.request_id,
         correlation_id=request._details.correlation_id,
@@ -221,8 +246,14 @@ def _as_request(request: InferenceRequest, inputs: Mapping[str, Any]) -> Request
     )
 
 
-async def _ready(answer: Answer) -> Answer:
-    return answer
+def _each(request: InferenceRequest, returned: object) -> Generator[InferenceResponse, None, None]:
+    try:
+        ends_alone = yield from _as_responses(returned, request)
+        if ends_alone:
+            # The flag that there are no more came without a response.
+            yield InferenceResponse([])
+    except Exception as error:
+        yield _failed(request, error)
 
 
 def _as_responses(

@@ -104,10 +104,9 @@ class InProcessModel(LoadedModel):
             raise
         self._args: dict[str, str] = start["args"]
         self._input_names: list[str] = start["inputs"]
-        self._signature = Signature(self.config)
+        self._signature, self._room = Signature(self.config), WaitingRoom(self.config)
         batching = self.config.sequence_batching
         self._sequences = None if batching is None else Sequences(self.config, batching)
-        self._room = WaitingRoom(self.config)
         self._collector = Collector(start, self.config)
         self._coroutines = Coroutines(start["concurrent_batches"])
         host.is_serving = True
@@ -156,14 +155,22 @@ class InProcessModel(LoadedModel):
                 pass
         return [exchange.responses for exchange in exchanges]
 
-    def _stream(self, request: Request) -> Generator[Response, None, bool]:
+    def _send(self, request: Request) -> Generator[Response, None, bool]:
         (exchange,), (checked,) = self._begin([request])
+        return self._responses(exchange, checked)
+
+    def _responses(
+        self, exchange: Exchange, checked: CheckedRequest
+    ) -> Generator[Response, None, bool]:
         try:
             yield from self._each(exchange, checked, self._deadline())
             return exchange.ended_alone
         finally:
             if not exchange.is_over:
                 exchange.cancel()
+
+    def _tell_cancelled(self, request: Request) -> None:
+        request.cancel()
 
     def _deadline(self) -> float | None:
         return None if self._timeout_s is None else time.monotonic() + self._timeout_s
@@ -319,6 +326,8 @@ class InProcessModel(LoadedModel):
     ) -> None:
         """Every request of the batch that has not ended gets the error."""
         message = self._model.failure(describe(error))
+        if any(request.reply().is_answered for request in requests):  # whose answers stand
+            _log.error("[%s] %s", self.config.name, message, exc_info=error)
         for request, exchange in zip(requests, exchanges, strict=True):
             exchange.cause = error
             request.reply().fail(message)

@@ -46,9 +46,9 @@ class StubModel(LoadedModel):
         with ThreadPoolExecutor(max(1, len(requests))) as threads:
             return list(threads.map(lambda request: list(self._stream(request)), requests))
 
-    def _stream(self, request: Request) -> Generator[Response, None, bool]:
+    def _send(self, request: Request) -> Generator[Response, None, bool]:
         rows = self._rows(request)
-        with self.runtime.stream(
+        stream = self.runtime.stream(
             self.name,
             request.inputs,
             timeout_s=self._timeout_s,
@@ -61,9 +61,15 @@ class StubModel(LoadedModel):
             parameters=request.parameters,
             trace_context=request.trace_context,
             outputs_in="cpu",
-        ) as stream:
-            execution = _Execution(stream)
-            request.executions.add(execution)
+        )
+        execution = _Execution(stream)
+        request.executions.add(execution)
+        return self._responses(request, execution, rows)
+
+    def _responses(
+        self, request: Request, execution: _Execution, rows: int | None
+    ) -> Generator[Response, None, bool]:
+        with execution.stream as stream:
             try:
                 for count, response in enumerate(_each(stream)):
                     if count == request.cancel_after:
@@ -74,6 +80,11 @@ class StubModel(LoadedModel):
             finally:
                 request.executions.discard(execution)
         return self.config.decoupled  # as most such models do it
+
+    def _tell_cancelled(self, request: Request) -> None:
+        for execution in list(request.executions):
+            if isinstance(execution, _Execution):
+                execution.stream._tell_cancelled()
 
     def _rows(self, request: Request) -> int | None:
         """The batch dimension that outputs must have, if any. Raises `InvalidRequest`."""
@@ -89,10 +100,10 @@ class StubModel(LoadedModel):
 
 class _Execution:
     def __init__(self, stream: ResponseStream) -> None:
-        self._stream = stream
+        self.stream = stream
 
     def cancel(self) -> None:
-        self._stream.close()
+        self.stream.close()
 
 
 def _each(stream: ResponseStream) -> Iterator[Response]:

@@ -54,6 +54,9 @@ class LoadedModel(ABC):
         """As `responses`, each when it is there. The first `next` sends the request, closing the iterator cancels it."""
         return self._stream(_as_request(request, inputs))
 
+    def _stream(self, request: Request) -> Generator[Response, None, bool]:
+        return (yield from self._send(request))
+
     def infer_batch(self, requests: Sequence[Request | Mapping[str, Any]]) -> list[Response]:
         """One response to each request of a batch; errors are among them. Raises `NotOneResponse`."""
         return [self._only(responses) for responses in self.responses_batch(requests)]
@@ -77,8 +80,12 @@ class LoadedModel(ABC):
         """All responses to each request of a batch."""
 
     @abstractmethod
-    def _stream(self, request: Request) -> Generator[Response, None, bool]:
-        """The responses to a request as they come; then whether the end was told apart from the last."""
+    def _send(self, request: Request) -> Generator[Response, None, bool]:
+        """Send a request now. Returns its responses as they come, then whether the end was told apart from the last."""
+
+    @abstractmethod
+    def _tell_cancelled(self, request: Request) -> None:
+        """Let the model see that it may stop. Its responses go on."""
 
     @abstractmethod
     def why_not_ready(self) -> str | None:

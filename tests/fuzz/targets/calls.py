@@ -137,7 +137,7 @@ def _packet(pair: Pair, choices: Choices, told: list[bytes]) -> bytes:
     name = choices.of(["echo", "", "other", "x" * 300])
     message: list[Any] = choices.of(
         [
-            [Kind.WITHDRAW, number],
+            choices.of([[Kind.WITHDRAW, number], [Kind.CANCEL_CALL, number]]),
             [Kind.LET_GO, [[choices.number(*pair.peer.regions), choices.number(0, 64)]]],
             [Kind.LOAD_MODEL, number, name, "{}", choices.of([None, [["file:a", b"b"]]])],
             [Kind.UNLOAD_MODEL, number, name, False],
