@@ -14,12 +14,14 @@ from moonpool.runtime.repositories import Listing, ModelRepositories
 from moonpool.runtime.states import ModelState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from moonpool.runtime.model_statuses import ModelStatus
     from moonpool.runtime.runtime import Runtime
 
 _log = logging.getLogger("moonpool.server")
+# A model may take any time to load, or never end, and the others are not to wait for it.
+_PATIENCE_S = 60.0
 _REPEATED = "model appears in two or more repositories"
 
 
@@ -35,14 +37,22 @@ class RepositoryControl:
         *,
         mode: str = "explicit",
         load_threads: int = 4,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
-        """`mode` is `none`, `poll` or `explicit`: only the last lets clients and models load and unload."""
+        """`mode` is `none`, `poll` or `explicit`: only the last lets clients and models load and unload.
+
+        A poll waits so long for the models that it loads; they are loaded all the same.
+        """
         self._registry = runtime.registry
         self._registry.is_controllable = mode == "explicit"
         self._repositories = self._registry.repositories or ModelRepositories(())
         self._load_threads = load_threads
+        self._patience_s = patience_s
         self._polling = threading.Lock()
         self._has_given_up = False
+        # The models that are being loaded for a start or a poll, and what guards them.
+        self._busy: set[str] = set()
+        self._taking = threading.Lock()
         # Why each model that failed did so, to say it once.
         self._said: dict[str, str] = {}
         # The repositories that could not be read, for the same reason.
@@ -109,23 +119,33 @@ class RepositoryControl:
         repeated = found.repeated
         wanted = found.names if names is None else list(names)
         pending = iter([name for name in wanted if name not in repeated])
-        taking = threading.Lock()
         failed = [name for name in wanted if name in repeated]
         for name in failed:
             self._fails(name, f"failed to poll model '{name}': not unique across all repositories")
 
         def work(_: int) -> None:
-            while True:
-                with taking:
-                    name = next(pending, None)
-                if name is None or self._has_given_up:
-                    return
-                if not any(self._try(name, again=again) for _ in range(tries)):
-                    failed.append(name)
+            while (name := self._take(pending)) is not None:
+                try:
+                    if not any(self._try(name, again=again) for _ in range(tries)):
+                        failed.append(name)
+                finally:
+                    with self._taking:
+                        self._busy.discard(name)
 
         workers = range(min(self._load_threads, len(wanted)))
         in_parallel(work, workers, "moonpool-load", self._registry.give_up_loading)
         return not failed and not found.errors
+
+    def _take(self, pending: Iterator[str]) -> str | None:
+        """The next model that nobody loads. One that an earlier poll is loading still is left to that."""
+        with self._taking:
+            for name in pending:
+                if self._has_given_up:
+                    break
+                if name not in self._busy:
+                    self._busy.add(name)
+                    return name
+        return None
 
     def _try(self, name: str, *, again: bool) -> bool:
         before = self._registry.versions(name)
@@ -167,7 +187,7 @@ class RepositoryControl:
         """Load what is new or has changed, and unload what is gone.
 
         What is served stays where its replacement fails; that is tried again when it has changed, or if this
-        is `again`. Does nothing while another poll is going on.
+        is `again`. Does nothing while another poll is going on. Returns when all is done, or after `patience_s`.
         """
         if not self._polling.acquire(blocking=False):
             return
@@ -184,11 +204,27 @@ class RepositoryControl:
                 self._registry.begin_unload(name)
                 _log.info("'%s' is gone from the repository: unloading", name)
             self._gone = gone
-            self.load_all(again=again)
+            self._load_patiently(again=again)
         except Exception:  # what serves goes on, and the next poll may do better
             _log.exception("the repositories cannot be polled")
         finally:
             self._polling.release()
+
+    def _load_patiently(self, *, again: bool) -> None:
+        """Load all of the repositories, and go on without waiting for what takes longer than `patience_s`."""
+        raised: list[Exception] = []
+
+        def act() -> None:
+            try:
+                self.load_all(again=again)
+            except Exception as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=act, name="moonpool-poll")
+        thread.start()
+        thread.join(self._patience_s)
+        for error in raised:
+            raise error
 
 
 def _told(text: str) -> str:

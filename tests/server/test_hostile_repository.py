@@ -7,12 +7,14 @@ import logging
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.server.repositories import CONFIG, ECHO, write
+from tests.waiting import wait_until
 
 import moonpool
 from moonpool.runtime import repository_files
@@ -252,3 +254,39 @@ def test_files_of_a_load_that_cannot_be_are_refused(
     with pytest.raises(LoadFailed, match=why):
         RepositoryControl(runtime).load("m", json.dumps({"backend": "python"}), files)
     assert os.listdir(tmp_path / "tmp") == []
+
+
+NEVER_LOADS = """
+import threading
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        threading.Event().wait()
+"""
+
+
+def test_a_model_that_never_ends_loading_keeps_no_poll_from_the_others(
+    runtime: moonpool.Runtime, models: Path
+) -> None:
+    timeout = 'parameters { key: "MOONPOOL_LOAD_TIMEOUT_S" value { string_value: "none" } }'
+    for number in range(3):
+        write(models, f"bad{number}", NEVER_LOADS, f"{CONFIG}\n{timeout}")
+    control = RepositoryControl(runtime, mode="poll", load_threads=2, patience_s=0.2)
+    try:
+        control.poll()
+        write(models, "late")
+
+        def is_loaded() -> bool:
+            control.poll()
+            return sorted(runtime.models()) == ["good", "late"]
+
+        wait_until(is_loaded)
+        assert runtime.infer("late", IN)["OUT"].tolist() == [[1.0] * 4]
+    finally:
+
+        def is_over() -> bool:
+            control.give_up()
+            return not any(each.name.startswith("moonpool-poll") for each in threading.enumerate())
+
+        wait_until(is_over)
