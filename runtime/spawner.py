@@ -6,8 +6,10 @@ be the *thread* that made it. So stubs are made by a thread that lives as long a
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import signal
 import subprocess
 import threading
 from concurrent.futures import Future
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+_PR_SET_PDEATHSIG = 1
 _Task = tuple["Future[subprocess.Popen[bytes]]", "Callable[[], subprocess.Popen[bytes]]"]
 
 
@@ -86,3 +89,10 @@ def spawn(
             start_new_session=True,
         )
     )
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when the one that spawned it ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it has ended before
+        os._exit(1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from moonpool.runtime.frontend.pool.messages import End, Word, codec
 from moonpool.runtime.frontend.pool.settings import grpc_options, http_options
 from moonpool.runtime.reactor import Reactor
 from moonpool.runtime.server.log_lines import LogOptions, ServerLog, logged
+from moonpool.runtime.spawner import die_with
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.pool.front_grpc import FrontGrpcServer
 
 _log = logging.getLogger("moonpool")
-_PR_SET_PDEATHSIG = 1
 
 
 class FrontEnd:
@@ -143,13 +142,6 @@ def _ending_with_an_error() -> Iterator[None]:
         os._exit(1)
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the main process ends, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended before
-        os._exit(1)
-
-
 def _settings(channel: Channel) -> dict[str, Any]:
     """The first message of the directory."""
     packet, fds = channel.receive_with_fds()
@@ -161,7 +153,7 @@ def _settings(channel: Channel) -> dict[str, Any]:
 
 def main() -> int:
     """Read the arguments, serve, and return the exit code."""
-    _die_with(int(sys.argv[3]))
+    die_with(int(sys.argv[3]))
     # Whoever ends the server tells the main process, and that tells its front ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
