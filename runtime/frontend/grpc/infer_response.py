@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2 as kserve
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import NAMES
 from moonpool.runtime.frontend.classification import classify, read_labels
-from moonpool.runtime.frontend.grpc.wire import join, length, text_field
+from moonpool.runtime.frontend.grpc.wire import join, text_field
 from moonpool.runtime.frontend.tensors import to_bytes
 from moonpool.runtime.request import Wire
 
@@ -35,7 +35,7 @@ def answer(
     response: Response,
     final: bool | None = None,
 ) -> bytes:
-    """A ModelInferResponse. `final` says in streams whether it is the last.
+    """A ModelInferResponse. With `final`, whether it is the last, it is the one in a ModelStreamInferResponse.
 
     Writes outputs into the memory that the client shares for them. Raises `ModelError` and `SharedMemoryError`.
     """
@@ -60,7 +60,7 @@ def answer(
         for key, value in response.parameters.items():
             _set(told.parameters[key], value)
         head += told.SerializeToString()
-    return join(head, tensors)
+    return join(head, tensors, b"" if final is None else _IN_STREAM)
 
 
 def _head(key: Head) -> bytes:
@@ -84,11 +84,6 @@ def _set(parameter: object, value: object) -> None:
     if kind == "int64_param" and value > _INT64:  # type: ignore[operator]
         kind = "uint64_param"
     setattr(parameter, kind, value)
-
-
-def in_stream(response: bytes) -> bytes:
-    """A ModelStreamInferResponse with this response."""
-    return b"".join((_IN_STREAM, length(len(response)), response))
 
 
 def last_in_stream(model: str, request_id: str) -> bytes:

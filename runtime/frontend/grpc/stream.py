@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from moonpool.runtime.frontend.grpc.infer_response import (
     answer,
     error_in_stream,
-    in_stream,
     last_in_stream,
 )
 from moonpool.runtime.frontend.grpc.status import Status, status_of
@@ -299,7 +298,7 @@ class StreamRequest(Waiter):
         if isinstance(outcome, Response):
             try:
                 service, plan = self._stream.inference.service, asked.read()
-                return in_stream(answer(service, model, plan, asked.request_id, outcome, final))
+                return answer(service, model, plan, asked.request_id, outcome, final)
             except Exception as unwritable:
                 error = unwritable
         status = status_of(error, asked.request_id)  # type: ignore[arg-type]

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.frontend.grpc.options import MAX_MESSAGE_BYTES
+
 # Fields of ModelInferRequest and of ModelInferResponse, as tags of fields with a length.
 _ID_TAG = 3 << 3 | 2
 _RAW_INPUT_TAG = 7 << 3 | 2
@@ -109,9 +112,22 @@ def text_field(number: int, text: bytes) -> bytes:
     return bytes([number << 3 | _LENGTH]) + length(len(text)) + text if text else b""
 
 
-def join(head: bytes, tensors: list[memoryview]) -> bytes:
-    """A ModelInferResponse: its other fields and its tensors, which are copied here once."""
+def join(head: bytes, tensors: list[memoryview], tag: bytes = b"") -> bytes:
+    """A ModelInferResponse: its other fields and its tensors, which are copied here once.
+
+    With a tag it is a field of another message. Raises `ModelError` for what no message of gRPC can hold, before
+    anything is copied: the tensors may all be the same memory.
+    """
     pieces: list[bytes | memoryview] = [head]
     for tensor in tensors:
         pieces += (_RAW_OUTPUT_TAG, length(len(tensor)), tensor)
+    size_bytes = sum(map(len, pieces))
+    if tag:
+        pieces[:0] = (tag, length(size_bytes))
+        size_bytes += len(pieces[0]) + len(pieces[1])
+    if size_bytes > MAX_MESSAGE_BYTES:
+        raise ModelError(
+            f"Response has byte size {size_bytes} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}.",
+            "INVALID_ARG",
+        )
     return b"".join(pieces)

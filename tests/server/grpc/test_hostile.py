@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from tests.server.certificates import self_signed
 from tests.server.grpc.asking import add_sub, refused
 from tests.server.grpc.serving import TIMEOUT_S, Served, messages
-from tests.server.grpc.streaming import Requests
+from tests.server.grpc.streaming import Requests, ask_all
 from tests.waiting import wait_until
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 Serve = Callable[..., Served]
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -111,6 +113,43 @@ def test_a_message_that_is_too_large_is_refused(serve: Serve) -> None:
 
     assert code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL), words
     assert still_serves(served)
+
+
+def aliased(count: int) -> Any:
+    """Asks for so many outputs of 32 MiB, which all are the same memory."""
+    asked = messages.ModelInferRequest(model_name="aliased", id="7")
+    asked.inputs.add(name="N", datatype="INT32", shape=[1])
+    asked.raw_input_contents.append(count.to_bytes(4, "little"))
+    return asked
+
+
+def most_resident_bytes() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def test_an_answer_that_no_message_can_hold_is_refused_before_it_is_made(serve: Serve) -> None:
+    channel = serve("aliased").channel(("grpc.max_receive_message_length", -1))
+    stub = GRPCInferenceServiceStub(channel)
+    answer = stub.ModelInfer(aliased(2), timeout=TIMEOUT_S)
+    assert [len(each) for each in answer.raw_output_contents] == [32 << 20] * 2
+    del answer
+    Path("/proc/self/clear_refs").write_text("5")
+    before = most_resident_bytes()
+
+    code, words = refused(stub.ModelInfer, aliased(70))
+    ((streamed, request_id, _, data),) = ask_all(stub, aliased(70))
+
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert request_id == "7"
+    assert data == []
+    for text in (words, streamed):
+        assert re.search(
+            r"Response has byte size 23\d{8} which exceeds gRPC's byte size limit 2147483647\.",
+            text,
+        )
+    assert most_resident_bytes() - before < 256 << 20
 
 
 def test_calls_that_are_dropped_before_their_message_harm_nobody(serve: Serve) -> None:
