@@ -188,6 +188,8 @@ def test_booleans_are_read_as_triton_reads_them(text: str) -> None:
         ("http-port", "abc", "--http-port: must be a port: a number from 0"),
         ("http-port", "65536", "not '65536'"),
         ("http-port", "-1", "not '-1'"),
+        ("http-max-input-size", "0", "--http-max-input-size: must be a whole number from 1 on"),
+        ("allow-client-shm", "x", "--allow-client-shm: must be true or false"),
         ("allow-http", "maybe", "--allow-http: must be true or false, not 'maybe'"),
         ("model-control-mode", "x", "--model-control-mode: must be none, poll or explicit"),
         ("metrics-interval-ms", "nan", "must be a number above 0"),

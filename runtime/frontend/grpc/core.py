@@ -198,7 +198,8 @@ class GrpcCore:
 
 
 def _header(call: Call, name: str) -> str | None:
-    return next((str(value) for key, value in call.metadata if key == name), None)
+    # The values of one name are a list, as over HTTP: a proxy may have added one of them.
+    return ", ".join(str(value) for key, value in call.metadata if key == name) or None
 
 
 def _credentials(options: GrpcOptions) -> tuple[object, ...]:

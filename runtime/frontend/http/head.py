@@ -34,7 +34,6 @@ _SINGLE = frozenset(
         b"sec-fetch-mode",
         b"sec-fetch-site",
         b"transfer-encoding",
-        b"user-agent",
     )
 )
 

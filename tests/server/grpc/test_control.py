@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import posix_ipc
+import pytest
 from tests.server.grpc.asking import FOUR, add_sub, refused
 from tests.server.grpc.serving import MODELS, TIMEOUT_S, Served, messages
 
@@ -176,6 +177,9 @@ def test_apis_may_ask_for_a_header_and_changes_for_a_token(serve: Serve) -> None
         "This protocol is restricted, expecting header 'triton-grpc-protocol-key'",
     )
     header = (("triton-grpc-protocol-key", "value"),)
+    for twice in ((*header, (header[0][0], "other")), ((header[0][0], "other"), *header)):
+        with pytest.raises(grpc.RpcError, match="This protocol is restricted"):
+            stub.ModelInfer(add_sub(), timeout=TIMEOUT_S, metadata=twice)
     assert stub.ModelInfer(add_sub(), timeout=TIMEOUT_S, metadata=header).model_name == "add_sub"
     unload = messages.RepositoryModelUnloadRequest(model_name="add_sub")
     code, _ = refused(stub.RepositoryModelUnload, unload)
