@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from moonpool.ipc.errors import MoonpoolError
 
+# Characters of the text of an error.
+_LONGEST_FIELD, _LONGEST_WHAT = 200, 2000
+
 
 class ConfigError(MoonpoolError):
     """A configuration that cannot be used; reads `file:line: field: what`.
@@ -22,11 +25,17 @@ class ConfigError(MoonpoolError):
         self, what: str, *, field: str = "", file: str | None = None, line: int | None = None
     ) -> None:
         place = ":".join(str(part) for part in (file, line) if part is not None)
-        super().__init__(": ".join(part for part in (place, field, what) if part))
+        # Names of fields and values are whatever a configuration has, and logs and clients get the text.
+        parts = (place, _cut(field, _LONGEST_FIELD), _cut(what, _LONGEST_WHAT))
+        super().__init__(": ".join(part for part in parts if part))
         self.what = what
         self.file = file
         self.line = line
         self.field = field
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 @dataclass(frozen=True, slots=True)

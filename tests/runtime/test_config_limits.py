@@ -221,3 +221,12 @@ def test_a_model_that_a_repository_agent_is_to_check_is_refused(models: Path) ->
         # None of them checks anything.
         write(models, "m", config=f"{CONFIG}\nmodel_repository_agents {{ }}")
         runtime.load("m")
+
+
+def test_texts_of_errors_are_no_longer_than_somebody_reads(models: Path) -> None:
+    write(models, "m", config=f"{CONFIG}\n{'x' * 500_000}: 1")
+    with moonpool.Runtime(models, models=()) as runtime:
+        for change in ({}, {"y" * 500_000: 1}, {"parameters": {"z" * 500_000: 1}}):
+            with pytest.raises(ConfigError) as caught:
+                runtime.load("m", config=change)
+            assert len(str(caught.value)) < 3000

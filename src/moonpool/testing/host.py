@@ -13,6 +13,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.tensors import BF16, code_of
 from moonpool.runtime.batcher import QueueTimeout
+from moonpool.runtime.config import ConfigError
 from moonpool.runtime.errors import InvalidRequest, ModelError, ModelNotFound
 from moonpool.runtime.metrics import BadMetric
 from moonpool.runtime.model_control import version_of, wanted_of
@@ -176,7 +177,7 @@ class RecordingHost(Host):
             wanted_of(name, config, files, self.asker.options)
             if name not in self._targets:
                 raise RepositoryError(f"name '{name}' in the `models` of the test")
-        except RepositoryError as error:
+        except (ConfigError, RepositoryError) as error:
             why = f"failed to load '{name}', failed to poll from model repository: {error}"
             raise TritonModelException(f"Failed to load model: {self.failure(why)}") from None
         self.ready.add(name)

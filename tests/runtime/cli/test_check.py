@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -109,3 +110,18 @@ def test_limits_of_configurations_are_those_of_the_server(cli: CommandLine, tmp_
     assert cli("check", str(tmp_path / "many"), "--model-config-limit=instances=2").returncode == 0
     ended = cli("check", str(tmp_path / "many"), "--model-config-limit=bogus")
     assert "--model-config-limit must be one of config_bytes" in ended.stderr
+
+
+def test_what_is_no_file_is_an_error_of_its_model_alone(cli: CommandLine, tmp_path: Path) -> None:
+    write_model(tmp_path / "mixed", "good", TRITON, IO)
+    write_model(tmp_path / "mixed", "pipe", TRITON, IO)
+    (tmp_path / "mixed" / "pipe" / "config.pbtxt").unlink()
+    os.mkfifo(tmp_path / "mixed" / "pipe" / "config.pbtxt")
+    (tmp_path / "mixed" / "root").symlink_to("/")
+
+    ended = cli("check", str(tmp_path / "mixed"))
+
+    assert "ok: good: " in ended.stdout
+    assert "pipe/config.pbtxt: cannot be read: it is a named pipe" in ended.stdout
+    assert "root links to /, a folder that it lies in" in ended.stdout
+    assert ended.returncode == 1

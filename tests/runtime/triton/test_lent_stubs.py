@@ -258,6 +258,17 @@ def test_a_configuration_asks_for_no_more_than_the_command_line_lets_it(write: W
     assert "config-limits: must be one of config_bytes, instances" in message
 
 
+def test_a_model_is_no_folder_that_it_lies_in(write: Write, tmp_path: Path) -> None:
+    write(DOUBLES)
+    (tmp_path / "around").symlink_to(".")
+    config = with_options(MOONPOOL_SANDBOX="strict")
+
+    with launched() as shim:
+        word, _, _, message = shim.load(tmp_path / "around", {**config, "name": "around"})
+    assert word == Word.REFUSED
+    assert "a folder that it lies in" in message
+
+
 def test_repository_agents_are_the_servers_own(write: Write) -> None:
     agents = {"agents": [{"name": "checksum", "parameters": {}}]}
 
