@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.errors import Closed, MoonpoolError
+from moonpool.ipc.messages import Side
 from moonpool.ipc.texts import beginning
+from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.audience import Audience
 from moonpool.runtime.counts import add_counts, take_counts
 from moonpool.runtime.failures import took_too_long
 from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics, Traffic
 from moonpool.runtime.frontend.pool.messages import MAX_TEXT, Word
 from moonpool.runtime.public_text import public_text
+from moonpool.runtime.python_backend import PythonBackend
 from moonpool.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -92,6 +96,8 @@ class Directory(Audience):
             self._draining = {each for each in self._draining if each[0] is not member}
             self._leaving = {each for each in self._leaving if each[0] is not member}
             self._counting.pop(member, None)
+            for memory in self._all_memory():
+                memory.take_all_back(member)
             self._changed.notify_all()
 
     def hear(self, member: Member, fields: list[Any]) -> None:
@@ -118,6 +124,12 @@ class Directory(Audience):
                     stub.mistrust(fields[2])
             elif word == Word.LEFT:
                 self._left(member, fields[1])
+            elif word == Word.MEMORY:
+                self._set_aside(member, *fields[1:])
+            elif word == Word.RETURNED:
+                memory = self._memory_of(*fields[1:4])
+                if memory is not None:
+                    memory.take_back(member, fields[4])
             elif word == Word.SERVED:
                 for stub in self._find(fields[1]):
                     stub.count_served(fields[2])
@@ -131,7 +143,61 @@ class Directory(Audience):
         except ValueError as error:
             _log.error("a front end counts what nobody understands: %s", error)
 
+    # Memory. It counts here, as what a stub was sent by any of us it may still have.
+
+    def _memory_of(self, model: int, stub: int, writer: int) -> Allotment | None:
+        for each in self._find(stub):
+            return each.allotments[Side(writer)]
+        if stub == 0:
+            for known, number in self._models.items():
+                if number == model:
+                    return allotment_of(known)
+        return None
+
+    def _all_memory(self) -> list[Allotment]:
+        found = [allotment_of(model) for model in self._models]
+        found += [each for stub in self._stubs for each in stub.allotments.values()]
+        return [each for each in found if each is not None]
+
+    def _set_aside(
+        self,
+        member: Member,
+        question: int,
+        model: int,
+        stub: int,
+        writer: int,
+        region: int,
+        present_bytes: int,
+        needed_bytes: int,
+    ) -> None:
+        memory = self._memory_of(model, stub, writer)
+
+        def act() -> None:
+            try:
+                if memory is None:
+                    raise Closed("the stub is gone")
+                size_bytes, fd = memory.give_elsewhere(member, region, present_bytes, needed_bytes)
+            except MoonpoolError as error:
+                member.tell(Word.SET_ASIDE, question, 0, beginning(str(error), MAX_TEXT))
+                return
+            with self._lock:
+                if member in self._members:
+                    member.tell(Word.SET_ASIDE, question, size_bytes, "", fds=(fd,))
+                    return
+            os.close(fd)
+            memory.take_all_back(member)
+
+        # It takes a millisecond for every few megabytes.
+        try:
+            threading.Thread(target=act, name="moonpool-grow", daemon=True).start()
+        except RuntimeError as error:
+            why = f"the runtime has no thread for this: {error}"
+            member.tell(Word.SET_ASIDE, question, 0, beginning(why, MAX_TEXT))
+
     def _left(self, member: Member, number: int) -> None:
+        for stub in self._find(number):
+            for memory in stub.allotments.values():
+                memory.take_all_back(member)
         if (member, number) in self._leaving:
             self._leaving.remove((member, number))
             self._changed.notify_all()
@@ -298,3 +364,9 @@ class Directory(Audience):
             where = None if model is None else outcomes(model)
             if where is not None:
                 where.note(*told)
+
+
+def allotment_of(model: Model) -> Allotment | None:
+    """What those who write in place for a model are given, if this process counts that."""
+    source = PythonBackend.memory_of(model).source
+    return source if isinstance(source, Allotment) else None

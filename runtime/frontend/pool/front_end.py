@@ -109,6 +109,9 @@ class FrontEnd:
                 fields = words.decode(packet)
                 if fields[0] == Word.STOP:
                     self._loop.call_soon_threadsafe(self._stop, fields[1] / 1000)
+                elif fields[0] == Word.SET_ASIDE:
+                    # Not on the reactor's thread, which may be the one that waits for it.
+                    self._models.memory.answered(fds, *fields[1:])
                 elif fields[0] == Word.PING:
                     # It goes through the loop and the reactor: if one of them hangs, clients wait for ever.
                     with contextlib.suppress(

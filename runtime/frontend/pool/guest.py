@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
+from moonpool.ipc.messages import Side
 from moonpool.ipc.policy import is_contained
-from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.backend import Backend, ModelInstance
 from moonpool.runtime.control_channel import ControlChannel
 from moonpool.runtime.errors import ModelUnavailable, StubDied
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
+    from moonpool.runtime.allotment import RegionSource
     from moonpool.runtime.backend import Model
     from moonpool.runtime.link import Link
     from moonpool.runtime.reactor import Reactor
@@ -84,10 +85,13 @@ class GuestModel:
         model: Model,
         reactor: Reactor,
         executor: Executor,
+        memory: Callable[[int, Side], RegionSource],
         tell_lost: Callable[[int, str], None],
         tell_served: Callable[[int, int], None],
     ) -> None:
-        """`tell_lost` gets the number of a stub that is gone, and how that was noticed.
+        """`memory` is where the regions come from of the stub of a number, by who writes there; of 0 those of callers.
+
+        `tell_lost` gets the number of a stub that is gone, and how that was noticed.
 
         `tell_served` gets the number of one, and how many requests more it has executed, where that counts.
         """
@@ -97,7 +101,8 @@ class GuestModel:
         self._tell_lost = tell_lost
         self._tell_served = tell_served
         self._backend = GuestBackend(model.config.backend)
-        self.memory = CallerMemory(model.options.region_limit_bytes)
+        self._memory = memory
+        self.memory = CallerMemory(model.options.region_limit_bytes, source=memory(0, Side.RUNTIME))
         self._seats: dict[int, Seat] = {}
         self.scheduler = Scheduler(model, reactor, executor, self._lost)
         self.errors = RecentErrors()
@@ -117,7 +122,7 @@ class GuestModel:
             is_shared=True,
             # Which GPU is a contained one's own only the main process knows.
             gpus=() if is_contained(self.model.options.sandbox) else None,
-            memory=(self._allotment(), self._allotment()),
+            memory=(self._memory(number, Side.RUNTIME), self._memory(number, Side.STUB)),
         )
         instance = ModelInstance(self._backend, self.model, name, "CPU", 0)
         instance.state = connection
@@ -133,10 +138,6 @@ class GuestModel:
             instance.recycle = partial(self._count, seat)
         instance.accepts = True
         self.scheduler.add(instance)
-
-    def _allotment(self) -> Allotment:
-        options = self.model.options
-        return Allotment(options.region_limit_bytes, is_contained=is_contained(options.sandbox))
 
     def has(self, number: int) -> bool:
         """Whether it sends batches to this stub."""

@@ -15,6 +15,7 @@ from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.errors import ModelNotFound, ModelUnavailable, StubDied
 from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics
+from moonpool.runtime.frontend.pool.borrowed_memory import BorrowedMemory, MemoryDesk
 from moonpool.runtime.frontend.pool.guest import GuestModel
 from moonpool.runtime.frontend.pool.messages import MAX_BATCH_SIZES, MAX_TEXT, Word
 from moonpool.runtime.source import ModelSource
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
+    from moonpool.ipc.messages import Side
     from moonpool.runtime.reactor import Reactor
 
 _TIDY_S = 5.0
@@ -47,6 +49,7 @@ class GuestModels:
         self._models: dict[int, GuestModel] = {}
         self._served: dict[str, list[GuestModel]] = {}
         self._passes_on = False
+        self.memory = MemoryDesk(tell)
         # What the protocols count in.
         self.traffic = FrontendMetrics()
         reactor.call_later(_TIDY_S, self._tidy)
@@ -106,8 +109,12 @@ class GuestModels:
         source = ModelSource("triton", self._nowhere, None, self._nowhere, self._nowhere)
         options = replace(ModelOptions.from_parameters(config), sandbox=sandbox)
         model = Model(config, options, version, source)
+
+        def memory(stub: int, writer: Side) -> BorrowedMemory:
+            return BorrowedMemory(self.memory, number, stub, writer, options.region_limit_bytes)
+
         self._models[number] = GuestModel(
-            model, self._reactor, self._executor, self._lost, self._served_by
+            model, self._reactor, self._executor, memory, self._lost, self._served_by
         )
         if options.execute_timeout_s is not None:
             self._check_overdue(number, options.execute_timeout_s / _CHECKS_PER_LIMIT)

@@ -37,6 +37,7 @@ class Word(IntEnum):
     LEAVE = 12
     WELCOME = 13
     PING = 14
+    SET_ASIDE = 15
     # From a front end.
     LISTENING = 20
     DRAINED = 21
@@ -49,6 +50,8 @@ class Word(IntEnum):
     LEFT = 28
     SERVED = 29
     PONG = 30
+    MEMORY = 31
+    RETURNED = 32
 
 
 MAX_VERSIONS = 4096
@@ -85,6 +88,25 @@ DIRECTORY: dict[IntEnum, Message] = {
     Word.COUNT: Message(_MAIN, {"question": _ID}),
     # Take no more connections, finish what is there, and end.
     Word.STOP: Message(_MAIN, {"timeout_ms": _ID}),
+    # The answer to MEMORY: comes with the descriptor of a region of that size, sealed, with all its pages; or without one, and
+    # then says why.
+    Word.SET_ASIDE: Message(_MAIN, {"question": _ID, "size": _ID, "why": _TEXT}),
+    # Another region of at least `needed` bytes for a stub, or, where that is 0, for those who write in place for the model.
+    # `present` are in use of those with that writer, a `Side` of `ipc.messages`.
+    Word.MEMORY: Message(
+        _FRONT,
+        {
+            "question": _ID,
+            "model": _ID,
+            "stub": _ID,
+            "writer": Int(1, 2),
+            "region": _ID,
+            "present": _ID,
+            "needed": _ID,
+        },
+    ),
+    # Nothing lies in it any more.
+    Word.RETURNED: Message(_FRONT, {"model": _ID, "stub": _ID, "writer": Int(1, 2), "region": _ID}),
     # Answer with PONG, as soon as every thread that serves has had its turn.
     Word.PING: Message(_MAIN, {}),
     # Answer nothing, and pass everything on, from now on or no more.

@@ -15,6 +15,7 @@ from tests.e2e.hosting import MODELS, Config, tensor
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.audience import Audience
 from moonpool.runtime.backend import Model
 from moonpool.runtime.frontend.pool.guest import GuestModel
@@ -70,6 +71,7 @@ class Guest:
             hall.models[model],
             self.reactor,
             self.executor,
+            lambda _, __: Allotment(None, is_contained=False),
             lambda *what: self.lost.append(what),
             lambda *what: self.served.append(what),
         )

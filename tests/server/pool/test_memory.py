@@ -1,0 +1,121 @@
+"""What a stub is given by the main process and by all front ends has one limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any, cast
+
+import pytest
+from tests.e2e.hosting import ECHO, MODELS, options
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+
+import moonpool
+from moonpool.ipc.errors import OutOfMemory
+from moonpool.ipc.messages import Side
+from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.frontend.pool import borrowed_memory
+from moonpool.runtime.frontend.pool.borrowed_memory import BorrowedMemory, MemoryDesk
+from moonpool.runtime.frontend.pool.directory import Directory
+from moonpool.runtime.frontend.pool.messages import Word
+
+MiB = 1 << 20
+
+
+class FrontEnd:
+    """A front end as the directory has it, and the desk that it would have; it is in this process."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self.model = self.stub = 0
+        self.desk = MemoryDesk(lambda *message: directory.hear(cast(Any, self), [*message]))
+        self.told: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        directory.add(cast(Any, self))
+
+    def tell(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
+        if message[0] == Word.SET_ASIDE:
+            self.desk.answered(list(fds), *message[1:])
+            return
+        for fd in fds:
+            os.close(fd)
+        if message[0] == Word.STUB:
+            self.model, self.stub = message[1:3]
+
+    def tell_with_file(self, *_: object, contents: object) -> None:
+        del contents
+
+    def memory(self, writer: Side, *, of_callers: bool = False) -> BorrowedMemory:
+        return BorrowedMemory(self.desk, self.model, 0 if of_callers else self.stub, writer, None)
+
+    def leave(self) -> None:
+        self._directory.remove(cast(Any, self))
+
+
+@pytest.fixture
+def directory() -> Iterator[Directory]:
+    directory = Directory()
+    with moonpool.Runtime() as runtime:
+        runtime.registry.stubs.audience = directory
+        limits = {"SANDBOX": "strict", "REGION_LIMIT_BYTES": 8 * MiB}
+        runtime.load("echo", MODELS / "echo.py", config=ECHO | options(**limits))
+        yield directory
+
+
+@pytest.mark.parametrize("writer", Side)
+def test_one_limit_is_over_all_who_give_a_stub_memory(directory: Directory, writer: Side) -> None:
+    first, second = FrontEnd(directory), FrontEnd(directory)
+    region = first.memory(writer).region(0, 4 * MiB)
+    assert region.size_bytes == 4 * MiB
+    with pytest.raises(OutOfMemory, match="MOONPOOL_REGION_LIMIT_BYTES"):
+        second.memory(writer).region(0, 4 * MiB)
+
+    file = os.fstat(region.fd).st_ino
+    first.memory(writer).retire(region)
+    again = second.memory(writer).region(0, 4 * MiB)
+    assert os.fstat(again.fd).st_ino == file
+    again.close()
+
+    # What a front end had comes back when that is gone, though it said nothing.
+    second.leave()
+    third = first.memory(writer).region(0, 4 * MiB)
+    assert os.fstat(third.fd).st_ino == file
+    third.close()
+    first.leave()
+
+
+def test_those_who_write_in_place_have_one_limit_as_well(directory: Directory) -> None:
+    first, second = FrontEnd(directory), FrontEnd(directory)
+    region = first.memory(Side.RUNTIME, of_callers=True).region(0, 5 * MiB)
+    with pytest.raises(OutOfMemory):
+        second.memory(Side.RUNTIME, of_callers=True).region(0, 5 * MiB)
+    region.close()
+    first.leave()
+    second.memory(Side.RUNTIME, of_callers=True).region(0, 5 * MiB).close()
+    second.leave()
+
+
+def test_of_a_stub_that_is_gone_nothing_is_to_be_had(directory: Directory) -> None:
+    member = FrontEnd(directory)
+    member.stub = 1000
+    with pytest.raises(OutOfMemory, match="the stub is gone"):
+        member.memory(Side.STUB).region(0, MiB)
+    member.leave()
+
+
+def test_an_answer_that_comes_too_late_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(borrowed_memory, "_ANSWER_S", 0.0)
+    told: list[tuple[Any, ...]] = []
+    desk = MemoryDesk(lambda *message: told.append(message))
+    memory = BorrowedMemory(desk, 1, 2, Side.STUB, None)
+    with pytest.raises(OutOfMemory, match="no memory aside in time"):
+        memory.region(0, 4096)
+    word, question, *place, _, _ = told.pop()
+    assert word == Word.MEMORY
+
+    region = SharedRegion.create(1, 4096)
+    desk.answered([os.dup(region.fd)], question, 4096, "")
+    desk.answered([os.dup(region.fd)], question, 4096, "")
+
+    region.close()
+    assert told == [(Word.RETURNED, *place)]
