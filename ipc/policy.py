@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 OFF, STANDARD, BEST_EFFORT, STRICT = "off", "standard", "best-effort", "strict"
 # From the loosest to the tightest.
 LEVELS = (OFF, STANDARD, BEST_EFFORT, STRICT)
+# Of the calls that can be granted, those that start processes.
+_STARTING = frozenset(["fork", "vfork", "clone", "clone3"])
 
 
 def is_contained(level: str) -> bool:
@@ -69,6 +71,11 @@ class Policy:
     def is_contained(self) -> bool:
         """Whether the model in it may be hostile."""
         return is_contained(self.level)
+
+    @property
+    def may_start_processes(self) -> bool:
+        """Whether it is contained and may start others, which are to end with it."""
+        return self.is_contained and (self.forks or bool(_STARTING & set(self.syscalls)))
 
     def changed(self, **changes: Any) -> Policy:
         """The same with other values for some of its fields."""

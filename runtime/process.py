@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
+from moonpool.runtime.nest import Nest, begin_nested
 from moonpool.runtime.spawner import spawn
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _STUB = Path(__file__).resolve().parents[1] / "stub"
 _BOOT, _CONFINE = str(_STUB / "boot.py"), str(_STUB / "confine.py")
@@ -31,6 +32,9 @@ _HANDED_ON = "MOONPOOL_HANDED_ON"
 
 class ChildProcess(ABC):
     """A process in a session of its own that this one may end. Any thread may call any method."""
+
+    # What ends all that it starts, where it may start something.
+    nest: Nest | None = None
 
     def __init__(self, pid: int, pidfd: int) -> None:
         """Own the pidfd from now on."""
@@ -100,17 +104,19 @@ class ChildProcess(ABC):
 class SpawnedProcess(ChildProcess):
     """A child of this process."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        """Reap it from now on. Raises OSError, and then it has ended."""
+    def __init__(self, process: subprocess.Popen[bytes] | int) -> None:
+        """Reap it, which is given with its pid alone or not, from now on. Raises OSError, and then it has ended."""
+        pid = process if isinstance(process, int) else process.pid
+        if not isinstance(process, int):
+            # Reaped by its pidfd below; Popen must not try to, nor warn that nobody did.
+            process.returncode = 0
         try:
-            pidfd = os.pidfd_open(process.pid)
+            pidfd = os.pidfd_open(pid)
         except OSError:  # this process has no descriptor to spare
-            process.kill()
-            process.wait()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
             raise
-        super().__init__(process.pid, pidfd)
-        # Reaped by its pidfd below; Popen must not try to, nor warn that nobody did.
-        process.returncode = 0
+        super().__init__(pid, pidfd)
 
     def _kill_group(self) -> None:
         # Not reaped, so the pid, which is its group's number too, is still its own.
@@ -153,10 +159,14 @@ class StubProcess(SpawnedProcess):
         environment: Mapping[str, str],
         folder: str,
         is_foreign: bool = False,
+        is_nested: bool = False,
+        user: int | None = None,
     ) -> None:
         """Start it. Raises OSError where the interpreter cannot be started.
 
         `is_foreign`: neither the interpreter nor a library of its environment is to run before it is confined.
+        `is_nested`: it may start others, which are to end with it; `nest` is None where nothing would end them.
+        `user` is the one that it is to be, and nobody else is.
         """
         if is_foreign:
             environment = _handed_on(environment)
@@ -172,15 +182,39 @@ class StubProcess(SpawnedProcess):
             str(os.getpid()),
             _MSGPACK,
         ]
-        super().__init__(
-            spawn(
-                arguments,
+
+        def start(before: Sequence[str], more_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+            fds = (work_fd, control_fd, calls_fd, *more_fds)
+            return spawn(
+                [*before, *arguments],
                 environment=environment,
                 folder=folder,
                 output_fd=output_fd,
-                fds=(work_fd, control_fd, calls_fd),
+                fds=fds,
             )
-        )
+
+        if not is_nested:
+            super().__init__(start((), ()))
+            return
+        process, nest = begin_nested(start, user)
+        try:
+            super().__init__(process)
+        except OSError:
+            if nest is not None:
+                nest.end()
+            raise
+        self.nest = nest
+
+    def _kill_group(self) -> None:
+        super()._kill_group()
+        if self.nest is not None:
+            self.nest.begin_end()
+
+    def _reap(self) -> None:
+        super()._reap()
+        # Not before: the kernel ends a namespace when all in it were reaped.
+        if self.nest is not None:
+            self.nest.end()
 
 
 def _handed_on(environment: Mapping[str, str]) -> dict[str, str]:

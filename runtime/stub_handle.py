@@ -95,7 +95,7 @@ class StubHandle(StubConnection):
                 )
                 control = ControlChannel(channel)
                 self._send = control.send
-                self.bounds = Bounds(name, plan.policy, options, stubs.watcher)
+                self.bounds = Bounds(name, plan.policy, options, stubs.watcher, plan.processes)
                 undo.callback(self.bounds.release)
                 read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
                 started.callback(os.close, write_fd)
@@ -187,6 +187,10 @@ class StubHandle(StubConnection):
             # Foreign code has run in it; but what was put on before that nobody takes off.
             left_out = plan.template.left_out
             layers = [each for each in plan.template.layers if each not in self.bounds.layers]
+        elif self.process.nest is not None and self.process.nest.is_namespace:
+            layers = [*layers, "pid_namespace"]
+        elif plan.policy.may_start_processes:
+            self._check_end(layers)
         self.confinement = confirmed(
             self.name,
             self.process.pid,
@@ -196,6 +200,18 @@ class StubHandle(StubConnection):
             left_out,
         )
         _log.log(self.confinement.log_level, "[%s] sandbox: %s", self.name, self.confinement)
+
+    def _check_end(self, layers: list[str]) -> None:
+        """Raise `LoadFailed` where what the process starts could outlive it."""
+        ends_by_user = self.process.nest is not None and "own_user" in layers
+        if ends_by_user or self.bounds.ends_all:
+            return
+        raise LoadFailed(
+            f"Stub process '{self.name}' may start processes (MOONPOOL_PREFORK, MOONPOOL_SANDBOX_SYSCALLS), and nothing "
+            "here would end them with it: allow user namespaces, run the runtime as root, or leave it a cgroup "
+            "(LIMITS.md)",
+            stage="sandbox",
+        )
 
     def _receive(self, deadline: float | None) -> list[Any]:
         poll = select.poll()
@@ -264,6 +280,11 @@ class StubHandle(StubConnection):
             self._reason = reason
             self.process.signal(signal.SIGTERM)
             self._reactor.call_later(GRACE_S, self.process.kill)
+
+    @property
+    def reason(self) -> BaseException | None:
+        """Why it was ended, where it was."""
+        return self._reason
 
     def mistrust(self, details: str) -> None:
         """A front end says that it is broken, and how: end it, unless it ends by itself."""

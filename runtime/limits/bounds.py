@@ -29,7 +29,15 @@ _MEMORY = ("memory_bytes", "data_bytes")
 class Bounds:
     """Made before the process. Any thread may call any method; `hold` and `release` may wait some milliseconds."""
 
-    def __init__(self, name: str, policy: Policy, options: ModelOptions, watcher: Watcher) -> None:
+    def __init__(
+        self,
+        name: str,
+        policy: Policy,
+        options: ModelOptions,
+        watcher: Watcher,
+        processes: int = 1,
+    ) -> None:
+        """`processes` have together so many times the memory of one: a template, and those that it forks."""
         self._name = name
         self._watcher = watcher
         self._rss_bytes = options.recycle_rss_bytes
@@ -41,6 +49,11 @@ class Bounds:
             limits["tasks"] = options.task_limit
         self._tasks = limits.get("tasks")
         self._group: Group | None = GROUPS.make(limits, options.cpu_weight)
+        # Each process has its own limit of the kernel's, where no group limits all of them.
+        self._memory: int | None = None
+        memory = next((limits[name] for name in _MEMORY if name in limits), None)
+        if policy.may_start_processes and memory is not None and not self._limits_memory:
+            self._memory = memory * processes
         # What is left for the process to put on itself.
         self.policy = policy if self._group is None else _without(policy, self._group)
 
@@ -48,6 +61,15 @@ class Bounds:
     def layers(self) -> list[str]:
         """As the stub names its own: `cgroup:memory+pids`, if there is one."""
         return [] if self._group is None else [f"cgroup:{self._group.controls}"]
+
+    @property
+    def _limits_memory(self) -> bool:
+        return self._group is not None and "memory_bytes" in self._group.limits
+
+    @property
+    def ends_all(self) -> bool:
+        """Whether all that the process starts ends with it."""
+        return self._group is not None and self._group.can_kill
 
     def begin(self, process: ChildProcess) -> None:
         """The process has just started."""
@@ -81,6 +103,7 @@ class Bounds:
             scratch=policy.scratch,
             scratch_bytes=policy.scratch_bytes if policy.scratch else None,
             rss_bytes=self._rss_bytes,
+            memory_bytes=self._memory,
         )
         if watched.is_needed:
             self._watched = watched

@@ -216,6 +216,11 @@ class Group:
                     return int(words[1])
         return 0
 
+    @property
+    def can_kill(self) -> bool:
+        """Whether the kernel ends all that is in it at once, as it does since 5.14."""
+        return (self.path / "cgroup.kill").exists()
+
     def kill(self) -> None:
         """End all that is in it, also what has left the session of its process."""
         with contextlib.suppress(OSError):  # a kernel before 5.14 has no such file

@@ -10,7 +10,11 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
+from moonpool.runtime.nest import children_of
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moonpool.runtime.process import ChildProcess
 
 _BLOCK_BYTES = 512
@@ -36,28 +40,59 @@ def memory_and_threads(process: ChildProcess) -> tuple[int, int] | None:
 
 
 def tasks_of(process: ChildProcess, threads: int) -> int:
-    """Its threads, and those of the processes that it and its children have started and not left."""
-    tasks, parents = threads, [str(process.pid)]
-    while parents:
-        children = _children(parents.pop())
-        parents += children
-        for child in children:
-            # It may have ended by now.
-            with contextlib.suppress(OSError):
-                tasks += len(os.listdir(f"/proc/{child}/task"))
+    """Its threads, and those of the processes that it and its children have started."""
+    tasks = threads
+    for child in descendants_of(process):
+        # It may have ended by now.
+        with contextlib.suppress(OSError):
+            tasks += len(os.listdir(f"/proc/{child}/task"))
     return tasks
 
 
-def _children(pid: str) -> list[str]:
-    children: list[str] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with (
-                contextlib.suppress(OSError),
-                open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file,
-            ):
-                children += file.read().split()
-    return children
+def memory_of_all(process: ChildProcess, enough_bytes: int) -> int:
+    """What a process and all that it has started have of memory that is no file's, or a little more than enough.
+
+    What forks share is counted once, where the kernel tells that of them.
+    """
+    pids = [process.pid, *descendants_of(process)]
+    # Quick, and too much where they share. The memory of requests is shared with the runtime, and the process's alone.
+    simple = sum(
+        _field(pid, "status", _RESIDENT if number else _RESIDENT[:1])
+        for number, pid in enumerate(pids)
+    )
+    if simple <= enough_bytes:
+        return simple
+    shares = [
+        _field(pid, "smaps_rollup", _SHARES if number else _SHARES[:1])
+        for number, pid in enumerate(pids)
+    ]
+    return sum(shares) if all(shares) else simple
+
+
+_RESIDENT = (b"RssAnon", b"RssShmem")
+_SHARES = (b"Pss_Anon", b"Pss_Shmem")
+
+
+def _field(pid: int, name: str, fields: Sequence[bytes]) -> int:
+    """Bytes of these lines of a file of the kernel's; 0 where it cannot be read."""
+    total_bytes = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+        for line in file:
+            field, _, value = line.partition(b":")
+            if field in fields:
+                total_bytes += int(value.split()[0]) << 10
+    return total_bytes
+
+
+def descendants_of(process: ChildProcess) -> list[int]:
+    """The processes that it, and they, have started; what lost its parent too, where it is known."""
+    found = [] if process.nest is None else process.nest.orphans()
+    parents = [process.pid, *found]
+    while parents:
+        children = children_of(parents.pop())
+        found += children
+        parents += children
+    return found
 
 
 def size_of_folder(path: str, enough_bytes: int) -> int:

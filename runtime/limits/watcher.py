@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 
 from moonpool.ipc.limits import reached
 from moonpool.runtime.errors import StubDied
-from moonpool.runtime.limits.footprint import memory_and_threads, size_of_folder, tasks_of
+from moonpool.runtime.limits.footprint import (
+    memory_and_threads,
+    memory_of_all,
+    size_of_folder,
+    tasks_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,18 +41,26 @@ class Watched:
     scratch: str = ""
     scratch_bytes: int | None = None
     rss_bytes: int | None = None
+    # Of the process and all that it has started.
+    memory_bytes: int | None = None
     # Gets the memory of a process that has more than `rss_bytes`, and had not when it began to serve.
     grown: Callable[[int], object] | None = None
 
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to look at."""
-        return (self.tasks, self.scratch_bytes, self.rss_bytes) != (None, None, None)
+        watched = (self.tasks, self.scratch_bytes, self.rss_bytes, self.memory_bytes)
+        return any(each is not None for each in watched)
 
     def look(self) -> None:
         """Compare what there is with what may be."""
         if self.tasks is not None or (self.rss_bytes is not None and self.grown is not None):
             self._look_at_process()
+        if self.memory_bytes is not None:
+            size_bytes = memory_of_all(self.process, self.memory_bytes)
+            if size_bytes > self.memory_bytes:
+                had = f"{size_bytes} bytes with all that it started"
+                self._end(reached("memory_bytes", self.memory_bytes), had)
         if self.scratch and self.scratch_bytes is not None:
             size_bytes = size_of_folder(self.scratch, self.scratch_bytes)
             if size_bytes > self.scratch_bytes:

@@ -179,7 +179,8 @@ class Template:
 
     def _bring_back(self, dead: TemplateStub) -> None:
         dead.end()
-        _log.error("the template of model '%s' has ended: %r", self._model, dead.process)
+        why = dead.reason or repr(dead.process)
+        _log.error("the template of model '%s' has ended: %s", self._model, why)
         self._deaths_s.append(time.monotonic())
         while self._wait_for_turn():
             self._set(_State.STARTING)

@@ -37,8 +37,9 @@ class TemplateStub(StubHandle):
     """Any thread may call `fork` and `exit_code_of`, but for the reactor's."""
 
     def __init__(self, *arguments: Any) -> None:
-        # Pids of forks that nobody has asked the end of, and who waits for an answer.
-        self._forks: set[int] = set()
+        # Pids of forks that nobody has asked the end of, with what the template knows them by; and who waits for an
+        # answer, by the latter.
+        self._forks: dict[int, int] = {}
         self._asked: dict[int, Future[int]] = {}
         self._lock = threading.Lock()
         super().__init__(*arguments)
@@ -82,7 +83,8 @@ class TemplateStub(StubHandle):
             birth.close()
         with self._lock:
             is_another = pid in self._forks
-            self._forks.add(pid)
+            if not is_another:
+                self._forks[pid] = _number_inside(pid)
         if is_another:
             os.close(pidfd)
             raise ForkRefused(f"it answered with process {pid}, which is another instance")
@@ -93,20 +95,24 @@ class TemplateStub(StubHandle):
 
         Where there is no template any more, that was the end of it.
         """
+        if self.process.nest is not None:
+            # What the fork has started and left is nobody's now.
+            self.process.nest.end_orphans()
         future: Future[int] = Future()
         with self._lock:
-            self._asked[pid] = future
+            inside = self._forks[pid]
+            self._asked[inside] = future
         try:
             if self._has_exited:
                 return -signal.SIGKILL
-            self.tell(Kind.REAP, pid)
+            self.tell(Kind.REAP, inside)
             return future.result(_REAP_S)
         except TimeoutError:
             return -signal.SIGKILL
         finally:
             with self._lock:
-                del self._asked[pid]
-                self._forks.discard(pid)
+                del self._asked[inside]
+                del self._forks[pid]
 
     def handle_other(self, fields: list[Any]) -> None:
         if fields[0] != Kind.EXITED:
@@ -126,6 +132,15 @@ class TemplateStub(StubHandle):
         for future in asked:
             if not future.done():
                 future.set_result(-signal.SIGKILL)
+
+
+def _number_inside(pid: int) -> int:
+    """What a process is called in its own PID namespace; its pid where it is gone, and nobody asks for it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return pid
 
 
 def _threads_of(pid: int) -> list[str]:

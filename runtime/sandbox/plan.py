@@ -43,6 +43,8 @@ class Plan:
     gpus: tuple[int, ...] | None = None
     # Whether the interpreter is somebody else's, who may be hostile.
     is_foreign: bool = False
+    # How many have the limits of one together: a template and the instances that are forked from it.
+    processes: int = 1
     # Of the process that this one is forked from, which has the user and the folder, too.
     template: Confinement | None = None
     # What gives the user and the folder back.
@@ -62,12 +64,14 @@ class Plan:
             environment=self.environment,
             folder=self.folder,
             is_foreign=self.is_foreign,
+            is_nested=self.policy.may_start_processes,
+            user=self.policy.user,
         )
 
     def for_a_fork(self, model: Model, template: Confinement) -> Plan:
         """The plan for a process that the one of this plan, which is so confined, forks."""
         policy = self.policy.changed(forks=False, limits=_limits(model))
-        return replace(self, policy=policy, template=template, held=ExitStack())
+        return replace(self, policy=policy, processes=1, template=template, held=ExitStack())
 
     def number_of(self, gpu: int) -> int:
         """The number under which the process knows a GPU of its own, or any where it sees all."""
@@ -93,10 +97,11 @@ def plan_for(
     `environment_variables.inherited`. Raises OSError, `LoadFailed`.
     """
     options = model.options
+    processes = 1 + _forked(model) if forks else 1
     variables = _variables(options, environment, leading)
     common = Policy(
         level=options.sandbox,
-        limits=_limits(model, 1 + _forked(model) if forks else 1),
+        limits=_limits(model, processes),
         cpus=options.cpus,
         nice=_nice(options.cpu_weight),
         forks=forks,
@@ -131,6 +136,7 @@ def plan_for(
         granted(options, gpus),
         gpus,
         is_foreign=environment.root is not None,
+        processes=processes,
         held=held,
     )
 

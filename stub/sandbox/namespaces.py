@@ -16,6 +16,7 @@ _FLAGS = {
     "ipc": 0x08000000,
     "uts": 0x04000000,
     "cgroup": 0x02000000,
+    "pid": 0x20000000,
 }
 
 
@@ -25,17 +26,29 @@ def enter(*, network: bool) -> list[str]:
     Without root's rights that takes a user namespace, in which this user is who it was. `network` says whether
     the network is to stay the runtime's. All happens or nothing.
     """
-    uid, gid = os.geteuid(), os.getegid()
     names = ["mnt", "ipc", "uts", "cgroup"] if network else ["mnt", "net", "ipc", "uts", "cgroup"]
-    if uid != 0:
+    if os.geteuid() != 0:
         names.insert(0, "user")
+    _enter(names)
+    return names
+
+
+def enter_pids() -> None:
+    """Have the processes that this one starts from now on in a PID namespace of their own. Raises OSError.
+
+    The first of them is its first process. This process can start no thread any more.
+    """
+    _enter(["pid"] if os.geteuid() == 0 else ["user", "pid"])
+
+
+def _enter(names: list[str]) -> None:
+    uid, gid = os.geteuid(), os.getegid()
     kernel.call("unshare", sum(_FLAGS[name] for name in names))
-    if uid != 0:
+    if "user" in names:
         # The kernel wants it forbidden before groups are mapped by somebody without rights over them.
         _write("setgroups", "deny")
         _write("uid_map", f"{uid} {uid} 1")
         _write("gid_map", f"{gid} {gid} 1")
-    return names
 
 
 def _write(name: str, line: str) -> None:

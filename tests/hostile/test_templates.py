@@ -32,7 +32,15 @@ def template_of(pid: int) -> int:
 def others(runtime: moonpool.Runtime, forked: Attacker) -> dict[str, int]:
     pids = [int(str(each["pid"])) for each in runtime.instances(forked.name)]
     found = {f"instance {number}": pid for number, pid in enumerate(pids)}
-    return found | {"template": template_of(pids[0])}
+    found["template"] = template_of(pids[0])
+    own = {f"{name}, as it calls itself": inside(pid) for name, pid in found.items()}
+    return found | own | {"keeper": 1}
+
+
+def inside(pid: int) -> int:
+    """The number of a process in its own PID namespace."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[-1]) for line in lines if line.startswith("NSpid:"))
 
 
 REACHES = [
