@@ -60,7 +60,9 @@ class Call(Waiter):
         self._answer(self, outcome, True)
 
     def cancel(self) -> None:
-        """The model may stop; its responses are still waited for."""
+        """The model may stop; its responses are still waited for. Once is enough, however often the asker says it."""
+        if self.is_cancelled:
+            return
         self.is_cancelled = True
         if self.scheduler is not None and self.request is not None:
             self.scheduler.tell_cancelled(self.request)

@@ -186,6 +186,15 @@ asyncio.run(ask())""",
         [[[0], None, [[1], [2]]]],
         is_tritons=False,
     ),
+    "a model is cancelled while its request waits": Case(
+        """
+first = stream("threading.Event().wait(0.5)", "sender.send(flags=FINAL)").exec(decoupled=True)
+i = stream("def run():", "    while not sender.is_cancelled(): threading.Event().wait(0.001)",
+           "    sender.send(y(5), FINAL)", "threading.Thread(target=run).start()").exec(decoupled=True)
+i.cancel(), all_of(i), all_of(first)""",
+        [None, [[5]], [[]]],
+        is_tritons=False,
+    ),
     "a model is cancelled before its first response": Case(
         """
 i = stream("def run():", "    while not sender.is_cancelled(): threading.Event().wait(0.001)",

@@ -184,6 +184,18 @@ def test_what_does_not_fit_is_refused(load: Callable[..., testing.LoadedModel], 
             model.infer(testing.request({"WISH": [["a"]]}, outputs=["Z"]))
 
 
+def test_a_request_that_may_not_wait_never_reaches_the_model(
+    load: Callable[..., testing.LoadedModel], file: Path
+) -> None:
+    policy = {"allow_timeout_override": True, "default_timeout_microseconds": 3_600_000_000}
+    config = {**CONFIG, "dynamic_batching": {"default_queue_policy": policy}}
+    with load(file, name="m", config=config) as model:
+        with pytest.raises(moonpool.QueueTimeout, match=r"^Request timeout expired$"):
+            model.infer(testing.request({"WISH": [["raise"]]}, timeout_us=5))
+        patient = testing.request({"WISH": [["answer"]]}, timeout_us=3_000_000_000)
+        assert model.infer(patient)["Y"].tolist() == [[1, 1]]
+
+
 def test_a_model_reads_the_same_of_a_request(file: Path) -> None:
     request = testing.request(
         {"WISH": [["details"]]},

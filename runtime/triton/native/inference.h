@@ -146,8 +146,8 @@ class Inference : public std::enable_shared_from_this<Inference> {
   uint64_t batch() const { return batch_; }
   // The model that was asked may stop.
   void cancel() noexcept {
-    is_cancelled_ = true;
-    if (is_asked_) tell_cancelled();
+    // Once is enough, however often the stub says it.
+    if (!is_cancelled_.exchange(true) && is_asked_) tell_cancelled();
   }
 
  private:

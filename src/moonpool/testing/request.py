@@ -21,8 +21,8 @@ class Request:
     """Inputs by name, and what else a client may say. It can be sent any number of times.
 
     `inputs` are arrays of the datatypes and shapes of the model's configuration, or lists and numbers that become such.
-    `outputs` names those that are wanted, all by default. `timeout_us` is what the model reads as `timeout()`,
-    `trace_context` what it reads as `trace().get_context()`.
+    `outputs` names those that are wanted, all by default. `timeout_us` is what the model reads as `timeout()`; it may
+    shorten the timeout of the model's queue policy. `trace_context` is what the model reads as `trace().get_context()`.
     `cancel_after` lets the client go away after that many responses, 0 before the first.
     """
 
