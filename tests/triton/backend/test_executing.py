@@ -51,6 +51,11 @@ def test_an_error_has_its_code_and_its_text(client: Client) -> None:
         client.order("raise")
 
 
+def test_a_parameter_that_json_does_not_have_is_refused(client: Client) -> None:
+    with pytest.raises(InferenceServerException, match="'score' must be a finite number"):
+        client.order("no number")
+
+
 def test_a_model_that_does_not_load_says_why(client: Client) -> None:
     with pytest.raises(InferenceServerException, match="ImportError: of no use"):
         client.load("broken")
