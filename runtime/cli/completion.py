@@ -77,7 +77,8 @@ def _models(parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """The names of the models in the repository that the line names so far."""
     from moonpool.runtime.repository import ModelRepository
 
-    repository = getattr(parsed_args, "repository", None)
+    # Where REPO may be left out, as with --url, the one word of a line that is not finished yet is taken for MODEL.
+    repository = getattr(parsed_args, "repository", None) or getattr(parsed_args, "model", None)
     try:
         return ModelRepository(repository).models() if repository else []
     except (MoonpoolError, OSError):
