@@ -52,7 +52,7 @@ def parse(text: str, file: str, limits: ConfigLimits | None = None) -> tuple[Raw
 
 def _text(path: Path, within: Path | None, limits: ConfigLimits) -> str:
     try:
-        with open_file(path, within) as file:
+        with open_file(path, () if within is None else (within,)) as file:
             data = file.read(limits.config_bytes + 1)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", file=str(path)) from error

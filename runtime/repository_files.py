@@ -15,11 +15,11 @@ from typing import IO, TYPE_CHECKING
 from moonpool.ipc.errors import MoonpoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-# Files and folders of one model, or of the top of a repository.
-MOST_ENTRIES = 100_000
+# Files and folders of one model, or of the top of a repository: as many as an environment in the model's folder has.
+MOST_ENTRIES = 500_000
 # Folders within folders. What removes a directory recurses, and Python gives up at a thousand.
 DEEPEST = 64
 
@@ -43,11 +43,11 @@ class LeadsOut(OSError):
     """A file that lies outside of the folder that it has to lie in."""
 
 
-def open_file(path: str | os.PathLike[str], within: Path | None = None) -> IO[bytes]:
+def open_file(path: str | os.PathLike[str], within: Sequence[Path] = ()) -> IO[bytes]:
     """Open a regular file for reading; the caller closes it.
 
     Raises OSError for everything else: opening a FIFO would block, and opening a device may have effects. With
-    `within`, raises `LeadsOut` for a file that is not in that folder, wherever links lead.
+    `within`, raises `LeadsOut` for a file that is in none of these folders, wherever links lead.
     """
     # This opens no more than the name, whatever it stands for, so nobody can put something else there afterwards.
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -59,7 +59,7 @@ def open_file(path: str | os.PathLike[str], within: Path | None = None) -> IO[by
             kind = next((word for test, word in _KINDS if test(mode)), "something else")
             raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
         name = f"/proc/self/fd/{found}"
-        if within is not None:
+        if within:
             _check_within(os.readlink(name), within, path)
         # A file of which somebody holds a lease would block, too.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -68,9 +68,9 @@ def open_file(path: str | os.PathLike[str], within: Path | None = None) -> IO[by
         os.close(found)
 
 
-def _check_within(real: str, folder: Path, path: str | os.PathLike[str]) -> None:
-    if not is_within(real, os.path.realpath(folder)):
-        what = f"it leads to {real}, which is outside of {folder}; put a copy there instead"
+def _check_within(real: str, folders: Sequence[Path], path: str | os.PathLike[str]) -> None:
+    if not any(is_within(real, os.path.realpath(folder)) for folder in folders):
+        what = f"it leads to {real}, which is outside of {folders[0]}; put a copy there instead"
         raise LeadsOut(errno.EPERM, what, str(path))
 
 
@@ -79,7 +79,7 @@ def is_within(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def read_file(path: str | os.PathLike[str], most_bytes: int, within: Path | None = None) -> bytes:
+def read_file(path: str | os.PathLike[str], most_bytes: int, within: Sequence[Path] = ()) -> bytes:
     """Read a whole regular file, as `open_file`. Raises OSError, EFBIG if it has more than `most_bytes`."""
     with open_file(path, within) as file:
         data = file.read(most_bytes + 1)

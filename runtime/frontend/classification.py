@@ -6,7 +6,6 @@ https://github.com/triton-inference-server/server, docs/protocol/extension_class
 from __future__ import annotations
 
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,10 +70,11 @@ def read_labels(model: Model, output: str) -> list[str]:
     filename = described[0].get("label_filename", "") if described else ""
     if not filename:
         return []
-    folder = Path(model.source.model_directory)
+    source = model.source
     try:
         # Whoever names the file has its lines sent to clients, so it must be one of the model's.
-        data = read_file(folder / filename, _LABELS_BYTES, within=folder)
+        own = (source.model_directory, source.version_directory)
+        data = read_file(source.model_directory / filename, _LABELS_BYTES, own)
     except LeadsOut as error:
         what = "their file is not in the model's directory"
         raise ModelError(f"cannot read the labels of output '{output}': {what}") from error

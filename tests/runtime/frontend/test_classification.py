@@ -67,8 +67,9 @@ def test_what_cannot_be_compared_is_an_error(dtype: type) -> None:
 
 
 def model(tmp_path: Any, filename: str) -> Any:
+    source = SimpleNamespace(model_directory=tmp_path, version_directory=tmp_path / "1")
     config = SimpleNamespace(raw={"output": [{"name": "Y", "label_filename": filename}]})
-    return SimpleNamespace(config=config, source=SimpleNamespace(model_directory=tmp_path))
+    return SimpleNamespace(config=config, source=source)
 
 
 def test_labels_are_the_lines_of_the_file(tmp_path: Any) -> None:
@@ -88,11 +89,15 @@ def test_labels_come_from_the_models_directory_alone(tmp_path: Any) -> None:
     (folder / "data" / "labels.txt").write_text("cat\n")
     (folder / "inside.txt").symlink_to("data/labels.txt")
     (folder / "outside.txt").symlink_to("../secret")
+    (tmp_path / "version").mkdir()
+    (tmp_path / "version" / "labels.txt").write_text("dog\n")
+    (folder / "1").symlink_to("../version")
     os.mkfifo(folder / "pipe.txt")
     with (folder / "huge.txt").open("wb") as file:
         file.truncate(1 << 40)
 
     assert read_labels(model(folder, "inside.txt"), "Y") == ["cat"]
+    assert read_labels(model(folder, "1/labels.txt"), "Y") == ["dog"]
     for filename in ("outside.txt", "../secret", str(tmp_path / "secret")):
         with pytest.raises(ModelError, match=r"'Y': their file is not in the model's directory$"):
             read_labels(model(folder, filename), "Y")
