@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Kind
+from moonpool.runtime import device_regions
 from moonpool.runtime.allotment import Allotment
 from moonpool.runtime.growth import Growth
 from moonpool.stub import regions
@@ -97,3 +98,34 @@ def test_a_stub_that_does_not_read_the_answer_is_ended_and_the_log_says_nothing(
     with pytest.raises(RemoteProtocolError, match="does not read"):
         stub.growth.check()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(("is_private", "counted"), [(True, 1 << 21), (False, 0)])
+def test_memory_of_a_device_that_a_contained_stub_retired_counts(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, is_private: bool, counted: int
+) -> None:
+    asked: list[int] = []
+
+    def refuse(present: int, needed: int, limit: int | None, gpu: int, others: int) -> None:
+        del present, needed, limit, gpu
+        asked.append(others)
+        raise OutOfMemory("asked")
+
+    monkeypatch.setattr(device_regions, "new_device_region", refuse)
+    device = SimpleNamespace(ordinal=3)
+    retired = SimpleNamespace(
+        handle=b"",
+        is_private=is_private,
+        device=device,
+        size_bytes=1 << 21,
+        close=lambda: None,
+    )
+    link = cast(Any, stub.growth._link)
+    link.device_answers = {7: retired}
+    link.open_lanes = lambda: SimpleNamespace(gpu_of=lambda number: number, lane=lambda _: None)
+
+    stub.growth.retire(7)
+    stub.growth.grow(1, 3)
+
+    assert stub.heard.get(timeout=10) == (Kind.REFUSED, "asked")
+    assert asked == [counted]
