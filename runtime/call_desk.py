@@ -27,7 +27,7 @@ from moonpool.runtime.budgets import (
 from moonpool.runtime.call_requests import Fetching, make_call_request, wire_error
 from moonpool.runtime.call_tensors import read_inputs, write_outputs
 from moonpool.runtime.calls import Call
-from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable, NotGranted
+from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable
 from moonpool.runtime.flow import Flow
 from moonpool.runtime.outbox import Outbox
 from moonpool.runtime.request import Response
@@ -234,7 +234,7 @@ class CallDesk:
                 self._room.take(number, self._stored_bytes, COPIED_BYTES)
             inputs = read_inputs(rows, leases)
             del leases
-            hosted = self._find(model, version)
+            hosted = self._models.find(model, None if version == -1 else version)
         except RemoteProtocolError:
             raise
         except MoonpoolError as error:
@@ -282,17 +282,6 @@ class CallDesk:
         if self._link.lanes is not None:
             self._link.lanes.receive()
         self._link.loans.take_back(fields[1])
-
-    def _find(self, model: str, version: int) -> HostedModel:
-        try:
-            return self._models.find(model, None if version == -1 else version)
-        except NotGranted:
-            raise
-        except MoonpoolError as error:
-            refused = type(error)(
-                f"Failed for execute the inference request. Model '{model}' is not ready."
-            )
-            raise refused from error
 
     def _answer(self, call: Call, outcome: Outcome | None, is_last: bool) -> None:
         """Send a response, unless the call is over. From any thread."""

@@ -214,6 +214,13 @@ class HostedModel:
             return
         ask_all([seat.instance for seat in self.supervisor.seats if _serves(seat)], answer)
 
+    @property
+    def instance_down(self) -> str | None:
+        """The name of the first instance that has no process at the moment, if none has."""
+        seats = self.supervisor.seats
+        is_up = not seats or any(_serves(seat) for seat in seats)
+        return None if is_up else seats[0].instance.name
+
     def why_not_serving(self) -> str | None:
         """None if a request could run now, whatever the model itself says, else why not."""
         if self.machine.state is not ModelState.READY:

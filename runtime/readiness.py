@@ -25,6 +25,11 @@ _TOO_LATE = "Timed out waiting for user-defined is_ready() response"
 _STILL_TOO_LATE = "Timed out waiting for in-flight is_ready() response"
 
 
+def not_healthy(instance: str) -> str:
+    """Triton's words for an instance whose process has ended."""
+    return f"Stub process '{instance}' is not healthy."
+
+
 class StubReadiness:
     """Asks a stub's model, once for all who want to know at the same time."""
 
@@ -44,7 +49,9 @@ class StubReadiness:
 
     def ask(self, answer: Answer) -> None:
         """`answer` is called once and must not block: at once, or on the reactor's thread within five seconds."""
-        if self.has_check:
+        if self._is_closed:
+            answer(self._gone())
+        elif self.has_check:
             self._reactor.call_soon(lambda: self._ask(answer))
         else:
             answer(None)
@@ -96,7 +103,7 @@ class StubReadiness:
             answer(reason)
 
     def _gone(self) -> str:
-        return f"Stub process '{self._instance}' is not healthy."
+        return not_healthy(self._instance)
 
 
 def ask_all(instances: Sequence[ModelInstance], answer: Answer) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from moonpool.runtime.errors import InvalidRequest, ModelNotFound, ModelUnavailable
 from moonpool.runtime.model_control import version_of
-from moonpool.runtime.readiness import wait_for_answer
+from moonpool.runtime.output import harmless
+from moonpool.runtime.readiness import not_healthy, wait_for_answer
 from moonpool.runtime.states import ModelState
 from moonpool.runtime.version import VERSION
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.hosted_model import HostedModel
     from moonpool.runtime.runtime import Runtime
 
+_log = logging.getLogger("moonpool.server")
 EXTENSIONS = (
     "classification",
     "sequence",
@@ -75,14 +78,20 @@ class Metadata:
     def model_ready(self, name: str, version: str = "") -> bool:
         """Whether a request to the model could run now, and its own `is_ready` says so.
 
-        False for what is not loaded. Raises `InvalidRequest` for a version that is no number.
+        False for what is not loaded; if an instance says why not, the log has that. Raises `InvalidRequest` for a version that is no number.
         """
         number = version_of(version)
         try:
             hosted = self._registry.find(name, number)
         except (ModelNotFound, ModelUnavailable):
             return False
-        return wait_for_answer(hosted.ask_ready) is None
+        reason = wait_for_answer(hosted.ask_ready)
+        if reason is not None:
+            # For each probe, as Triton does. A model that asks is told, and logs nothing: it may ask at any rate.
+            down = hosted.instance_down
+            why = not_healthy(down) if down is not None else harmless(reason)
+            _log.error("Model '%s' version %d is not ready: %s", name, hosted.model.version, why)
+        return reason is None
 
     def model_metadata(self, name: str, version: str = "") -> dict[str, Any]:
         """Versions, platform and tensors. Raises `ModelNotFound`, `InvalidRequest`."""

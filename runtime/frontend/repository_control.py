@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.failures import missing_file_line
 from moonpool.runtime.loading import Wanted
 from moonpool.runtime.model_control import loading, wanted_of
 from moonpool.runtime.parallel import in_parallel
@@ -93,7 +94,7 @@ class RepositoryControl:
                 limits = self._registry.rules.limits
                 self._registry.load(wanted_of(name, config, files, limits=limits))
         except MoonpoolError as error:
-            _log.error("%s", error)
+            _log_failure(error)
             raise
         _log.info("successfully loaded '%s'", name)
 
@@ -153,10 +154,10 @@ class RepositoryControl:
             with loading(name):
                 self._registry.load(Wanted(name), again=again)
         except MoonpoolError as error:
-            self._fails(name, str(error))
+            self._fails(name, str(error), error)
             return False
         except Exception as error:  # the other models are still to be loaded
-            self._fails(name, f"failed to load '{name}': {error!r}", exc_info=True)
+            self._fails(name, f"failed to load '{name}': {error!r}", error)
             return False
         self._said.pop(name, None)
         if self._registry.versions(name) != before:
@@ -168,12 +169,14 @@ class RepositoryControl:
         self._has_given_up = True
         self._registry.give_up_loading()
 
-    def _fails(self, name: str, why: str, *, exc_info: bool = False) -> None:
-        if self._has_given_up:
+    def _fails(self, name: str, why: str, error: Exception | None = None) -> None:
+        if self._has_given_up or self._said.get(name) == why:
             return
-        if self._said.get(name) != why:
-            self._said[name] = why
-            _log.error("%s", why, exc_info=exc_info)
+        self._said[name] = why
+        if isinstance(error, MoonpoolError):
+            _log_failure(error)
+        else:
+            _log.error("%s", why, exc_info=error)
 
     def _say_unread(self, found: Listing) -> None:
         """Log which repositories cannot be read, once for as long as it is the same ones."""
@@ -248,3 +251,10 @@ def _entries(name: str, status: ModelStatus | None, *, ready_only: bool) -> list
     if status is None or status.failure is None:
         return [{"name": name}]
     return [{"name": name, "state": "UNAVAILABLE", "reason": str(status.failure)}]
+
+
+def _log_failure(error: MoonpoolError) -> None:
+    line = missing_file_line(error.__cause__ or error)
+    if line is not None:
+        _log.info("%s", line)
+    _log.error("%s", error)

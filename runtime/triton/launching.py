@@ -15,7 +15,7 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION
 from moonpool.runtime.errors import LoadFailed
-from moonpool.runtime.failures import as_load_failure
+from moonpool.runtime.failures import as_load_failure, missing_file_line
 from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
 from moonpool.runtime.public_text import scrubbed
@@ -121,6 +121,8 @@ class Launcher:
             failure = as_load_failure(error, f"model '{name}'")
             if isinstance(failure, LoadFailed) and failure.traceback:
                 _log.error("model '%s': %s\n%s", name, failure, failure.traceback)
+            if (line := missing_file_line(failure)) is not None:
+                _log.info("%s", line)
             self._post.tell(Word.REFUSED, number, code_of(failure), str(failure))
             return
         served.warn()

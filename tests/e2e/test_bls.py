@@ -134,7 +134,7 @@ def test_a_child_of_a_child_asks(runtime: moonpool.Runtime, depth: int) -> None:
 @pytest.mark.needs("processes")
 def test_a_child_has_all_that_its_model_has(runtime: moonpool.Runtime) -> None:
     error, responses, response, is_ready, shape = json.loads(do(runtime, "child_report"))
-    assert "Model 'nobody' is not ready" in error
+    assert "Request for unknown model: 'nobody' is not found" in error
     assert responses == [[0, 1, 4, 9]]
     assert (response, is_ready, shape) == ([0, 1, 4, 9], True, [4])
 
@@ -152,13 +152,13 @@ def test_a_child_that_dies_while_it_waits_harms_nobody(runtime: moonpool.Runtime
     [
         (
             {"model": "nobody"},
-            "NOT_FOUND: Model nobody - Error when running inference: Failed for execute the "
-            "inference request. Model 'nobody' is not ready.",
+            "NOT_FOUND: Model nobody - Error when running inference: Request for unknown model: "
+            "'nobody' is not found",
         ),
         (
             {"model_version": 7},
-            "NOT_FOUND: Model square - Error when running inference: Failed for execute the "
-            "inference request. Model 'square' is not ready.",
+            "NOT_FOUND: Model square - Error when running inference: Request for unknown model: "
+            "'square' version 7 is not found",
         ),
         (
             {"output": "Z"},
@@ -376,5 +376,5 @@ def test_a_model_is_unloaded_while_another_asks_it(runtime: moonpool.Runtime) ->
     wait_until(lambda: gone.scheduler.executing == 1)
     runtime.unload("gone")
     assert answer.result(PATIENCE_S).outputs["Y"].tolist() == [0, 1, 4, 9]
-    with pytest.raises(ModelError, match="Model 'gone' is not ready"):
+    with pytest.raises(ModelError, match="unknown model: 'gone' has no available versions"):
         runtime.infer("caller", asked, timeout_s=PATIENCE_S)

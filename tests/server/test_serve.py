@@ -66,6 +66,41 @@ def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> No
         assert "Too many open files" not in server.text()
 
 
+def test_each_probe_of_an_instance_that_is_down_is_logged_in_todays_words(models: Path) -> None:
+    config = models / "good" / "config.pbtxt"
+    pause = 'parameters { key: "MOONPOOL_RESTART_BACKOFF_S" value: { string_value: "60" } }'
+    config.write_text(f"{config.read_text()}\n{pause}\n")
+    line = "Model 'good' version 1 is not ready: Stub process 'good_0_0' is not healthy."
+    with running(models) as server:
+
+        def process() -> int:
+            _, shown = server.get("/v2/moonpool/overview")
+            return int(shown["models"][0]["instances"][0]["pid"] or 0)
+
+        first = process()
+        os.kill(first, signal.SIGKILL)
+        # The first restart follows at once, the second one after the pause.
+        second = wait_until(lambda: process() not in (0, first) and process(), 30.0)
+        wait_until(lambda: server.get("/v2/models/good/ready")[0] == 200, 30.0)
+        os.kill(second, signal.SIGKILL)
+        wait_until(lambda: server.get("/v2/models/good/ready")[0] != 200, 30.0)
+        before = server.text().count(line)
+        with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+            for _ in range(3):
+                assert server.get("/v2/models/good/ready")[0] == 400
+                assert not client.is_model_ready("good")
+        assert server.text().count(line) == before + 6
+
+
+def test_a_model_file_that_is_missing_is_logged_in_tritons_words(models: Path) -> None:
+    file = models / "good" / "1" / "model.py"
+    with running(models, "--model-control-mode=explicit") as server:
+        file.unlink()
+        assert server.get("/v2/repository/models/good/load", "POST", b"{}")[0] != 200
+        text = f"Failed to preinitialize Python stub: Python model file not found in '{file}'"
+        assert text in server.text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_in_order(models: Path, number: signal.Signals) -> None:
     with running(models) as server:

@@ -136,8 +136,8 @@ def fails(a: Any) -> object:
     [
         (
             {},
-            "Model double - Error when running inference: Failed for execute the inference request. "
-            "Model 'double' is not ready.",
+            "Model double - Error when running inference: Request for unknown model: 'double' is "
+            "not found",
             "NOT_FOUND",
         ),
         (

@@ -98,6 +98,46 @@ asking("returns", ["Y"], error).exec()""",
 ]
 
 
+# What Triton says today of a request to a model that there is not, and what it said before.
+NOTHING = 'asking("nothing_of_that_name", ["Y"])'
+
+
+def newer(code: str, model: str, why: str, *, in_list: bool = False) -> Difference:
+    """What is said to a model that asks this one."""
+    begins = f"Model {model} - Error when running inference: "
+    before = f"Failed for execute the inference request. Model '{model}' is not ready."
+    shown = "list[{}]" if in_list else "{}"
+    both = (shown.format(f'"{begins}{text}"') for text in (before, why))
+    return Difference(code, *both)
+
+
+UNKNOWN = "Request for unknown model: 'nothing_of_that_name' is not found"
+NEWER_TEXTS = [
+    newer(f"{NOTHING}.exec().error().message()", "nothing_of_that_name", UNKNOWN),
+    newer(
+        f"async def bad(): return await {NOTHING}.async_exec()\n"
+        "import asyncio; asyncio.run(bad()).error().message()",
+        "nothing_of_that_name",
+        UNKNOWN,
+    ),
+    newer(
+        f"[r.error().message() for r in {NOTHING}.exec(decoupled=True)]",
+        "nothing_of_that_name",
+        UNKNOWN,
+        in_list=True,
+    ),
+    newer(
+        'asking("", ["Y"]).exec().error().message()',
+        "",
+        "Request for unknown model: '' is not found",
+    ),
+    newer(
+        'asking("batch", ["Y"], model_version=7).exec().error().message()',
+        "batch",
+        "Request for unknown model: 'batch' version 7 is not found",
+    ),
+]
+
 # What the core says of requests that it does not hand on.
 OF_THE_CORE = [
     Difference(
@@ -129,6 +169,11 @@ def test_a_difference_of_the_core_is_what_it_is_said_to_be(
 
     assert theirs.startswith(difference.theirs)
     assert ours.startswith(difference.ours)
+
+
+@pytest.mark.parametrize("difference", NEWER_TEXTS, ids=lambda difference: difference.code[:100])
+def test_a_text_is_that_of_todays_triton(both: Both, difference: Difference) -> None:
+    assert both.said(difference.code) == (difference.theirs, difference.ours)
 
 
 # Triton's stub dies of each, or its server does, so it is not asked.

@@ -240,11 +240,7 @@ void Calls::start(Inference& inference, const wire::Infer& asked) {
   uint32_t properties;
   void* unused;
   // Not by its readiness, which may be for this very thread to tell of.
-  if (triton::Error* error = triton::ServerModelTransactionProperties(model_.server(), name.c_str(), asked.version,
-                                                                      &properties, &unused)) {
-    triton::ErrorDelete(error);
-    throw Failure(triton::kUnavailable, "Failed for execute the inference request. Model '" + name + "' is not ready.");
-  }
+  check(triton::ServerModelTransactionProperties(model_.server(), name.c_str(), asked.version, &properties, &unused));
   if ((properties & kDecoupledFlag) != 0 && !asked.decoupled) {
     throw Failure(triton::kUnsupported,
                   "Model " + name +

@@ -146,9 +146,7 @@ class RecordingHost(Host):
         name, version = request._model_name, request._model_version
         target = self._targets.get(name)
         if target is None or not self._is_loaded(name, None if version == -1 else version):
-            raise ModelNotFound(
-                f"Failed for execute the inference request. Model '{name}' is not ready."
-            )
+            raise ModelNotFound(self._not_found(name, version))
         if not decoupled and _is_decoupled(target):
             raise ModelError(
                 f"Model {name} is using the decoupled. The current BLS request call doesn't support "
@@ -167,6 +165,13 @@ class RecordingHost(Host):
         target = self._targets.get(name)
         served = target.version if isinstance(target, LoadedModel) else 1
         return name in self.ready and version in (None, served)
+
+    def _not_found(self, name: str, version: int) -> str:
+        """The words of a runtime for a model that nobody provides, that was unloaded, or that has no such version."""
+        what = "is not found" if name not in self._targets else "has no available versions"
+        if name in self.ready and name in self._targets:
+            what = f"version {version} is not found"
+        return f"Request for unknown model: '{name}' {what}"
 
     # Model control
 

@@ -325,6 +325,7 @@ def test_a_model_that_is_not_there_is_refused(shim: Shim, tmp_path: Path) -> Non
 
     assert word == Word.REFUSED
     assert message.startswith("Python model file not found in ")
+    assert (0, f"Failed to preinitialize Python stub: {message}") in shim.notes
 
 
 def test_an_option_that_there_is_not_is_refused(shim: Shim, write: Write) -> None:

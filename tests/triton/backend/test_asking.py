@@ -132,8 +132,8 @@ def test_responses_of_a_decoupled_model_come_one_by_one(evaluate: Evaluate) -> N
 
 def test_a_model_that_there_is_not_is_an_error(evaluate: Evaluate) -> None:
     assert evaluate("value(ask('nobody', np.array([3])))") == (
-        "Model nobody - Error when running inference: Failed for execute the inference request. "
-        "Model 'nobody' is not ready."
+        "Model nobody - Error when running inference: Request for unknown model: "
+        "'nobody' is not found"
     )
 
 
