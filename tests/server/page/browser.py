@@ -184,7 +184,17 @@ class Page:
 
     def wait_for(self, expression: str, what: str = "") -> Any:
         """Wait until the expression is true; returns its value."""
-        return wait_until(lambda: self.evaluate(expression), PATIENCE_S, what or expression)
+
+        def value() -> Any:
+            try:
+                return self.evaluate(expression)
+            except RuntimeError as error:
+                # The page that it was asked of has gone; the next one is to come.
+                if "navigated or closed" not in str(error):
+                    raise
+                return None
+
+        return wait_until(value, PATIENCE_S, what or expression)
 
     def wait_for_text(self, selector: str, text: str) -> str:
         """Wait until an element shows this among other things; returns all that it shows."""
