@@ -75,8 +75,8 @@ def test_what_may_be_read_is_read_by_get_alone(
 
 @pytest.mark.parametrize(
     "path",
-    ["/v2/", "/v2/nothing", "//v2", "/V2", "/v2/models", "/v2/models/", SUMS + "/", SUMS + "/x",
-     SUMS + "/versions/x", SUMS + "/versions/-1", "/v2/models/a/b/c", "/metrics",
+    ["/v2/", "/v2/nothing", "//v2", "/V2", "/v2/models/", SUMS + "/", SUMS + "/x",
+     SUMS + "/versions/x", SUMS + "/versions/-1", "/v2/models/a/b/c",
      "/v2/systemsharedmemory/region//register"],
 )  # fmt: skip
 def test_what_is_not_there_is_not_found(serving: Serving, path: str) -> None:
