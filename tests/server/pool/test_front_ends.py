@@ -341,7 +341,7 @@ def test_the_death_of_a_stub_is_told_with_its_reason(server: RunningServer) -> N
 
 def test_a_model_that_was_given_up_is_served_again(tmp_path: Path) -> None:
     """Nobody can load it in this mode, so the server starts it again after a rest."""
-    options = {"MAX_RESTARTS": 0, "RESTART_WINDOW_S": 1, "RESTART_BACKOFF_MAX_S": 1}
+    options = {"MAX_RESTARTS": 0, "RESTART_WINDOW_S": 5, "RESTART_BACKOFF_MAX_S": 5}
     given = "".join(
         f'parameters [{{ key: "MOONPOOL_{name}" value {{ string_value: "{value}" }} }}]\n'
         for name, value in options.items()
