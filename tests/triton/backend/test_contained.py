@@ -42,13 +42,13 @@ parameters { key: "MOONPOOL_SANDBOX" value: { string_value: "strict" } }
 
 @pytest.fixture
 def contained(repository: Path, client: Client) -> Iterator[str]:
-    folder = repository / "contained"
+    folder = repository / "counts_contained"
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(CONFIG)
     (folder / "1" / "model.py").write_text(COUNTS)
-    client.load("contained")
-    yield "contained"
-    client.unload("contained")
+    client.load("counts_contained")
+    yield "counts_contained"
+    client.unload("counts_contained")
 
 
 def test_its_metrics_have_no_name_that_may_be_the_servers(
