@@ -5,7 +5,7 @@ does not use the region any more, and asks for another one. No limit of the kern
 contained process was ever sent counts here until the process ends. A region that comes back is emptied, which gives its
 pages back to the machine also where somebody has them mapped, and its file is given again, under another number, before a
 new one is made. Of files that come back a few are kept; the others are closed and still count. A process that is not contained could
-have any memory without this, so only what it uses counts.
+have any memory without this, so only what it uses counts, and what comes back of it is closed.
 
 An honest process of varying needs may so come to its limit with files of which none is large enough. Then it `is_worn`:
 the next process will have the room that this one has lost.
@@ -177,7 +177,7 @@ class Allotment:
     def _put(self, file: _File) -> None:
         """A file that nobody uses any more."""
         # Also where it is closed at once: the process may have kept it, and its pages with it.
-        is_empty = file.fd >= 0 and empty(file.fd, file.size_bytes)
+        is_empty = self._is_contained and file.fd >= 0 and empty(file.fd, file.size_bytes)
         unneeded = file.fd
         with self._lock:
             self._idle_bytes += file.size_bytes

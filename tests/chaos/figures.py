@@ -37,10 +37,13 @@ def figures_of(pid: int) -> Figures:
             # What is open for a moment only.
             if target.startswith("/proc/"):
                 continue
-            descriptors[_KIND.match(target)[0]] += 1  # type: ignore[index]
             if target.startswith("/memfd:"):
                 found = os.stat(path)
+                # A region that came back from a contained process: empty, and kept to be given to it again.
+                if not found.st_blocks:
+                    continue
                 shared[found.st_ino] = found.st_size
+            descriptors[_KIND.match(target)[0]] += 1  # type: ignore[index]
     children = children_of(pid)
     stubs = [child for child in children if STUB in command(child)]
     return Figures(
