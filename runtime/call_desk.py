@@ -421,8 +421,6 @@ class CallDesk:
 
     def _perform(self, number: int, task: Callable[[], None]) -> None:
         """Do what takes long on a thread of its own, and tell the stub when it is done."""
-        self._check_new(number)
-
         tasks = [task]
         del task
 

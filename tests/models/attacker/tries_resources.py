@@ -5,7 +5,6 @@ import errno
 import fcntl
 import mmap
 import os
-import resource
 import select
 import signal
 import socket
@@ -38,10 +37,6 @@ def taken(make, most):
             elif each is not None:
                 os.close(each)
     return len(made)
-
-
-def soft_limit(name):
-    return resource.getrlimit(getattr(resource, name))[0]
 
 
 def epoll_watches(most=1000):
