@@ -14,7 +14,7 @@ PAUSE_MS = 20
 GROWTH_COST = 100
 # The same of loading and unloading a model, and of asking whether one is ready.
 TASK_COST = 20
-# Observations of a metric that count as a message.
+# In a tritonserver, where each observation of a metric is a call of the server: how many of them count as a message.
 OBSERVATIONS_PER_MESSAGE = 100
 # Bytes of a line that a model logs that count as another line.
 LOG_LINE_BYTES = 8192

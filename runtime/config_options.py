@@ -188,7 +188,7 @@ OPTIONS = (
         "sandbox_syscalls",
         SYSCALLS,
         "System calls that a model at strict may make beside the usual ones; `fork` is all that it"
-        " takes to have child processes.",
+        " takes to have child processes, `locks` are those on parts of files.",
     ),
     Option(
         "MOONPOOL_SANDBOX_MODELS",
@@ -319,8 +319,9 @@ OPTIONS = (
         "MOONPOOL_ENVIRONMENT",
         "environment",
         NAMES,
-        "Environment variables of the runtime that an instance may see beside the harmless ones (PATH,"
-        " HOME, LANG, PYTHON*, OMP_*, CUDA_* and their like); `*` stands for any characters.",
+        "At best-effort and strict: environment variables of the runtime that an instance may see beside the"
+        " harmless ones (PATH, HOME, LANG, PYTHON*, OMP_*, CUDA_* and their like); `*` stands for any characters."
+        " Below these levels an instance sees all.",
     ),
     Option(
         "MOONPOOL_GPU_AS_NUMPY",

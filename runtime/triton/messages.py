@@ -185,8 +185,8 @@ LAUNCHER: dict[IntEnum, Message] = {
             "needed": _ID,
         },
     ),
-    # Nothing lies in a region any more that MEMORY asked for. The process may have kept it, so it goes on counting, and is
-    # given again.
+    # Nothing lies in a region any more that MEMORY asked for. A contained process may have kept it: then it goes on
+    # counting, and the next MEMORY may get it again.
     Word.RETURNED: Message(
         _SHIM, {"instance": _ID, "generation": Int(1), "writer": Int(1, 2), "region": _ID}
     ),

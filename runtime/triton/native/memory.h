@@ -28,7 +28,7 @@ class RegionSource {
  public:
   // Another region, of which the stub does not know yet; `present` is in use of those with that writer. Throws Failure.
   virtual std::shared_ptr<Region> create(wire::Side writer, uint64_t present, uint64_t needed) = 0;
-  // Nothing lies in a region any more. The stub may have kept it, so it is given to this stub again.
+  // Nothing lies in a region any more. A contained stub may have kept it, so the launcher gives it to this stub again.
   virtual void give_back(wire::Side writer, uint64_t region) = 0;
   // Tell the stub of a region, or to forget one. Both throw Violation.
   virtual void announce(const Region& region, wire::Side writer) = 0;
