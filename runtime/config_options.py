@@ -200,7 +200,7 @@ OPTIONS = (
         "MOONPOOL_MAX_RESTARTS",
         "max_restarts",
         COUNT,
-        "More restarts of an instance than this within the window make the model unavailable: until somebody loads it again, or for a minute where nobody can.",
+        "More restarts of an instance than this within the window make the model unavailable until somebody loads it again, or for a minute if nobody can.",
     ),
     Option(
         "MOONPOOL_RESTART_WINDOW_S",

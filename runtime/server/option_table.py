@@ -58,11 +58,11 @@ http-restricted-api text*: `<api,api,…>:<header>=<value>`: requests for these 
 http-header-forward-pattern regex: Headers whose whole name, in lower case, matches this regular expression become parameters of requests.
 http-server-cert path: A certificate in PEM form; the port speaks TLS then.
 http-server-key path: Its private key.
-http-max-input-size positive: The largest body of a request, as it is sent and after decompression, refused in Triton's words; JSON may be as large where `--http-max-json-bytes` says nothing else. Without this the next three hold.
+http-max-input-size positive: The largest body of a request, as it is sent and after decompression; larger ones are refused with Triton's text. JSON may be as large unless `--http-max-json-bytes` is given. Without this the next three hold.
 http-max-body-bytes whole: The largest body of a request.
 http-max-inflated-bytes whole: The largest body after decompression.
 http-max-json-bytes whole: The largest JSON of a request, and the most bytes of outputs that a response has as JSON. Binary tensors are not counted.
-http-max-connections whole: Connections at the same time, in each process of `--frontends`. The next one is refused. They are fewer if the limit of open files has no room for the connections of all ports beside the models.
+http-max-connections whole: Connections at the same time, in each process of `--frontends`. The next one is refused. If the limit of open files has no room for the connections of all ports beside the models, the number is smaller.
 http-allowed-origin text*: Pages of this origin, such as `https://example.org`, may drive the server from a browser, too.
 control-token-file path: A file with a token. Requests that load, unload, register memory or change settings must bring it as `Authorization: Bearer <token>`, over HTTP and gRPC.
 
@@ -78,7 +78,7 @@ grpc-server-cert path: The certificate in PEM form.
 grpc-server-key path: Its private key.
 grpc-root-cert path: The certificate that vouches for those of clients.
 grpc-infer-response-compression-level level: How much responses are compressed.
-grpc-max-connections whole: As `--http-max-connections`; the next one is closed.
+grpc-max-connections whole: Connections at the same time, as `--http-max-connections`. The next one is closed.
 grpc-keepalive-time whole: Milliseconds without traffic after which a connection is probed.
 grpc-keepalive-timeout whole: Milliseconds that the other side has to answer.
 grpc-keepalive-permit-without-calls boolean: Probe connections without calls, too.
