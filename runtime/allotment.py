@@ -7,6 +7,10 @@ pages back to the machine also where somebody has them mapped, and its file is g
 new one is made. Of files that come back a few are kept; the others are closed and still count. A process that is not contained could
 have any memory without this, so only what it uses counts, and what comes back of it is closed.
 
+Only what comes back region by region is emptied and given again: whoever gives a region back knows that nothing lies in it. A front end
+that has ended knows nothing any more. An honest model may have kept inputs in its memory, or may still write an answer there; so no
+such file is touched. The kernel frees it when the process lets go of it.
+
 An honest process of varying needs may so come to its limit with files of which none is large enough. Then it `is_worn`:
 the next process will have the room that this one has lost.
 """
@@ -107,9 +111,19 @@ class Allotment:
     ) -> tuple[int, int]:
         """As `region`, for another process of the runtime: size and descriptor, which the caller owns."""
         file = self._take(number, present_bytes, needed_bytes)
-        with self._lock:
-            self._elsewhere[owner, number] = file
-            return file.size_bytes, os.dup(file.fd)
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise Closed("the process has ended")
+                fd = os.dup(file.fd)
+                self._elsewhere[owner, number] = file
+                return file.size_bytes, fd
+        except Closed:
+            self._put(file)
+            raise
+        except OSError as error:  # this process has no descriptor to spare
+            self._put(file)
+            raise OutOfMemory(f"cannot hand on shared memory: {error}") from error
 
     def take_back(self, owner: Hashable, number: int) -> None:
         """The other process has retired a region. Nothing happens where it has none of that number."""
@@ -118,12 +132,14 @@ class Allotment:
         if file is not None:
             self._put(file)
 
-    def take_all_back(self, owner: Hashable) -> None:
-        """The other process is gone, or gives nothing any more."""
+    def abandon(self, owner: Hashable) -> None:
+        """The other process is gone, or gives nothing any more. What lies in its regions stays as it is."""
         with self._lock:
-            numbers = [number for each, number in self._elsewhere if each == owner]
-        for number in numbers:
-            self.take_back(owner, number)
+            keys = [key for key in self._elsewhere if key[0] == owner]
+            files = [self._elsewhere.pop(key) for key in keys]
+            self._idle_bytes += sum(file.size_bytes for file in files)
+        for file in files:
+            os.close(file.fd)
 
     def _take(self, number: int, present_bytes: int, needed_bytes: int) -> _File:
         """A file with all its pages, for the caller. Raises `OutOfMemory`, `Closed`."""

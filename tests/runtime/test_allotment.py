@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 
@@ -116,7 +117,7 @@ def test_descriptors_of_what_came_back_have_an_end(make: Make) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 8
 
 
-def test_what_other_processes_give_counts_too_and_comes_back_when_they_are_gone(make: Make) -> None:
+def test_what_other_processes_give_counts_too_and_comes_back_when_they_say_so(make: Make) -> None:
     memory = make(8 * MiB)
     for number in range(3):
         size_bytes, fd = memory.give_elsewhere("front end", number, 0, 2 * MiB)
@@ -127,13 +128,45 @@ def test_what_other_processes_give_counts_too_and_comes_back_when_they_are_gone(
     memory.take_back("front end", 1)
     memory.take_back("another", 2)
     memory.region(0, 2 * MiB).close()
-
-    memory.take_all_back("front end")
-
     assert memory.given_bytes == 6 * MiB
-    for _ in range(2):
-        memory.region(0, 2 * MiB).close()
-    assert memory.given_bytes == 6 * MiB
+
+
+@pytest.mark.parametrize("is_contained", [True, False])
+def test_what_another_process_had_when_it_ended_is_not_touched(
+    make: Make, is_contained: bool
+) -> None:
+    """A model may have kept what lies there, or may still write an answer."""
+    memory = make(8 * MiB, is_contained=is_contained)
+    size_bytes, fd = memory.give_elsewhere("front end", 1, 0, 5 * MiB)
+    kept = SharedRegion.adopt(1, size_bytes, fd)
+    kept.memory()[:5] = b"words"
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    memory.abandon("front end")
+
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+    if is_contained:
+        with pytest.raises(OutOfMemory, match="in use elsewhere or kept by the process"):
+            memory.region(0, 5 * MiB)
+        assert memory.is_worn
+    else:
+        memory.region(0, 5 * MiB).close()
+    assert bytes(kept.memory()[:5]) == b"words"
+    kept.close()
+
+
+def test_without_a_descriptor_to_spare_nothing_is_given_and_nothing_lost(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    memory = make(8 * MiB)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", fail)
+        with pytest.raises(OutOfMemory, match="Too many open files"):
+            memory.give_elsewhere("front end", 1, 0, 8 * MiB)
+    memory.region(0, 8 * MiB).close()
 
 
 def test_nothing_is_given_and_nothing_is_kept_once_the_process_has_ended(make: Make) -> None:
@@ -150,7 +183,7 @@ def test_nothing_is_given_and_nothing_is_kept_once_the_process_has_ended(make: M
     with pytest.raises(Closed):
         memory.region(0, MiB)
     memory.retire(out)
-    memory.take_all_back("front end")
+    memory.abandon("front end")
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -97,7 +97,7 @@ class Directory(Audience):
             self._leaving = {each for each in self._leaving if each[0] is not member}
             self._counting.pop(member, None)
             for memory in self._all_memory():
-                memory.take_all_back(member)
+                memory.abandon(member)
             self._changed.notify_all()
 
     def hear(self, member: Member, fields: list[Any]) -> None:
@@ -185,7 +185,8 @@ class Directory(Audience):
                     member.tell(Word.SET_ASIDE, question, size_bytes, "", fds=(fd,))
                     return
             os.close(fd)
-            memory.take_all_back(member)
+            # Nobody has it: it was not sent.
+            memory.take_back(member, region)
 
         # It takes a millisecond for every few megabytes.
         try:
@@ -197,7 +198,7 @@ class Directory(Audience):
     def _left(self, member: Member, number: int) -> None:
         for stub in self._find(number):
             for memory in stub.allotments.values():
-                memory.take_all_back(member)
+                memory.abandon(member)
         if (member, number) in self._leaving:
             self._leaving.remove((member, number))
             self._changed.notify_all()

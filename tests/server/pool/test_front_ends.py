@@ -383,6 +383,48 @@ def test_the_end_of_a_front_end_is_that_of_its_connections_only(server: RunningS
     assert "has ended and is started again" in server.text()
 
 
+KEEPS = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.kept = None
+
+    def execute(self, requests):
+        given = [pb_utils.get_input_tensor_by_name(each, "IN").as_numpy() for each in requests]
+        if self.kept is None:
+            self.kept = given[0]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", self.kept.copy())]) for _ in given]
+"""
+
+
+@pytest.mark.parametrize("level", ["standard", "strict"])
+def test_what_a_model_keeps_of_a_front_end_that_is_gone_stays_what_it_was(
+    tmp_path: Path, level: str
+) -> None:
+    """Else it would turn into what another client sends."""
+    write(tmp_path, "keeps", KEEPS)
+
+    def ask(server: RunningServer, value: float) -> list[float]:
+        row = {"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [value] * 4}
+        body = json.dumps({"inputs": [row]}).encode()
+        status, told = server.get("/v2/models/keeps/infer", "POST", body)
+        assert status == 200, told
+        data: list[float] = told["outputs"][0]["data"]
+        return data
+
+    with running(tmp_path, "--frontends=2", f"--sandbox={level}") as server:
+        assert ask(server, 1.0) == [1.0] * 4
+        # Nobody knows which of them had the request.
+        for pid in front_ends(server):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: server.text().count("has ended and is started again") == 2)
+        wait_until(lambda: listening(server) == 2, 30.0)
+        for value in range(2, 10):
+            assert ask(server, value) == [1.0] * 4
+
+
 def test_no_text_of_a_model_or_a_client_ends_a_front_end(server: RunningServer) -> None:
     """Their limits are in characters nowhere: these have four bytes each."""
     before = front_ends(server)
