@@ -37,6 +37,8 @@ XZ_MEMORY_BYTES = 128 << 20
 _MOST_TIMES = 100
 _ALWAYS_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 20
+# Of xz: where one stream ends, the rest is copied for the next one, which may be an empty one.
+_XZ_CHUNK_BYTES = 8 << 10
 # What removes directories recurses.
 _DEPTH_LIMIT = 128
 
@@ -209,7 +211,7 @@ class _Unxz:
                 return data
 
     def _packed(self) -> bytes:
-        return self._stream.read(_CHUNK_BYTES)
+        return self._stream.read(_XZ_CHUNK_BYTES)
 
 
 def _xz_decoder() -> lzma.LZMADecompressor:
@@ -231,4 +233,4 @@ def _members(archive: IO[bytes]) -> Iterator[tuple[Member, Readable | None]]:
     if magic.startswith(b"PK"):
         return zip_members(archive, MEMBER_LIMIT)
     opener = next(opener for start, opener in _DECOMPRESSORS if magic.startswith(start))
-    return tar_members(opener(archive))
+    return tar_members(opener(archive), MEMBER_LIMIT)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Of one extended header, and of all of them: names of environments have some hundred bytes.
 HEADER_LIMIT_BYTES = 1 << 20
 ALL_HEADERS_LIMIT_BYTES = 256 << 20
+# A long name, and a long link or a PAX header.
+_EXTENSIONS_PER_MEMBER = 2
 _BLOCK_BYTES = 512
 _CHUNK_BYTES = 1 << 20
 _OVERSIZE = "has a header of a size that no real archive has"
@@ -55,17 +57,20 @@ class _Extension:
     is_sparse: bool = False
 
 
-def tar_members(stream: Readable) -> Iterator[tuple[Member, Readable | None]]:
+def tar_members(stream: Readable, most: int) -> Iterator[tuple[Member, Readable | None]]:
     """Yield each member with its content, which is to be read before the next one; None if it has none.
 
-    Raises `DamagedArchive` and `BadEnvironment`.
+    Raises `DamagedArchive`, and `BadEnvironment` for more than `most` as well.
     """
-    return _Tar(stream).members()
+    return _Tar(stream, most).members()
 
 
 class _Tar:
-    def __init__(self, stream: Readable) -> None:
+    def __init__(self, stream: Readable, most: int) -> None:
         self._stream = stream
+        self._most = self._members_left = most
+        # Compressed, a header takes less than a byte, and an empty one costs as much time as any other.
+        self._extensions_left = _EXTENSIONS_PER_MEMBER * most
         self._headers_left_bytes = ALL_HEADERS_LIMIT_BYTES
 
     def members(self) -> Iterator[tuple[Member, Readable | None]]:
@@ -77,6 +82,9 @@ class _Tar:
             if header.kind in (_LONG_NAME, _LONG_LINK, *_PAX, _GLOBAL_PAX):
                 extension = _extended(extension, header.kind, self._extended_header(header.size))
                 continue
+            self._members_left -= 1
+            if self._members_left < 0:
+                raise BadEnvironment(f"the archive has more than {self._most} members")
             header = _joined(header, extension)
             kind = _kind_of(header, extension)
             extension = _Extension()
@@ -100,6 +108,9 @@ class _Tar:
 
     def _extended_header(self, size: int) -> bytes:
         self._headers_left_bytes -= size
+        self._extensions_left -= 1
+        if self._extensions_left < 0:
+            raise BadEnvironment("has more extended headers than any real archive")
         if size > HEADER_LIMIT_BYTES or self._headers_left_bytes < 0:
             raise BadEnvironment(_OVERSIZE)
         data = self._take(size)

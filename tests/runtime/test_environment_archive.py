@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import lzma
 import os
 import tarfile
 from collections.abc import Callable
@@ -32,6 +33,17 @@ def entry(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, link
     return info
+
+
+class Pieces(io.BytesIO):
+    """Knows the largest piece that was read of it."""
+
+    largest = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.largest = max(self.largest, len(data))
+        return data
 
 
 class TestHostileArchives:
@@ -101,6 +113,33 @@ class TestHostileArchives:
 
         with pytest.raises(BadEnvironment, match="has more than 2 members"):
             unpack(tar_of(*((f"f{i}", b"") for i in range(5))), tmp_path)
+
+    @pytest.mark.parametrize(
+        ("block", "what"),
+        [
+            (entry("d", tarfile.DIRTYPE), "has more than 2 members"),
+            (entry("pax", tarfile.XHDTYPE), "has more extended headers than any real archive"),
+            (entry("long", tarfile.GNUTYPE_LONGNAME), "has more extended headers than any"),
+        ],
+    )
+    def test_headers_that_hold_nothing_have_an_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: tarfile.TarInfo, what: str
+    ) -> None:
+        """Compressed, a billion of them are a small file, and reading them takes hours."""
+        monkeypatch.setattr(environment_archive, "MEMBER_LIMIT", 2)
+
+        with pytest.raises(BadEnvironment, match=what):
+            unpack(io.BytesIO(block.tobuf(tarfile.GNU_FORMAT) * 5), tmp_path)
+
+    def test_what_follows_a_stream_of_xz_is_not_copied_for_each_that_follows(
+        self, tmp_path: Path
+    ) -> None:
+        packed = Pieces(lzma.compress(b"") * 10_000)
+
+        with pytest.raises(BadEnvironment, match="unexpected end of data"):
+            unpack(packed, tmp_path)
+
+        assert packed.largest <= 64 << 10
 
     def test_a_path_too_deep_to_be_removed_again_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BadEnvironment, match="lies deeper than 128 directories"):
