@@ -22,6 +22,7 @@ from moonpool.runtime.frontend.http.intake import over_input_size
 from moonpool.runtime.frontend.http.json_text import too_much_json
 from moonpool.runtime.frontend.http.prepared import Prepared
 from moonpool.runtime.frontend.http.tracing import begin_trace
+from moonpool.runtime.frontend.http.turns import LONG_BYTES, Turns
 from moonpool.runtime.frontend.requests import make_request, refused
 from moonpool.runtime.frontend.statuses import http_status
 from moonpool.runtime.frontend.submission import LoopSubmission
@@ -96,6 +97,7 @@ class Inference:
         """What takes long runs in `executor`."""
         self.service = service
         self.limits = limits
+        self.turns = Turns(loop)
         self._loop = loop
         self._executor = executor
         self._plans: Memo[bytes, Plan] = Memo(512)
@@ -253,6 +255,13 @@ class InferCall:
             else:
                 self._exchange.fail(413, too_much_json(length, most_bytes), TEXT)
             return
+        if length > LONG_BYTES:
+            self._route.turns.take(self._exchange, partial(self._parse, body, length))
+        else:
+            self._parse(body, length)
+
+    def _parse(self, body: Body, length: int) -> None:
+        """Read what the body says, of which so many bytes are JSON, and send it."""
         data: Any = body
         # Arrays are to be views of the array that the body was received into: stubs may see it.
         is_shared = False

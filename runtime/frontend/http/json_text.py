@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import islice
 from typing import Any, TypeVar
 
 import orjson
@@ -16,6 +18,9 @@ _LITERALS = (b"NaN", b"Inf")
 _BOM = b"\xef\xbb\xbf"
 # Each array and object becomes one of Python's, many times as large as its text.
 _MOST_CONTAINERS = 1 << 20
+# Each takes as long as a dozen numbers. Texts may hold as many colons as they like.
+_MOST_MEMBERS = 1 << 20
+_MEMBER = re.compile(rb'"[ \t\r\n]*:')
 
 
 class NotJson(MoonpoolError):
@@ -57,6 +62,10 @@ def loads(text: bytes | bytearray | memoryview) -> Any:
                 f"the request JSON has more than {_MOST_CONTAINERS} arrays and objects: send flat arrays, or "
                 "binary data"
             )
+        if text.count(b":") > _MOST_MEMBERS and any(
+            islice(_MEMBER.finditer(text), _MOST_MEMBERS, None)
+        ):
+            raise NotJson(f"the request JSON has more than {_MOST_MEMBERS} members of objects")
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.frontend.http.head import TEXT, BadMessage
 from moonpool.runtime.frontend.http.inference import InferTarget
+from moonpool.runtime.frontend.http.turns import LONG_BYTES
 from moonpool.runtime.frontend.page.routes import PAGE
 from moonpool.runtime.frontend.restriction import refused_type
 from moonpool.runtime.frontend.statuses import http_status
@@ -89,6 +91,8 @@ class Routes:
             self._inference.handle(exchange, plan.target)
         elif plan.refusal is not None:
             exchange.fail(*plan.refusal)
+        elif len(exchange.body) > LONG_BYTES:
+            self._inference.turns.take(exchange, partial(self._application.handle, exchange))
         else:
             self._application.handle(exchange)
 

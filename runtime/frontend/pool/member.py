@@ -32,6 +32,11 @@ _EXIT_S = 5.0
 # counted and not seconds: where this process did not run itself, nobody is late.
 _BEAT_S = 1.0
 _MOST_BEATS, _MOST_BEATS_AT_START = 10, 60
+# Turns in which it had so much of a processor count apart: reading a body as large as the limits allow is no hanging, and
+# no client is to end a front end by sending some. One that never comes to an end with that is ended, too.
+_MOST_BUSY_BEATS = 120
+_BUSY_S = 0.05
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _Item = tuple[bytes, tuple[int, ...]]
 
 
@@ -54,8 +59,9 @@ class Member:
         self._codec = codec(End.MAIN)
         self._channel, end = Channel.pair()
         self._is_gone = False
-        # Turns since PING, which is not answered yet.
-        self._beats = 0
+        # Turns since PING, which is not answered yet, and what the process had of processors at the last one.
+        self._beats = self._busy_beats = 0
+        self._used_s = 0.0
         try:
             self.process = SpawnedProcess(
                 spawn(
@@ -101,10 +107,16 @@ class Member:
         """End a process that was stopped, or hangs: the kernel goes on handing it clients, who would wait for ever."""
         if self._is_gone:
             return
-        self._beats += 1
+        used_s, before_s = _processor_time_s(self.process.pid), self._used_s
+        self._used_s = used_s
+        if used_s - before_s >= _BUSY_S:
+            self._busy_beats += 1
+        else:
+            self._beats += 1
         most = _MOST_BEATS if self.is_listening.is_set() else _MOST_BEATS_AT_START
-        if self._beats > most:
-            _log.error("[%s] has not answered for %g s and is ended", self.name, most * _BEAT_S)
+        if self._beats > most or self._busy_beats > _MOST_BUSY_BEATS:
+            turns = _MOST_BUSY_BEATS if self._busy_beats > _MOST_BUSY_BEATS else most
+            _log.error("[%s] has not answered for %g s and is ended", self.name, turns * _BEAT_S)
             self.process.kill()
             return
         self._reactor.call_later(_BEAT_S, self._beat)
@@ -150,7 +162,7 @@ class Member:
             self._leave()
 
     def _answered(self) -> None:
-        self._beats = 0
+        self._beats = self._busy_beats = 0
         self._reactor.call_later(_BEAT_S, self._ping)
 
     def _ping(self) -> None:
@@ -184,6 +196,17 @@ class Member:
 
     def __repr__(self) -> str:
         return f"<front end {self.name} {self.process!r}>"
+
+
+def _processor_time_s(pid: int) -> float:
+    """What a process has had of processors; 0 where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # Behind the name, which may have anything in it.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 def _environment() -> dict[str, str]:

@@ -133,6 +133,19 @@ def test_arrays_without_end_are_refused() -> None:
         loads(b"[" + b"[]," * (1 << 20) + b"[]]")
 
 
+def test_members_without_end_are_refused() -> None:
+    for space in (b"", b" \t\n"):
+        members = b",".join(b'"%d"%b:1' % (number, space) for number in range((1 << 20) + 1))
+        with pytest.raises(NotJson, match="more than 1048576 members"):
+            loads(b"{" + members + b"}")
+
+
+def test_texts_may_have_any_number_of_colons() -> None:
+    text = "a:b" * (1 << 20)
+
+    assert loads(json.dumps({"text": text}).encode()) == {"text": text}
+
+
 def test_numbers_beside_arrays_are_all_taken_in_their_order() -> None:
     values = [0, [1, [[2, 3], 4]], [], 5]
 

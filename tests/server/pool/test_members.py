@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
+import subprocess
+import sys
 import threading
 from dataclasses import asdict
 
 import pytest
+from tests.waiting import wait_until
 
+from moonpool.runtime.frontend.pool import member as members
 from moonpool.runtime.frontend.pool.member import Member
 from moonpool.runtime.frontend.pool.messages import Word
 from moonpool.runtime.reactor import Reactor
@@ -76,3 +82,41 @@ def test_a_front_end_that_cannot_be_told_something_is_ended() -> None:
     finally:
         member.end()
         reactor.close()
+
+
+@pytest.mark.parametrize(("is_busy", "turns"), [(False, 4), (True, 41)])
+def test_one_that_does_not_answer_has_longer_while_it_computes(
+    monkeypatch: pytest.MonkeyPatch, is_busy: bool, turns: int
+) -> None:
+    """A client may keep it busy by a large body, and is not to end it by that."""
+    monkeypatch.setattr(members, "_BEAT_S", 0.01)
+    monkeypatch.setattr(members, "_MOST_BEATS_AT_START", 3)
+    monkeypatch.setattr(members, "_MOST_BUSY_BEATS", 40)
+    looks = itertools.count(1)
+    looked: list[int] = []
+
+    def processor_time_s(_: int) -> float:
+        looked.append(next(looks))
+        return looked[-1] * (1.0 if is_busy else 0.0)
+
+    monkeypatch.setattr(members, "_processor_time_s", processor_time_s)
+    reactor, gone = Reactor(), threading.Event()
+    member = Member("front_end_0", reactor, lambda *_: None, lambda _: gone.set())
+    try:
+        os.kill(member.process.pid, signal.SIGSTOP)
+        settings = {"http": None, "grpc": None, "folder": "/nowhere", "log": asdict(LogOptions())}
+        member.begin(settings)
+        assert gone.wait(30.0)
+        assert len(looked) == turns
+    finally:
+        member.end()
+        reactor.close()
+
+
+def test_what_a_process_has_of_processors_is_seen() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            wait_until(lambda: members._processor_time_s(process.pid) > 0.2)
+        finally:
+            process.kill()
+    assert members._processor_time_s(process.pid) == 0.0

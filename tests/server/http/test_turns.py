@@ -1,0 +1,75 @@
+"""What holds the loop for long is done in turns with everybody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from moonpool.runtime.frontend.http.head import Head
+from moonpool.runtime.frontend.http.turns import Turns
+
+
+class Asked:
+    """An exchange, as far as turns look at it."""
+
+    def __init__(self, *, is_gone: bool = False) -> None:
+        self.is_gone = is_gone
+        self.head = Head("POST", b"/v2/models/m/infer", "1.1", ())
+        self.failures: list[int] = []
+
+    def fail(self, status: int, _: str) -> None:
+        self.failures.append(status)
+
+
+def test_others_have_their_turn_between_two_long_ones() -> None:
+    seen: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        turns, done = Turns(loop), asyncio.Event()
+
+        def act(name: str) -> None:
+            seen.append(name)
+            loop.call_soon(others, name)
+
+        def others(name: str) -> None:
+            seen.append(f"after {name}")
+            if len(seen) == 6:
+                done.set()
+
+        for name in ("first", "second", "third"):
+            exchange: Any = Asked()
+            turns.take(exchange, partial(act, name))
+        await done.wait()
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+
+    assert seen == ["first", "after first", "second", "after second", "third", "after third"]
+
+
+def test_one_that_is_gone_is_not_read_and_one_that_fails_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[str] = []
+    gone, failing, last = Asked(is_gone=True), Asked(), Asked()
+
+    async def main() -> None:
+        turns, done = Turns(asyncio.get_running_loop()), asyncio.Event()
+        each: Any
+        for each, act in (
+            (gone, lambda: seen.append("gone")),
+            (failing, lambda: [][0]),
+            (last, lambda: seen.append("last")),
+            (last, done.set),
+        ):
+            turns.take(each, act)
+        await done.wait()
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+
+    assert seen == ["last"]
+    assert (gone.failures, failing.failures, last.failures) == ([], [500], [])
+    assert "answering POST b'/v2/models/m/infer' failed" in caplog.text
