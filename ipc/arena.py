@@ -209,10 +209,10 @@ class Arena:
 def growth_bytes(
     present_bytes: int, needed_bytes: int, limit_bytes: int | None, others_bytes: int = 0
 ) -> int:
-    """The size of a region to add: as much as is in use, so that there are never many, within the limit.
+    """Return the size of a region to add: as much as is in use, within the limit, so that there are never many.
 
-    `others_bytes` count towards the limit as well: what somebody else uses, and what the process may have kept. Raises
-    `OutOfMemory` where not even what is needed fits.
+    `others_bytes` count towards the limit as well: memory that somebody else uses, or that the process may have kept.
+    Raises `OutOfMemory` if `needed_bytes` do not fit.
     """
     if limit_bytes is None:
         return max(present_bytes, needed_bytes)

@@ -57,7 +57,7 @@ class Codec:
             fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
             check = self._checks[fields[0]]
         except Exception as error:
-            fields = None  # a large message is not to be there twice
+            fields = None  # so that a large message is not in memory twice
             check = self._unmet(packet, error)
             fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
         check(fields)
@@ -69,9 +69,9 @@ class Codec:
         return self.decode(packet)
 
     def head_of(self, beginning: bytes, count: int) -> Fields:
-        """The first `count` fields of a message of which this is the beginning, its kind first.
+        """Return the first `count` fields of a message, its kind first, from the message's beginning.
 
-        Nothing but the kind is checked. Raises `RemoteProtocolError`.
+        Only the kind is checked. Raises `RemoteProtocolError`.
         """
         unpacker = msgpack.Unpacker(strict_map_key=True, max_ext_len=0)
         try:

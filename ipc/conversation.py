@@ -32,9 +32,9 @@ class Overflow:
         return packet if len(packet) <= MAX_PACKET_BYTES else self.indirect(packet)
 
     def indirect(self, packet: bytes, most_bytes: int = sys.maxsize) -> bytes:
-        """The packet of INDIRECT for one that is too large.
+        """Store a packet that is too large, and return the packet of INDIRECT that points to it.
 
-        Raises `LocalProtocolError` for more than so many bytes, `OutOfMemory`.
+        Raises `LocalProtocolError` for more than `most_bytes`, `OutOfMemory`.
         """
         if len(packet) > most_bytes:
             raise LocalProtocolError(

@@ -89,8 +89,8 @@ MAX_FILES = 65536
 MAX_FILE_BYTES = 1 << 31
 # Of a configuration that comes from a model: JSON takes twenty times its size once it is read.
 LARGEST_CONFIG = 1 << 22
-# Of a stub's message that lies in memory: beside its tensors, which lie there by themselves; and on the calls channel, where
-# nothing but LOAD_MODEL may be larger.
+# The most bytes of a stub's message that lies in memory, without its tensors: of any message, and of one on the calls channel.
+# Only LOAD_MODEL may be larger.
 MAX_STORED_BYTES = 1 << 26
 MAX_CALL_BYTES = 1 << 24
 
@@ -329,13 +329,13 @@ CALLS: dict[Kind, Message] = {
             "error": Maybe(_ERROR),
         },
     ),
-    # The model that was asked may stop. What it sends all the same, up to its own end, is still wanted.
+    # The other model may stop. If it goes on, its responses are still wanted, up to its own end.
     Kind.CANCEL_CALL: Message(_STUB, {"call": _ID}),
     # The responses to this call are not wanted any more; the last of them comes all the same.
     Kind.WITHDRAW: Message(_STUB, {"call": _ID}),
     # Blocks of replies that the model let go of, when no INFER comes by for them to ride on.
     Kind.LET_GO: Message(_STUB, {"places": ListOf(_PLACE, MAX_PLACES_IN_PACKET)}),
-    # Whether the model may be loaded is decided by the first fields, before the rest is read.
+    # The runtime decides by the first fields whether the model may be loaded, before it reads the rest.
     # An empty config is the one of the repository. `files`: what the model's directory is to hold.
     Kind.LOAD_MODEL: Message(
         _STUB,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 OFF, STANDARD, BEST_EFFORT, STRICT = "off", "standard", "best-effort", "strict"
 # From the loosest to the tightest.
 LEVELS = (OFF, STANDARD, BEST_EFFORT, STRICT)
-# Of the calls that can be granted, those that start processes.
+# Calls that start processes, and that can be granted.
 _STARTING = frozenset(["fork", "vfork", "clone", "clone3"])
 
 
@@ -74,7 +74,7 @@ class Policy:
 
     @property
     def may_start_processes(self) -> bool:
-        """Whether it is contained and may start others, which are to end with it."""
+        """True if the process is contained and may start others, which have to end with it."""
         return self.is_contained and (self.forks or bool(_STARTING & set(self.syscalls)))
 
     def changed(self, **changes: Any) -> Policy:

@@ -123,7 +123,7 @@ class SharedRegion(Region):
                 self.fd = -1
 
     def surrender(self) -> int:
-        """As `close`, but the descriptor is the caller's from now on; -1 where it was closed before."""
+        """Close the region and return its descriptor, which the caller owns; -1 if the region was closed before."""
         self.buffer = None
         with self._sharing:
             fd, self.fd = self.fd, -1
@@ -167,7 +167,7 @@ def fill(fd: int, size_bytes: int) -> None:
 
 
 def empty(fd: int, size_bytes: int) -> bool:
-    """Give the pages of a memfd back to the machine, whoever has it mapped; False where the kernel cannot."""
+    """Give the pages of a memfd back to the machine, even if it is mapped somewhere; False if the kernel cannot."""
     try:
         with mmap.mmap(fd, size_bytes, _SHARED) as pages:
             # The kernel makes a hole in the file: F_SEAL_WRITE alone would forbid that.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 def size_of(text: str) -> int:
-    """How many bytes a text takes. What is no Unicode counts as the mark that takes its place."""
+    """Return the bytes that a text takes. A character that is no Unicode counts as the `?` that replaces it."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
 def beginning(text: str, most_bytes: int) -> str:
-    """The beginning of a text, at most so many bytes, with `?` for what is no Unicode."""
+    """Return the beginning of a text, at most `most_bytes`, with `?` for characters that are no Unicode."""
     # A character takes at least a byte: the slice bounds what is encoded.
     taken = text[:most_bytes].encode("utf-8", "replace")[:most_bytes]
     return taken.decode("utf-8", "ignore")

@@ -31,7 +31,7 @@ def leave_folder(folder: str) -> None:
 def die_with_parent(parent_pid: int) -> None:
     """End this process when the runtime ends, and at once if it has ended already.
 
-    In a PID namespace of its own the parent's number is 0, whoever that is, and another process sees to its end.
+    In a PID namespace the parent has the number 0, and the keeper of the namespace ends this process (`stub/nest.py`).
     """
     import ctypes
     import signal

@@ -117,7 +117,7 @@ class Calls:
         self._outbox.put(packet)
 
     def cancel(self, call: Call) -> None:
-        """Tell the model that was asked that it may stop. The answers come until it does."""
+        """Tell the other model that it may stop. Its answers come until it ends."""
         if self._open.get(call.number) is call:
             self.send(_CANCEL_CALL, call.number)
 

@@ -169,7 +169,7 @@ class ForkedHost(Host):
         return loop.run_in_executor(None, self._begun, request, decoupled)
 
     def _begun(self, request: InferenceRequest, decoupled: bool) -> Answer:
-        """As `infer`, where the first response is there."""
+        """As `infer`, but return an iterator only when its first response is there."""
         answer = self.infer(request, decoupled)
         return answer._wait() if isinstance(answer, ResponseIterator) else answer
 
@@ -226,7 +226,7 @@ def _answer(end: socket.socket) -> None:
 def _infer(end: socket.socket, decoupled: bool, *packed: Any) -> None:
     answer = _request(*packed).exec(decoupled)
     if isinstance(answer, ResponseIterator):
-        # The fork says nothing more until it cancels, or is gone.
+        # The fork sends nothing more. The end of its messages means that it cancels, or is gone.
         threads.start(partial(_cancel_at_end, end, answer), "moonpool-forks")
         for response in answer:
             _send(end, ("answer", *_packed_response(response)))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from moonpool.stub.inherited import Inherited
     from moonpool.stub.sandbox.applied import Applied
 
-# Of the error and of the traceback, in memory and in a packet.
+# The most bytes of the error, and of the traceback: in memory, and in a packet.
 _FAILED_BYTES, _FAILED_IN_PACKET_BYTES = 65_536, 12_288
 
 

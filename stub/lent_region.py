@@ -5,8 +5,8 @@ batch after batch, as finding its pages takes longer than copying what lies in t
 pages that were written to are dropped, and the next batch sees the client's again. What the model keeps
 becomes its own: the client may write there as soon as it has its answer.
 
-The client may also cut its memory short. Then an access ends this process by SIGBUS, and the runtime knows that it was no doing
-of the model's.
+The client may also cut its memory short. Then an access ends this process by SIGBUS, and the runtime does not count that as a
+death of the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOT_OWN = bytes(each for each in range(256) if each & _OF_FILE or not each & (_
 
 
 class CutShort(RemoteProtocolError):
-    """The object is shorter than it was, and was not mapped before."""
+    """The object is shorter than it was when the client registered it, and is not mapped yet."""
 
 
 class LentRegion(Region):

@@ -146,7 +146,7 @@ class Stub:
         try:
             requests = peer.open(message)
         except CutShort:
-            # So it would have ended had the client been a moment later, and the runtime knows what that means.
+            # Had the client cut its memory a moment later, the kernel would have sent this. The runtime knows its meaning.
             signal.raise_signal(signal.SIGBUS)
             raise
         try:

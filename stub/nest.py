@@ -1,18 +1,18 @@
-"""Begins a stub so that all that it starts ends with it: in a PID namespace of its own, else as a user of its own.
+"""Starts a stub so that all its processes end with it: in a PID namespace of its own, else as a user of its own.
 
     python -I -S .../stub/nest.py REPORT_FD LIFE_FD USER PROGRAM ARGUMENT...
 
     runtime ──▶ this process ──▶ keeper  (number 1 there: when it ends, the kernel ends all others)
        ▲                    └──▶ stub    (PROGRAM)
-       └── both are the runtime's own children; this process tells their numbers and ends
+       └── both are the runtime's own children; this process reports their numbers and ends
 
-The keeper waits for the end of the pipe LIFE_FD, whose other end only the runtime has. So it ends when the runtime closes that,
-and when the runtime ends in whatever way. It has nothing else open, and what is orphaned in the namespace becomes its child.
-The stub is not number 1 itself: the kernel keeps signals from that one, and it would have to reap orphans.
+The keeper waits for the end of the pipe LIFE_FD, whose other end only the runtime has. So the keeper ends when the runtime closes
+the pipe, and when the runtime ends in any way. It has nothing else open, and orphans of the namespace become its children.
+The stub is not number 1 itself: the kernel keeps signals from number 1, which would also have to reap orphans.
 
-Where the kernel refuses the namespace, this process becomes the program itself. If that is to be the user USER, whom nobody else
-is, the keeper waits all the same, and ends what is of that user. Without a user ("") there is no keeper, and the runtime is told.
-All of this happens before anything foreign runs, so the runtime believes what is told here.
+If the kernel refuses the namespace, this process becomes the program itself. If the program will have a user of its own (USER),
+there is a keeper, too, which ends all processes of that user. Without a user ("") there is no keeper, and the report says so.
+All of this happens before anything foreign runs, so the runtime believes the report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLONE_PARENT = 0x8000
 
 
 def main() -> NoReturn:
-    """Read the arguments, begin the stub, and end."""
+    """Read the arguments, start the stub, and end."""
     report_fd, life_fd, user, program = (
         int(sys.argv[1]),
         int(sys.argv[2]),
@@ -54,7 +54,7 @@ def main() -> NoReturn:
         if keeper == 0:
             _keep(life_fd)
             identity.become(int(user))
-            # The kernel sends it to all of the user's while nothing can be forked; there may be none.
+            # The kernel signals all processes of the user at once, while none can fork. There may be none.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
             os._exit(0)
@@ -77,9 +77,9 @@ def main() -> NoReturn:
 
 
 def _keep(life_fd: int) -> None:
-    """Wait until the runtime wants the end of all, or has ended."""
+    """Wait until the runtime closes the pipe, or has ended."""
     os.setsid()
-    # Nobody else is to wait for the end of what this process had open, and the kernel reaps its children.
+    # So that nobody waits for the end of a pipe that this process still has open. The kernel reaps its children.
     os.closerange(0, life_fd)
     os.closerange(life_fd + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

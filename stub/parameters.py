@@ -17,7 +17,7 @@ Parameter = Union[bool, int, float, str]
 def checked(parameters: object) -> dict[str, Parameter] | None:
     """A copy of the parameters that a model gave, or None where there are none.
 
-    Raises TritonModelException for what is no dict, for keys and values of other types, and for NaN and infinities.
+    Raises TritonModelException unless it is a dict, for keys and values of other types, and for NaN and infinities.
     """
     if parameters is None:
         return None

@@ -32,10 +32,9 @@ class Peers:
         self._main = main
         self._start = start
         self._all: dict[int, Peer] = {}
-        # Not epoll: what is registered with it costs each packet some of the time that it takes to pass it on, and a
-        # contained stub may not use it.
+        # Not epoll: a descriptor that is registered with it makes each packet slower, and a contained stub may not use it.
         self._poll = select.poll()
-        # Those that the main thread, which may be waiting, does not know of yet; and a pipe by which it hears of them.
+        # Peers that the main thread, which may be waiting, does not know yet, and a pipe that wakes it.
         self._arrivals: deque[Peer] = deque()
         self._heard_fd = self._bell_fd = -1
         if start["shared"]:
@@ -90,7 +89,7 @@ class Peers:
         return self._of(self._poll.poll())
 
     def _of(self, ready: list[tuple[int, int]]) -> list[Peer]:
-        """Whose descriptors these are. Those that have arrived are looked at from now on."""
+        """Return the peers of these descriptors, and take in one that has arrived."""
         if any(fd == self._heard_fd for fd, _ in ready):
             os.read(self._heard_fd, 1)
             self._arrive(self._arrivals.popleft())

@@ -238,7 +238,7 @@ class Regions(Overflow):
         return lease
 
     def indirect(self, packet: bytes, most_bytes: int = MAX_STORED_BYTES) -> bytes:
-        """As in `Overflow`, for what the runtime reads."""
+        """As in `Overflow`, within the bound of a message that the runtime reads."""
         return super().indirect(packet, most_bytes)
 
     def store(self, packet: bytes) -> tuple[int, int, int]:

@@ -104,8 +104,8 @@ class Reply:
     def finish(self, response: InferenceResponse) -> None:
         """Send the last response, unless the request has had it.
 
-        If a model that is not decoupled sent its response without the flag, that one stands, whatever the model
-        returned or raised afterwards.
+        If a model that is not decoupled has sent its response without the flag, that one is the answer, whatever the
+        model returned or raised afterwards.
         """
         with self._lock:
             if not self._is_closed:
@@ -142,7 +142,7 @@ class Reply:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the only response was sent."""
+        """True if the only response was sent."""
         return self._count > 0 and not self._port.is_decoupled
 
     @property

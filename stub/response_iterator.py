@@ -16,8 +16,8 @@ _END = "Iteration is done for the responses."
 class ResponseIterator:
     """Responses in the order in which they were sent, each as soon as it is there.
 
-    The next loop goes on where one was left. It begins anew only where the last one came to the end, in the first
-    pass as in later ones. The last response may be empty: it stands for the end that a model told by itself.
+    If a loop is left, the next one goes on there, in the first pass and in later ones. A loop begins anew only if the
+    last one came to the end. The last response may be empty: then it stands for an end that came without a response.
     Thread-safe; each response goes to one of the threads that share a loop.
     """
 
@@ -63,7 +63,7 @@ class ResponseIterator:
     _seen: list[InferenceResponse]
     _index: int
     _is_over: bool
-    # Whether the loop that goes on has had a response.
+    # True if the current loop has had a response.
     _is_begun: bool
     _lock: threading.Lock
 
@@ -83,7 +83,7 @@ class ResponseIterator:
                 else:
                     seen.append(response)
             if self._index == len(seen):
-                # A loop that finds nothing to go on with begins anew, one that has had something ends.
+                # A loop that has had a response ends here. One that begins at the end begins anew.
                 if self._is_begun or not seen:
                     self._is_begun = True
                     raise StopIteration(_END)
@@ -94,7 +94,7 @@ class ResponseIterator:
             return response
 
     def _wait(self) -> ResponseIterator:
-        """Wait for the first response, or for the end where there is none; returns the iterator."""
+        """Wait for the first response or the end; return the iterator."""
         with self._lock:
             if not self._seen and not self._is_over:
                 response = self._receive()
@@ -107,7 +107,7 @@ class ResponseIterator:
     def cancel(self) -> None:
         """Tell the model that no further responses are needed; `is_cancelled()` is True there from then on.
 
-        What it sends all the same still comes, up to its own end. Nothing happens where it is done already.
+        Responses that it still sends arrive, up to its own end. Nothing happens if the model is done already.
         """
         self._cancel()
 

@@ -124,7 +124,7 @@ class StubHost(Host):
     def _resolve(self, future: asyncio.Future[Answer], call: Call, decoupled: bool) -> None:
         if future.done():
             self._calls.abandon(call)
-        elif decoupled:  # whoever goes through the responses now has the first one at once
+        elif decoupled:  # the first response is in the inbox
             future.set_result(self._iterator(call, None))
         else:
             future.set_result(self._response(call.inbox.popleft()))
@@ -320,4 +320,4 @@ def _details(request: InferenceRequest) -> tuple[object, ...] | None:
 
 
 def _nothing() -> None:
-    """Where there is nothing to cancel."""
+    """Stands for a function if there is nothing to cancel."""

@@ -281,7 +281,7 @@ def tighten(policy: Policy) -> None:
 
 
 def _choose_selector() -> None:
-    """Have event loops wait with `poll` where the filter refuses epoll: they chose before it was on."""
+    """Have event loops use `poll` if the filter refuses epoll. `selectors` chose epoll before the filter was on."""
     try:
         select.epoll().close()
     except OSError:

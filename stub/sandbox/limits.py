@@ -44,8 +44,8 @@ def forbid_what_outlives() -> None:
 
 
 def limit_what_is_shared() -> None:
-    """Leave the other processes of the user some of what is counted for all of them, and of memory that stays in place."""
-    # Timers are counted as signals that wait.
+    """Limit what the kernel counts for all processes of the user, and locked memory, so that others have some left."""
+    # The kernel counts timers as pending signals.
     _limit(resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS, "pending signals")
     _limit(resource.RLIMIT_MEMLOCK, _LOCKED_BYTES, "locked memory")
 

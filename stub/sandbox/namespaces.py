@@ -34,9 +34,9 @@ def enter(*, network: bool) -> list[str]:
 
 
 def enter_pids() -> None:
-    """Have the processes that this one starts from now on in a PID namespace of their own. Raises OSError.
+    """Put the processes that this one starts from now on into a PID namespace of their own. Raises OSError.
 
-    The first of them is its first process. This process can start no thread any more.
+    The first of them becomes number 1 there. This process can no longer start threads.
     """
     _enter(["pid"] if os.geteuid() == 0 else ["user", "pid"])
 

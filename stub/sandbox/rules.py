@@ -41,8 +41,8 @@ chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futime
 setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 """
 # Without epoll: its watches are counted for all processes of the user, and a process can have as many as the square of
-# its descriptors. Where the user has none left, the runtime cannot take another connection. Python's event loops use
-# `poll` then.
+# its descriptors. If the user has none left, the runtime cannot take another connection. Python's event loops use
+# `poll` instead.
 _WAITING = """
 poll ppoll select pselect6 eventfd eventfd2 pipe pipe2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
 """
@@ -67,12 +67,12 @@ _TIME = """
 nanosleep gettimeofday time times getitimer setitimer alarm
 timer_settime timer_gettime timer_getoverrun timer_delete
 """
-# Without `capget`, whose pid lies in memory: it says which processes there are.
+# Without `capget`, whose pid lies in memory, where no filter sees it: it tells which processes exist.
 _ABOUT_ITSELF = """
 getpid getppid gettid getpgrp getuid geteuid getresuid getgid getegid getresgid getgroups
 getrlimit setrlimit getrusage sysinfo uname getrandom
 """
-# Their first argument is a pid, and the answer says whether there is such a process. 0 is the process itself.
+# Their first argument is a pid, and the answer tells if that process exists. 0 is the process itself.
 _OF_A_PROCESS = """
 getpgid getsid sched_getaffinity sched_getparam sched_getscheduler sched_getattr prlimit64
 """
@@ -93,8 +93,8 @@ FORK = "fork"
 # May be granted, too: locks on parts of files, with which SQLite keeps its own.
 LOCKS = "locks"
 GRANTED_TOGETHER = frozenset([FORK, LOCKS])
-# What is refused of these fails with ENOSYS. The flags of `clone3` lie in memory, which no filter sees, and libc turns to
-# `clone` then. `pthread_getattr_np` asks for the processors of its thread, and does without where there is no such call.
+# These fail with ENOSYS where they are refused. The flags of `clone3` lie in memory, which no filter sees; libc uses
+# `clone` instead. `pthread_getattr_np` asks for the processors of its thread, and goes on without them after ENOSYS.
 ABSENT = frozenset(["clone3", "sched_getaffinity"])
 
 _CLONE_THREAD = 0x00010000
@@ -162,8 +162,8 @@ def _conditional(pid: int) -> dict[str, Alternatives]:
         **dict.fromkeys(_OF_A_PROCESS.split(), _one_of(0, (0, pid))),
         # PRIO_PROCESS
         "getpriority": (((0, ALL_BITS, (0,)), (1, ALL_BITS, (0, pid))),),
-        # Clocks with negative numbers are a process's, whose pid is in the number, or a thread's, which the kernel gives
-        # to no other process.
+        # A clock with a negative number belongs to a process, whose pid is in the number, or to a thread. The kernel gives
+        # clocks of threads to no other process.
         **dict.fromkeys(
             _OF_A_CLOCK.split(),
             (
@@ -224,16 +224,16 @@ _GPU: dict[str, Alternatives] = {
     "listen": (),
 }
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS. No locks on parts of files: a process may
-# hold any number of them, each is memory of the kernel's that no limit counts, and F_GETLK tells pids. `flock` locks
-# a whole file, once for each descriptor. No F_SETPIPE_SZ: sizes of pipes are counted for all processes of the user.
+# hold any number of them, each takes kernel memory that no limit counts, and F_GETLK tells pids. `flock` locks
+# a whole file, once for each descriptor. No F_SETPIPE_SZ: the sizes of pipes are counted for all processes of the user.
 _FCNTLS = (0, 1, 2, 3, 1030, 1032, 1034)
 # F_GETLK, F_SETLK, F_SETLKW, and the same for open file descriptions.
 _LOCKING = (5, 6, 7, 36, 37, 38)
 # PR_GET_PDEATHSIG, GET_DUMPABLE, SET_NAME, GET_NAME, GET_SECCOMP, CAPBSET_READ, SET and GET_TIMERSLACK,
 # SET and GET_NO_NEW_PRIVS, SET and GET_THP_DISABLE, SVE_GET_VL, GET_TAGGED_ADDR_CTRL, SME_GET_VL, SET_VMA
 _PRCTLS = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 51, 56, 64, 0x53564D41)
-# SO_REUSEADDR, KEEPALIVE, LINGER, RCVTIMEO and SNDTIMEO; not those that hand a program to the kernel, and not SO_SNDBUF and
-# RCVBUF: what a socket holds is memory that no limit counts.
+# SO_REUSEADDR, KEEPALIVE, LINGER, RCVTIMEO and SNDTIMEO. Not those that hand a program to the kernel. Not SO_SNDBUF and
+# RCVBUF: no limit counts the memory that a socket holds.
 _SOCKET_OPTIONS = (2, 9, 13, 20, 21, 66, 67)
 # Of sockets of TCP also SO_BROADCAST, OOBINLINE, PRIORITY, REUSEPORT.
 _TCP_SOCKET_OPTIONS = (*_SOCKET_OPTIONS, 6, 10, 12, 15)

@@ -48,7 +48,7 @@ def program(
 ) -> bytes:
     """The filter for `machine`. What it allows wins over what it kills; other machines' calls kill.
 
-    Of a call that is both allowed and absent, what its conditions refuse fails with ENOSYS.
+    If a call is both allowed and absent, it fails with ENOSYS when its conditions refuse it.
     Names of calls that the machine does not have are passed over. Raises KeyError for an unknown machine.
     """
     numbers = syscalls.numbers(machine)
@@ -81,7 +81,7 @@ def install(filter_program: bytes) -> None:
 
 
 def _checking(alternatives: Alternatives, otherwise: Code) -> Code:
-    """Allow where one of the alternatives holds, or where there are none."""
+    """Allow a call if one of the alternatives holds, or if there are none."""
     if not alternatives:
         return _LET_THROUGH
     code: Code = []
