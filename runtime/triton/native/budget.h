@@ -33,12 +33,12 @@ class Budget {
   Clock::time_point at_ = Clock::now();
 };
 
-// Copies of what a stub stored, or has in its memory, that may exist at once. Not for several threads.
+// Bounds the copies of a stub's messages and strings that exist at once. Not for several threads.
 class Room {
  public:
   explicit Room(uint64_t most) : most_(most) {}
   uint64_t taken() const { return taken_; }
-  // Whether another one may be. One may be larger than all may be, but only alone.
+  // Count another copy; false if there is no room. One may be larger than the bound, but only alone.
   bool take(uint64_t size) {
     if (taken_ > 0 && taken_ + size > most_) return false;
     taken_ += size;
@@ -51,15 +51,15 @@ class Room {
   uint64_t taken_ = 0;
 };
 
-// How much a stub may say on one channel before it has to wait, as in runtime/flow.py and with its numbers: what is not read
-// blocks the stub that wrote it, and nobody else.
+// Rate limiter for one channel, as in runtime/flow.py and with its numbers. Over budget the channel is not read, which blocks
+// only the stub that writes to it.
 class Flow {
  public:
   // Something of that size was received, which costs as much as so many messages beside.
   void took(size_t size_bytes, double messages = 1) {
     unpaid_ += messages + static_cast<double>(size_bytes / wire::kMessageBytes);
   }
-  // After a round of receiving: the next one is later where this was too much, until all of it is paid for.
+  // Charge for a round of receiving. Over budget, the channel is not read until the stub is back in it.
   void settle() {
     if (unpaid_ == 0) return;
     const auto now = Clock::now();
@@ -81,7 +81,7 @@ class Flow {
  private:
   static constexpr auto kPause = std::chrono::milliseconds(wire::kPauseMs);
   static constexpr double kPerSecond = wire::kMessagesPerS;
-  // What may be said at once: saved up for one second at most, and less than nothing while it is owed.
+  // The messages that may come at once: those of one second at most, negative while the stub is over budget.
   double left_ = kPerSecond;
   Clock::time_point at_ = Clock::now();
   double unpaid_ = 0;

@@ -28,7 +28,7 @@ wire::Error told(const Failure& failure, size_t most) {
           std::string_view(failure.what()).substr(0, most)};
 }
 
-// What has a thread of its own costs as much as so many others.
+// A question that takes a thread costs as much as kTaskCost others.
 double cost_of(Kind kind) {
   const bool is_task = kind == Kind::LOAD_MODEL || kind == Kind::UNLOAD_MODEL || kind == Kind::IS_MODEL_READY;
   return is_task ? wire::kTaskCost : 1;
@@ -102,12 +102,12 @@ bool Calls::read(Flow& flow) {
   const Beginning beginning = beginning_of(wire::kCalls, packet_.bytes(), stub_->answers());
   if (beginning.where && !takes_in(*beginning.where, beginning.bytes, flow)) return true;
   const auto question = opened(wire::kCalls, packet_.bytes(), stub_->answers(), &stored_, UINT64_MAX);
-  // A load is paid for by its task: there is room for few at a time.
+  // A load costs no more for its size: kCopiedLoadsBytes bounds the loads in progress.
   const bool is_stored_load = beginning.where && question.kind() == Kind::LOAD_MODEL;
   const size_t size = is_stored_load ? beginning.bytes.size() : beginning.where ? stored_.size() : packet_.bytes().size();
   flow.took(size, cost_of(question.kind()));
   if (beginning.where) {
-    // Room was taken for what it was then.
+    // Room was taken by the kind and the call that stood there before the copy.
     Reader before(beginning.bytes);
     const Head head = head_of(before);
     if (head.kind != question.kind() || head.call != Reader(question.fields).uint()) {
@@ -127,8 +127,7 @@ Calls::Head Calls::head_of(Reader& reader) {
   return {kind, call};
 }
 
-// Whether a message that lies in memory is to be copied, by what it begins with; else it is answered already. Throws
-// Violation.
+// Decide by its beginning if a message that lies in memory is copied. If not, it has been answered. Throws Violation.
 bool Calls::takes_in(const wire::Indirect& where, std::string_view beginning, Flow& flow) {
   Reader reader(beginning);
   const auto [kind, call] = head_of(reader);
@@ -381,7 +380,7 @@ bool Calls::send_reply(uint64_t call, bool is_final, const Write& write) {
 
 // Other models themselves
 
-// Throws Failure where the model may not load that, or not so many.
+// Throws Failure if the model may not load that, or brings files and may not.
 void Calls::check_may_load(const std::string& name, bool brings_files) const {
   check_may_ask(name);
   if (model_.facts().may_ask && brings_files) {
@@ -393,7 +392,7 @@ void Calls::check_may_load(const std::string& name, bool brings_files) const {
 }
 
 void Calls::load(const wire::LoadModel& asked) {
-  // Of a message in memory it was taken before that was copied.
+  // For a message that lay in memory, the room was taken before it was copied.
   const uint64_t copied = stored_.size();
   const std::string name(asked.model), config(asked.config);
   std::vector<std::pair<std::string, std::string>> files;
@@ -455,7 +454,7 @@ void Calls::spend_time(uint64_t call, std::function<Write()> task, uint64_t copi
       } catch (const std::exception& error) {  // there is no memory for it
         failure.emplace(triton::kInternal, error.what());
       }
-      // When it is told, nothing is left of what was asked for.
+      // The files of a load are freed before the stub hears of the end.
       task = nullptr;
       self->give_room_back(copied, 0);
       self->done(call, failure ? &*failure : nullptr, values);

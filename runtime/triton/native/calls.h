@@ -54,10 +54,9 @@ class Calls : public std::enable_shared_from_this<Calls> {
   // Nobody waits for what the model does with a batch: cancel what it has asked others meanwhile.
   void leave(uint64_t batch);
 
-  // Room for a copy of what the stub may not change any more, until `give_room_back`: strings, and models that are to be
-  // loaded. Throws Failure.
+  // Take room for a copy of strings, or of a model to be loaded, until `give_room_back`. Throws Failure.
   void take_room(uint64_t size);
-  // The same for a message that lay in memory.
+  // Take room for a copy of a message that lay in memory. Throws Failure.
   void take_room_for_message(uint64_t size);
   void give_room_back(uint64_t size, uint64_t message_size);
   // Memory for an output: the stub's until it lets go of it, or `take_back`. Throws Failure.
@@ -85,7 +84,7 @@ class Calls : public std::enable_shared_from_this<Calls> {
   // The responses are not wanted any more.
   void withdraw(uint64_t call);
   void take_back(const List<wire::Place>& places);
-  // What is known of a message in memory before it is copied.
+  // The fields of a message in memory that are read before it is copied.
   struct Head {
     wire::Kind kind;
     uint64_t call;
@@ -110,7 +109,7 @@ class Calls : public std::enable_shared_from_this<Calls> {
   const Channel channel_;
   const Model& model_;
   Packet packet_;
-  // The message that is handled, where it lay in memory.
+  // The current message, if it lay in memory.
   std::string stored_;
   Metrics metrics_;
 

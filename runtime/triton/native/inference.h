@@ -132,12 +132,12 @@ class Inference : public std::enable_shared_from_this<Inference> {
     check(triton::ServerInferAsync(server, request, trace));
     for_release.release();
     for_responses.release();
-    // In this order here and in `cancel`, one of the two sees what the other has done.
+    // `cancel` sets the flags in the opposite order, so at least one of the two sees both and tells the server.
     is_asked_ = true;
     if (is_cancelled_) tell_cancelled();
   }
 
-  // What it says lay in memory, and was copied. Throws Failure.
+  // Take room for the copy of its message, which lay in memory. Throws Failure.
   void take_room_for_message(uint64_t size) {
     calls_->take_room_for_message(size);
     message_bytes_ = size;
@@ -146,7 +146,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
   uint64_t batch() const { return batch_; }
   // The model that was asked may stop.
   void cancel() noexcept {
-    // Once is enough, however often the stub says it.
+    // The server is told once, however often the stub cancels.
     if (!is_cancelled_.exchange(true) && is_asked_) tell_cancelled();
   }
 
@@ -278,7 +278,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
   static void released(triton::InferenceRequest*, uint32_t flags, void* holder) noexcept {
     if ((flags & triton::kReleaseAll) == 0) return;
     const std::unique_ptr<std::shared_ptr<Inference>> inference(static_cast<std::shared_ptr<Inference>*>(holder));
-    // The request itself stays to the last response: a decoupled model lets go of it early, and is cancelled by it.
+    // The request itself stays until the last response: a decoupled model releases it early, and can be cancelled only by it.
     (*inference)->let_go();
   }
 

@@ -108,7 +108,7 @@ class Instance {
     return *stub_;
   }
 
-  // Have a launcher start the instance for the first time. Throws Failure; then the mailbox is closed.
+  // Have a launcher start the instance for the first time. If this throws Failure, the mailbox is closed.
   void start() {
     uint64_t model;
     launcher_ = model_.launcher(&model);
@@ -118,7 +118,7 @@ class Instance {
     launcher_->send<wire::Word::INSTANCE>(number_, model, name_, kind_, static_cast<uint64_t>(device_));
     try {
       replace(started());
-    } catch (...) {  // the next request has it started once more
+    } catch (...) {  // the next request tries again
       launcher_->close(number_);
       launcher_ = nullptr;
       throw;

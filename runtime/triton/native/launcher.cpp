@@ -152,7 +152,7 @@ void Launcher::close(uint64_t number) {
   std::lock_guard lock(mutex_);
   const auto mailbox = mailboxes_.find(number);
   if (mailbox == mailboxes_.end()) return;
-  // No letter comes there any more: whoever waits for one would do so for ever.
+  // No letter comes any more, and a thread that waits for one would wait for ever.
   mailbox->second->close();
   mailboxes_.erase(mailbox);
 }

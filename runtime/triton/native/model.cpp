@@ -84,7 +84,7 @@ std::unique_ptr<Letter> Model::introduce(bool completes) const {
   launcher->tell_log_levels();
   const uint64_t number = Launcher::new_number();
   auto letter = launcher->ask<Word::MODEL>(number, name_, version_, directory_, config(), completes);
-  // Only now: a launcher that has refused the model does not know it, and is asked once more by the next who needs it.
+  // Only now: a launcher that has refused the model does not know it, so the next request has to introduce it again.
   launcher_ = std::move(launcher);
   number_ = number;
   return letter;

@@ -157,7 +157,7 @@ void List<T>::Iterator::advance() {
 // True for UTF-8 as Python has it: no surrogates, nothing overlong.
 bool is_utf8(std::string_view text);
 
-// The beginning of a text, at most so many bytes, without a part of a character at its end.
+// The beginning of a text, at most `most` bytes, without a part of a character at its end.
 std::string_view beginning(std::string_view text, size_t most);
 
 // Puts values behind one another, each as short as it may be. Its memory is kept from message to message.

@@ -23,7 +23,7 @@ namespace moonpool {
 inline std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index) {
   const char* context = nullptr;
   if (triton::InferenceTraceContext) check(triton::InferenceTraceContext(trace, &context));
-  // What is no UTF-8 grows to three times its size when it is sent.
+  // A text that is no UTF-8 grows to three times its size when it is sent.
   if (context && *context) return std::string(beginning(context, is_utf8(context) ? wire::kShort : wire::kShort / 3));
   return "#" + std::to_string(batch) + "." + std::to_string(index);
 }

@@ -54,7 +54,7 @@ void set_parameter(T* owner, const Setters<T>& set, const Entry& entry) {
   } else if (value.form == Form::kFlag) {
     check(set.flag(owner, name.c_str(), value.number != 0));
   } else if (value.form == Form::kReal && !std::isfinite(value.real)) {
-    // The server writes it into JSON, which has no such number.
+    // The server writes parameters into JSON, which has no such number.
     throw Failure(triton::kInvalidArg, "parameter '" + name + "' must be a finite number");
   } else if (value.form == Form::kReal && set.real) {
     check(set.real(owner, name.c_str(), value.real));

@@ -260,7 +260,7 @@ class Requests {
         outputs == model_.outputs().size() && !trace && !is_on_device_) {
       return details_.nil();
     }
-    // What is no UTF-8 grows to three times its size when it is sent.
+    // A text that is no UTF-8 grows to three times its size when it is sent.
     const size_t longest_id = is_utf8(text(id)) ? wire::kLong : wire::kLong / 3;
     if (text(id).size() > longest_id || parameters > wire::kMaxParameters) {
       throw Failure(triton::kInvalidArg, "the request's id is longer, or its parameters are more, than any may be");

@@ -63,7 +63,7 @@ class Stub final : public RegionSource {
   void tell_cancelled();
   // Have somebody look again at what there is to do while nothing comes. From any thread.
   void wake() const;
-  // False where the process has ended. Throws Failure where the model says itself that it is not ready.
+  // False if the process has ended. Throws Failure if the model itself says that it is not ready.
   bool check_ready();
 
   // End it, for this reason; the first one counts. From any thread.
