@@ -1,6 +1,6 @@
-"""Compiles the library for tritonserver into the wheel, where there is a compiler, and keeps the tree's links in an sdist.
+"""Compiles the library for tritonserver into the wheel if there is a compiler, and keeps the tree's links in an sdist.
 
-All else is in pyproject.toml.
+Everything else is in pyproject.toml.
 
 A wheel that has the library is for one platform and any Python. One without it works for everything but Triton.
 """
@@ -66,7 +66,7 @@ class Build(build_ext):
 
 
 class Sdist(sdist):
-    """The repository's tree, links included: setuptools alone would pack what they lead to a second time."""
+    """Packs the repository's tree, links included. setuptools alone would pack the files behind a link a second time."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         links = sorted({link for file in files if (link := link_of(file))})
@@ -78,7 +78,7 @@ class Sdist(sdist):
 
 
 def link_of(file: str) -> str | None:
-    """The link of the tree that a path leads through or ends at; None where it has none."""
+    """Return the link that a path leads through or ends at; None if there is none."""
     path = Path(file)
     return next((str(part) for part in (*reversed(path.parents), path) if part.is_symlink()), None)
 

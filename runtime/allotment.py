@@ -1,17 +1,17 @@
-"""The shared memory that one process is given in one direction, by whichever process of the runtime gives it.
+"""The shared memory that one process is given in one direction, by all processes of the runtime together.
 
 Theory of operation. A process that was sent a region can keep it: it copies the descriptor or leaves the file mapped, says that it
-does not use the region any more, and asks for another one. No limit of the kernel counts such memory. So whatever a
+no longer uses the region, and asks for another one. No limit of the kernel counts such memory. So everything that a
 contained process was ever sent counts here until the process ends. A region that comes back is emptied, which gives its
-pages back to the machine also where somebody has them mapped, and its file is given again, under another number, before a
-new one is made. Of files that come back a few are kept; the others are closed and still count. A process that is not contained could
-have any memory without this, so only what it uses counts, and what comes back of it is closed.
+pages back to the machine even if they are still mapped somewhere. Its file is given again, under another number, before a
+new one is made. A few of the files that come back are kept for that; the others are closed and still count. A process that is not
+contained can take any memory without this, so only the memory that it uses counts, and its files are closed when they come back.
 
-Only what comes back region by region is emptied and given again: whoever gives a region back knows that nothing lies in it. A front end
-that has ended knows nothing any more. An honest model may have kept inputs in its memory, or may still write an answer there; so no
-such file is touched. The kernel frees it when the process lets go of it.
+Only a region that its giver has retired is emptied and given again, because its giver knows that nothing lies in it. The regions
+of a front end that has ended are not touched: an honest model may have kept inputs there, or may still write an answer there.
+The kernel frees such a file when the process lets go of it.
 
-An honest process of varying needs may so come to its limit with files of which none is large enough. Then it `is_worn`:
+If the needs of an honest process vary, it may reach its limit while none of its files is large enough. Then it `is_worn`:
 the next process will have the room that this one has lost.
 """
 
@@ -33,33 +33,33 @@ if TYPE_CHECKING:
 
 # Files that nobody uses at the moment; each is a descriptor of this process.
 _MOST_SPARES = 8
-# A file that is larger than what is wanted by more than this would set aside too much.
+# A file may be so many times larger than what is wanted. More would set aside too much.
 _LOOSE_FIT = 4
 _numbers = itertools.count(1)
 
 
 def next_number() -> int:
-    """A number that no other region of this process has."""
+    """Return a number that no other region of this process has."""
     return next(_numbers)
 
 
 class RegionSource(Protocol):
-    """Where regions for one process come from, and go when nothing lies in them. Any thread may call any method."""
+    """Makes regions for one process, and takes them back when nothing lies in them. Any thread may call any method."""
 
     # The most that there may be; None where there is no limit. Of each device there may be as much beside.
     limit_bytes: int | None
 
     def region(self, present_bytes: int, needed_bytes: int) -> SharedRegion:
-        """Another region, of which the process does not know; the caller owns it. Raises `OutOfMemory`, `Closed`.
+        """Make another region, of which the process does not know; the caller owns it. Raises `OutOfMemory`, `Closed`.
 
-        `present_bytes` is what the caller has in use.
+        `present_bytes` is the memory that the caller has in use.
         """
 
     def retire(self, region: SharedRegion) -> None:
-        """Nothing lies in a region, and nothing will: close it. The process may have kept what it was sent."""
+        """Close a region in which nothing lies any more. The process may have kept it."""
 
     def close(self) -> None:
-        """The process has ended, or nobody here gives it anything any more."""
+        """Give nothing any more: the process has ended, or this end is done with it."""
 
 
 class _File(NamedTuple):
@@ -78,15 +78,15 @@ class Allotment:
         self._given_bytes = self._idle_bytes = 0
         # By size, the smallest first.
         self._spares: list[_File] = []
-        # What other processes of the runtime give, by who they are and their number for the region.
+        # Files that other processes of the runtime have given, by the giver and its number for the region.
         self._elsewhere: dict[tuple[Hashable, int], _File] = {}
         self._is_closed = False
-        # Whether something was refused that a new process could have.
+        # True once something was refused that a new process could have.
         self.is_worn = False
 
     @property
     def given_bytes(self) -> int:
-        """What the process was ever sent, and may still have."""
+        """All that the process was ever sent, and may still have."""
         return self._given_bytes
 
     def region(self, present_bytes: int, needed_bytes: int) -> SharedRegion:
@@ -95,9 +95,8 @@ class Allotment:
         file = self._take(number, present_bytes, needed_bytes)
         try:
             return SharedRegion(number, *file)
-        except (
-            OutOfMemory
-        ):  # and its descriptor is closed; the process may have the file of an earlier time
+        except OutOfMemory:
+            # The descriptor is closed by now. The process may still have the file, from an earlier time.
             with self._lock:
                 self._idle_bytes += file.size_bytes
             raise
@@ -126,14 +125,14 @@ class Allotment:
             raise OutOfMemory(f"cannot hand on shared memory: {error}") from error
 
     def take_back(self, owner: Hashable, number: int) -> None:
-        """The other process has retired a region. Nothing happens where it has none of that number."""
+        """Take in a region that another process has retired. Nothing happens if it has none of that number."""
         with self._lock:
             file = self._elsewhere.pop((owner, number), None)
         if file is not None:
             self._put(file)
 
     def abandon(self, owner: Hashable) -> None:
-        """The other process is gone, or gives nothing any more. What lies in its regions stays as it is."""
+        """Give up the regions of another process that is gone, or gives nothing any more. Their contents stay as they are."""
         with self._lock:
             keys = [key for key in self._elsewhere if key[0] == owner]
             files = [self._elsewhere.pop(key) for key in keys]
@@ -142,7 +141,7 @@ class Allotment:
             os.close(file.fd)
 
     def _take(self, number: int, present_bytes: int, needed_bytes: int) -> _File:
-        """A file with all its pages, for the caller. Raises `OutOfMemory`, `Closed`."""
+        """Return a file with all its pages, for the caller. Raises `OutOfMemory`, `Closed`."""
         with self._lock:
             if self._is_closed:
                 raise Closed("the process has ended")
@@ -180,7 +179,7 @@ class Allotment:
         return self._spares.pop(at)
 
     def _room(self, present_bytes: int, needed_bytes: int) -> int:
-        """The size of a new file. Raises `OutOfMemory`."""
+        """Return the size of a new file. Raises `OutOfMemory`."""
         in_use_bytes = self._given_bytes - self._idle_bytes
         counted_bytes = self._given_bytes if self._is_contained else in_use_bytes
         others_bytes = max(0, counted_bytes - present_bytes)
@@ -191,8 +190,8 @@ class Allotment:
             raise
 
     def _put(self, file: _File) -> None:
-        """A file that nobody uses any more."""
-        # Also where it is closed at once: the process may have kept it, and its pages with it.
+        """Take in a file that nobody uses any more."""
+        # Emptied even if it is closed at once: the process may have kept it, and its pages with it.
         is_empty = self._is_contained and file.fd >= 0 and empty(file.fd, file.size_bytes)
         unneeded = file.fd
         with self._lock:
@@ -204,7 +203,7 @@ class Allotment:
             os.close(unneeded)
 
     def close(self) -> None:
-        """The process has ended. Regions that are out stay valid."""
+        """Close all files that nobody uses: the process has ended. Regions in use stay valid."""
         with self._lock:
             self._is_closed = True
             files = [*self._spares, *self._elsewhere.values()]

@@ -48,7 +48,7 @@ class Audience:
         """No instance of a model version is left: its requests get this error."""
 
     def welcome(self, model: Model) -> None:
-        """An instance of a model version that was refused is back: its requests are taken again."""
+        """Take requests of a refused model version again: one of its instances is back."""
 
     def drain(self, model: Model, error: MoonpoolError, timeout_s: float) -> Callable[[], object]:
         """Let new requests for a model version have this error, and those that are there finish in time.

@@ -46,9 +46,9 @@ class Model:
         self.source = source
         # Whether it is asked to complete its configuration.
         self.completes = True
-        # What it may ask for when it does.
+        # The most that the completed configuration may ask for.
         self.limits = ConfigLimits()
-        # Whether its processes work in the memory of clients, where they may; False once a client has ended one by that.
+        # True if its processes may work in the memory of clients; False once a client has ended one by that.
         self.lends_clients_memory = True
         self.state: Any = None
 
@@ -91,8 +91,8 @@ class ModelInstance:
         self.served = 0
         self.serves_until = math.inf
         self.recycle: Callable[[Callable[[ModelInstance], bool]], bool] = _stays
-        # Called by the backend, from any thread, with the memory of a process that holds too much, with the shared memory
-        # of one that was given too much, and with how many requests of others it has executed.
+        # Called by the backend, from any thread: with the memory of a process that holds too much, with the shared memory
+        # of a process that was given too much, and with the number of requests that it has executed for others.
         self.report_grown: Callable[[int], None] = _ignored
         self.report_worn: Callable[[int], None] = _ignored
         self.report_served: Callable[[int], None] = _ignored

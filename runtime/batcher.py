@@ -153,7 +153,7 @@ class Queue(Generic[R]):
             self._hold_rows = 0
 
     def is_late(self, request: R) -> bool:
-        """Whether a request would be rejected at once: its timeout is shorter than the way to an instance."""
+        """Tell if a request would be rejected at once: its timeout is shorter than the way to an instance."""
         level = self._only or self._level_of(request)
         return level.timeout_us > 0 and level.late is None and level.deadline_ns(request, 0) == 0
 

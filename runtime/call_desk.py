@@ -51,7 +51,7 @@ _ERROR = 2
 _UNANSWERED = (Kind.LET_GO, Kind.CANCEL_CALL, Kind.WITHDRAW, Kind.INDIRECT)
 # Packets that are read before others have their turn.
 _TURN = 16
-# What costs more than its size says.
+# Messages that cost more than their size.
 _COSTS = dict.fromkeys((Kind.LOAD_MODEL, Kind.UNLOAD_MODEL, Kind.IS_MODEL_READY), TASK_COST)
 
 
@@ -76,7 +76,7 @@ class CallDesk:
         self._outbox = Outbox(channel, reactor)
         self._flow = Flow(reactor, channel.fileno())
         self._calls: dict[int, Call] = {}
-        # Messages that were copied out of the stub's memory and are not answered yet; and the size of the one that is handled.
+        # The messages that were copied out of the stub's memory and are not answered yet, and the size of the current one.
         self._room = Room()
         self._stored_bytes = 0
         self._fetching = Fetching()
@@ -135,16 +135,16 @@ class CallDesk:
             self._handlers[fields[0]](fields)
         except RemoteProtocolError:
             raise
-        except MoonpoolError as error:  # the model asked for what it cannot have, and is told so
+        except MoonpoolError as error:  # the model asked for something that it cannot have
             self._fail(fields, error)
         except Exception as error:  # the stub waits for an answer, whatever went wrong
-            # The model can ask for it again and again: it is logged as lines of the model are, and as few of them.
+            # The model can cause this again and again, so it is logged within the budget of the model's own lines.
             name = Kind(fields[0]).name
             self._log(_ERROR, f"{name} failed in the runtime:\n{traceback.format_exc()}", "", 0)
             self._fail(fields, BackendError(f"the request failed: {error!r}"))
 
     def _fail(self, fields: list[Any], error: MoonpoolError) -> None:
-        """Answer a message with an error. One that is never answered was wrong itself."""
+        """Answer a message with an error. An error in a message that has no answer is a breach of the protocol."""
         kind, number = fields[:2]
         if kind in _UNANSWERED:
             raise RemoteProtocolError(f"{Kind(kind).name} that cannot be done: {error}")
@@ -155,7 +155,7 @@ class CallDesk:
             self._done(number, error)
 
     def _indirect(self, fields: list[Any]) -> None:
-        """A message that lies in memory. Its first fields say whether the rest is copied at all."""
+        """Handle a message that lies in memory. Its first fields decide if the rest is copied at all."""
         lease = self._link.open(*fields[1:])
         beginning = lease[:MAX_PACKET_BYTES].tobytes()
         kind, number = self._codec.head_of(beginning, 2)
@@ -171,9 +171,9 @@ class CallDesk:
             what = f"{Kind(kind).name} of {lease.size} bytes"
             raise RemoteProtocolError(f"{what}; {MAX_CALL_BYTES} is the most")
         packet = lease.tobytes()
-        # Its block goes back to the stub.
+        # This gives the block back to the stub.
         del lease
-        # A load is paid for by its task: there is room for few at a time.
+        # A load costs no more for its size: COPIED_LOADS_BYTES bounds the loads in progress.
         self._flow.took(0 if kind == Kind.LOAD_MODEL else len(packet), 0)
         inner = self._codec.decode_stored(packet)
         if inner[:2] != [kind, number]:
@@ -186,7 +186,7 @@ class CallDesk:
             self._stored_bytes = 0
 
     def _takes_in_load(self, number: int, name: object, size_bytes: int) -> bool:
-        """Whether a load is to be copied; else it is answered already."""
+        """Decide if a load is copied. If not, it has been answered."""
         self._check_new(number)
         try:
             self._check_load(name)
@@ -363,7 +363,7 @@ class CallDesk:
     # Other things that models ask for
 
     def _check_load(self, name: object) -> None:
-        """Raises `MoonpoolError` where the model may not load that, or loads too much."""
+        """Raise `MoonpoolError` if the model may not load that, or loads too much."""
         if type(name) is not str:
             raise RemoteProtocolError("LOAD_MODEL of what has no name")
         if len(self._tasks) >= MAX_TASKS:
@@ -427,7 +427,7 @@ class CallDesk:
         def run() -> None:
             told = None
             try:
-                # When it is told, nothing is left of what was asked for.
+                # Popped, so that the files of a load are freed before the stub hears of the end.
                 tasks.pop()()
             except Exception as failure:
                 told = wire_error(failure, SHORT_MESSAGE)
@@ -454,7 +454,7 @@ class CallDesk:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Let go of what the functions had that an error came through: it may be in a cycle, which is collected late."""
+    """Free the variables of the functions that an error came through. The error may be in a cycle, which is collected late."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

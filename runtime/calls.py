@@ -60,7 +60,7 @@ class Call(Waiter):
         self._answer(self, outcome, True)
 
     def cancel(self) -> None:
-        """The model may stop; its responses are still waited for. Once is enough, however often the asker says it."""
+        """Tell the other model, once, that it may stop. Its responses are still wanted."""
         if self.is_cancelled:
             return
         self.is_cancelled = True

@@ -80,7 +80,7 @@ class ModelConfig:
 
         `partial` is for a configuration that the model has yet to complete: tensors, their
         datatypes and their dims may be missing. `has_states`: whoever schedules keeps states of sequences, and gives
-        them to the model as inputs. `has_agents`: repository agents have done their work.
+        them to the model as inputs. `has_agents`: the server has repository agents, and they have done their work.
         """
         source = source or Source()
         full = normalise(raw, source)

@@ -24,7 +24,7 @@ from moonpool.runtime.config_types import (
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# Of tensors, instance groups and whatever else has one. With the number of an instance it fits any message.
+# The longest name of a tensor, an instance group and so on. Together with the number of an instance it fits any message.
 MAX_NAME_BYTES = 512
 _IS_NAME = re.compile("(^|_)(name|filename)$")
 _ILLEGAL = frozenset(";|&$`<>()[]{}\\\"'*?~#!")
@@ -42,7 +42,7 @@ def name_problem(name: str) -> str:
 
 
 def check_lengths(raw: object, source: Source, path: str = "") -> None:
-    """Every name that a configuration gives: messages, logs and paths have room for so much, and carry Unicode alone."""
+    """Check every name in a configuration: messages, logs and paths have limited room and carry only Unicode."""
     if isinstance(raw, Mapping):
         for key, value in raw.items():
             here = f"{path}.{key}" if path else str(key)
@@ -85,9 +85,9 @@ def check_names(raw: Raw, source: Source) -> None:
 
 
 def check_no_agents(raw: Raw, source: Source) -> None:
-    """Refuse a model whose files a repository agent is to look at first, by a checksum for example.
+    """Refuse a model that a repository agent has to check first, by a checksum for example.
 
-    It was never looked at, and would be served as if it had been.
+    No agent has checked it, and it would be served as if one had.
     """
     agents = raw.get("model_repository_agents", {}).get("agents", ())
     if agents:

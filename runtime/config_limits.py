@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # No field lies deeper in the schema; what nests deeper is refused before anything recurses.
 _DEEPEST = 32
 _LARGEST = 2**31 - 1
-# Lists that have a limit of their own; all others, and maps, have as many as `items`.
+# Lists that have a limit of their own. `items` is the limit of all others, and of maps.
 _LISTS = {"input": "inputs", "output": "outputs"}
 
 
@@ -29,9 +29,9 @@ class ConfigLimits:
     `option` is how an operator raises one, with braces for its name and number.
     """
 
-    # Of config.pbtxt, or of the JSON that a load brings: JSON takes twenty times its size once it is read.
+    # The size of config.pbtxt, or of the JSON that a load brings: parsed JSON takes twenty times its size.
     config_bytes: int = 1 << 20
-    # Of all versions together; each is a process.
+    # The instances of all versions together; each is a process.
     instances: int = 1024
     versions: int = 256
     inputs: int = 4096
@@ -43,7 +43,7 @@ class ConfigLimits:
     option: str = "--model-config-limit={}"
 
     def raised(self, texts: Iterable[str]) -> ConfigLimits:
-        """These limits with some set anew, by texts such as `instances=2000`. Raises ValueError."""
+        """Return these limits with some set anew, by texts such as `instances=2000`. Raises ValueError."""
         names = [each.name for each in fields(self) if each.name != "option"]
         changes: dict[str, Any] = {}
         for text in texts:
@@ -66,7 +66,7 @@ class ConfigLimits:
 
     def check(self, raw: Mapping[str, object], source: Source) -> None:
         """Raise `ConfigError` for lists and numbers that are too large. Nothing else of `raw` need be right."""
-        # Not by recursion: what is nested deeply is refused here.
+        # Without recursion: deeply nested values arrive here, and are refused here.
         waiting: list[tuple[str, object, int]] = [("", raw, 0)]
         while waiting:
             path, value, depth = waiting.pop()

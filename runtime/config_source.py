@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from moonpool.ipc.errors import MoonpoolError
 
-# Characters of the text of an error.
+# The most characters in the text of an error.
 _LONGEST_FIELD, _LONGEST_WHAT = 200, 2000
 
 
@@ -25,7 +25,7 @@ class ConfigError(MoonpoolError):
         self, what: str, *, field: str = "", file: str | None = None, line: int | None = None
     ) -> None:
         place = ":".join(str(part) for part in (file, line) if part is not None)
-        # Names of fields and values are whatever a configuration has, and logs and clients get the text.
+        # A configuration may have names and values of any length, and logs and clients get the text.
         parts = (place, _cut(field, _LONGEST_FIELD), _cut(what, _LONGEST_WHAT))
         super().__init__(": ".join(part for part in parts if part))
         self.what = what

@@ -61,7 +61,7 @@ class DynamicBatching:
 
     @property
     def rejects_late(self) -> bool:
-        """Whether a request may be rejected for the time that it has waited."""
+        """True if a request may be rejected because it has waited too long."""
         policies = (self.default_queue_policy, *self.priority_queue_policies.values())
         return any(each.default_timeout_us and each.timeout_action == "REJECT" for each in policies)
 

@@ -121,7 +121,7 @@ def _text(name: str, value: object, length: int) -> str:
 
 
 def check_finite(parameters: Mapping[str, Parameter]) -> None:
-    """Raise `InvalidRequest` for NaN and infinities: whoever gets parameters gets them as JSON, which has neither."""
+    """Raise `InvalidRequest` for NaN and infinities: parameters travel as JSON, which has neither."""
     for key, value in parameters.items():
         if type(value) is float and not math.isfinite(value):
             raise InvalidRequest(f"parameter {key!r:.80} must be a finite number, not {value}")

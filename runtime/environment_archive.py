@@ -5,8 +5,8 @@ The archive is not trusted.  Every member is checked before it is written: no ab
 Because nothing is ever written through a link, what a link points to cannot move a write; links
 are checked all the same, so that an environment does not reach out of itself by accident.
 
-What it takes has a bound each, checked before it is taken: the bytes of each header and of all of them, the number of
-members, their names, the memory for decompression, the bytes on the disk.
+Everything that an archive takes is bounded, and checked before it is taken: the bytes of each header and of all headers, the
+number of members, their names, the memory for decompression, the bytes on the disk.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from moonpool.runtime.environment_zip import zip_members
 
 SIZE_LIMIT_BYTES = 64 << 30
 MEMBER_LIMIT = 500_000
-# All names are kept until the end: of members, and of directories above them.
+# The names of members and of the directories above them; all are kept until the end.
 NAMES_LIMIT_BYTES = 64 << 20
 # xz -9 needs half of it.
 XZ_MEMORY_BYTES = 128 << 20
-# How many times its own size an archive may have unpacked; a small one may have so much in any case.
+# An archive may unpack to so many times its own size; a small one may unpack to so many bytes in any case.
 _MOST_TIMES = 100
 _ALWAYS_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 20
@@ -144,7 +144,7 @@ def unpack(archive: IO[bytes], target: Path, size_limit_bytes: int = SIZE_LIMIT_
     """
     packed_bytes = archive.seek(0, os.SEEK_END)
     archive.seek(0)
-    # What environments are made of has a tenth of its size once it is packed, not a thousandth.
+    # Packed, the files of environments have a tenth of their size, not a thousandth.
     most_bytes = max(_ALWAYS_BYTES, packed_bytes * _MOST_TIMES)
     unpacker = Unpacker(target, min(size_limit_bytes, most_bytes))
     try:
@@ -186,7 +186,7 @@ def _relative(name: str) -> str:
 
 
 class _Unxz:
-    """Decompresses xz within a bound of memory, which Python's own file object has not."""
+    """Decompresses xz with bounded memory; Python's own file object has no such bound."""
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream

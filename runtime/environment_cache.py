@@ -133,7 +133,7 @@ class EnvironmentCache:
         return None
 
     def _digest(self, archive: IO[bytes], copy: IO[bytes] | None = None) -> str:
-        """The hash of an archive, from its beginning; what is hashed is written to `copy`."""
+        """Hash an archive from its beginning, and write the same bytes to `copy`."""
         if archive.seek(0, os.SEEK_END) > self._size_limit_bytes:
             raise BadEnvironment(f"it is larger than {self._size_limit_bytes:,} bytes")
         archive.seek(0)
@@ -171,8 +171,7 @@ class EnvironmentCache:
         partial = Path(tempfile.mkdtemp(prefix=f".{digest}.", dir=self.root))
         try:
             partial.chmod(0o755)
-            # Whoever may write to the archive may change it at any time, so what is unpacked is a copy that nobody else
-            # has, of which the hash was taken while it was made.
+            # Somebody may change the archive at any time. So a private copy is unpacked, which was hashed while it was made.
             with tempfile.TemporaryFile(dir=self.root) as copy:
                 if self._digest(archive, copy) != digest:
                     raise BadEnvironment("it was changed while it was read: try again")

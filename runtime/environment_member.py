@@ -1,4 +1,4 @@
-"""What an archive has, whatever its format."""
+"""A member of an archive of any format."""
 
 from __future__ import annotations
 

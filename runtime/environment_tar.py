@@ -1,7 +1,7 @@
-"""Reads tar archives as they come, with no more memory than one bounded header.
+"""Reads tar archives as a stream, with no more memory than one bounded header.
 
-Not Python's `tarfile`: that keeps every header it has read, reads extended headers of any size, and expands the maps
-of sparse files. What is read here: ustar, GNU's long names, and `path`, `linkpath` and `size` of PAX headers.
+Python's `tarfile` is not used: it keeps every header that it has read, reads extended headers of any size, and expands the
+maps of sparse files. This module reads ustar, GNU's long names, and `path`, `linkpath` and `size` of PAX headers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moonpool.runtime.environment_member import DamagedArchive, Member
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Of one extended header, and of all of them: names of environments have some hundred bytes.
+# The size of one extended header, and of all of them: names in environments have some hundred bytes.
 HEADER_LIMIT_BYTES = 1 << 20
 ALL_HEADERS_LIMIT_BYTES = 256 << 20
 # A long name, and a long link or a PAX header.
@@ -33,7 +33,7 @@ _PAX, _GLOBAL_PAX = (b"x", b"X"), b"g"
 
 
 class Readable(Protocol):
-    """A stream that gives at most so many bytes at a time, and none at its end."""
+    """A stream. `read` returns at most `size_bytes`, and none only at the end."""
 
     def read(self, size_bytes: int, /) -> bytes: ...
 
@@ -49,7 +49,7 @@ class _Header:
 
 @dataclass(frozen=True, slots=True)
 class _Extension:
-    """What extended headers say of the member that follows."""
+    """The facts in extended headers about the member that follows."""
 
     name: bytes | None = None
     link: bytes | None = None
@@ -99,7 +99,7 @@ class _Tar:
             self._take(-header.size % _BLOCK_BYTES)
 
     def _header_block(self, is_first: bool) -> bytes | None:
-        """The next header; None at the end, which is a block of zeros or the end of the stream."""
+        """Read the next header; None at the end, which is a block of zeros or the end of the stream."""
         block = self._stream.read(_BLOCK_BYTES)
         if not block and not is_first:
             return None
@@ -126,7 +126,7 @@ class _Tar:
 
 
 class _Content:
-    """So many bytes of a stream. Raises `DamagedArchive` where it ends before."""
+    """The next `size` bytes of a stream. Raises `DamagedArchive` if the stream ends before."""
 
     def __init__(self, stream: Readable, size: int) -> None:
         self._stream = stream
@@ -152,7 +152,7 @@ def _parse(block: bytes) -> _Header:
     kind = block[156:157]
     if kind == b"\0" and name.endswith(b"/"):
         kind = b"5"
-    # GNU's own format has something else there.
+    # GNU's own format has something else in the field of the prefix.
     if prefix and block[257:263] == b"ustar\0":
         name = prefix + b"/" + name
     return _Header(
@@ -182,7 +182,7 @@ def _extended(extension: _Extension, kind: bytes, data: bytes) -> _Extension:
         return replace(extension, name=_text(data))
     if kind == _LONG_LINK:
         return replace(extension, link=_text(data))
-    # What holds for all members is never their name or size.
+    # A global header cannot give names or sizes: they would hold for all members.
     for key, value in _records(data) if kind != _GLOBAL_PAX else ():
         if key == b"path":
             extension = replace(extension, name=value)

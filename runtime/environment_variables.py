@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from moonpool.ipc.policy import is_contained
 
-# What a contained model sees. Anything else may be a secret.
+# The variables that a contained model sees. Any other may be a secret.
 _HARMLESS = (
     "PATH",
     "HOME",
@@ -35,7 +35,7 @@ _HARMLESS = (
     "HF_HUB_OFFLINE",
     "TRANSFORMERS_*",
 )
-# Where the runtime's own interpreter has its things.
+# These lead to the files of the runtime's own interpreter.
 OF_THE_INTERPRETER = ("PYTHONHOME", "VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT", "CONDA_PREFIX")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -52,11 +52,11 @@ def inherited(
     leading: Iterable[str] = OF_THE_INTERPRETER,
     threads: int | None = None,
 ) -> dict[str, str]:
-    """The variables of a stub: those of `given` that the sandbox lets through, and its environment's.
+    """Return the variables of a stub: those of `given` that the sandbox lets through, and its environment's.
 
     A model that is not contained sees all of them, as in Triton: it could read them in the runtime's process as well.
-    `allowed` are patterns (`AWS_*`) of what a contained one may see beside the harmless ones. `own` are those of a
-    model's own environment, which gets none of `leading`: they lead to the things of another interpreter.
+    `allowed` are patterns (`AWS_*`) of variables that a contained one may see beside the harmless ones. `own` are those of a
+    model's own environment. Such a model gets none of `leading`, which lead to the files of another interpreter.
     """
     variables = dict(given)
     if is_contained(sandbox):

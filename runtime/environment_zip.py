@@ -1,6 +1,6 @@
 """Reads zip archives entry by entry, with no more memory than one entry of their directory.
 
-Not Python's `zipfile`: that reads the whole directory first, of any size.
+Python's `zipfile` is not used: it reads the whole directory first, of any size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Entry:
 def zip_members(archive: IO[bytes], most: int) -> Iterator[tuple[Member, _Content | None]]:
     """Yield each member with its content, which is to be read before the next one; None if it has none.
 
-    Raises `DamagedArchive`, and `BadEnvironment` for what is encrypted or packed in a rare way, and for more than `most`.
+    Raises `DamagedArchive`, and `BadEnvironment` for encrypted members, rare compressions and more than `most` members.
     """
     for entry in _entries(archive, most):
         if entry.name.endswith("/"):
@@ -64,7 +64,7 @@ def zip_members(archive: IO[bytes], most: int) -> Iterator[tuple[Member, _Conten
 
 
 def _entries(archive: IO[bytes], most: int) -> Iterator[_Entry]:
-    """The entries of the directory, which lies at the end."""
+    """Read the entries of the directory, which lies at the end."""
     end_bytes = archive.seek(0, os.SEEK_END)
     archive.seek(max(0, end_bytes - _END.size - 0xFFFF))
     tail = archive.read(_END.size + 0xFFFF)
@@ -89,7 +89,7 @@ def _entries(archive: IO[bytes], most: int) -> Iterator[_Entry]:
 
 
 def _end64(archive: IO[bytes], place: int) -> tuple[int, int, int, int]:
-    """Where the end of a directory in the longer form lies, and its count, size and offset."""
+    """Find the end of a directory in the longer form; return its place, count, size and offset."""
     if place < _LOCATOR64.size:
         raise DamagedArchive("Corrupt zip64 end of central directory locator")
     archive.seek(place - _LOCATOR64.size)
@@ -120,7 +120,7 @@ def _entry(archive: IO[bytes], at: int, before: int) -> tuple[_Entry, int]:
 
 
 def _sizes64(extra: bytes, *values: int) -> Iterator[int]:
-    """Sizes and offset, of which those that are too large for the entry stand in its extra field."""
+    """Return sizes and offset. Those that are too large for the entry stand in its extra field."""
     wide = b""
     while len(extra) >= 4:
         kind, size = struct.unpack_from("<HH", extra)
@@ -158,7 +158,7 @@ def _take(archive: IO[bytes], size: int) -> bytes:
 
 
 class _Content:
-    """What an entry unpacks to: no more than it says, and with its checksum."""
+    """The unpacked content of an entry, no more than the entry says, checked by its checksum."""
 
     def __init__(self, archive: IO[bytes], entry: _Entry) -> None:
         self._archive = archive
@@ -187,7 +187,7 @@ class _Content:
                 )
             if data:
                 return data
-            # What follows the end of a compressed stream would be collected.
+            # Bytes after the end of a compressed stream would be collected without end.
             is_over = inflate is not None and inflate.eof
             if is_over or not (self._packed_left or (inflate and inflate.unconsumed_tail)):
                 raise DamagedArchive("unexpected end of data")

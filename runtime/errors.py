@@ -69,7 +69,7 @@ class StubDied(MoonpoolError):
 
 
 class ClientCutMemory(StubDied):
-    """The process ended as a client had cut short the memory that it was lent. It is no death of the model's."""
+    """The process ended because a client cut short the memory that it had lent. It is no death of the model."""
 
 
 class RequestTimedOut(MoonpoolError, TimeoutError):

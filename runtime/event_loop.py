@@ -1,12 +1,13 @@
-"""The event loop of a server, which outlives that the kernel has no watches of epoll left for its user.
+"""The event loop of a server, which goes on if its user has no watches of epoll left.
 
-libuv ends the process where epoll refuses a descriptor for any reason but that it is there already. So what libuv is about
-to watch is put into its epoll here, before: where that fails, it fails for one connection. The kernel counts watches for
-all processes of a user (`/proc/sys/fs/epoll/max_user_watches`), so another program can take all of them at any moment.
+libuv aborts the process if epoll refuses a descriptor for any reason except that it has it already. So every descriptor that
+libuv is about to watch is put into its epoll here first: if that fails, it fails for one connection. The kernel limits the
+watches of all processes of a user together (`/proc/sys/fs/epoll/max_user_watches`), so another program can take them all.
 
-Theory of operation. All of this happens on the loop's thread, and libuv goes to the kernel only after all that the loop
-was to do, so nothing comes between. A descriptor that is in the epoll stays there until it is closed, or until libuv meets an
-event of one that it does not watch at the moment, and takes it out: so a place is asked for before reading is resumed, too.
+Theory of operation. All of this happens on the loop's thread. libuv calls the kernel only after the loop's callbacks, so
+nothing comes between. A descriptor stays in the epoll until it is closed. There is one exception: if libuv meets an event of a
+descriptor that it does not watch at the moment, it takes the descriptor out. So a place is asked for before reading is resumed,
+too.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class Watches:
     """The epoll of a loop. For the loop's thread."""
 
     def __init__(self, epoll_fd: int) -> None:
-        """Own a descriptor of it."""
+        """Own a descriptor of the epoll."""
         self._epoll = select.epoll.fromfd(epoll_fd)
 
     def hold(self, fd: int) -> bool:
-        """Have a place for `fd`, which libuv is about to watch; False where there is none, and libuv must not."""
+        """Get a place for `fd`, which libuv is about to watch. If this returns False, libuv must not watch it."""
         try:
             self._epoll.register(fd, 0)
         except FileExistsError:
@@ -51,7 +52,7 @@ class Watches:
 
 
 class _NoWatches(Watches):
-    """Of a loop that was not made here: everything is left to it."""
+    """Stands for the epoll of a loop that was not made here, and leaves everything to it."""
 
     def __init__(self) -> None:
         pass
@@ -64,7 +65,7 @@ class _NoWatches(Watches):
 
 
 def watches_of(loop: asyncio.AbstractEventLoop) -> Watches:
-    """The epoll of the loop."""
+    """Return the epoll of a loop."""
     watches: Watches | None = getattr(loop, "_moonpool_watches", None)
     return watches or _NoWatches()
 
@@ -72,9 +73,9 @@ def watches_of(loop: asyncio.AbstractEventLoop) -> Watches:
 def watch(
     loop: asyncio.AbstractEventLoop, fd: int, callback: Callable[..., object], *arguments: object
 ) -> None:
-    """As `loop.add_reader`. Raises OSError where there is no place for `fd`."""
+    """As `loop.add_reader`. Raises OSError if there is no place for `fd`."""
     loop.add_reader(fd, callback, *arguments)
-    # Afterwards: libuv has only tried whether there was a place.
+    # After `add_reader`, which adds the descriptor for a moment to try it, and removes it again.
     if not watches_of(loop).hold(fd):
         loop.remove_reader(fd)
         raise OSError(errno.ENOSPC, "this user has no watches of epoll left")
@@ -102,7 +103,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _epolls() -> set[int]:
-    """The descriptors of epolls that this process has."""
+    """List the descriptors of epolls that this process has."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:

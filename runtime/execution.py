@@ -89,7 +89,7 @@ class Execution:
         return [_no_answer(result)] * len(self.requests)
 
     def _cancel_left(self) -> None:
-        """Whoever left or cancelled before the instance knew of the request could not tell it so."""
+        """Cancel requests whose askers left or cancelled before the instance had them."""
         for request in self.requests:
             if (request.left or request.is_cancelled) and not request.fills_place:
                 self.instance.backend.cancel(self.instance, request)

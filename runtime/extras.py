@@ -22,10 +22,10 @@ EXTRAS = {
 
 
 def name_of(requirement: str) -> str:
-    """The package's name, from its name and its versions."""
+    """Return a package's name without its versions."""
     return requirement.partition(">=")[0]
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs what an extra needs into this very interpreter, quoted for a shell."""
+    """Return the command that installs the packages of an extra for this interpreter, quoted for a shell."""
     return shlex.join([sys.executable, "-m", "pip", "install", *EXTRAS[extra]])

@@ -30,12 +30,12 @@ def is_shortage(error: BaseException) -> bool:
     return False
 
 
-# How the error begins for a model whose file is missing.
+# The beginning of the error for a model whose file is missing.
 _NO_MODEL_FILE = "Python model file not found in "
 
 
 def missing_file_line(error: BaseException) -> str | None:
-    """The line that Triton's stub logs if the file of a model is missing, for who looks for it; None for other errors."""
+    """Return the line that Triton's stub logs if the file of a model is missing; None for other errors."""
     text = str(error)
     return (
         f"Failed to preinitialize Python stub: {text}" if text.startswith(_NO_MODEL_FILE) else None

@@ -18,7 +18,7 @@ class Flow:
         """`fd` is watched by the reactor."""
         self._reactor = reactor
         self._fd = fd
-        # What may be said at once: saved up for one second at most, and less than nothing while it is owed.
+        # The messages that may come at once: those of one second at most, negative while the stub is over budget.
         self._left = float(MESSAGES_PER_S)
         self._at_s = time.monotonic()
         self._unpaid = 0
@@ -28,7 +28,7 @@ class Flow:
         self._unpaid += messages + size_bytes // MESSAGE_BYTES
 
     def settle(self) -> None:
-        """After a round of receiving: the next one is later where this was too much, until all of it is paid for."""
+        """Charge for a round of receiving. Over budget, the channel is not read until the stub is back in it."""
         if not self._unpaid:
             return
         now_s = time.monotonic()

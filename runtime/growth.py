@@ -29,10 +29,10 @@ class Growth:
         self._link = link
         self._control = control
         self._limit_bytes = limit_bytes
-        # What the process may have kept of each device. Like all that a contained one was sent, it counts.
+        # The memory of each device that the process may have kept. For a contained one it counts until the process ends.
         self._kept_on: Counter[int] = Counter()
         self._is_growing = self._is_closed = False
-        # How the stub broke the protocol while another thread answered it.
+        # The breach of the protocol that another thread met while it answered the stub.
         self._breach: ProtocolError | None = None
         self._closing = threading.Lock()
 
@@ -65,9 +65,9 @@ class Growth:
                 link.send_region(region, Side.STUB)
         except (PeerGone, Closed) as error:
             _log.debug("a stub is gone before it could grow: %s", error)
-        except ProtocolError as error:  # it does not read the answers
+        except ProtocolError as error:  # the stub does not read the answers
             self._breach = error
-            # The reactor sees the end of the channel, and finds the breach.
+            # The reactor then sees the end of the channel, and raises the breach.
             self._control.channel.wake()
         except Exception:
             _log.exception("a stub asked for memory and cannot be answered")
@@ -75,7 +75,7 @@ class Growth:
             self._control.channel.wake()
 
     def check(self) -> None:
-        """Raises `ProtocolError` where the stub broke the protocol while it was answered."""
+        """Raise `ProtocolError` if the stub broke the protocol while it was answered."""
         if self._breach is not None:
             raise self._breach
 

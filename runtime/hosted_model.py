@@ -164,10 +164,10 @@ class HostedModel:
         self._tell(str(self), str(ModelState.UNAVAILABLE), because)
 
     def _come_back(self) -> None:
-        """An instance is ready. If all of them had been given up, requests are welcome again."""
+        """Take requests again, now that an instance is ready, if all of them had been given up."""
         because = "an instance came back"
         with self._lock:
-            # The lock is held to the end: an unload that begins now refuses requests after this.
+            # The lock is held to the end. An unload that begins meanwhile waits, and then refuses requests.
             if self.machine.state is not ModelState.UNAVAILABLE or not self._has_given_up:
                 return
             self._has_given_up = False
@@ -216,7 +216,7 @@ class HostedModel:
 
     @property
     def instance_down(self) -> str | None:
-        """The name of the first instance that has no process at the moment, if none has."""
+        """The name of the first instance if no instance has a process at the moment, else None."""
         seats = self.supervisor.seats
         is_up = not seats or any(_serves(seat) for seat in seats)
         return None if is_up else seats[0].instance.name

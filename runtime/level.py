@@ -69,7 +69,7 @@ class Level(Generic[R]):
         return [self.waiting] if self.late is None else [self.waiting, self.late]
 
     def deadline_ns(self, request: R, now_ns: int) -> int:
-        """The time at which a request that arrives now must have left, to be at an instance in time.
+        """Return the time by which a request that arrives now must leave the queue, to reach an instance in time.
 
         As in Triton an override can only shorten the default, so where there is no default timeout
         it has no effect at all.

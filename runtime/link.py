@@ -65,7 +65,7 @@ class Link(Overflow):
         is_shared: bool = False,
         make_lanes: Callable[[], Lanes] | None = None,
     ) -> None:
-        """`retire` tells the stub to forget a region. `requests` and `answers` are where its memory comes from; both
+        """`retire` tells the stub to forget a region. `requests` and `answers` make its regions; both
         are owned from now on. `is_private` says that no other stub may see this one's memory,
         nor this one theirs; and that what its model says of errors is not for everybody.
 
@@ -140,13 +140,13 @@ class Link(Overflow):
         return lanes
 
     def new_answers(self, present_bytes: int, needed_bytes: int) -> SharedRegion:
-        """Another region for answers, of which the stub does not know. Raises `OutOfMemory`, `Closed`."""
+        """Make another region for answers, of which the stub does not know. Raises `OutOfMemory`, `Closed`."""
         region = self._answers.region(present_bytes, needed_bytes)
         region.is_private = self.loans.is_private
         return region
 
     def retire_answers(self, region_id: int) -> None:
-        """The stub says that it does not use a region for answers any more."""
+        """Take in a region for answers that the stub no longer uses."""
         self._answers.retire(self.response_regions.pop(region_id))
 
     def add_answers(self, region: SharedRegion | DeviceRegion) -> None:

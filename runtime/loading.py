@@ -174,7 +174,7 @@ def _prepare(
 
 
 def _of_session(name: str, model_class: type, changes: Mapping[str, Any]) -> Prepared:
-    """A class that has no file gets one, with what it uses of its session."""
+    """Write a class of a session into a file, with everything that it uses from the session."""
     if problem := name_problem(name):
         raise RepositoryError(problem)
     content = source_of(model_class).encode()

@@ -57,7 +57,9 @@ class Loans:
         is_private: bool = False,
         lanes: Callable[[], Lanes] | None = None,
     ) -> None:
-        """`first` is of `source`, which is owned from now on, and announced to the stub by the caller; `retire` tells the stub to forget a region.
+        """`source` is owned from now on. `first` comes from it, and the caller announces it to the stub.
+
+        `retire` tells the stub to forget a region.
 
         `lanes` makes those to the stub, at the first call; it is called where device memory is handled.
         """
@@ -65,7 +67,7 @@ class Loans:
         self._lanes = lanes
         self._retire = retire
         self._source = source
-        # What the process may have kept of each device. Like all that a contained one was sent, it counts.
+        # The memory of each device that the process may have kept. For a contained one it counts until the process ends.
         self._kept_on: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._arena = Arena(self._grow)
@@ -393,7 +395,7 @@ class Loans:
 
     @property
     def has_clients_memory(self) -> bool:
-        """Whether the stub works in memory of a client, which that can cut short, at this moment."""
+        """True if the stub works at this moment in memory of a client, which the client can cut short."""
         with self._lock:
             loans = [loan for _, loan in self._lent]
             loans += [loan for kept in self._kept.values() for loan in kept]

@@ -46,7 +46,7 @@ class ModelControl:
         return self._registry.find(name, version)
 
     def check_may_load(self, name: str) -> None:
-        """Raises `MoonpoolError` in the words of `load` where that would be of no use, whatever it is given."""
+        """Raise the `MoonpoolError` of `load` if the model may not load `name` at all, whatever it brings."""
         self._registry.check_controllable()
         check_may_ask(self.asker, name)
 
@@ -148,7 +148,7 @@ def _by_path(files: Mapping[str, bytes]) -> dict[str, bytes]:
     for key, content in files.items():
         if not key.startswith(_FILE):
             raise RepositoryError(f"Invalid file parameter '{key[:200]}' must be 'file:<path>'.")
-        # As in Triton, a path is one of the model's directory also where it begins as that of the root does.
+        # As in Triton, a path that begins with a slash is one in the model's directory, too.
         path = key.removeprefix(_FILE).lstrip("/")
         if path in by_path:
             raise RepositoryError(

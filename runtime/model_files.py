@@ -1,4 +1,4 @@
-"""A directory made of the files that a caller brings for a model."""
+"""Makes a directory of the files that a caller brings for a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool.runtime.repository_files import DEEPEST, RepositoryError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Of the files that a caller brings for a model: a path, and how many there may be.
+# The most bytes in a path, and the most files, that a caller may bring for a model.
 _LONGEST_PATH = 1024
 _MOST_FILES = 10_000
 
@@ -20,7 +20,7 @@ _MOST_FILES = 10_000
 def write_directory(name: str, files: Mapping[str, bytes]) -> Path:
     """A new directory, which no other user may look into, in which `name` has these files by path.
 
-    Raises `RepositoryError` for a path that leads out of it, and for more than anybody needs. Whoever asked removes
+    Raises `RepositoryError` for a path that leads out of it, and beyond the bounds above. The caller removes
     it, by `remove`.
     """
     if len(files) > _MOST_FILES:
@@ -48,7 +48,7 @@ def _check_path(path: str) -> None:
         raise RepositoryError(
             f"Invalid file parameter 'file:{path[:_LONGEST_PATH]}' must stay within model directory."
         )
-    # What makes and removes directories recurses.
+    # Functions that make and remove directories recurse.
     if len(path.encode(errors="replace")) > _LONGEST_PATH or path.count("/") > DEEPEST:
         raise RepositoryError(
             f"Invalid file parameter 'file:{path[:80]}...': a path has {_LONGEST_PATH} bytes and {DEEPEST} folders "

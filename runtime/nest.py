@@ -1,8 +1,12 @@
-"""What ends the processes that a stub has started, where it may start some.
+"""Ends the processes that a stub has started, if it may start some.
 
-`stub/nest.py` begins such a stub in a PID namespace, where there is one, else as a user that nobody else is. A process there,
-the keeper, waits for the end of a pipe, and then has the kernel end all of them. This process holds the pipe, so whatever ends
-it ends them as well.
+`stub/nest.py` begins such a stub in a PID namespace if the kernel allows one, else as a user that no other process has. A
+process there, the keeper, waits for the end of a pipe, and then has the kernel end all of them. This process holds the other
+end of the pipe, so they end with it in any case.
+
+Theory of operation. Supervisor, watcher and shutdown use a nest from several threads. `_lock` guards the two descriptors:
+`begin_end` closes the pipe once, and `end` reaps the keeper once. Numbers of processes are trusted only while somebody who
+cannot have been reaped holds them: the keeper until `end`, an orphan by a pidfd that is compared again before the signal.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ _log = logging.getLogger("moonpool")
 _NEST = str(Path(__file__).resolve().parents[1] / "stub" / "nest.py")
 # Python starts before the namespace is made, on a machine that may be busy.
 _BEGIN_S = 30.0
-# The kernel ends what is in it; what it waits for itself may take a moment.
+# The kernel ends the processes, which may take a moment.
 _END_S = 5.0
 _PAUSE_S = 0.005
 _ROUNDS = 20
@@ -41,7 +45,7 @@ class Nest:
     def __init__(self, keeper: int, stub: int, user: int | None, life_fd: int) -> None:
         """Own the pipe's end, and reap the keeper from now on. Raises OSError, and then all has ended.
 
-        `user` is whose processes they are; None for those of the keeper's PID namespace.
+        `user` is the user of the processes; None if they are in the keeper's PID namespace.
         """
         self.is_namespace = user is None
         self._keeper, self._stub, self._user = keeper, stub, user
@@ -77,11 +81,11 @@ class Nest:
             os.close(self._pidfd)
             self._pidfd = -1
             if self._user is not None:
-                # The keeper does not wait, and nobody else is to be this user before they are gone.
+                # The keeper does not wait for them, and no other process may get this user before they are gone.
                 _wait_for_end_of(self._user)
 
     def orphans(self) -> list[int]:
-        """What lost its parent and lives."""
+        """List the processes that have lost their parent and live."""
         if self._life_fd < 0:
             return []
         if self._user is not None:
@@ -91,11 +95,11 @@ class Nest:
                 for pid, parent in parents.items()
                 if parent not in parents and pid != self._stub
             ]
-        # Not reaped until `end` has begun, so the number is its own.
+        # The keeper is not reaped before `end`, so the number is still its own.
         return children_of(self._keeper)
 
     def end_orphans(self) -> None:
-        """End what lost its parent. Where more of it comes to be all the time, all ends."""
+        """End the processes that have lost their parent. If new ones come all the time, end everything."""
         for _ in range(_ROUNDS):
             orphans = self.orphans()
             if not orphans:
@@ -108,7 +112,7 @@ class Nest:
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(pid)
             try:
-                # It may be another's number by now.
+                # The number may belong to another process by now.
                 if pid in self.orphans():
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                     poll = select.poll()
@@ -119,7 +123,7 @@ class Nest:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of all threads of a process; none where it has ended."""
+    """List the children of all threads of a process; none if it has ended."""
     children: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -132,7 +136,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _parents_of(user: int) -> dict[int, int]:
-    """The processes of a user that live, each with its parent."""
+    """List the living processes of a user, each with its parent."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -156,10 +160,10 @@ def _wait_for_end_of(user: int) -> None:
 def begin_nested(
     start: Start, user: int | None
 ) -> tuple[subprocess.Popen[bytes] | int, Nest | None]:
-    """Start a stub that may start others; returns it, which is to be reaped, as its pid, and what ends them.
+    """Start a stub that may start others; return the stub, or its pid alone, and the nest that ends them.
 
-    None where nothing does: the kernel refuses PID namespaces, and there is no `user`. `start` gets the words before its
-    program and descriptors to pass on. Raises OSError.
+    The caller reaps the stub. The nest is None if the kernel refuses PID namespaces and there is no `user`. `start` gets
+    the words before its program, and descriptors to pass on. Raises OSError.
     """
     report_fd, told_fd = os.pipe2(os.O_CLOEXEC)
     kept_fd, life_fd = os.pipe2(os.O_CLOEXEC)
@@ -200,7 +204,7 @@ def begin_nested(
 
 
 def _told(report_fd: int) -> list[str]:
-    """What `stub/nest.py` says: how it went, and numbers of processes."""
+    """Read the report of `stub/nest.py`: "pids" or "user", and numbers of processes; [""] if there is none."""
     poll = select.poll()
     poll.register(report_fd, select.POLLIN)
     told = os.read(report_fd, 64) if poll.poll(_BEGIN_S * 1000) else b""

@@ -149,7 +149,7 @@ class Outcomes:
         if self._decoupled:
             self._count_response(request, outcome)
         if outcome is not None:
-            # A sender that was dropped before the last flag is an error, also where a response was sent.
+            # If a sender was dropped before the last flag, that is an error even after a response.
             is_failure = flags and isinstance(outcome, BaseException)
             if request.responses and not self._decoupled and not is_failure:
                 raise RemoteProtocolError("a second response of a model that is not decoupled")

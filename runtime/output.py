@@ -43,7 +43,7 @@ def harmless(text: str) -> str:
 
 
 def harmless_json(text: str) -> str:
-    """The text of a JSON value with the same characters escaped: it is the same value."""
+    """Escape the same characters in the text of a JSON value, which stays the same value."""
     return text.translate(_IN_JSON)
 
 

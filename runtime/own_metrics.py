@@ -1,7 +1,7 @@
-"""The names of the metrics that moonpool shows itself, which no metric of a model can take.
+"""The names of moonpool's own metrics, which no metric of a model can have.
 
-Families of one name are shown as one, and whoever reads two lines with the same labels believes the first: a model's
-line would stand for the server's.
+Families of one name are shown as one. A reader who finds two lines with the same labels believes the first, so a model's
+line could replace the server's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from moonpool.ipc.metric_kinds import HISTOGRAM
 from moonpool.runtime import gpu_metrics, instance_metrics, machine_metrics, model_metrics
 from moonpool.runtime.metrics import BadMetric
 
-# Of families that models cannot share, whatever their kind.
+# The kind of families that models cannot share.
 _NO_KIND = -1
-# Of the server and of its process: what tells of them lies above this file.
+# Metrics of the server and of its process. The modules that show them may not be imported here.
 _SERVERS = (
     "moonpool_build_info",
     "moonpool_frontend_connections_total",
@@ -25,22 +25,22 @@ _SERVERS = (
     "process_start_time_seconds",
     "process_virtual_memory_bytes",
 )
-# By name, with the kind that a model's family has to have to share the name, as Triton lets it.
+# By name, with the kind that a model's family needs to share the name, as in Triton.
 KINDS = {
     **dict.fromkeys(
         (*instance_metrics.NAMES, *machine_metrics.NAMES, *gpu_metrics.NAMES, *_SERVERS), _NO_KIND
     ),
     **model_metrics.KINDS,
 }
-# What the names begin with of which a contained model can have none: these, and those that a server may show one day.
+# A contained model can have no name that begins so: a later version of the server may show one.
 PREFIXES = ("nv_", "moonpool_", "process_", "python_")
 _OF_A_HISTOGRAM = ("_bucket", "_count", "_sum")
 
 
 def check_name(name: str, kind: int, *, is_contained: bool) -> None:
-    """Raises `BadMetric` for a model's family that would pass for one of the runtime's own, or one of its lines would.
+    """Raise `BadMetric` if a model's family, or a line of it, would pass for one of the runtime's own.
 
-    A model that `is_contained` may want that; of others it would be a mistake.
+    A model that `is_contained` may do that on purpose, so its names are also checked for prefixes.
     """
     lines = [name + suffix for suffix in _OF_A_HISTOGRAM] if kind == HISTOGRAM else []
     if any(line in KINDS for line in lines):

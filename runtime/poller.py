@@ -1,7 +1,7 @@
-"""Descriptors that are waited for, also where the kernel has no watches left for this user.
+"""Waits for descriptors, even if the kernel has no watches left for this user.
 
-The kernel counts watches of epoll for all processes of a user (`/proc/sys/fs/epoll/max_user_watches`), so another program can
-take all of them. What epoll does not take is waited for with `poll` then, which takes no watches and more time.
+The kernel limits the watches of epoll for all processes of a user (`/proc/sys/fs/epoll/max_user_watches`), so another program
+can take all of them. Descriptors that epoll refuses then are waited for with `poll`, which needs no watches and more time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import select
 
-# What the kernel says where there is no watch, or no memory for one.
+# The errors for no watch, and no memory for one.
 NO_WATCH = (errno.ENOSPC, errno.ENOMEM)
 _DISARMED = -1
 
@@ -19,11 +19,11 @@ class Poller:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        # What epoll has no room for, and the events that are waited for.
+        # The descriptors that epoll has no room for, with the events that are waited for.
         self._beyond: dict[int, int] = {}
 
     def register(self, fd: int, events: int) -> None:
-        """Wait for `events` of `fd`. Raises `FileExistsError` where it is known."""
+        """Wait for `events` of `fd`. Raises `FileExistsError` if it is known."""
         if fd in self._beyond:
             raise FileExistsError(errno.EEXIST, "it is waited for already")
         try:
@@ -34,14 +34,14 @@ class Poller:
             self._beyond[fd] = events
 
     def modify(self, fd: int, events: int) -> None:
-        """Wait for other events. Raises `FileNotFoundError` where `fd` is not known."""
+        """Wait for other events. Raises `FileNotFoundError` if `fd` is not known."""
         if fd in self._beyond:
             self._beyond[fd] = events
         else:
             self._epoll.modify(fd, events)
 
     def unregister(self, fd: int) -> None:
-        """Wait for `fd` no more. Raises `FileNotFoundError` where it is not known."""
+        """Wait for `fd` no more. Raises `FileNotFoundError` if it is not known."""
         if self._beyond.pop(fd, None) is None:
             self._epoll.unregister(fd)
 

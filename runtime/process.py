@@ -33,7 +33,7 @@ _HANDED_ON = "MOONPOOL_HANDED_ON"
 class ChildProcess(ABC):
     """A process in a session of its own that this one may end. Any thread may call any method."""
 
-    # What ends all that it starts, where it may start something.
+    # Ends everything that the process starts, if it may start something.
     nest: Nest | None = None
 
     def __init__(self, pid: int, pidfd: int) -> None:
@@ -105,7 +105,7 @@ class SpawnedProcess(ChildProcess):
     """A child of this process."""
 
     def __init__(self, process: subprocess.Popen[bytes] | int) -> None:
-        """Reap it, which is given with its pid alone or not, from now on. Raises OSError, and then it has ended."""
+        """Reap a process, which may be given by its pid alone, from now on. Raises OSError, and then it has ended."""
         pid = process if isinstance(process, int) else process.pid
         if not isinstance(process, int):
             # Reaped by its pidfd below; Popen must not try to, nor warn that nobody did.
@@ -165,8 +165,8 @@ class StubProcess(SpawnedProcess):
         """Start it. Raises OSError where the interpreter cannot be started.
 
         `is_foreign`: neither the interpreter nor a library of its environment is to run before it is confined.
-        `is_nested`: it may start others, which are to end with it; `nest` is None where nothing would end them.
-        `user` is the one that it is to be, and nobody else is.
+        `is_nested`: it may start others, which have to end with it; `nest` is None if nothing would end them.
+        `user` is the user that it will become, and no other process has.
         """
         if is_foreign:
             environment = _handed_on(environment)
@@ -212,7 +212,7 @@ class StubProcess(SpawnedProcess):
 
     def _reap(self) -> None:
         super()._reap()
-        # Not before: the kernel ends a namespace when all in it were reaped.
+        # Not before: the keeper can be reaped only after all other processes of its namespace, this one included.
         if self.nest is not None:
             self.nest.end()
 

@@ -58,7 +58,7 @@ class PythonBackend(Backend):
 
     blocks = False
 
-    # Variables that lead to the things of the runtime's interpreter, which a model with another one does not get.
+    # Variables that lead to the files of the runtime's interpreter. A model with another one does not get them.
     _leading: tuple[str, ...] = OF_THE_INTERPRETER
 
     def __init__(self, stubs: Stubs, name: str = "python", folder: str = "") -> None:

@@ -26,7 +26,7 @@ _STILL_TOO_LATE = "Timed out waiting for in-flight is_ready() response"
 
 
 def not_healthy(instance: str) -> str:
-    """Triton's words for an instance whose process has ended."""
+    """Return Triton's text for an instance whose process has ended."""
     return f"Stub process '{instance}' is not healthy."
 
 

@@ -32,7 +32,7 @@ class CallerMemory:
     """Where `Runtime.empty` puts arrays: all stubs of the model may read them. Thread-safe.
 
     Regions are sent to a stub when a request first lies in them. Any of the model's processes may keep what it was
-    sent, so what was ever made counts until the model is unloaded.
+    sent, so all regions of a contained model count until the model is unloaded.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CallerMemory:
         is_contained: bool = False,
         source: RegionSource | None = None,
     ) -> None:
-        """`source`, where another process counts what the model's processes were sent, is owned from now on."""
+        """`source` is given if another process counts the model's memory, and is owned from now on."""
         self._limit_bytes = limit_bytes
         self.source = source or Allotment(limit_bytes, is_contained=is_contained)
         self._lock = threading.Lock()

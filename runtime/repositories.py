@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Listing(NamedTuple):
-    """The names of the models in several repositories, those that are in more than one, and why some were not read."""
+    """The names of the models in several repositories, the names in more than one, and errors of unreadable ones."""
 
     names: list[str]
     repeated: set[str]
@@ -36,7 +36,7 @@ class ModelRepositories:
         return listing.names
 
     def listing(self) -> Listing:
-        """List all repositories. One that cannot be read keeps nobody from the others."""
+        """List all repositories. If one cannot be read, the others are listed all the same."""
         seen: set[str] = set()
         repeated: set[str] = set()
         errors = []

@@ -1,7 +1,7 @@
-"""How files that others may put in place are opened and listed: without blocking, and within bounds.
+"""Opens and lists files that others may have put in place, without blocking and within bounds.
 
-Whoever may write to a repository may put a FIFO where a file is expected, a link to anywhere, or a tree without end.
-Each of these is an error of the one model that it belongs to.
+Somebody who may write to a repository may put a FIFO in the place of a file, a link to anywhere, or a tree without end.
+Each of these is an error only of the model that it belongs to.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-# Files and folders of one model, or of the top of a repository: as many as an environment in the model's folder has.
+# The most files and folders of one model, or at the top of a repository. An environment in a model's folder has many.
 MOST_ENTRIES = 500_000
-# Folders within folders. What removes a directory recurses, and Python gives up at a thousand.
+# Folders within folders. Functions that remove a directory recurse, and Python gives up at a thousand.
 DEEPEST = 64
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -49,7 +49,7 @@ def open_file(path: str | os.PathLike[str], within: Sequence[Path] = ()) -> IO[b
     Raises OSError for everything else: opening a FIFO would block, and opening a device may have effects. With
     `within`, raises `LeadsOut` for a file that is in none of these folders, wherever links lead.
     """
-    # This opens no more than the name, whatever it stands for, so nobody can put something else there afterwards.
+    # This opens only the name, of anything. Below, the file is opened by this descriptor, so nobody can exchange it meanwhile.
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         mode = os.fstat(found).st_mode
@@ -61,7 +61,7 @@ def open_file(path: str | os.PathLike[str], within: Sequence[Path] = ()) -> IO[b
         name = f"/proc/self/fd/{found}"
         if within:
             _check_within(os.readlink(name), within, path)
-        # A file of which somebody holds a lease would block, too.
+        # Without O_NONBLOCK, a file on which somebody holds a lease would block.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         return open(os.open(name, flags), "rb")
     finally:

@@ -68,7 +68,7 @@ class RestartPolicy:
         return RestartAt(max(now_s, deaths_s[-1] + self.backoff_after_s(max(recent, 1))))
 
     def pause_after_s(self, shortages: int) -> float:
-        """Seconds to wait after so many starts in a row, 1 or more, that failed through no fault of the model."""
+        """Return the seconds to wait after so many failed starts in a row, 1 or more, for which the model is not to blame."""
         return min(self.backoff_after_s(1 + shortages), _SHORTAGE_MAX_S)
 
     def backoff_after_s(self, deaths: int) -> float:

@@ -1,4 +1,4 @@
-"""What is copied out of the memory of a stub, for as long as it is needed."""
+"""Bounds the copies of messages that lay in the memory of a stub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moonpool.runtime.errors import ModelUnavailable
 
 
 class Room:
-    """Of one stub, by the numbers of what it has asked. Any thread may call any method."""
+    """The copies for one stub, by the numbers of its questions. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -16,13 +16,13 @@ class Room:
 
     @property
     def taken_bytes(self) -> int:
-        """All copies together."""
+        """The bytes of all copies together."""
         return sum(self._taken.copy().values())
 
     def take(self, number: int, size_bytes: int, most_bytes: int) -> None:
-        """Count a copy that is about to be made, beside what was counted for that number.
+        """Count a copy before it is made, beside others with that number.
 
-        Raises `ModelUnavailable` where there were too many with it. One may be larger than all may be, but only alone.
+        Raises `ModelUnavailable` if all copies together would have more than `most_bytes`. One may be larger, but only alone.
         """
         with self._lock:
             own_bytes = self._taken.get(number, 0)
@@ -35,10 +35,10 @@ class Room:
             self._taken[number] = own_bytes + size_bytes
 
     def has(self, number: int) -> bool:
-        """Whether anything is counted for that number."""
+        """Tell if anything is counted for that number."""
         return number in self._taken
 
     def give_back(self, number: int) -> None:
-        """What was asked under that number is answered."""
+        """Forget the copies of a question that is answered."""
         with self._lock:
             self._taken.pop(number, None)

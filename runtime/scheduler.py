@@ -112,7 +112,7 @@ class Scheduler:
         return inside
 
     def tell_cancelled(self, request: InferenceRequest) -> None:
-        """Let the model see that it may stop: now, or when it gets the request. Its responses go on."""
+        """Set the flag that lets the model stop, now or when it gets the request. Its responses go on."""
         with self._lock:
             request.is_cancelled = True
             inside = [each.instance for each in self._busy.values() if request in each.requests]

@@ -1,8 +1,8 @@
-"""The source of a class that was typed into a session: into the cells of a notebook, or at Python's prompt.
+"""Finds the source of a class that was typed into a session: into the cells of a notebook, or at Python's prompt.
 
-A stub imports a model from a file. What a session has typed is kept there as text: so the class is taken out of it, with
-the imports, functions, classes and constants that it uses. Nothing is run or pickled for it, and a name whose value came of
-running code is refused: in the stub that code could give another value.
+A stub imports a model from a file. A session keeps its inputs as text, so the class is cut out of that text, with
+the imports, functions, classes and constants that it uses. Nothing is run or pickled for this. A name whose value is the result
+of running code is refused, because in the stub that code could give another value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # The inputs of Python's own prompt, from 3.13 on.
 _PROMPT = re.compile(r"<python-input-\d+>")
-# What an expression may be made of, so that it has the same value in the stub.
+# The parts of expressions that have the same value in the stub.
 _PLAIN = (
     ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict,
     ast.Set, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.expr_context, ast.operator,
@@ -43,7 +43,7 @@ class _Statement(NamedTuple):
 
 
 def source_of(model_class: type) -> str:
-    """The text of a file with this class and what it uses of its session. Raises `LoadFailed` where it has none."""
+    """Return the text of a file with this class and everything that it uses from its session. Raises `LoadFailed`."""
     namespace = vars(sys.modules.get(model_class.__module__, builtins))
     root = model_class.__qualname__.partition(".")[0]
     try:
@@ -62,8 +62,8 @@ def source_of(model_class: type) -> str:
 
 
 def _cells(namespace: Mapping[str, Any]) -> list[str]:
-    """What was typed, in order."""
-    # IPython's own list: also of cells that were run again or have failed, with magics as calls.
+    """Return the inputs of a session, in order."""
+    # IPython's own list. It also has cells that were run again or have failed, and magics as calls.
     typed = namespace.get("In")
     if isinstance(typed, list) and all(isinstance(cell, str) for cell in typed):
         return typed
@@ -76,8 +76,9 @@ class _Session:
         self._namespace = namespace
         # The last statements that bind each name: one, but for imports of parts of one package.
         self._bound: dict[str, list[_Statement]] = {}
-        # Whatever the class uses, it may use by way of these.
+        # Imports of `__future__`, which hold for everything.
         self._always: set[_Statement] = set()
+        # Imports of all names of a module, which may define any name.
         self._stars: set[_Statement] = set()
         self._taken: set[_Statement] = set()
         for cell, text in enumerate(cells):
@@ -99,7 +100,7 @@ class _Session:
                 self._stars.add(statement)
 
     def cut(self, name: str) -> str:
-        """The text of what this name needs, in the session's order. Raises `_Unreachable`."""
+        """Return the text of all that this name needs, in the session's order. Raises `_Unreachable`."""
         if name not in self._bound:
             raise _Unreachable("what was typed there is not kept")
         self._take(name)
@@ -159,7 +160,7 @@ def _statements(text: str) -> list[ast.stmt]:
 
 
 def _names_bound(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement gives a value, or takes it from; `*` of an import that does not say which."""
+    """List the names that a statement binds or deletes; `*` for an import of all names."""
     parts: Iterator[ast.AST] = iter([node])
     if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         parts = ast.walk(node)
@@ -175,7 +176,7 @@ def _names_bound(node: ast.stmt) -> Iterator[str]:
 
 
 def _names_used(node: ast.stmt) -> set[str]:
-    """The names of the session that a statement uses, also inside of functions and in hints that are text."""
+    """List the names of the session that a statement uses, also inside functions and in hints that are text."""
     tables = [symtable.symtable(ast.unparse(node), "<cell>", "exec")]
     found = {each.get_name() for each in tables[0].get_symbols() if each.is_referenced()}
     while tables:
@@ -191,7 +192,7 @@ def _names_used(node: ast.stmt) -> set[str]:
 
 
 def _names_in_hint(hint: ast.AST) -> Iterator[str]:
-    """The names of a hint. Those of a text may be none: `Float32[Batch, "width"]`."""
+    """List the names of a hint. A text in it may be no name: `Float32[Batch, "width"]`."""
     for part in ast.walk(hint):
         if isinstance(part, ast.Name):
             yield part.id

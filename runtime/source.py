@@ -10,7 +10,7 @@ from pathlib import Path
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.repository_files import read_file
 
-# Of the file of a model in Python, which is code and no data.
+# The largest file of a model in Python. It is code, not data.
 _MOST_BYTES = 64 << 20
 
 
@@ -54,7 +54,7 @@ def of_file(path: str | os.PathLike[str]) -> ModelSource:
 
 
 def file_of_class(model_class: type) -> Path | None:
-    """The file that a class is defined in; None for one that was typed into a session."""
+    """Return the file that a class is defined in; None for a class that was typed into a session."""
     try:
         found = inspect.getsourcefile(model_class)
     except (TypeError, OSError):
@@ -63,7 +63,7 @@ def file_of_class(model_class: type) -> Path | None:
 
 
 def of_class(model_class: type, file: Path) -> ModelSource:
-    """The source of a class, which the stub imports anew from a file. Raises `LoadFailed`."""
+    """Describe a class, which the stub imports anew from a file. Raises `LoadFailed`."""
     if "<locals>" in model_class.__qualname__:
         raise LoadFailed(
             f"class {model_class.__qualname__} is defined inside a function; a stub cannot reach it "

@@ -110,7 +110,7 @@ def completed(
             {**config.raw, **changes},
             source=config.source,
             has_states=sequences is not None and bool(sequences.states),
-            # Where it has some, whoever loaded it runs them.
+            # Agents were checked when the model was loaded, or a tritonserver runs them.
             has_agents=True,
         )
     except ConfigError as error:

@@ -83,7 +83,7 @@ class ResponseStream:
             execution.drive_in_reactor()
 
     def _tell_cancelled(self) -> None:
-        """Let the model see that it may stop; what it sends all the same still comes. For tests of models."""
+        """Set the flag that lets the model stop. Responses that it still sends are received. For tests of models."""
         self._scheduler.tell_cancelled(self._request)
 
     # For threads

@@ -50,7 +50,9 @@ class StubConnection:
         gpus: Sequence[int] | None = (),
         memory: tuple[RegionSource, RegionSource],
     ) -> None:
-        """Own the channels, also where this raises `OutOfMemory`, and the memory for requests and for answers. `gpus` are those that the stub sees, None for all.
+        """Own the channels, even if this raises `OutOfMemory`, and `memory`: the sources for requests and for answers.
+
+        `gpus` are those that the stub sees, None for all.
 
         The rest is as for `Link`.
         """
@@ -142,7 +144,7 @@ class StubConnection:
             for fields in self.control.receive(most, self.link, self._flow):
                 self._handle(fields)
         except PeerGone:
-            # It was this end that closed the channel, where the stub broke the protocol.
+            # If the stub broke the protocol, this end closed the channel.
             self._growth.check()
             raise
         self._growth.release_many()

@@ -82,7 +82,7 @@ class StubHandle(StubConnection):
         # Has ended; tells nothing any more.
         self._has_exited = self._is_mute = False
         self._began_s = time.monotonic()
-        # What the process is given, by who writes there; also by others of the runtime.
+        # The memory that the process is given by all processes of the runtime, by the side that writes there.
         self.allotments = {
             side: Allotment(options.region_limit_bytes, is_contained=is_contained(options.sandbox))
             for side in Side
@@ -202,7 +202,7 @@ class StubHandle(StubConnection):
         _log.log(self.confinement.log_level, "[%s] sandbox: %s", self.name, self.confinement)
 
     def _check_end(self, layers: list[str]) -> None:
-        """Raise `LoadFailed` where what the process starts could outlive it."""
+        """Raise `LoadFailed` if processes that this one starts could outlive it."""
         ends_by_user = self.process.nest is not None and "own_user" in layers
         if ends_by_user or self.bounds.ends_all:
             return
@@ -225,7 +225,7 @@ class StubHandle(StubConnection):
 
     @property
     def is_worn(self) -> bool:
-        """Whether another process could have memory that this one was refused; False while this one is young.
+        """True if a new process could have memory that this one was refused. Always False while this one is young.
 
         Otherwise a process could have itself started anew all the time.
         """
@@ -234,7 +234,7 @@ class StubHandle(StubConnection):
 
     @property
     def given_bytes(self) -> int:
-        """The shared memory that it was ever sent, of what is made for it."""
+        """The bytes of all shared memory that was made for the process and sent to it."""
         return sum(each.given_bytes for each in self.allotments.values())
 
     def notify_exit(self, callback: Callable[[], None]) -> None:
@@ -283,7 +283,7 @@ class StubHandle(StubConnection):
 
     @property
     def reason(self) -> BaseException | None:
-        """Why it was ended, where it was."""
+        """The reason for which it was ended, if it was."""
         return self._reason
 
     def mistrust(self, details: str) -> None:
@@ -310,7 +310,7 @@ class StubHandle(StubConnection):
         words, last_words = ("closed its channel", "") if code is None else self._death(code)
         text = f"Stub process '{self.name}' is not healthy. It {words}"
         if code == -signal.SIGBUS and self.link.loans.has_clients_memory:
-            # A model of which this is not true is lent no more from now on, and its next death is its own.
+            # This may be a lie of the model. So it is believed once: the model is lent no more memory of clients.
             self._model.lends_clients_memory = False
             _log.warning(_CUT_SHORT, self.name, self._model.name)
             return ClientCutMemory(

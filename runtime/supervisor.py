@@ -256,7 +256,7 @@ class Supervisor:
         now_s = time.monotonic()
         if seat.shortages:
             return RestartAt(now_s + self._policy.pause_after_s(seat.shortages))
-        if not seat.deaths_s:  # what ended it was not the model's doing
+        if not seat.deaths_s:  # the model was not to blame for its end
             return RestartAt(now_s)
         return self._policy.decide(list(seat.deaths_s), now_s)
 
@@ -307,7 +307,7 @@ class Supervisor:
         self._scheduler.refuse(error)
         self._scheduler.drop(error)
         self._give_up_model(why)
-        # One that came back in between has found nothing to undo yet.
+        # An instance that came back meanwhile has not undone this: its `_come_back` was too early.
         if any(each.machine.state is _S.READY for each in self.seats):
             self._come_back()
 

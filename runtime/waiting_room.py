@@ -31,8 +31,8 @@ class Plan(NamedTuple):
 
 
 _NOTHING = Plan([], [], None)
-# No request is in a stub sooner than this after it was sent: another process has to wake up. A request that may
-# wait for less never reaches an instance in time, however idle that is.
+# The least time that a request needs from here to a stub: another process has to wake up. A request that may
+# wait for less never reaches an instance in time, even an idle one.
 _TO_INSTANCE_NS = 20_000
 
 
@@ -54,11 +54,11 @@ class WaitingRoom:
         return len(self._queue)
 
     def lets_past(self, request: InferenceRequest) -> bool:
-        """Whether a request that meets an idle instance may go into it without being added."""
+        """Tell if a request may go into an idle instance without being added."""
         return self._is_open and not len(self._queue) and not self.is_late(request)
 
     def is_late(self, request: InferenceRequest) -> bool:
-        """Whether a request that meets an idle instance is rejected, as it would not be there in time."""
+        """Tell if a request is rejected even if an instance is idle, because it would reach that too late."""
         return self._rejects_late and self._queue.is_late(request)
 
     def add(self, request: InferenceRequest, now_ns: int) -> None:

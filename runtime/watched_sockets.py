@@ -43,9 +43,9 @@ class WatchedSockets:
         self._by_fd: dict[int, WatchedSocket] = {}
 
     def of(self, link: Pending) -> WatchedSocket:
-        """That of a stub, watched from now on if it was not.
+        """Return the socket of a stub, which is watched from now on.
 
-        Raises OSError as `WatchedSocket` does, and where the kernel has no watches left for this user.
+        Raises OSError as `WatchedSocket` does, and if the kernel has no watches left for this user.
         """
         watched = self._by_link.get(link)
         if watched is None:

@@ -106,7 +106,7 @@ def check_requests(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """In what else two results differ than in their figures, each in a few words."""
+    """List in what else than their figures two results differ, each in a few words."""
     found = [
         f"{words} ({_shown(ours[field])} and {_shown(theirs[field])})"
         for field, words in _CIRCUMSTANCES.items()
@@ -152,7 +152,7 @@ def described(inputs: object) -> str:
     return ", ".join(f"{name} {kind} {list(shape)}" for name, (kind, *shape) in inputs.items())
 
 
-# Whether more is better.
+# For each figure, True if more is better.
 _MORE_IS_BETTER = {"requests_per_s": True, "p50": False, "p99": False}
 
 

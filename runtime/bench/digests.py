@@ -1,4 +1,4 @@
-"""What was sent and what answered, as digests: two results can be compared where these agree."""
+"""Digests of requests and of a model's configuration. Two results can be compared if their digests agree."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.bench.question import Tensor
 
-# Enough that no two of a person's results have the same by chance.
+# So long that two of a person's results do not have the same one by chance.
 _LENGTH = 16
 
 
 def of_requests(inputs: Iterable[Tensor]) -> str:
-    """A digest of names, datatypes, shapes and every byte of a request's inputs."""
+    """Compute a digest of the names, datatypes, shapes and bytes of a request's inputs."""
     digest = hashlib.sha256()
     for tensor in inputs:
         head = [tensor.name, tensor.datatype, list(tensor.shape), len(tensor.data)]
@@ -26,10 +26,10 @@ def of_requests(inputs: Iterable[Tensor]) -> str:
 
 
 def of_configuration(configuration: Mapping[str, Any]) -> dict[str, str]:
-    """A digest of each field of a model's configuration that is not at its default; without the model's name.
+    """Compute a digest of each field of a model's configuration, except its name and fields at their defaults.
 
-    A server says the same over HTTP and gRPC in different words, and may send fields at their defaults. So the
-    configuration is first read as Triton's protobuf message. Raises ValueError where it is none.
+    A server writes the same configuration differently over HTTP and gRPC, and may send fields at their defaults. So the
+    configuration is first read as Triton's protobuf message. Raises ValueError if it is none.
     """
     from google.protobuf import json_format
     from tritonclient.grpc import model_config_pb2
@@ -45,7 +45,7 @@ def of_configuration(configuration: Mapping[str, Any]) -> dict[str, str]:
 
 
 def of_fields(fields: Mapping[str, str]) -> str:
-    """One digest of all fields."""
+    """Compute one digest of all fields."""
     return _of_json(dict(fields))
 
 

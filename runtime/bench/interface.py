@@ -24,7 +24,7 @@ class Interface:
 
 
 def interface(desk: Desk, model: str, version: str, *, with_optional: bool = False) -> Interface:
-    """Ask for it, with or without the inputs that a request may leave out.
+    """Ask for it, with or without optional inputs.
 
     Raises `Refused` and `Unreachable`, and what comes of an answer that is none: see `understood`.
 

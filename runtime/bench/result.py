@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Grows when an older reader would misunderstand a file.
 FORMAT = 1
-# Of the files of one result.
+# The endings of the files of one result.
 SUFFIXES = (".json", ".csv", ".png")
 
 
@@ -114,7 +114,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _missing(found: Mapping[str, Any]) -> str | None:
-    """What a file lacks that every result has; None if nothing."""
+    """Name a part of every result that a file lacks; None if it has all."""
     kinds = {"model": str, "where": str, "date": str, "inputs": dict}
     for name, kind in kinds.items():
         if not isinstance(found.get(name), kind):
@@ -130,7 +130,7 @@ def _missing(found: Mapping[str, Any]) -> str | None:
     return None
 
 
-# Of each point: what tables and comparisons read.
+# The fields of each point that tables and comparisons read.
 _NEEDED = (
     "stable", "requests_per_s", "failed", "latency_us", "generator_share", "server", "windows",
 )  # fmt: skip
@@ -148,7 +148,7 @@ def compare(found: dict[str, Any], *, in_turns: bool) -> None:
 
 
 def check_free(folder: Path, name: str) -> None:
-    """Raise `BadResult` where a result of that name is in the folder already."""
+    """Raise `BadResult` if the folder has a result of that name already."""
     for suffix in SUFFIXES:
         path = folder / f"{name}{suffix}"
         if path.exists():

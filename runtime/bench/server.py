@@ -57,7 +57,7 @@ class Server:
             return interface(self._desk, self._model, self._version)
 
     def configuration_fields(self) -> dict[str, str] | None:
-        """Digests of what the server says of the model's configuration; None where it has no such extension."""
+        """Ask for the model's configuration, and return digests of its fields; None if the server has no such extension."""
         with understood(f"the configuration that {self.where} tells"):
             found = self._desk.configuration(self._model, self._version)
             return None if found is None else of_configuration(found)

@@ -29,7 +29,7 @@ class Subject(Protocol):
         """Press for so long, with what the subject itself counted meanwhile."""
 
     def configuration_fields(self) -> dict[str, str] | None:
-        """Digests of the model's configuration, as `digests.of_configuration` makes them; None where it is not told."""
+        """Return the digests of `digests.of_configuration` for the model; None if its configuration is unknown."""
 
 
 class InProcess:

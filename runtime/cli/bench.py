@@ -101,7 +101,7 @@ def _warn_of_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
 
 
 def _measured(options: Options, subjects: Sequence[Subject]) -> list[list[Point]]:
-    """The points of each subject."""
+    """Measure all loads; return the points of each subject."""
     points: list[list[Point]] = [[] for _ in subjects]
     progress = _Progress(options)
     try:
@@ -124,7 +124,7 @@ def _measured(options: Options, subjects: Sequence[Subject]) -> list[list[Point]
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is measured, ready for its first window, and the request that it gets."""
+    """The subjects, ready for their first window, and the request that they get."""
 
     subjects: Sequence[Subject]
     # Datatype and shape of each input.
@@ -134,7 +134,7 @@ class _Asked:
 
 
 def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
-    # What it imports would take every command a fifth of its start.
+    # Imported here: it would make the start of every command a fifth longer.
     from moonpool.runtime.bench.question import Tensor
 
     servers = [

@@ -57,7 +57,7 @@ class Options:
 
     @property
     def file_name(self) -> str:
-        """Of the result's files, without their endings."""
+        """The name of the result's files, without their endings."""
         return f"{self.model}-{self.label}" if self.label else self.model
 
 

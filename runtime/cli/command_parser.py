@@ -1,4 +1,4 @@
-"""How the arguments of one command are read: options may stand anywhere, also between what has no name."""
+"""Reads the arguments of one command: options may stand anywhere, also between positional arguments."""
 
 from __future__ import annotations
 

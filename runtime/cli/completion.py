@@ -1,4 +1,4 @@
-"""`moonpool completion`: what a shell needs to complete commands. The work is argcomplete's."""
+"""`moonpool completion`: prints the script that lets a shell complete commands. argcomplete does the work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import argparse
 
 NAME = "completion"
-HELP = "print what lets a shell complete commands, options and names of models"
+HELP = "print a script that lets a shell complete commands, options and names of models"
 DESCRIPTION = """\
 Print a script that lets a shell complete moonpool's commands, their options and values, directories and the names of
 models. It needs the package argcomplete.
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def offer_completions(parser: argparse.ArgumentParser) -> None:
-    """Where a shell has started this process for completions, print them and end it; else do nothing."""
+    """Print completions and end the process if a shell has started it for them; else do nothing."""
     if "_ARGCOMPLETE" not in os.environ:
         return
     import argcomplete
@@ -54,7 +54,7 @@ def offer_completions(parser: argparse.ArgumentParser) -> None:
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Those of a parser and of its commands."""
+    """Return the actions of a parser and of its commands."""
     found = list(parser._actions)
     for action in parser._actions:
         commands = action.choices if isinstance(action.choices, dict) else {}
@@ -77,7 +77,7 @@ def _models(parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """The names of the models in the repository that the line names so far."""
     from moonpool.runtime.repository import ModelRepository
 
-    # Where REPO may be left out, as with --url, the one word of a line that is not finished yet is taken for MODEL.
+    # If REPO is optional, as with --url, the only word of an unfinished line is taken for MODEL.
     repository = getattr(parsed_args, "repository", None) or getattr(parsed_args, "model", None)
     try:
         return ModelRepository(repository).models() if repository else []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from moonpool.runtime.config import ModelConfig
 
-# For a server's answer, where the command line names no time.
+# The wait for a server's answer if the command line names no time.
 _PATIENCE_S = 60.0
 
 NAME = "infer"
@@ -111,7 +111,7 @@ def _check_place(options: argparse.Namespace) -> None:
 def _ask(
     options: argparse.Namespace, values: Mapping[str, object]
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Outputs of a server's model by name, and their datatypes."""
+    """Ask a server's model; return its outputs by name, and their datatypes."""
     from moonpool.runtime.bench.desk import desk, understood
     from moonpool.runtime.bench.interface import interface
     from moonpool.runtime.bench.question import Question, Tensor
@@ -148,7 +148,7 @@ def _deliver(
 
 
 def datatypes_of(config: ModelConfig) -> dict[str, str]:
-    """The datatypes of a model's outputs by name."""
+    """Return the datatypes of a model's outputs by name."""
     return {tensor.name: tensor.datatype for tensor in config.outputs}
 
 

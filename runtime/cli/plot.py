@@ -19,7 +19,7 @@ def can_plot() -> bool:
 
 
 def title(found: Mapping[str, Any]) -> str:
-    """What a picture shows: the model and its requests, and below them what differs between the two lines."""
+    """Return a picture's title: the model and its requests, and below them what differs between the two lines."""
     first = f"{found['model']}, {described(found['inputs'])}"
     if "against" not in found:
         return f"{first}\n{found.get('label') or found['where']}"

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
     import logging
 
-    # Here, so that a server is not made where it is missing.
+    # Imported here, so that no server is made if it is missing.
     import uvloop  # noqa: F401
 
     from moonpool.runtime.event_loop import run

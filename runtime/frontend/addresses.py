@@ -22,7 +22,7 @@ class CannotListen(MoonpoolError):
 
 
 async def bound_sockets(address: str, port: int, *, reuse_port: bool) -> list[socket.socket]:
-    """Sockets with this port, one for each address of the name; none listens yet. Raises `OSError`."""
+    """Bind sockets to this port, one for each address of the name; none listens yet. Raises `OSError`."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []

@@ -72,7 +72,7 @@ def read_labels(model: Model, output: str) -> list[str]:
         return []
     source = model.source
     try:
-        # Whoever names the file has its lines sent to clients, so it must be one of the model's.
+        # Clients get its lines, so it must be a file of the model's own.
         own = (source.model_directory, source.version_directory)
         data = read_file(source.model_directory / filename, _LABELS_BYTES, own)
     except LeadsOut as error:

@@ -78,7 +78,8 @@ class Metadata:
     def model_ready(self, name: str, version: str = "") -> bool:
         """Whether a request to the model could run now, and its own `is_ready` says so.
 
-        False for what is not loaded; if an instance says why not, the log has that. Raises `InvalidRequest` for a version that is no number.
+        False for a model that is not loaded. If an instance gives a reason, it is logged. Raises `InvalidRequest` for a version
+        that is no number.
         """
         number = version_of(version)
         try:
@@ -87,7 +88,7 @@ class Metadata:
             return False
         reason = wait_for_answer(hosted.ask_ready)
         if reason is not None:
-            # For each probe, as Triton does. A model that asks is told, and logs nothing: it may ask at any rate.
+            # One line for each probe, as in Triton. Questions of models are not logged: a model may ask at any rate.
             down = hosted.instance_down
             why = not_healthy(down) if down is not None else harmless(reason)
             _log.error("Model '%s' version %d is not ready: %s", name, hosted.model.version, why)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.runtime import Runtime
 
 _log = logging.getLogger("moonpool.server")
-# A model may take any time to load, or never end, and the others are not to wait for it.
+# A model may take any time to load, or never end, and the others must not wait for it.
 _PATIENCE_S = 60.0
 _REPEATED = "model appears in two or more repositories"
 
@@ -42,7 +42,7 @@ class RepositoryControl:
     ) -> None:
         """`mode` is `none`, `poll` or `explicit`: only the last lets clients and models load and unload.
 
-        A poll waits so long for the models that it loads; they are loaded all the same.
+        A poll waits for `patience_s` for the models that it loads. Then it ends, and they go on loading.
         """
         self._registry = runtime.registry
         self._registry.is_controllable = mode == "explicit"
@@ -51,12 +51,12 @@ class RepositoryControl:
         self._patience_s = patience_s
         self._polling = threading.Lock()
         self._has_given_up = False
-        # The models that are being loaded for a start or a poll, and what guards them.
+        # The models that are being loaded for a start or a poll, and the lock for this set.
         self._busy: set[str] = set()
         self._taking = threading.Lock()
         # Why each model that failed did so, to say it once.
         self._said: dict[str, str] = {}
-        # The repositories that could not be read, for the same reason.
+        # The errors of repositories that could not be read, to say them once.
         self._unread: list[str] = []
         # Models that were loaded and are in no repository any more.
         self._gone: set[str] = set()
@@ -138,7 +138,7 @@ class RepositoryControl:
         return not failed and not found.errors
 
     def _take(self, pending: Iterator[str]) -> str | None:
-        """The next model that nobody loads. One that an earlier poll is loading still is left to that."""
+        """Take the next model that nobody loads. A model that an earlier poll is still loading is left to that poll."""
         with self._taking:
             for name in pending:
                 if self._has_given_up:
@@ -179,7 +179,7 @@ class RepositoryControl:
             _log.error("%s", why, exc_info=error)
 
     def _say_unread(self, found: Listing) -> None:
-        """Log which repositories cannot be read, once for as long as it is the same ones."""
+        """Log which repositories cannot be read, again only when they change."""
         why = [str(error) for error in found.errors]
         if why != self._unread:
             self._unread = why
@@ -196,7 +196,7 @@ class RepositoryControl:
             return
         try:
             found = self._repositories.listing()
-            # What is in a repository that cannot be read now is not gone.
+            # A model is not gone because its repository cannot be read now.
             gone = (
                 self._gone
                 if found.errors
@@ -214,7 +214,7 @@ class RepositoryControl:
             self._polling.release()
 
     def _load_patiently(self, *, again: bool) -> None:
-        """Load all of the repositories, and go on without waiting for what takes longer than `patience_s`."""
+        """Load all models of the repositories. Loads that take longer than `patience_s` go on in the background."""
         raised: list[Exception] = []
 
         def act() -> None:

@@ -121,8 +121,8 @@ class Origins:
         # An attacker's name may resolve to this machine's loopback; an address or localhost cannot.
         if self._is_loopback and not _is_local(host) and host not in self._hosts:
             return True
-        # Every browser sends Origin with a POST of another site's page, also with that of a form. It is looked at
-        # for itself: a form of a foreign page is a navigation, too.
+        # Every browser sends Origin with a POST of another site's page, even with a form's. It is checked before
+        # Sec-Fetch-Mode, because a form of a foreign page is a navigation, too.
         if origin is not None and (not host or _place_of(origin) != host):
             return True
         if site is None or site in ("same-origin", "none"):
@@ -160,14 +160,14 @@ def _is_browser(header: Callable[[str], str | None]) -> bool:
 
 
 def _place_of(origin: str) -> str:
-    """Return host and port as Host would have them; nothing for what is no origin of a site, as `null`."""
+    """Return host and port of an origin, as in the header Host; "" for anything else, such as `null`."""
     scheme, separator, place = origin.partition("://")
     is_one = separator and scheme in ("http", "https") and _parts_of(place) is not None
     return place if is_one else ""
 
 
 def _parts_of(host: str) -> re.Match[str] | None:
-    """Parse the value of a header Host, in lower case. None for all that is more or less than host and port."""
+    """Parse the value of a header Host, in lower case. None unless it is exactly a host, with or without a port."""
     found = _PLACE.fullmatch(host)
     return None if found is None or int(found["port"] or 0) > _MOST_PORT else found
 
@@ -176,7 +176,7 @@ _MOST_PORT = 65535
 
 
 def place_of_host(host: str) -> str | None:
-    """Return the name or the address, in brackets where it needs them, of a header Host; None for what is no host."""
+    """Return the name or the address in a header Host, with brackets for IPv6; None if there is none."""
     found = _parts_of(host.lower())
     if found is None:
         return None
@@ -184,7 +184,7 @@ def place_of_host(host: str) -> str | None:
 
 
 def _is_local(host: str) -> bool:
-    """Return whether a host is localhost or an address, of which neither can be an attacker's name."""
+    """Return whether a host is localhost or an address. Neither can be an attacker's name."""
     found = _parts_of(host)
     if found is None:
         return False

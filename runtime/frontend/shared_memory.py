@@ -96,7 +96,7 @@ class SystemSharedMemory:
         self._regions: dict[str, _Region] = {}
 
     def check_enabled(self) -> None:
-        """Raise `SharedMemoryError` where clients may not use their memory, of any kind."""
+        """Raise `SharedMemoryError` unless clients may use memory of their own, of any kind."""
         if not self._is_enabled:
             raise SharedMemoryError(
                 "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to "
@@ -108,7 +108,7 @@ class SystemSharedMemory:
         """From now on `name` means `size_bytes` bytes of the object `key` from `offset` on.
 
         Raises `SharedMemoryError` for a name that is taken, and for an object that is not there, is not the
-        client's to give, or is smaller; and where clients may use none.
+        client's to give, or is smaller. Raises as `check_enabled`, too.
         """
         self.check_enabled()
         if not (type(name) is str and name):

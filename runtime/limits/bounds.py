@@ -37,7 +37,7 @@ class Bounds:
         watcher: Watcher,
         processes: int = 1,
     ) -> None:
-        """`processes` have together so many times the memory of one: a template, and those that it forks."""
+        """`processes` of them have so many times the memory of one, together: a template, and those that it forks."""
         self._name = name
         self._watcher = watcher
         self._rss_bytes = options.recycle_rss_bytes
@@ -49,7 +49,7 @@ class Bounds:
             limits["tasks"] = options.task_limit
         self._tasks = limits.get("tasks")
         self._group: Group | None = GROUPS.make(limits, options.cpu_weight)
-        # Each process has its own limit of the kernel's, where no group limits all of them.
+        # The limit of all processes together. Without a group, the kernel limits only each process by itself.
         self._memory: int | None = None
         memory = next((limits[name] for name in _MEMORY if name in limits), None)
         if policy.may_start_processes and memory is not None and not self._limits_memory:
@@ -68,7 +68,7 @@ class Bounds:
 
     @property
     def ends_all(self) -> bool:
-        """Whether all that the process starts ends with it."""
+        """True if everything that the process starts ends with it."""
         return self._group is not None and self._group.can_kill
 
     def begin(self, process: ChildProcess) -> None:

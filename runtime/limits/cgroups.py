@@ -218,7 +218,7 @@ class Group:
 
     @property
     def can_kill(self) -> bool:
-        """Whether the kernel ends all that is in it at once, as it does since 5.14."""
+        """True if the kernel can end all processes of the group at once, as it can since 5.14."""
         return (self.path / "cgroup.kill").exists()
 
     def kill(self) -> None:

@@ -50,12 +50,14 @@ def tasks_of(process: ChildProcess, threads: int) -> int:
 
 
 def memory_of_all(process: ChildProcess, enough_bytes: int) -> int:
-    """What a process and all that it has started have of memory that is no file's, or a little more than enough.
+    """Return the memory, without that of files, of a process and all that it has started.
 
-    What forks share is counted once, where the kernel tells that of them.
+    Memory that forks share is counted once if the kernel lets this process see that. Up to `enough_bytes` a quick
+    sum is returned, in which it may count several times.
     """
     pids = [process.pid, *descendants_of(process)]
-    # Quick, and too much where they share. The memory of requests is shared with the runtime, and the process's alone.
+    # Quick, and too much if they share memory. Shared memory counts only for the descendants: that of the process itself
+    # is the memory of its requests, which the runtime counts.
     simple = sum(
         _field(pid, "status", _RESIDENT if number else _RESIDENT[:1])
         for number, pid in enumerate(pids)
@@ -74,7 +76,7 @@ _SHARES = (b"Pss_Anon", b"Pss_Shmem")
 
 
 def _field(pid: int, name: str, fields: Sequence[bytes]) -> int:
-    """Bytes of these lines of a file of the kernel's; 0 where it cannot be read."""
+    """Return the bytes of these lines of a file in /proc; 0 if it cannot be read."""
     total_bytes = 0
     with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
         for line in file:
@@ -85,7 +87,7 @@ def _field(pid: int, name: str, fields: Sequence[bytes]) -> int:
 
 
 def descendants_of(process: ChildProcess) -> list[int]:
-    """The processes that it, and they, have started; what lost its parent too, where it is known."""
+    """List the processes that a process and its descendants have started, with known orphans."""
     found = [] if process.nest is None else process.nest.orphans()
     parents = [process.pid, *found]
     while parents:

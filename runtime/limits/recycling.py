@@ -26,7 +26,7 @@ class Recycling:
         self._region_limit_bytes = options.region_limit_bytes
         self._lock = threading.Lock()
         self._whose_turn: ModelInstance | None = None
-        # Those that are due for another reason than their requests: the reason, and its words.
+        # Instances that are due for another reason than their requests, with the reason and its text.
         self._due: dict[ModelInstance, tuple[str, str]] = {}
         # How often and why each was recycled: (name, reason).
         self.counts: Counter[tuple[str, str]] = Counter()

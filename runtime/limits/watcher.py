@@ -41,7 +41,7 @@ class Watched:
     scratch: str = ""
     scratch_bytes: int | None = None
     rss_bytes: int | None = None
-    # Of the process and all that it has started.
+    # The most memory of the process and all that it has started, together.
     memory_bytes: int | None = None
     # Gets the memory of a process that has more than `rss_bytes`, and had not when it began to serve.
     grown: Callable[[int], object] | None = None

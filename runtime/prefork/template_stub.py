@@ -37,8 +37,8 @@ class TemplateStub(StubHandle):
     """Any thread may call `fork` and `exit_code_of`, but for the reactor's."""
 
     def __init__(self, *arguments: Any) -> None:
-        # Pids of forks that nobody has asked the end of, with what the template knows them by; and who waits for an
-        # answer, by the latter.
+        # The forks whose end nobody has asked for, by pid, with the template's own number for each; and the futures of
+        # questions, by that number.
         self._forks: dict[int, int] = {}
         self._asked: dict[int, Future[int]] = {}
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class TemplateStub(StubHandle):
         Where there is no template any more, that was the end of it.
         """
         if self.process.nest is not None:
-            # What the fork has started and left is nobody's now.
+            # The processes that the fork has left behind are nobody's now.
             self.process.nest.end_orphans()
         future: Future[int] = Future()
         with self._lock:
@@ -135,7 +135,7 @@ class TemplateStub(StubHandle):
 
 
 def _number_inside(pid: int) -> int:
-    """What a process is called in its own PID namespace; its pid where it is gone, and nobody asks for it."""
+    """Return the number of a process in its own PID namespace; if it is gone, its pid, which nobody asks for."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines():
             if line.startswith("NSpid:"):

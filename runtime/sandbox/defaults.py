@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.config_options import ModelOptions
 
 _TASKS = 512
-# Each may hold some hundred kilobytes of the kernel's memory, which no other limit counts.
+# Each may hold some hundred kilobytes of kernel memory, which no other limit counts.
 _OPEN_FILES = 256
 
 

@@ -73,7 +73,7 @@ def check_ungranted(model: Model, option: str) -> None:
 
 
 def _check_links(model: Model, option: str) -> None:
-    """Refuse links below the model's directory that lead out of it: what is at their end, the model could read."""
+    """Refuse links below the model's directory that lead out of it, since the model could read the files at their end."""
     source = model.source
     if not source.is_directory:
         return

@@ -73,9 +73,9 @@ def is_closed(path: Path) -> bool:
 
 
 def closed_files(folder: Path) -> Iterator[Path]:
-    """Find what in a folder, itself included, users of instances could not read; nothing below closed folders.
+    """Find files in a folder, and the folder itself, that users of instances could not read; nothing below closed folders.
 
-    Raises `RepositoryError` where the folder has too much in it.
+    Raises `RepositoryError` if the folder has too many files.
     """
     if is_closed(folder):
         yield folder

@@ -43,7 +43,7 @@ class Plan:
     gpus: tuple[int, ...] | None = None
     # Whether the interpreter is somebody else's, who may be hostile.
     is_foreign: bool = False
-    # How many have the limits of one together: a template and the instances that are forked from it.
+    # The number of processes that have their limits together: a template and the instances that are forked from it.
     processes: int = 1
     # Of the process that this one is forked from, which has the user and the folder, too.
     template: Confinement | None = None

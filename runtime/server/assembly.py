@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def config_limits(texts: Iterable[str]) -> ConfigLimits:
-    """The limits that `--model-config-limit` sets. Raises `BadOption`."""
+    """Read the limits of `--model-config-limit`. Raises `BadOption`."""
     try:
         return ConfigLimits().raised(texts)
     except ValueError as error:

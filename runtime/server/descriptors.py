@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _FILES = resource.RLIMIT_NOFILE
 # Enough for all that options ask for; models inherit it, and some programs count up to it.
 _ENOUGH = 1 << 16
-# What one connection of the limit for HTTP may take: those who are told that they are too many, and readers of the metrics.
+# The descriptors for each connection of the limit for HTTP, with those that get a refusal and those for the metrics.
 _PER_HTTP = 1.25
 # A front end passes requests of HTTP on over another connection.
 _PER_RELAY = 1.125
@@ -38,9 +38,9 @@ def raise_limit() -> None:
 
 
 def connections(options: ServerOptions) -> Connections:
-    """The limits of the options, or in proportion as many connections as leave half of the descriptors.
+    """Return the limits of the options, reduced in proportion if they would leave less than half of the descriptors.
 
-    Without that half no stub could be started again. Each protocol has its own part, so clients of one cannot take the
+    Stubs need that half to be started again. Each protocol has its own part, so clients of one cannot take the
     connections of the other.
     """
     http = options.http_max_connections

@@ -47,7 +47,7 @@ def _limits(options: ServerOptions) -> HttpLimits:
     json_bytes, input_bytes = options.http_max_json_bytes, options.http_max_input_size
     if input_bytes is not None:
         body_bytes, inflated_bytes = min(body_bytes, input_bytes), min(inflated_bytes, input_bytes)
-        # Triton has one limit for all: whoever raises it wants to send JSON of that size, too.
+        # Triton has one limit for all. An operator who raises it wants to allow JSON of that size, too.
         is_default = json_bytes == ServerOptions.http_max_json_bytes
         json_bytes = input_bytes if is_default else min(json_bytes, input_bytes)
     return HttpLimits(

@@ -21,7 +21,7 @@ import types
 _NEEDED = ("msgpack", "numpy")
 _OLDEST = (3, 11)
 _FIRST_FD = 3
-# How long another Python may take to say its version.
+# The most seconds for another Python to print its version.
 _ANSWER_S = 10.0
 # Of the signals that are ignored: those that every Python ignores.
 _PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -68,9 +68,9 @@ def leave_server(channel_fd: int) -> None:
 def leave_servers_python() -> None:
     """Give up the variables of the server's Python that would lead models astray.
 
-    Those that begin with PYTHON mean nothing to this process, which is isolated; models get them. But PYTHONHOME is for
-    the Python inside the server, as any other interpreter knows its own place. And the packages in PYTHONPATH are of
-    the version that Triton's own backend would run, while moonpool may have been installed under another one.
+    This process is isolated and ignores variables that begin with PYTHON; models get them. But PYTHONHOME is for the
+    Python inside the server; any other interpreter knows its own place. And the packages in PYTHONPATH are for the
+    version of Python that Triton's own backend runs, while moonpool may have been installed under another one.
     """
     os.environ.pop("PYTHONHOME", None)
     if "PYTHONPATH" in os.environ and not is_servers_version():
@@ -78,7 +78,7 @@ def leave_servers_python() -> None:
 
 
 def is_servers_version() -> bool:
-    """Whether this Python has the version of the `python3` in the server's path, in which Triton's own backend runs models."""
+    """Tell if this Python has the version of the `python3` in the server's path, which Triton's own backend runs."""
     found = shutil.which("python3")
     if found is None or os.path.realpath(found) == os.path.realpath(sys.executable):
         return True

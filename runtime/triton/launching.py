@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger("moonpool")
-# Who has what this process gives.
+# The receiver of all memory that this process gives.
 _SHIM = "shim"
 _UNAVAILABLE = CODES.index("UNAVAILABLE")
 

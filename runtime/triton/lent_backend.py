@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LentBackend(PythonBackend):
     """Its instances are all `LentInstance`."""
 
-    # What is on the server's path is for the server's Python, and not for a model that brings another one.
+    # PYTHONPATH has packages for the server's Python, and not for a model that brings another one.
     _leading = (*OF_THE_INTERPRETER, "PYTHONPATH")
 
     def model_instance_initialize(self, instance: ModelInstance) -> None:

@@ -103,14 +103,14 @@ class LentInstance(ModelInstance):
             self.backend.abort(self, took_too_long(self.name, limit_s))
 
     def memory(self, generation: int, writer: int) -> Allotment:
-        """What the process of this generation is given, by who writes there. Raises `PeerGone`."""
+        """Return the allotment of the process of this generation, by the side that writes there. Raises `PeerGone`."""
         stub = self.stub
         if generation != self.generation:
             raise PeerGone(f"that process of '{self.name}' has ended")
         return stub.allotments[Side(writer)]
 
     def check_wear(self, generation: int) -> None:
-        """The process was refused memory: have it renewed where another one could have that."""
+        """Have a process that was refused memory renewed, if another one could have that memory."""
         may_renew = self.model.config.sequence_batching is None
         if may_renew and generation == self.generation and self.stub.is_worn:
             self._supervisor.recycling.worn(self, self.stub.given_bytes)

@@ -171,7 +171,7 @@ LAUNCHER: dict[IntEnum, Message] = {
         _LAUNCHER,
         {"instance": _ID, "generation": Int(1), "has_is_ready": Flag(), "sandbox": _TEXT},
     ),
-    # Another region for this process, of at least `needed` bytes; `present` are in use of those that have the same
+    # Another region for this process, of at least `needed` bytes. `present` bytes are in use in regions with the same
     # writer, a `Side` of `ipc.messages`.
     Word.MEMORY: Message(
         _SHIM,

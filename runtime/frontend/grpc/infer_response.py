@@ -35,7 +35,7 @@ def answer(
     response: Response,
     final: bool | None = None,
 ) -> bytes:
-    """A ModelInferResponse. With `final`, whether it is the last, it is the one in a ModelStreamInferResponse.
+    """Make a ModelInferResponse, or with `final` a ModelStreamInferResponse that holds it. `final` says if it is the last.
 
     Writes outputs into the memory that the client shares for them. Raises `ModelError` and `SharedMemoryError`.
     """

@@ -113,10 +113,10 @@ def text_field(number: int, text: bytes) -> bytes:
 
 
 def join(head: bytes, tensors: list[memoryview], tag: bytes = b"") -> bytes:
-    """A ModelInferResponse: its other fields and its tensors, which are copied here once.
+    """Make a ModelInferResponse of its other fields and its tensors, which are copied here once.
 
-    With a tag it is a field of another message. Raises `ModelError` for what no message of gRPC can hold, before
-    anything is copied: the tensors may all be the same memory.
+    With a tag it is a field of another message. Raises `ModelError` if no message of gRPC can hold it, before
+    anything is copied: all tensors may be the same memory.
     """
     pieces: list[bytes | memoryview] = [head]
     for tensor in tensors:

@@ -107,7 +107,7 @@ class Endpoints:
         return reply(self._service.metadata.server_metadata())
 
     async def models(self, _: Request) -> Response:
-        """The names of the models that are ready, as servers of KServe list them."""
+        """List the names of the models that are ready, as KServe's servers do."""
         repository = self._service.repository
         entries = await self._elsewhere(lambda: repository.index(ready_only=True))
         return reply({"models": sorted({entry["name"] for entry in entries})})

@@ -260,7 +260,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _refusal(self, head: Head, most_bytes: int) -> Callable[[str, int], BadMessage]:
-        """Tell how a body over the limit is refused, of its size and the limit."""
+        """Return a function that makes the refusal of a body over the limit, from its size and the limit."""
         if most_bytes != self._port.limits.input_bytes:
             return too_large
         return partial(over_input_size, is_json=HEADER_LENGTH not in head.headers)

@@ -33,7 +33,7 @@ class TooLong(BadMessage):
 
 
 def inflate(body: Body, limit_bytes: int) -> bytearray:
-    """The body as it was before gzip or deflate. Raises `TooLong` for more than `limit_bytes`, `BadMessage` for what is broken.
+    """Decompress gzip or deflate. Raises `TooLong` for more than `limit_bytes`, and `BadMessage` for a broken body.
 
     Which of the two it was the body says itself. Takes no more memory than the limit. May run on any thread.
     """

@@ -19,7 +19,7 @@ _MEMORABLE_BYTES = 2048
 # The header that says how much of a body is JSON; without it, all is.
 HEADER_LENGTH = b"inference-header-content-length"
 _VERSIONS = ("1.0", "1.1")
-# What decides where a request ends, whose it is and how it is read.
+# Headers that decide where a request ends, whose it is and how it is read.
 _SINGLE = frozenset(
     (
         b"authorization",
@@ -145,7 +145,7 @@ class HeadParser:
                 f"unknown transfer encoding '{encoding.decode('latin-1')}'",
             )
         if encoding is not None and head.version == "1.0":
-            # A proxy of that version passes it on without understanding it.
+            # A proxy that speaks HTTP/1.0 passes the header on without understanding it.
             raise BadMessage(HTTPStatus.BAD_REQUEST, "malformed request: chunks in HTTP/1.0")
         return head
 
@@ -158,9 +158,9 @@ def _joined(raw: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
 
 
 def _check_repeated(head: Head) -> None:
-    """Raise `BadMessage` for a header that stands twice and has one value.
+    """Raise `BadMessage` for a header that stands twice and may stand only once.
 
-    A proxy before this server may go by the other one.
+    A proxy before this server may use the other one.
     """
     seen = set()
     for name, _ in head.raw_headers:

@@ -89,9 +89,9 @@ def _lenient(raw: bytes) -> Any:
 
 
 def repeated_key(text: bytes) -> str | None:
-    """Return a key that stands twice in one object of a text that `loads` has read, None where there is none.
+    """Return a key that stands twice in one object of a text that `loads` has read, else None.
 
-    Raises `NotJson` for objects that are nested too deeply to be looked at.
+    Raises `NotJson` for objects that are nested too deeply.
     """
     found: list[str] = []
 

@@ -27,7 +27,7 @@ class HttpLimits:
     json_bytes: int = 64 << 20
     """The JSON of a request, and outputs that a response carries as JSON: values take many times the memory of their text."""
     input_bytes: int | None = None
-    """The limit among the three above that has Triton's name and is refused in Triton's words, with 400."""
+    """Triton's one limit. A body over one of the three limits above that equals it is refused with 400 and Triton's text."""
     connections: int = 16384
     """At the same time; the next one gets 503."""
     head_timeout_s: float = 20.0

@@ -66,11 +66,11 @@ class Port:
 
     @property
     def connections(self) -> int:
-        """How many there are, with those that do not speak TLS yet."""
+        """The number of connections, with those that do not speak TLS yet."""
         return len(self._connections) + len(self._beginning)
 
     def begins(self, connection: Connection) -> bool:
-        """Count a client that has connected and is to speak TLS; False where there is no room even to refuse it."""
+        """Count a client that has connected and has yet to speak TLS; False if there is no room even to refuse it."""
         self._beginning.add(connection)
         is_welcome = not (self.is_crowded or self.is_draining)
         if not is_welcome:

@@ -1,4 +1,4 @@
-"""Paths of the HTTP port that people and tools try first, and that lie elsewhere: `/docs` and `/metrics`."""
+"""Redirects of paths that people and tools try first on the HTTP port: `/docs` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANYWHERE = ("0.0.0.0", "::", "")
 
 
 def routes(options: HttpOptions, ports: Mapping[str, int]) -> list[Route]:
-    """Make the routes; `ports` gets the port "metrics" once it is taken."""
+    """Make the routes. `ports` may get the port "metrics" later."""
 
     async def docs(_: Request) -> Response:
         # Relative, as a proxy may have put the server under a path of its own.
@@ -29,7 +29,7 @@ def routes(options: HttpOptions, ports: Mapping[str, int]) -> list[Route]:
     async def metrics(request: Request) -> Response:
         if "metrics" not in ports:
             return Response("This server serves no metrics: see --allow-metrics.\n", 404)
-        # Where the client reached this port; the one for metrics may listen at another address.
+        # By the name that the client used for this port, unless the one for metrics listens at another address.
         place = place_of_host(request.headers.get("host", "")) or "localhost"
         if options.metrics_address not in (*_ANYWHERE, options.address):
             place = _bracketed(options.metrics_address)

@@ -1,13 +1,13 @@
-"""A port that speaks TLS, from the moment that a client connects."""
+"""A port that speaks TLS, and counts its clients from the moment that they connect."""
 
 # Theory of operation
 #
-# A loop's own server makes a protocol for a client of TLS when the handshake is over. Until then nobody counts the
-# client, so half handshakes would take any number of descriptors. Here connections are accepted by hand: each is
-# counted by its port before anything is read, and goes on to the loop with a task that ends with the handshake.
+# A loop's own server makes a protocol for a client of TLS only after the handshake. Until then nothing counts the
+# client, so half handshakes could take any number of descriptors. Here connections are accepted by hand: the port counts
+# each of them before anything is read. Then a task of the loop does the handshake, and ends with it.
 #
-# All of it runs on the loop's thread. A connection is in `_shaking` from `accept` until its task ends, and the port
-# counts it until it is told by `opened` that the client speaks HTTP, or by `gave_up` that it never will.
+# All of it runs on the loop's thread. A connection is in `_shaking` from `accept` until its task ends. From `begins` on
+# the port counts it as beginning, until `opened` (the client speaks HTTP) or `gave_up` (it never will).
 
 from __future__ import annotations
 
@@ -102,9 +102,8 @@ class TlsServer:
                 ssl=self._context,
                 ssl_handshake_timeout=self._port.limits.head_timeout_s,
             )
-        except (
-            OSError
-        ) as error:  # also those of TLS, and of time: the client has not come to speak it
+        except OSError as error:
+            # Errors of TLS and timeouts are OSErrors, too.
             _log.debug("a client did not come to speak TLS: %s", error)
         finally:
             self._port.gave_up(connection)

@@ -1,8 +1,8 @@
-"""Shared memory for stubs that a front end has of the main process, which counts what each stub is given by all.
+"""Shared memory for stubs that a front end gets from the main process, which counts what all processes give to each stub.
 
-Theory of operation. A region is asked for by whichever thread needs it, and that thread waits: it may be the reactor's. So the answer is taken in
-by the thread that listens to the directory, and by nobody else. An answer that comes after its asker has given up goes back.
-What a front end had when it ended the main process takes back by itself.
+Theory of operation. The thread that needs a region asks for it and waits; it may be the reactor's. So only the thread that
+listens to the directory takes the answers. If an answer comes after its asker has given up, the memory goes back.
+When a front end ends, the main process takes back by itself what it had.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Setting memory aside takes a millisecond for every few megabytes.
 _ANSWER_S = 10.0
-# Size, descriptor, and why there is none.
+# Size, descriptor, and the reason if there is no descriptor.
 _Answer = tuple[int, int, str]
 _Place = tuple[int, int, int, int]
 
@@ -42,7 +42,10 @@ class MemoryDesk:
         self._given_up: dict[int, _Place] = {}
 
     def ask(self, place: _Place, present_bytes: int, needed_bytes: int) -> tuple[int, int]:
-        """Size and descriptor of a region at a place: model, stub or 0, writer and number. Raises `OutOfMemory`."""
+        """Ask for a region; return its size and descriptor. Raises `OutOfMemory`.
+
+        Its place is the model, the stub or 0, the writer and the region's number.
+        """
         question = next(self._numbers)
         answers = self._waiting[question] = SimpleQueue()
         self._tell(Word.MEMORY, question, *place, present_bytes, needed_bytes)
@@ -59,7 +62,7 @@ class MemoryDesk:
         return size_bytes, fd
 
     def answered(self, fds: list[int], question: int, size_bytes: int, why: str) -> None:
-        """What SET_ASIDE says. Owns the descriptors."""
+        """Take in SET_ASIDE. Owns the descriptors."""
         with self._lock:
             answers = self._waiting.pop(question, None)
             place = self._given_up.pop(question, None)
@@ -72,7 +75,7 @@ class MemoryDesk:
                 self.give_back(place)
 
     def give_back(self, place: _Place) -> None:
-        """Nothing lies in a region any more."""
+        """Give back a region in which nothing lies any more."""
         self._tell(Word.RETURNED, *place)
 
 
@@ -98,4 +101,4 @@ class BorrowedMemory:
         self._desk.give_back((*self._key, region.id))
 
     def close(self) -> None:
-        """As `RegionSource.close`: the main process takes back what is left when it hears of the end."""
+        """Do nothing: when the main process hears of the end, it takes back what is left."""

@@ -63,7 +63,7 @@ class Directory(Audience):
         self._resting: set[int] = set()
         self._leaving: set[tuple[Member, int]] = set()
         self._counting: dict[Member, int] = {}
-        # What front ends have counted of models, by number, and nobody has asked for yet.
+        # The counts of front ends for each model, by its number, that nobody has asked for yet.
         self._counts: dict[int, Statistics] = {}
         self._failed: list[list[Any]] = []
 
@@ -143,7 +143,7 @@ class Directory(Audience):
         except ValueError as error:
             _log.error("a front end counts what nobody understands: %s", error)
 
-    # Memory. It counts here, as what a stub was sent by any of us it may still have.
+    # Memory. It is counted here, because a stub may still have what any process of the runtime has sent it.
 
     def _memory_of(self, model: int, stub: int, writer: int) -> Allotment | None:
         for each in self._find(stub):
@@ -250,7 +250,7 @@ class Directory(Audience):
         if config.sequence_batching is not None:
             return  # the state of a sequence is in one instance, and one scheduler knows in which
         if config.dynamic_batching is not None and config.dynamic_batching.rejects_late:
-            return  # behind another front end's batch, a request would wait in the stub beyond its timeout
+            return  # in the stub, a request could wait behind another front end's batch for longer than its timeout
         with self._lock:
             number = self._models[model] = next(self._numbers)
             for member in self._members:
@@ -368,6 +368,6 @@ class Directory(Audience):
 
 
 def allotment_of(model: Model) -> Allotment | None:
-    """What those who write in place for a model are given, if this process counts that."""
+    """Return the allotment of callers that write in place for a model, if this process counts it."""
     source = PythonBackend.memory_of(model).source
     return source if isinstance(source, Allotment) else None

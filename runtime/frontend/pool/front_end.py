@@ -1,7 +1,8 @@
 """The process of a front end: `python -m moonpool.runtime.frontend.pool.front_end NAME FD PARENT`.
 
 It listens on the server's ports, answers requests for inference of plain models itself, and passes everything
-else on to the main process, which started it and is at the other end of the directory, the socket FD. The process ends with its parent, the process PARENT.
+else on to the main process, which started it and is at the other end of the directory, the socket FD. It ends with its parent,
+the process PARENT.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ class FrontEnd:
             drains.append(asyncio.to_thread(self._grpc.drain, timeout_s))
         return all(await asyncio.gather(*drains))
 
-    # Theory of operation: this process knows nothing but what the directory says, message after message. If one of
-    # them is lost, models that were unloaded go on answering, and loads wait for an answer that never comes. So any
-    # error on the way of a message ends the process, and the main process starts another one.
+    # Theory of operation: this process knows only what the directory says, message after message. If one of
+    # them were lost, unloaded models would go on answering, and loads would wait for ever. So any
+    # error while a message is sent or handled ends the process, and the main process starts another one.
 
     def _tell(self, *message: object) -> None:
         with _ending_with_an_error():
@@ -110,13 +111,12 @@ class FrontEnd:
                 if fields[0] == Word.STOP:
                     self._loop.call_soon_threadsafe(self._stop, fields[1] / 1000)
                 elif fields[0] == Word.SET_ASIDE:
-                    # Not on the reactor's thread, which may be the one that waits for it.
+                    # Not on the reactor's thread, which may be waiting for it.
                     self._models.memory.answered(fds, *fields[1:])
                 elif fields[0] == Word.PING:
-                    # It goes through the loop and the reactor: if one of them hangs, clients wait for ever.
-                    with contextlib.suppress(
-                        RuntimeError
-                    ):  # the loop is closed, and the process about to end
+                    # Through the loop and the reactor, since clients would wait for ever if one of them hung. A loop that
+                    # is closed raises RuntimeError: the process is about to end.
+                    with contextlib.suppress(RuntimeError):
                         self._loop.call_soon_threadsafe(
                             self._reactor.call_soon, partial(self._tell, Word.PONG)
                         )
@@ -134,7 +134,7 @@ class FrontEnd:
 
 @contextlib.contextmanager
 def _ending_with_an_error() -> Iterator[None]:
-    """End the process if something fails inside: there is nobody left to serve for, or what is served is not known."""
+    """End the process if something fails inside: the main process is gone, or this process has lost one of its messages."""
     try:
         yield
     except PeerGone:

@@ -89,7 +89,7 @@ class GuestModel:
         tell_lost: Callable[[int, str], None],
         tell_served: Callable[[int, int], None],
     ) -> None:
-        """`memory` is where the regions come from of the stub of a number, by who writes there; of 0 those of callers.
+        """`memory` makes the source of regions for a stub, from its number and the writer; the number 0 stands for callers.
 
         `tell_lost` gets the number of a stub that is gone, and how that was noticed.
 

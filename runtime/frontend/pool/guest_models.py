@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.reactor import Reactor
 
 _TIDY_S = 5.0
-# How often the main process is told what was counted: while requests come, and else.
+# The time between two reports of counts to the main process: while requests come, and otherwise.
 _SOON_S, _IDLE_S = 0.02, 0.1
 # An execution over its limit is noticed after this part of the limit more, at the latest.
 _CHECKS_PER_LIMIT = 20
@@ -165,7 +165,7 @@ class GuestModels:
     # What was counted
 
     def _tell_soon(self) -> None:
-        """Tell what was counted without being asked: what this process has not told is lost if it is killed."""
+        """Report counts without being asked: if this process is killed, counts that it has not reported are lost."""
         told = [self._tell_counts(number, model) for number, model in self._models.items()]
         self._tell_traffic()
         self._reactor.call_later(_SOON_S if any(told) else _IDLE_S, self._tell_soon)
@@ -187,7 +187,7 @@ class GuestModels:
         self._tell_counts(number, model)
 
     def _tell_counts(self, number: int, model: GuestModel) -> bool:
-        """Tell what was counted; False for nothing."""
+        """Report the counts of a model; False if there are none."""
         counts = model.scheduler.outcomes.take_counts()
         if counts is None:
             return False

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("moonpool")
 _STDERR = 2
 _EXIT_S = 5.0
-# A front end is asked so often whether it is there, and is ended when it has left so many turns unanswered. Turns are
-# counted and not seconds: where this process did not run itself, nobody is late.
+# The time between two heartbeats, and the turns in a row that a front end may leave unanswered. Turns are counted, not
+# seconds: while this process itself did not run, no front end is late.
 _BEAT_S = 1.0
 _MOST_BEATS, _MOST_BEATS_AT_START = 10, 60
-# Turns in which it had so much of a processor count apart: reading a body as large as the limits allow is no hanging, and
-# no client is to end a front end by sending some. One that never comes to an end with that is ended, too.
+# Turns in which it used so much processor time count apart, up to a larger number: to parse a body as large as the limits
+# allow takes long, and clients must not be able to end a front end by such bodies.
 _MOST_BUSY_BEATS = 120
 _BUSY_S = 0.05
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -59,7 +59,7 @@ class Member:
         self._codec = codec(End.MAIN)
         self._channel, end = Channel.pair()
         self._is_gone = False
-        # Turns since PING, which is not answered yet, and what the process had of processors at the last one.
+        # Turns since a PING that is not answered yet, and the processor time of the process at the last one.
         self._beats = self._busy_beats = 0
         self._used_s = 0.0
         try:
@@ -104,7 +104,7 @@ class Member:
         self._reactor.call_later(_BEAT_S, self._beat)
 
     def _beat(self) -> None:
-        """End a process that was stopped, or hangs: the kernel goes on handing it clients, who would wait for ever."""
+        """End a process that was stopped or hangs. The kernel goes on giving it clients, who would wait for ever."""
         if self._is_gone:
             return
         used_s, before_s = _processor_time_s(self.process.pid), self._used_s
@@ -136,8 +136,8 @@ class Member:
                 with suppress(PeerGone, Closed):  # its end is seen elsewhere
                     self._channel.send_waiting_with(packet, fds)
             except Exception:
-                # What it was to hear is lost, and it must not serve without that.
-                _log.exception("[%s] cannot be told something and is ended", self.name)
+                # The message is lost, and the front end must not serve without it.
+                _log.exception("[%s] a message cannot be sent to it, so it is ended", self.name)
                 self.process.kill()
             finally:
                 for fd in fds:

@@ -88,11 +88,11 @@ DIRECTORY: dict[IntEnum, Message] = {
     Word.COUNT: Message(_MAIN, {"question": _ID}),
     # Take no more connections, finish what is there, and end.
     Word.STOP: Message(_MAIN, {"timeout_ms": _ID}),
-    # The answer to MEMORY: comes with the descriptor of a region of that size, sealed, with all its pages; or without one, and
-    # then says why.
+    # The answer to MEMORY. Comes with the descriptor of a region of that size, sealed, with all its pages; or with the reason
+    # why there is none.
     Word.SET_ASIDE: Message(_MAIN, {"question": _ID, "size": _ID, "why": _TEXT}),
-    # Another region of at least `needed` bytes for a stub, or, where that is 0, for those who write in place for the model.
-    # `present` are in use of those with that writer, a `Side` of `ipc.messages`.
+    # Another region of at least `needed` bytes for a stub, or, if `stub` is 0, for callers that write in place for the model.
+    # `present` bytes are in use in regions with that writer, a `Side` of `ipc.messages`.
     Word.MEMORY: Message(
         _FRONT,
         {
@@ -105,7 +105,7 @@ DIRECTORY: dict[IntEnum, Message] = {
             "needed": _ID,
         },
     ),
-    # Nothing lies in it any more.
+    # Nothing lies in this region any more.
     Word.RETURNED: Message(_FRONT, {"model": _ID, "stub": _ID, "writer": Int(1, 2), "region": _ID}),
     # Answer with PONG, as soon as every thread that serves has had its turn.
     Word.PING: Message(_MAIN, {}),
@@ -115,7 +115,7 @@ DIRECTORY: dict[IntEnum, Message] = {
     # The ports can be connected to.
     Word.LISTENING: Message(_FRONT, {}),
     Word.DRAINED: Message(_FRONT, {"model": _ID}),
-    # What was counted since the last time, as `counts.take_counts` has it. Also without COUNT, soon after it was counted.
+    # The counts since the last time, in the form of `counts.take_counts`. Also sent without COUNT, soon after a request.
     Word.COUNTS: Message(
         _FRONT,
         {

@@ -117,7 +117,7 @@ class RecordingHost(Host):
         self.requests.append(request)
 
     def _begun(self, request: InferenceRequest, asked: Request) -> object:
-        """As `_called`; an error is a response."""
+        """As `_called`, but an error becomes a response."""
         try:
             return self._called(request, asked, decoupled=True)
         except Exception as error:
@@ -167,7 +167,7 @@ class RecordingHost(Host):
         return name in self.ready and version in (None, served)
 
     def _not_found(self, name: str, version: int) -> str:
-        """The words of a runtime for a model that nobody provides, that was unloaded, or that has no such version."""
+        """Return a runtime's text for a model that nobody provides, that was unloaded, or that has no such version."""
         what = "is not found" if name not in self._targets else "has no available versions"
         if name in self.ready and name in self._targets:
             what = f"version {version} is not found"
@@ -319,6 +319,6 @@ def _failed(request: InferenceRequest, error: Exception) -> InferenceResponse:
     """What is said of a request that its model could not be given, or could not answer in time."""
     code = error.code if isinstance(error, MoonpoolError) else "INTERNAL"
     text = f"Model {request._model_name} - Error when running inference: {error}"
-    if isinstance(error, QueueTimeout):  # the model had taken it
+    if isinstance(error, QueueTimeout):  # an error of the queue, not of running the model
         text = str(error)
     return InferenceResponse(error=TritonError(text, ErrorCode[code]))

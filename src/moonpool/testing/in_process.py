@@ -186,7 +186,7 @@ class InProcessModel(LoadedModel):
                 f"no runtime would make this batch: it has {rows} rows, and the max_batch_size of "
                 f"model '{self.name}' is {self.config.max_batch_size}"
             )
-        # Nobody waits here, but for what is on its way to another process elsewhere.
+        # Nothing waits here. But a request that would reach another process too late is rejected everywhere.
         if any(self._room.is_late(request) for request in checked):
             raise QueueTimeout
         exchanges = [Exchange(request) for request in requests]

@@ -81,11 +81,11 @@ class LoadedModel(ABC):
 
     @abstractmethod
     def _send(self, request: Request) -> Generator[Response, None, bool]:
-        """Send a request now. Returns its responses as they come, then whether the end was told apart from the last."""
+        """Send a request now. Yields its responses as they come; returns True if the end came apart from the last one."""
 
     @abstractmethod
     def _tell_cancelled(self, request: Request) -> None:
-        """Let the model see that it may stop. Its responses go on."""
+        """Set the flag that lets the model stop. Its responses go on."""
 
     @abstractmethod
     def why_not_ready(self) -> str | None:
