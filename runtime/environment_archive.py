@@ -37,7 +37,7 @@ XZ_MEMORY_BYTES = 128 << 20
 _MOST_TIMES = 100
 _ALWAYS_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 20
-# Of xz: where one stream ends, the rest is copied for the next one, which may be an empty one.
+# For xz. At the end of each stream the rest of the chunk is copied, and a stream may be empty.
 _XZ_CHUNK_BYTES = 8 << 10
 # What removes directories recurses.
 _DEPTH_LIMIT = 128

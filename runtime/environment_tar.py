@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # The size of one extended header, and of all of them: names in environments have some hundred bytes.
 HEADER_LIMIT_BYTES = 1 << 20
 ALL_HEADERS_LIMIT_BYTES = 256 << 20
-# A long name, and a long link or a PAX header.
+# The extended headers that a member may have: a long name, and a long link or a PAX header.
 _EXTENSIONS_PER_MEMBER = 2
 _BLOCK_BYTES = 512
 _CHUNK_BYTES = 1 << 20
@@ -60,7 +60,7 @@ class _Extension:
 def tar_members(stream: Readable, most: int) -> Iterator[tuple[Member, Readable | None]]:
     """Yield each member with its content, which is to be read before the next one; None if it has none.
 
-    Raises `DamagedArchive`, and `BadEnvironment` for more than `most` as well.
+    Raises `DamagedArchive`, and `BadEnvironment`, also for more than `most` members.
     """
     return _Tar(stream, most).members()
 
@@ -69,7 +69,7 @@ class _Tar:
     def __init__(self, stream: Readable, most: int) -> None:
         self._stream = stream
         self._most = self._members_left = most
-        # Compressed, a header takes less than a byte, and an empty one costs as much time as any other.
+        # A compressed header may take less than a byte, and an empty one costs as much time as any other.
         self._extensions_left = _EXTENSIONS_PER_MEMBER * most
         self._headers_left_bytes = ALL_HEADERS_LIMIT_BYTES
 

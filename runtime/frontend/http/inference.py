@@ -261,7 +261,7 @@ class InferCall:
             self._parse(body, length)
 
     def _parse(self, body: Body, length: int) -> None:
-        """Read what the body says, of which so many bytes are JSON, and send it."""
+        """Parse the body, whose first `length` bytes are JSON, and send the request."""
         data: Any = body
         # Arrays are to be views of the array that the body was received into: stubs may see it.
         is_shared = False

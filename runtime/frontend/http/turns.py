@@ -1,8 +1,8 @@
-"""Has requests that hold the loop for long wait for each other, so that everybody else does not wait for all of them.
+"""Lets requests that hold the loop for long wait for each other, so that other clients do not wait for all of them.
 
-Theory of operation. A body of JSON as large as the limit takes seconds to be read, in which the loop does nothing else. Where
-many of them come in together, the loop has all of them ready at once, and would read one after the other before it looks at
-another client, or answers the main process, which would take it for hung. So one of them is read in each turn of the loop.
+Theory of operation. The loop needs seconds to parse a body of JSON as large as the limit, and does nothing else meanwhile. If
+many such bodies come together, all of them are ready at once, and the loop would parse one after the other before it looks at
+another client, or answers the main process, which would take it for hung. So it parses one of them in each turn.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from moonpool.runtime.frontend.http.exchange import Exchange
 
 LONG_BYTES = 1 << 20
-"""JSON of more than this takes longer than others should wait for."""
+"""The size above which JSON takes longer than other clients should wait."""
 _log = logging.getLogger("moonpool")
 
 
 class Turns:
-    """For the loop's thread."""
+    """A queue of long requests. For the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

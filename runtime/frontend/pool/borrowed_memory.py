@@ -2,7 +2,7 @@
 
 Theory of operation. The thread that needs a region asks for it and waits; it may be the reactor's. So only the thread that
 listens to the directory takes the answers. If an answer comes after its asker has given up, the memory goes back.
-When a front end ends, the main process takes back by itself what it had.
+When a front end ends, the main process gives up its regions by itself.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class Directory(Audience):
                     member.tell(Word.SET_ASIDE, question, size_bytes, "", fds=(fd,))
                     return
             os.close(fd)
-            # Nobody has it: it was not sent.
+            # The region was not sent, so nobody has it.
             memory.take_back(member, region)
 
         # It takes a millisecond for every few megabytes.

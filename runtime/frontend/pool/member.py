@@ -199,10 +199,10 @@ class Member:
 
 
 def _processor_time_s(pid: int) -> float:
-    """What a process has had of processors; 0 where it has ended."""
+    """Return the processor time of a process; 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Behind the name, which may have anything in it.
+            # After the name, which may contain anything.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return 0.0
