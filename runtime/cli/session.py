@@ -86,7 +86,9 @@ def logged_to(handler: logging.Handler, level: int) -> Iterator[None]:
         yield
     finally:
         log.removeHandler(handler)
-        log.level, log.propagate = before
+        # Loggers below keep in mind what the level was until it is set again.
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 class _Handler(logging.Handler):

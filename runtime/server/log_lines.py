@@ -81,7 +81,9 @@ class ServerLog(logging.Handler):
                     os.close(before)
             self.options = options
             log = logging.getLogger("moonpool")
-            log.setLevel(logging.DEBUG if options.log_verbose_level > 0 else logging.INFO)
+            # `logged` puts the level back, so it is changed in there only.
+            if self in log.handlers:
+                log.setLevel(logging.DEBUG if options.log_verbose_level > 0 else logging.INFO)
 
     def update(self, **changes: str | bool | int) -> LogOptions:
         """As `change`, with these fields anew; returns all of them."""
@@ -158,13 +160,15 @@ def logged(log: ServerLog) -> Iterator[ServerLog]:
     ours, libraries = logging.getLogger("moonpool"), logging.getLogger()
     before = ours.level, ours.propagate
     ours.propagate = False
-    log.change(log.options)
     ours.addHandler(log)
     libraries.addHandler(log)
     try:
+        log.change(log.options)
         yield log
     finally:
         ours.removeHandler(log)
         libraries.removeHandler(log)
-        ours.level, ours.propagate = before
+        # Loggers below keep in mind what the level was until it is set again.
+        ours.setLevel(before[0])
+        ours.propagate = before[1]
         log.close()

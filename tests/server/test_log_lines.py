@@ -133,3 +133,12 @@ def test_settings_change_while_it_is_used(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_harms_nobody() -> None:
     with logged(ServerLog(LogOptions(log_file="/dev/full"))):
         LOG.info("lost")
+
+
+def test_the_level_is_as_it_was_when_a_log_is_closed() -> None:
+    ours = logging.getLogger("moonpool")
+    before = ours.level
+    lines(LogOptions(log_verbose_level=1), (logging.DEBUG, "much"))
+
+    assert ours.level == before
+    assert LOG.isEnabledFor(logging.DEBUG) == (LOG.getEffectiveLevel() <= logging.DEBUG)

@@ -99,6 +99,9 @@ def test_strange_contents_end_the_stub_or_nothing_and_the_log_stays_small(
     printed = f"[{model}_0_0]"
     lines = hostile.log()[heard:].split("\n")
     own = [line for line in lines if line and not line.startswith(printed)]
+    if model == "rogue" and kind == Kind.LOAD_MODEL:
+        # A model that is not contained may load what it likes; of each name that is not there tritonserver itself writes a line.
+        own = [line for line in own if "failed to poll model" not in line]
     may_log = 0.0
     if kind == Kind.LOG:
         # Each second so many, and how many were left out. Some have several lines of text.
