@@ -232,19 +232,19 @@ OPTIONS = (
         "memory_limit_bytes",
         LIMIT,
         "The most memory of an instance's process: of its cgroup where there is one, of its address space"
-        " otherwise. At strict half of the machine's, where nothing is said.",
+        " otherwise. At strict half of the machine's by default.",
     ),
     Option(
         "MOONPOOL_TASK_LIMIT",
         "task_limit",
         THREADS,
-        "The most processes and threads of an instance, all together. At strict 512, where nothing is said.",
+        "The most processes and threads of an instance, all together. At strict 512 by default.",
     ),
     Option(
         "MOONPOOL_OPEN_FILES",
         "open_files",
         THREADS,
-        "The most descriptors that an instance's process may have open. At strict 256, where nothing is said.",
+        "The most descriptors that an instance's process may have open. At strict 256 by default.",
     ),
     Option(
         "MOONPOOL_CPUS",
@@ -294,7 +294,7 @@ OPTIONS = (
         "MOONPOOL_REGION_LIMIT_BYTES",
         "region_limit_bytes",
         LIMIT,
-        "The most shared memory that an instance may come to have in each direction. At strict half of the machine's memory, where nothing is said. See LIMITS.md.",
+        "The most shared memory that an instance may come to have in each direction. At strict half of the machine's memory by default. See LIMITS.md.",
     ),
     Option(
         "MOONPOOL_LOG_LINES_PER_S",

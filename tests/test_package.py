@@ -1,4 +1,4 @@
-"""What the package says of itself, and what a source distribution holds."""
+"""The metadata of the package, and the files of a source distribution."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_source_distribution_is_the_repository(tmp_path: Path) -> None:
 
 
 def _left_behind(folder: str, names: list[str]) -> set[str]:
-    """What git ignores, or would not know."""
+    """Name files that git ignores, or does not know."""
     left = shutil.ignore_patterns(
         ".git",
         ".venv*",

@@ -1,4 +1,4 @@
-"""What models do, and what comes of it wherever they are hosted. Each case is code for a model, and its value."""
+"""Behaviours that are the same wherever a model is hosted. Each case is code for a model, and its value."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _text(said: np.ndarray) -> str:
 
 
 def check(folder: Path) -> list[str]:
-    """What `moonpool check` says of the models, a line each, without how long it took."""
+    """Run `moonpool check`; return its lines about the models, without the times."""
     ended = subprocess.run(
         [sys.executable, "-m", "moonpool", "check", str(repository(folder))],
         capture_output=True,

@@ -82,7 +82,7 @@ def parent(pid: int) -> int:
 
 
 def inside(pid: int) -> int:
-    """What a process calls itself: at `strict`, templates and their forks have numbers of their own."""
+    """Return the number that a process has for itself: at `strict`, templates and their forks have their own."""
     (line,) = status(pid, "NSpid")
     return int(line.split()[-1])
 

@@ -20,7 +20,7 @@ MANY = 400
 
 
 def plain(spec: Any) -> Any:
-    """What an honest stub might say."""
+    """Return a value that an honest stub might send."""
     if isinstance(spec, Int):
         return max(spec.low, 1)
     if isinstance(spec, Row):
@@ -41,7 +41,7 @@ def plain(spec: Any) -> Any:
 
 
 def strange(spec: Any) -> Iterator[Any]:
-    """What one can say there, at its bounds and beyond them."""
+    """Yield values for a field, at its bounds and beyond them."""
     if isinstance(spec, Int):
         yield from {spec.low, min(spec.high, 2**64 - 1), max(spec.low - 1, -(2**63))}
         yield from (2**64 - 1, 1.0, True, None)

@@ -75,7 +75,7 @@ PATIENT = {"RESTART_WINDOW_S": 0.001}
 
 @pytest.fixture
 def name() -> str:
-    """What the kernel shows of the processes that are left."""
+    """The name under which the kernel shows the processes that are left."""
     return "left-" + os.urandom(4).hex()
 
 

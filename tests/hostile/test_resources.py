@@ -1,4 +1,4 @@
-"""What the kernel counts for all processes of a user, or for nobody: a contained model has a bound on it, or none of it.
+"""Resources that the kernel counts for all processes of a user, or for nobody: a contained model has few of each, or none.
 
 Each row of the table in SANDBOX.md has its test here. At `off` the same attempts succeed, so that a test that could not
 fail is noticed.
@@ -115,7 +115,7 @@ def test_without_a_sandbox_it_has_more(attackers: Attackers, what: str) -> None:
 
 
 def test_pairs_of_sockets_work_and_locks_on_files_too(attackers: Attackers) -> None:
-    """What event loops and caches of files are made with."""
+    """Event loops and caches of files need both."""
     attacker = attackers("strict")
 
     assert attacker.finds("resources.locked_files", most=1) == 1

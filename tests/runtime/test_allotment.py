@@ -1,4 +1,4 @@
-"""What a process is given counts for as long as the process may have it, and is given again."""
+"""Memory that a process is given counts for as long as the process may have it, and is given again."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Models:
 
 @pytest.fixture
 def logged() -> list[str]:
-    """What was logged in the name of the stub."""
+    """The lines that were logged in the name of the stub."""
     return []
 
 

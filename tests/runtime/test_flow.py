@@ -1,4 +1,4 @@
-"""What a stub says is paid for, also what it says while it is in debt."""
+"""A stub pays for all that it says, even while it is over budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent to a stub that is behind with reading."""
+"""Messages to a stub that is behind with reading."""
 
 from __future__ import annotations
 

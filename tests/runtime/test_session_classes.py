@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(folder: Path, *cells: str) -> str:
-    """What cells print, errors included."""
+    """Run cells; return all that they print, errors included."""
     ended = subprocess.run(
         [sys.executable, "-c", _SHELL],
         input=json.dumps(cells),

@@ -72,7 +72,7 @@ def test_a_file_in_another_encoding_is_no_error(tmp_path: Path) -> None:
 
 
 def class_source(model_class: type) -> ModelSource:
-    """What a load finds of a class."""
+    """Return the source that a load finds for a class."""
     return prepare(Wanted("model", model_class), None, lambda _: None).models[0].source
 
 

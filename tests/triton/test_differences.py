@@ -103,7 +103,7 @@ NOTHING = 'asking("nothing_of_that_name", ["Y"])'
 
 
 def newer(code: str, model: str, why: str, *, in_list: bool = False) -> Difference:
-    """What is said to a model that asks this one."""
+    """Return the difference for a model that asks this one: the older text and the newer one."""
     begins = f"Model {model} - Error when running inference: "
     before = f"Failed for execute the inference request. Model '{model}' is not ready."
     shown = "list[{}]" if in_list else "{}"

@@ -1,4 +1,4 @@
-"""What the timeout of a request means: to clients, and to models that ask other models."""
+"""The meaning of a request's timeout, for clients and for models that ask other models."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Room {
   uint64_t taken_ = 0;
 };
 
-// Rate limiter for one channel, as in runtime/flow.py and with its numbers. Over budget the channel is not read, which blocks
-// only the stub that writes to it.
+// Rate limiter for one channel, as in runtime/flow.py and with its numbers. Over budget the channel is not read, which
+// blocks only the stub that writes to it.
 class Flow {
  public:
   // Something of that size was received, which costs as much as so many messages beside.

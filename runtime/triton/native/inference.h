@@ -278,7 +278,8 @@ class Inference : public std::enable_shared_from_this<Inference> {
   static void released(triton::InferenceRequest*, uint32_t flags, void* holder) noexcept {
     if ((flags & triton::kReleaseAll) == 0) return;
     const std::unique_ptr<std::shared_ptr<Inference>> inference(static_cast<std::shared_ptr<Inference>*>(holder));
-    // The request itself stays until the last response: a decoupled model releases it early, and can be cancelled only by it.
+    // The request itself stays until the last response: a decoupled model releases it early, and only by it can the model
+    // be cancelled.
     (*inference)->let_go();
   }
 

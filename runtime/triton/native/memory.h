@@ -26,7 +26,8 @@ std::optional<uint64_t> elements_of(const List<uint64_t>& shape);
 // Where regions for one stub come from. Any thread may call any method.
 class RegionSource {
  public:
-  // Another region, of which the stub does not know yet. `present` bytes are in use in regions with that writer. Throws Failure.
+  // Another region, of which the stub does not know yet. `present` bytes are in use in regions with that writer. Throws
+  // Failure.
   virtual std::shared_ptr<Region> create(wire::Side writer, uint64_t present, uint64_t needed) = 0;
   // Nothing lies in a region any more. A contained stub may have kept it, so the launcher gives it to this stub again.
   virtual void give_back(wire::Side writer, uint64_t region) = 0;
@@ -141,8 +142,8 @@ inline void pack(Writer& message, Loans& loans, bool keep = false) {
   wire::encode<wire::Kind::INDIRECT>(message, spot.region, spot.offset, size);
 }
 
-// The place of a message in the stub's memory, and a copy of its beginning, which the stub cannot change any more. Empty for a
-// message that lies in its packet.
+// The place of a message in the stub's memory, and a copy of its beginning, which the stub cannot change any more. Empty
+// for a message that lies in its packet.
 struct Beginning {
   std::optional<wire::Indirect> where;
   std::string bytes;
@@ -158,8 +159,8 @@ Beginning beginning_of(const Table& table, std::string_view packet, Answers& ans
   return {where, std::string(view.bytes, std::min<uint64_t>(view.size, wire::kMaxPacketBytes))};
 }
 
-// The stub's message, or the one in its memory that it points to, which is copied to `stored`. Throws Violation for one of more
-// than `most` bytes, and for anything that the tables do not have.
+// The stub's message, or the one in its memory that it points to, which is copied to `stored`. Throws Violation for one of
+// more than `most` bytes, and for anything that the tables do not have.
 template <class Table>
 auto opened(const Table& table, std::string_view packet, Answers& answers, std::string* stored,
             uint64_t most = wire::kMaxStoredBytes) {

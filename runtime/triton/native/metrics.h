@@ -121,7 +121,8 @@ class Metrics {
   // Observations in one message: each is a call, which nothing else of the stub's waits for longer than this.
   static constexpr uint64_t kMaxObservations = 1 << 20;
 
-  // True if the name of the family, or of a line of it, begins like one of the server's own, which the server does not list.
+  // True if the name of the family, or of a line of it, begins like one of the server's own, which the server does not
+  // list.
   static bool is_servers(const wire::NewMetric& asked) {
     const auto begins = [](const std::string& line, std::string_view prefix) { return line.rfind(prefix, 0) == 0; };
     for (const char* suffix : {"", "_bucket", "_count", "_sum"}) {

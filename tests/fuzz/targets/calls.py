@@ -96,7 +96,7 @@ class _Models:
 
 
 def _alarm(_level: int, text: str, *_: object) -> None:
-    """What is logged was not foreseen."""
+    """Fail: every line that is logged is one that nobody expected."""
     raise AssertionError(text)
 
 

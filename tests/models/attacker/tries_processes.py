@@ -181,7 +181,7 @@ QUESTIONS = {
 
 
 def ask_about(question, pids):
-    """What a call says of each of these."""
+    """Return the answer of a call for each of these pids."""
     answers = []
     for pid in pids:
         try:

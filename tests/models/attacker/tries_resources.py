@@ -1,4 +1,4 @@
-"""What the kernel counts for all processes of a user, or for nobody, and how much of it a process can take."""
+"""Takes resources that the kernel counts for all processes of a user, or for nobody, and tells how many it got."""
 
 import ctypes
 import errno
@@ -115,7 +115,7 @@ def process_descriptor():
 
 
 def ruleset():
-    """Of Landlock: its rules have no end. As many as the kernel knows are asked for first."""
+    """Ask for the version of Landlock, whose rules have no bound. Every use of it begins so."""
     return call("landlock_create_ruleset", None, 0, 1)
 
 
@@ -184,14 +184,14 @@ def enlarge_buffer(option):
 
 
 def send_descriptor():
-    """What waits in a socket is no descriptor of the process any more."""
+    """Send a descriptor: while it waits in a socket, it does not count as one of the process."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         socket.send_fds(ours, [b"x"], [0])
 
 
 def filled(ends, write):
-    """What all of them hold."""
+    """Fill all ends; return the bytes that they hold."""
     held = 0
     for end in ends:
         try:
@@ -203,7 +203,7 @@ def filled(ends, write):
 
 
 def bytes_in_sockets(enlarge=False):
-    """What pairs of sockets hold, as many as there can be; only one end of each is kept."""
+    """Fill as many pairs of sockets as there can be, keeping one end of each; return the bytes that they hold."""
     ends = []
     held = 0
     chunk = bytes(1 << 16)

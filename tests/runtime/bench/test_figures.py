@@ -214,7 +214,7 @@ def test_a_result_is_not_replaced_unless_it_is_wanted(tmp_path: Path) -> None:
 
 
 def about(**changes: object) -> dict[str, object]:
-    """What a result says of itself."""
+    """Return the description in a result."""
     usual = {
         "model": "m", "where": "here", "date": "today", "processes": 1, "instances": None,
         "inputs": {"X": ["FP32", 1, 4]}, "requests_digest": "a", "configuration_fields": {"input": "1"},

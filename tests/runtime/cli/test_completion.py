@@ -30,7 +30,7 @@ def shell(cli: CommandLine) -> Path:
 
 
 def offered(folder: Path, line: str) -> set[str]:
-    """What bash offers where a person presses TAB at the end of a line."""
+    """Return the words that bash offers after TAB at the end of a line."""
     words = [*line.split(" ")]
     script = f"""
         PATH="$PWD:$PATH"

@@ -56,7 +56,7 @@ def told(shim: Shim, directory: Path, config: dict[str, Any] = CONFIG) -> dict[s
 
 
 def seen_with(directory: Path, config: dict[str, Any] = CONFIG, **variables: str) -> dict[str, Any]:
-    """What a model sees in a server that has these variables beside this process's."""
+    """Return the environment of a model in a server that has these variables beside this process's."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with launched(environment={**own, **variables}) as shim:
         return told(shim, directory, config)

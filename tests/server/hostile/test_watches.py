@@ -45,7 +45,7 @@ def short_of_watches(repository: Path, *flags: str) -> Iterator[RunningServer]:
 
 
 def is_answered(connection: socket.socket, request: bytes = LIVE) -> bool:
-    """Whether a connection is served; it was ended otherwise."""
+    """Tell if a connection is served. If not, it was ended."""
     with contextlib.suppress(ConnectionError):
         connection.sendall(request)
         return connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
@@ -53,7 +53,7 @@ def is_answered(connection: socket.socket, request: bytes = LIVE) -> bool:
 
 
 def is_live(server: RunningServer) -> bool:
-    """Whether a new connection is served."""
+    """Tell if a new connection is served."""
     with socket.create_connection(("127.0.0.1", server.ports["http"]), ANSWER_S) as connection:
         return is_answered(connection)
 

@@ -1,4 +1,4 @@
-"""What holds the loop for long is done in turns with everybody else's."""
+"""Requests that hold the loop for long take turns with those of other clients."""
 
 from __future__ import annotations
 

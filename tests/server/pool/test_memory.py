@@ -1,4 +1,4 @@
-"""What a stub is given by the main process and by all front ends has one limit."""
+"""All memory that the main process and the front ends give to a stub has one limit."""
 
 from __future__ import annotations
 

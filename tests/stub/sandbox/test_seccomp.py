@@ -112,7 +112,7 @@ def test_every_rule_about_arguments_is_tried_here() -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_thread_may_read_its_own_clock(machine: str) -> None:
-    """Of whose thread a number is, the kernel sees to."""
+    """The kernel itself checks that the thread is one of the process."""
     assert judged(machine, "clock_gettime", ~PID << 3 | 4 | 2) == ALLOW
 
 

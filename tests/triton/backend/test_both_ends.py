@@ -1,4 +1,4 @@
-"""What a hostile stub does has the same outcome at both ends that a stub may have: the runtime, and the library in a tritonserver."""
+"""A hostile stub has the same outcome at both ends: the runtime, and the library in a tritonserver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model in a sandbox cannot pass off as the server's own."""
+"""A model in a sandbox cannot pass its metrics off as the server's."""
 
 from __future__ import annotations
 

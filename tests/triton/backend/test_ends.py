@@ -145,7 +145,7 @@ def test_what_another_launcher_cannot_start_is_started_when_it_can_be(
 
 
 def _refused(client: Client, why: str) -> bool:
-    """Whether a request gets an error that says this."""
+    """Tell if a request gets an error that says this."""
     try:
         client.order("nothing")
     except InferenceServerException as error:
