@@ -27,6 +27,14 @@ APIS = (
 """As Triton names them."""
 GRPC_PREFIX = "triton-grpc-protocol-"
 """Before the names of headers in gRPC's metadata."""
+# Types of bodies that a page of any site can send without asking first: of forms, and of scripts.
+_FORM_TYPE = "application/x-www-form-urlencoded"
+_SIMPLE_TYPES = ("text/plain", "multipart/form-data")
+# Host and port, in lower case.
+_PLACE = re.compile(
+    r"(?:(?P<name>[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?)|\[(?P<ipv6>[0-9a-f:.]+)\])(?::(?P<port>[0-9]{1,5}))?"
+)
+_MOST_PORT = 65535
 
 
 class Refusal(NamedTuple):
@@ -143,13 +151,6 @@ def refused_type(header: Callable[[str], str | None]) -> str | None:
     return None
 
 
-_FORM_TYPE = "application/x-www-form-urlencoded"
-_SIMPLE_TYPES = ("text/plain", "multipart/form-data")
-_PLACE = re.compile(
-    r"(?:(?P<name>[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?)|\[(?P<ipv6>[0-9a-f:.]+)\])(?::(?P<port>[0-9]{1,5}))?"
-)
-
-
 def _is_browser(header: Callable[[str], str | None]) -> bool:
     # Old browsers send neither of the first two with a link, or over plain HTTP to another machine.
     return (
@@ -170,9 +171,6 @@ def _parts_of(host: str) -> re.Match[str] | None:
     """Parse the value of a header Host, in lower case. None unless it is exactly a host, with or without a port."""
     found = _PLACE.fullmatch(host)
     return None if found is None or int(found["port"] or 0) > _MOST_PORT else found
-
-
-_MOST_PORT = 65535
 
 
 def place_of_host(host: str) -> str | None:
