@@ -34,10 +34,6 @@ class Room:
                 )
             self._taken[number] = own_bytes + size_bytes
 
-    def has(self, number: int) -> bool:
-        """Tell if anything is counted for that number."""
-        return number in self._taken
-
     def give_back(self, number: int) -> None:
         """Forget the copies of a question that is answered."""
         with self._lock:
