@@ -30,6 +30,16 @@ _PLAIN = (
 )  # fmt: skip
 
 
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# Expressions that make a container of their parts.
+_DISPLAYS: dict[type[ast.expr], type] = {
+    ast.List: list,
+    ast.Tuple: tuple,
+    ast.Dict: dict,
+    ast.Set: set,
+}
+
+
 class _Unreachable(Exception):
     """A name that the class uses and that cannot be taken along; the text says why."""
 
@@ -98,6 +108,9 @@ class _Session:
             self._bound[name] = [*before, statement] if is_part else [statement]
             if name == "*":
                 self._stars.add(statement)
+        for name in _names_patched(node):
+            if any(isinstance(each.node, _DEFINITIONS) for each in self._bound.get(name, ())):
+                self._bound[name] = [statement]
 
     def cut(self, name: str) -> str:
         """Return the text of all that this name needs, in the session's order. Raises `_Unreachable`."""
@@ -122,7 +135,7 @@ class _Session:
     def _take_one(self, name: str, node: ast.stmt) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom):
             return
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, _DEFINITIONS):
             self._check_constant(name, node)
         for other in sorted(_names_used(node)):
             self._take(other)
@@ -142,12 +155,28 @@ class _Session:
             raise _Unreachable(
                 f"it uses '{name}', whose value comes of running code; make it in __init__"
             )
-        try:
-            literal = ast.literal_eval(value)  # type: ignore[arg-type]
-        except (ValueError, TypeError):
-            return  # Made of other names, which are checked themselves.
-        if repr(self._namespace.get(name)) != repr(literal):
+        if not self._is_value_of(value, self._namespace.get(name)):  # type: ignore[arg-type]
             raise _Unreachable(f"it uses '{name}', which was changed after it was set")
+
+    def _is_value_of(self, node: ast.expr, value: object) -> bool:
+        """Return whether a value is what an expression gave, as far as it can be told without running anything."""
+        try:
+            return repr(value) == repr(ast.literal_eval(node))
+        except (ValueError, TypeError):
+            pass  # It is made of other names, which are checked themselves.
+        if isinstance(node, ast.Name):
+            return value is self._namespace.get(node.id, getattr(builtins, node.id, None))
+        kind = _DISPLAYS.get(type(node))
+        if kind is None:
+            # What may have been changed in its place cannot be compared with what it was.
+            return not isinstance(value, list | dict | set)
+        if type(value) is not kind:
+            return False
+        parts = _parts_of(node)
+        values = [*value, *value.values()] if isinstance(value, dict) else [*value]  # type: ignore[misc]
+        if isinstance(value, set):  # its order is its own
+            return len(values) <= len(parts)
+        return len(parts) == len(values) and all(map(self._is_value_of, parts, values))
 
 
 def _statements(text: str) -> list[ast.stmt]:
@@ -162,7 +191,7 @@ def _statements(text: str) -> list[ast.stmt]:
 def _names_bound(node: ast.stmt) -> Iterator[str]:
     """List the names that a statement binds or deletes; `*` for an import of all names."""
     parts: Iterator[ast.AST] = iter([node])
-    if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+    if not isinstance(node, _DEFINITIONS):
         parts = ast.walk(node)
     for part in parts:
         if isinstance(part, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -173,6 +202,28 @@ def _names_bound(node: ast.stmt) -> Iterator[str]:
             yield from (each.asname or each.name for each in part.names)
         elif isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load):
             yield part.id
+
+
+def _parts_of(display: ast.expr) -> list[ast.expr]:
+    """The elements of a list, tuple or set; the keys of a dictionary, and then its values."""
+    if isinstance(display, ast.Dict):
+        # Another dictionary that is unpacked in this one has no key.
+        return [*filter(None, display.keys), *display.values]
+    parts: list[ast.expr] = getattr(display, "elts", [])
+    return parts
+
+
+def _names_patched(node: ast.stmt) -> Iterator[str]:
+    """The names of objects of which a statement changes an attribute, `Model` for `Model.limit = 5`."""
+    if isinstance(node, _DEFINITIONS):
+        return
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and not isinstance(part.ctx, ast.Load):
+            root: ast.expr = part
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name):
+                yield root.id
 
 
 def _names_used(node: ast.stmt) -> set[str]:

@@ -120,6 +120,26 @@ def test_a_class_that_was_changed_replaces_the_one_before(tmp_path: Path) -> Non
         ("FACTOR = 2\nFACTOR += 1", "it uses 'FACTOR', whose value comes of running code"),
         ("for FACTOR in [1, 2]: pass", "it uses 'FACTOR', whose value comes of running code"),
         ("FACTOR = [1, 2, 3]\nFACTOR.append(4)", "it uses 'FACTOR', which was changed after"),
+        (
+            "ONE = 1\nFACTOR = [ONE, 2, 3]\nFACTOR.append(4)",
+            "it uses 'FACTOR', which was changed after",
+        ),
+        (
+            "ONE = 1\nFACTOR = {1: [ONE]}\nFACTOR[1][0] = 4",
+            "it uses 'FACTOR', which was changed after",
+        ),
+        (
+            "ONE = 1\nFACTOR = {**{}, 1: ONE}\nFACTOR[2] = 4",
+            "it uses 'FACTOR', which was changed after",
+        ),
+        (
+            "ONE = 1\nFACTOR = [ONE] + [2]\nFACTOR[0] = 4",
+            "it uses 'FACTOR', which was changed after",
+        ),
+        (
+            "class FACTOR: n = 1\nFACTOR.n = 2",
+            "it uses 'FACTOR', whose value comes of running code",
+        ),
         ("globals()['FACTOR'] = 2", "it uses 'FACTOR', which nothing that was typed defines"),
     ],
 )
@@ -135,6 +155,28 @@ def test_what_cannot_be_taken_is_named(
 
     with pytest.raises(moonpool.LoadFailed, match=why):
         source_of(session.Scale)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "ONE = 1\nFACTOR = [ONE, (ONE, 2), {'a': ONE, 'b': -1.5}, {ONE, 1}]",
+        "import os\nos.moonpool_was_here = 1\nFACTOR = (np.pi, 1 + 2, os.sep)",
+        "class Other: n = 1\nOther.n = 2\nFACTOR = 1",
+    ],
+)
+def test_what_is_as_it_was_is_taken(monkeypatch: pytest.MonkeyPatch, cell: str) -> None:
+    session = ModuleType("session")
+    monkeypatch.setitem(sys.modules, "session", session)
+    monkeypatch.setattr(os, "moonpool_was_here", 0, raising=False)
+    session.In = ["", IMPORTS, cell, SCALE]  # type: ignore[attr-defined]
+    for text in session.In:
+        exec(text, vars(session))
+
+    taken: dict[str, object] = {}
+    exec(source_of(session.Scale), taken)
+
+    assert taken["FACTOR"] == session.FACTOR
 
 
 def test_the_error_shows_the_two_lines_that_help(tmp_path: Path) -> None:
