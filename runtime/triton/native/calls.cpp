@@ -99,21 +99,23 @@ bool Calls::read(Flow& flow) {
   send_waiting();
   const Channel::Received received = channel_.receive(packet_, true);
   if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
-  const Beginning beginning = beginning_of(wire::kCalls, packet_.bytes(), stub_->answers());
-  if (beginning.where && !takes_in(*beginning.where, beginning.bytes, flow)) return true;
-  const auto question = opened(wire::kCalls, packet_.bytes(), stub_->answers(), &stored_, UINT64_MAX);
-  // A load costs no more for its size: kCopiedLoadsBytes bounds the loads in progress.
-  const bool is_stored_load = beginning.where && question.kind() == Kind::LOAD_MODEL;
-  const size_t size = is_stored_load ? beginning.bytes.size() : beginning.where ? stored_.size() : packet_.bytes().size();
-  flow.took(size, cost_of(question.kind()));
-  if (beginning.where) {
+  auto question = decoded(wire::kCalls, packet_.bytes());
+  size_t size = packet_.bytes().size();
+  if (question.kind() == Kind::INDIRECT) {
+    const wire::Indirect where(question.fields);
+    const std::string beginning = beginning_of(where, stub_->answers());
+    if (!takes_in(where, beginning, flow)) return true;
+    question = fetched(wire::kCalls, where, stub_->answers(), &stored_, UINT64_MAX);
     // Room was taken by the kind and the call that stood there before the copy.
-    Reader before(beginning.bytes);
+    Reader before(beginning);
     const Head head = head_of(before);
     if (head.kind != question.kind() || head.call != Reader(question.fields).uint()) {
       throw Violation("a message in memory that changed while it was read");
     }
+    // A load costs no more for its size: kCopiedLoadsBytes bounds the loads in progress.
+    size = question.kind() == Kind::LOAD_MODEL ? beginning.size() : stored_.size();
   }
+  flow.took(size, cost_of(question.kind()));
   handle(question);
   stored_ = {};
   return true;

@@ -142,44 +142,43 @@ inline void pack(Writer& message, Loans& loans, bool keep = false) {
   wire::encode<wire::Kind::INDIRECT>(message, spot.region, spot.offset, size);
 }
 
-// The place of a message in the stub's memory, and a copy of its beginning, which the stub cannot change any more. Empty
-// for a message that lies in its packet.
-struct Beginning {
-  std::optional<wire::Indirect> where;
-  std::string bytes;
-};
-
-template <class Table>
-Beginning beginning_of(const Table& table, std::string_view packet, Answers& answers) {
-  const auto message = decode(table, wire::Side::STUB, packet);
-  if (!message) throw Violation(message.wrong);
-  if (message.kind() != wire::Kind::INDIRECT) return {};
-  const wire::Indirect where(message.fields);
+// A copy of the beginning of a message in the stub's memory, which the stub cannot change any more. Throws Violation.
+inline std::string beginning_of(const wire::Indirect& where, Answers& answers) {
   const View view = answers.look({where.region, where.offset, where.size});
-  return {where, std::string(view.bytes, std::min<uint64_t>(view.size, wire::kMaxPacketBytes))};
+  return std::string(view.bytes, std::min<uint64_t>(view.size, wire::kMaxPacketBytes));
 }
 
-// The stub's message, or the one in its memory that it points to, which is copied to `stored`. Throws Violation for one of
-// more than `most` bytes, and for anything that the tables do not have.
+// The stub's message. Throws Violation for anything that the tables do not have.
 template <class Table>
-auto opened(const Table& table, std::string_view packet, Answers& answers, std::string* stored,
-            uint64_t most = wire::kMaxStoredBytes) {
-  stored->clear();
+auto decoded(const Table& table, std::string_view packet) {
   auto message = decode(table, wire::Side::STUB, packet);
-  if (message && message.kind() == wire::Kind::INDIRECT) {
-    const wire::Indirect where(message.fields);
-    const View view = answers.look({where.region, where.offset, where.size});
-    // Before it is copied: a region may be as large as the machine's memory.
-    if (view.size > most) {
-      throw Violation("a message of " + std::to_string(view.size) + " bytes; " + std::to_string(most) + " is the most");
-    }
-    stored->assign(view.bytes, view.size);
-    answers.release({where.region, where.offset});
-    message = decode(table, wire::Side::STUB, *stored);
-    if (message && message.kind() == wire::Kind::INDIRECT) throw Violation("INDIRECT that stands for another one");
-  }
   if (!message) throw Violation(message.wrong);
   return message;
+}
+
+// The message in the stub's memory that INDIRECT points to, which is copied to `stored`. Throws Violation for one of more
+// than `most` bytes, and as `decoded`.
+template <class Table>
+auto fetched(const Table& table, const wire::Indirect& where, Answers& answers, std::string* stored, uint64_t most) {
+  const View view = answers.look({where.region, where.offset, where.size});
+  // Before it is copied: a region may be as large as the machine's memory.
+  if (view.size > most) {
+    throw Violation("a message of " + std::to_string(view.size) + " bytes; " + std::to_string(most) + " is the most");
+  }
+  stored->assign(view.bytes, view.size);
+  answers.release({where.region, where.offset});
+  auto message = decoded(table, *stored);
+  if (message.kind() == wire::Kind::INDIRECT) throw Violation("INDIRECT that stands for another one");
+  return message;
+}
+
+// The stub's message, or the one in its memory that it points to, which is copied to `stored`. Throws Violation.
+template <class Table>
+auto opened(const Table& table, std::string_view packet, Answers& answers, std::string* stored) {
+  stored->clear();
+  auto message = decoded(table, packet);
+  if (message.kind() != wire::Kind::INDIRECT) return message;
+  return fetched(table, wire::Indirect(message.fields), answers, stored, wire::kMaxStoredBytes);
 }
 
 }  // namespace moonpool
