@@ -32,14 +32,19 @@ _CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if
 # What begins a line, or turns the direction of one around, so that it reads as something else.
 _DIRECTIONS = [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x2070)]
 _CONTROL |= {code: f"\\u{code:04x}" for code in _DIRECTIONS}
-
-
+# Also for the library in tritonserver, which has no Python.
+SHOWN_CODES = tuple(sorted(_CONTROL))
 _IN_JSON = {code: f"\\u{code:04x}" for code in _CONTROL}
 
 
 def harmless(text: str) -> str:
     """The text with control characters shown rather than obeyed."""
     return text.translate(_CONTROL)
+
+
+def one_line(text: str) -> str:
+    """The text as one line of a log: harmless, and its newlines are shown as well."""
+    return harmless(text.rstrip("\n").replace("\n", "\\n"))
 
 
 def harmless_json(text: str) -> str:

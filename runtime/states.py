@@ -14,9 +14,10 @@ diagrams in the documentation are drawn from them by `draw`.
 # one that takes batches.  DRAINING takes no new batch and finishes the one it has; FINALIZING runs
 # the model's finalize under its deadline; STOPPED has no process and never will again.  BACKING_OFF
 # has no process and waits for the time of its restart.  FAILED has no process: its first
-# start failed, or the restart policy gave up.  If nobody can load the model again (`--model-control-mode` none
-# or poll), an instance that was given up is started again after a rest, and its model is READY again.  RECYCLING ends a
-# process that has served long enough, in the way of FINALIZING, to start another one.
+# start failed, or the restart policy gave up.  In a tritonserver, and if nobody can load the model again
+# (`--model-control-mode` none or poll), an instance that was given up is started again after a rest, and its
+# model is READY again.  RECYCLING ends a process that has served long enough, in the way of FINALIZING, to
+# start another one.
 # A death while DRAINING or FINALIZING leads to STOPPED as well: there is nothing left to save.
 #
 # There is no EXECUTING.  The scheduler knows which instances are idle from its own list; a move for

@@ -154,7 +154,8 @@ class StubHandle(StubConnection):
                 stage="initialize",
             ) from None
         except (PeerGone, ProtocolError) as error:
-            raise LoadFailed(str(self.explain(error, "during start")), stage="start") from error
+            reason = self.explain(error, "during start")
+            raise LoadFailed(str(reason), stage="start") from reason
 
     def _hear(self, expected: Kind, deadline: float | None) -> list[Any]:
         """The next message of the start."""

@@ -84,7 +84,8 @@ class Supervisor:
         self._give_up_model = give_up
         self._come_back = come_back
         self._goes_on = goes_on
-        self._rest_s = max(options.restart_window_s, options.restart_backoff_max_s)
+        # How long an instance that was given up rests before it is started again.
+        self.rest_s = max(options.restart_window_s, options.restart_backoff_max_s)
         self._lock = threading.RLock()
         self._stopping = threading.Event()
         self.seats = [Seat(i, options.max_restarts + 1) for i in instances]
@@ -265,9 +266,9 @@ class Supervisor:
         decision = self.next_start(seat)
         if isinstance(decision, GiveUp):
             self._give_up(seat, decision.reason)
-            if not self._goes_on() or self._stopping.wait(self._rest_s):
+            if not self._goes_on() or self._stopping.wait(self.rest_s):
                 return True
-            because = f"nobody can load the model again, and {self._rest_s:g} s have passed"
+            because = f"it was given up, and {self.rest_s:g} s have passed"
             return self._start_again(seat, because, "restarted", restarts=1)
         if self._stopping.wait(max(0.0, decision.at_s - time.monotonic())):
             self._move(seat, _S.STOPPED, "unload")

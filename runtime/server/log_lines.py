@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from moonpool.runtime.output import harmless, harmless_json
+from moonpool.runtime.output import harmless, harmless_json, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -142,7 +142,7 @@ class ServerLog(logging.Handler):
         if getattr(record, "is_table", False):
             text = "\n" + "\n".join(harmless(line) for line in text.split("\n")) + "\n"
         else:
-            text = harmless(text.rstrip("\n").replace("\n", "\\n"))
+            text = one_line(text)
         return f"{head} {os.getpid()} {place}] {text}"
 
     def close(self) -> None:

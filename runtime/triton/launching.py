@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION
-from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.failures import as_load_failure, missing_file_line
 from moonpool.runtime.model_registry import ModelRegistry
 from moonpool.runtime.parallel import in_parallel
@@ -24,13 +23,15 @@ from moonpool.runtime.triton.error_codes import code_of
 from moonpool.runtime.triton.lent_backend import LentBackend
 from moonpool.runtime.triton.lent_instance import LentInstance
 from moonpool.runtime.triton.messages import LAUNCHER_VERSION, End, Word
-from moonpool.runtime.triton.models import ServedModel, rules_of
+from moonpool.runtime.triton.models import ServedModel, refusal, rules_of
 from moonpool.runtime.triton.notes import Notes
 from moonpool.runtime.triton.post import Post
 from moonpool.runtime.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from moonpool.runtime.backend import Model
 
 _log = logging.getLogger("moonpool")
 # The receiver of all memory that this process gives.
@@ -111,19 +112,20 @@ class Launcher:
     def _load_apart(
         self, number: int, name: str, version: int, directory: str, config: str, completes: bool
     ) -> None:
+        model: Model | None = None
         try:
             rules = rules_of(self._backend.name, self._config)
             served = ServedModel(name, version, directory, config, self._directory, rules.limits)
             rules.apply_to(served.model)
+            model = served.model
             served.model.completes = completes
             self._backend.model_initialize(served.model)
         except Exception as error:
             failure = as_load_failure(error, f"model '{name}'")
-            if isinstance(failure, LoadFailed) and failure.traceback:
-                _log.error("model '%s': %s\n%s", name, failure, failure.traceback)
+            told = refusal(failure, f"model '{name}':", model)
             if (line := missing_file_line(failure)) is not None:
                 _log.info("%s", line)
-            self._post.tell(Word.REFUSED, number, code_of(failure), str(failure))
+            self._post.tell(Word.REFUSED, number, code_of(failure), told)
             return
         served.warn()
         self._models[number] = served
@@ -157,9 +159,13 @@ class Launcher:
         if not instance.start():
             self._instances.pop(number, None)
 
-    def _lose(self, number: int, generation: int, is_executing: bool, why: str) -> None:
+    def _lose(
+        self, number: int, generation: int, is_executing: bool, is_shortage: bool, why: str
+    ) -> None:
         if number in self._instances:
-            self._instances[number].lose(generation, is_executing=is_executing, why=why)
+            self._instances[number].lose(
+                generation, is_executing=is_executing, is_shortage=is_shortage, why=why
+            )
 
     def _exceed(self, number: int, generation: int) -> None:
         if number in self._instances:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from moonpool.runtime.supervisor import Supervisor
 from moonpool.runtime.triton.error_codes import code_of
 from moonpool.runtime.triton.lent_stub import LentStub
 from moonpool.runtime.triton.messages import Word
+from moonpool.runtime.triton.models import refusal
 
 if TYPE_CHECKING:
     from moonpool.runtime.allotment import Allotment
@@ -33,6 +35,7 @@ _log = logging.getLogger("moonpool")
 _S = InstanceState
 # How often a start that is to be given up is looked at.
 _LOOK_S = 0.1
+_NOTHING_BROKEN = (0, PeerGone("there was no process"))
 
 
 class LentInstance(ModelInstance):
@@ -56,8 +59,14 @@ class LentInstance(ModelInstance):
         self.reason: BaseException = LoadFailed(f"'{name}' was not started")
         self._number = number
         self._was_started = threading.Event()
+        self._lock = threading.Lock()
+        # The last process that the other one was done with, and why.
+        self._broken: tuple[int, BaseException] = _NOTHING_BROKEN
         self._post = post
-        self._supervisor = Supervisor(backend, model, [self], reactor, self._moved, _nothing)
+        # Nobody here knows whether the server lets anybody load the model again, so the instance always comes back.
+        self._supervisor = Supervisor(
+            backend, model, [self], reactor, self._moved, _nothing, goes_on=_always
+        )
         (self._seat,) = self._supervisor.seats
 
     @property
@@ -76,25 +85,48 @@ class LentInstance(ModelInstance):
             self._supervisor.start_all()
         except Exception as error:
             failure = as_load_failure(error, self.name)
-            if isinstance(failure, LoadFailed) and failure.traceback:
-                _log.error("[%s] %s\n%s", self.name, failure, failure.traceback)
-            self._tell(Word.REFUSED, code_of(failure), str(failure))
+            told = refusal(failure, f"[{self.name}]", self.model)
+            self._tell(Word.REFUSED, code_of(failure), told)
             return False
         finally:
             self._was_started.set()
         return True
 
-    def lose(self, generation: int, *, is_executing: bool, why: str) -> None:
-        """The other process is done with a stub that has ended or, where `why` says how, broken the protocol."""
+    def lose(self, generation: int, *, is_executing: bool, is_shortage: bool, why: str) -> None:
+        """The other process is done with a stub that has ended or, where `why` says how, broken the protocol.
+
+        With `is_shortage` the other process has no descriptor, memory or thread for it, as `why` says.
+        """
         state = self._seat.machine.state
         if generation != self.generation or state not in (_S.READY, _S.STARTING):
             return
-        if state is _S.STARTING:
+        is_starting = state is _S.STARTING
+        error: BaseException = PeerGone("the stub has ended")
+        if is_shortage:
+            error = _no_room(self.name, why)
+        elif is_starting:
             subject = f"Stub process '{self.name}' {BROKE}"
-            self.backend.abort(self, StubDied(f"{subject}: {why}", subject))
-            return
-        gone = PeerGone("the stub has ended") if is_executing else EndedIdle("the stub has ended")
-        self._supervisor.lost(self, (), ProtocolError(why) if why else gone)
+            error = StubDied(f"{subject}: {why}", subject)
+        elif why:
+            error = ProtocolError(why)
+        elif not is_executing:
+            error = EndedIdle("the stub has ended")
+        with self._lock:
+            self._broken = generation, error
+        if is_shortage or is_starting:
+            self.backend.abort(self, error)
+        # A start that this was too late to break off ends with READY, and then `_moved` finds what is broken.
+        if self._seat.machine.state is _S.READY:
+            self._lose_broken()
+
+    def _lose_broken(self) -> bool:
+        """Report the present process as lost if it is broken; once, whoever finds out."""
+        with self._lock:
+            (generation, error), self._broken = self._broken, _NOTHING_BROKEN
+        if generation != self.generation:
+            return False
+        self._supervisor.lost(self, (), error)
+        return True
 
     def exceed(self, generation: int) -> None:
         """A batch takes too long: end the process, whose loss will be told."""
@@ -145,6 +177,8 @@ class LentInstance(ModelInstance):
         """The supervisor has moved the instance to another state."""
         _log.debug("%s is %s: %s", self.name, state, because)
         if state == _S.READY:
+            if self._lose_broken():
+                return
             stub = self.stub
             has_check, sandbox = stub.readiness.has_check, str(stub.confinement)
             fds = (stub.lend_work(),)
@@ -164,7 +198,10 @@ class LentInstance(ModelInstance):
         decision = self._supervisor.next_start(self._seat)
         restarts_in_ms = None
         if isinstance(decision, GiveUp):
-            message = f"{message} (it is not started again, as it {decision.reason})"
+            rest_s = self._supervisor.rest_s
+            told = f"it {decision.reason}; it is started again after {rest_s:g} s"
+            _log.error("[%s] is given up: %s", self.name, told)
+            message = f"{message} ({told})"
         else:
             restarts_in_ms = max(0, int((decision.at_s - time.monotonic()) * 1000))
         self._tell(Word.DIED, self.generation, code_of(reason), message, restarts_in_ms)
@@ -174,4 +211,15 @@ class LentInstance(ModelInstance):
 
 
 def _nothing(_: str) -> None:
-    """DIED has said that no process follows."""
+    """DIED tells of it."""
+
+
+def _always() -> bool:
+    return True
+
+
+def _no_room(name: str, why: str) -> StubDied:
+    """An end that is no fault of the model's."""
+    error = StubDied(f"Stub process '{name}' was ended, as the server has no room for it: {why}")
+    error.__cause__ = OSError(errno.EMFILE, why)
+    return error

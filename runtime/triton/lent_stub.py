@@ -28,9 +28,9 @@ class LentStub(StubHandle):
         files = (self.requests.fd, self.responses.fd)
         fds = (self.control.channel.fileno(), calls.fileno(), self.process.pidfd, *files)
         self._born(self, tuple(os.dup(fd) for fd in fds))
-        # The stub is to see the end of whoever reads now. What it is to be may need more memory, which
-        # goes over the control channel.
-        calls.close()
+        # Kept until the stub is ready: the server may have no descriptor for it, and the stub is not to see an end
+        # before this process has heard why. Whoever reads now shuts the channel down for all.
+        self._calls = calls
 
     @property
     def requests(self) -> SharedRegion:
@@ -46,7 +46,12 @@ class LentStub(StubHandle):
     def lend_work(self) -> int:
         """A descriptor of its work channel, for another process until the model is to finalize. It is initialized."""
         self.control.channel.close()
+        self._calls.close()
         return os.dup(self.link.conversation.channel.fileno())
+
+    def close(self) -> None:
+        super().close()
+        self._calls.close()
 
     def tell(self, *message: object) -> None:
         """Whoever has the channel tells it."""

@@ -6,7 +6,7 @@ never uses a number again; all that concerns one instance is in order. Every que
 
     MODEL     →  MODEL_READY or REFUSED
     INSTANCE  →  BORN, then STARTED; or REFUSED, perhaps after BORN
-    LOST      →  DIED; then, unless DIED says that it is over, BORN and STARTED, or DIED, perhaps after BORN
+    LOST      →  DIED; then, in its time, BORN and STARTED, or DIED, perhaps after BORN
     RENEW     →  BORN and STARTED; or DIED, as after LOST
     END, END_MODEL  →  ENDED
     MEMORY    →  SET_ASIDE or REFUSED
@@ -36,7 +36,7 @@ from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, Text
 from moonpool.ipc.messages import Message
 
 # Raised by one with every change of what follows: both ends must come from one moonpool.
-LAUNCHER_VERSION = 4
+LAUNCHER_VERSION = 5
 
 
 class End(IntEnum):
@@ -195,9 +195,17 @@ LAUNCHER: dict[IntEnum, Message] = {
     # What a model that is private says of an error: it comes back as it may be told, and what that leaves out is logged.
     Word.SCRUB: Message(_SHIM, {"question": _ID, "model": _ID, "text": _TEXT}),
     Word.SCRUBBED: Message(_LAUNCHER, {"question": _ID, "text": _TEXT}),
-    # `is_executing`: it had requests. `why`: how it broke the protocol, "" where it just ended.
+    # `is_executing`: it had requests. `why`: how it broke the protocol, "" where it just ended. `is_shortage`: the server
+    # has no descriptor, memory or thread for it, as `why` says, which is no fault of the model's.
     Word.LOST: Message(
-        _SHIM, {"instance": _ID, "generation": Int(1), "is_executing": Flag(), "why": _TEXT}
+        _SHIM,
+        {
+            "instance": _ID,
+            "generation": Int(1),
+            "is_executing": Flag(),
+            "is_shortage": Flag(),
+            "why": _TEXT,
+        },
     ),
     # It takes longer than `execute_timeout_ms` for a batch: end it. LOST is still to be said when it ends.
     Word.OVERDUE: Message(_SHIM, {"instance": _ID, "generation": Int(1)}),
@@ -206,7 +214,8 @@ LAUNCHER: dict[IntEnum, Message] = {
     # It has executed so many requests, which is enough, and has none now. LOST is not said of it.
     Word.RENEW: Message(_SHIM, {"instance": _ID, "generation": Int(1), "served": _ID}),
     # Why the process ended, or could not be started again: the error of the requests that it had. It is started again
-    # after so many milliseconds; nil: never, and then `message` is that of later requests, too.
+    # after so many milliseconds; nil: it was given up and is started again after a rest, and until the next message about
+    # it `message` is that of later requests, too.
     Word.DIED: Message(
         _LAUNCHER,
         {

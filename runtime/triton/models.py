@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.policy import LEVELS, is_contained
+from moonpool.ipc.texts import beginning
 from moonpool.runtime.backend import Model
 from moonpool.runtime.config import ConfigError, ModelConfig, Source
 from moonpool.runtime.config_defaults import MODEL_FILENAME
@@ -16,11 +17,15 @@ from moonpool.runtime.config_options import ModelOptions
 from moonpool.runtime.config_schema import MESSAGES
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.loading import HostingRules
-from moonpool.runtime.output import Budget, harmless
+from moonpool.runtime.output import Budget, harmless, one_line
 from moonpool.runtime.public_text import scrubbed
 from moonpool.runtime.repository_files import check_no_loop
 from moonpool.runtime.source import ModelSource, of_file
 from moonpool.runtime.start import input_names, output_names
+from moonpool.runtime.triton.notes import AS_IT_IS, MAX_BYTES
+
+if TYPE_CHECKING:
+    from moonpool.ipc.errors import MoonpoolError
 
 _log = logging.getLogger("moonpool")
 # What a model may complete.
@@ -145,6 +150,19 @@ class ServedModel:
             if getattr(self.model.options, attribute) != getattr(usual, attribute):
                 option = f"MOONPOOL_{attribute.upper()}"
                 _log.warning("model '%s': %s has no effect in Triton", self.model.name, option)
+
+
+def refusal(failure: MoonpoolError, subject: str, model: Model | None) -> str:
+    """What the server is told of a load that failed, and logs; the traceback is logged here.
+
+    Triton's own backend gives all lines of an error, and so does this for a model that is not contained. Others, and those
+    of which nothing is known yet (None), could forge a line of the server's log, and get one line.
+    """
+    is_trusted = model is not None and not is_contained(model.options.sandbox)
+    if isinstance(failure, LoadFailed) and failure.traceback:
+        extra = AS_IT_IS if is_trusted else None
+        _log.error("%s %s\n%s", subject, failure, failure.traceback, extra=extra)
+    return str(failure) if is_trusted else beginning(one_line(str(failure)), MAX_BYTES)
 
 
 def _milliseconds(seconds: float | None) -> int | None:

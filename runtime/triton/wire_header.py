@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from moonpool.ipc import bounds, channel, messages, metric_kinds
 from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
 from moonpool.ipc.tensors import ITEMSIZE
-from moonpool.runtime import budgets
+from moonpool.runtime import budgets, output
 from moonpool.runtime.triton import messages as launcher
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from enum import IntEnum
     from types import ModuleType
 
@@ -189,8 +190,25 @@ def _constants() -> str:
         "// Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none."
     )
     lines.append(f"constexpr std::array<uint8_t, {max(ITEMSIZE) + 1}> kItemBytes = {{{sizes}}};")
+    ranges = _ranges(output.SHOWN_CODES)
+    pairs = ", ".join(f"{{{first}, {last}}}" for first, last in ranges)
+    lines.append(
+        "// Characters that a line of the log shows as escapes, from the first to the last."
+    )
+    lines.append(
+        f"constexpr std::array<std::array<uint32_t, 2>, {len(ranges)}> kShownCodes = {{{{{pairs}}}}};"
+    )
     lines.append(f'static_assert(kMaxValues == {bounds.MAX_ITEMS}, "as in ipc/bounds.py");\n')
     return "\n".join(lines)
+
+
+def _ranges(codes: Sequence[int]) -> list[tuple[int, int]]:
+    """Codes in order, as the first and the last of those that stand in a row."""
+    found: list[tuple[int, int]] = []
+    for code in codes:
+        first = found.pop()[0] if found and found[-1][1] == code - 1 else code
+        found.append((first, code))
+    return found
 
 
 class Rows:

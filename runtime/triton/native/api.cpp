@@ -3,7 +3,11 @@
 #include <dlfcn.h>
 #include <link.h>
 
+#include <algorithm>
+#include <cstdio>
 #include <cstring>
+
+#include "wire.h"
 
 namespace moonpool::triton {
 
@@ -57,6 +61,48 @@ std::string resolve() {
 }  // namespace moonpool::triton
 
 namespace moonpool {
+namespace {
+
+// The character that begins here, and its bytes; 0 bytes where it is no UTF-8.
+std::pair<uint32_t, size_t> character(std::string_view text) {
+  const auto first = static_cast<unsigned char>(text[0]);
+  const size_t size = first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
+  if (size == 0 || size > text.size()) return {first, 0};
+  uint32_t code = size == 1 ? first : first & (0xffu >> (size + 1));
+  for (size_t i = 1; i < size; ++i) {
+    const auto next = static_cast<unsigned char>(text[i]);
+    if ((next & 0xc0) != 0x80) return {first, 0};
+    code = code << 6 | (next & 0x3fu);
+  }
+  return {code, size};
+}
+
+bool is_shown(uint32_t code) {
+  return std::any_of(wire::kShownCodes.begin(), wire::kShownCodes.end(),
+                     [code](const auto& range) { return range[0] <= code && code <= range[1]; });
+}
+
+}  // namespace
+
+std::string one_line(std::string_view text) {
+  while (!text.empty() && text.back() == '\n') text.remove_suffix(1);
+  std::string line;
+  line.reserve(text.size());
+  while (!text.empty()) {
+    const auto [code, size] = character(text);
+    if (code == '\n') {
+      line += "\\n";
+    } else if (size == 0 || is_shown(code)) {
+      char escape[8];
+      std::snprintf(escape, sizeof(escape), code < 0x100 ? "\\x%02x" : "\\u%04x", static_cast<unsigned>(code));
+      line += escape;
+    } else {
+      line += text.substr(0, size);
+    }
+    text.remove_prefix(std::max<size_t>(size, 1));
+  }
+  return line;
+}
 
 void check(triton::Error* error) {
   if (!error) return;
@@ -71,13 +117,13 @@ void complain(triton::Error* error, const char* doing) noexcept {
   triton::ErrorDelete(error);
 }
 
-void log_line(int level, std::string_view file, int line, std::string_view text) noexcept {
+void log_from(int level, std::string_view file, int line, std::string_view text) noexcept {
   const std::string name(file), message(text);
   if (triton::Error* error = triton::LogMessage(level, name.c_str(), line, message.c_str())) {
     triton::ErrorDelete(error);
   }
 }
 
-void log(int level, std::string_view text) noexcept { log_line(level, "moonpool", 0, text); }
+void log(int level, std::string_view text) noexcept { log_from(level, "moonpool", 0, one_line(text)); }
 
 }  // namespace moonpool

@@ -219,11 +219,16 @@ struct Failure : std::runtime_error {
 // Throws what Triton says is wrong; nothing where it says nothing.
 void check(triton::Error* error);
 
+// The text as one line of a log: newlines, control characters and those that turn the direction of text are shown as
+// escapes, as `one_line` in runtime/output.py does it, and so are bytes that are no UTF-8.
+std::string one_line(std::string_view text);
+
 // For what cannot be helped any more: into the log.
 void complain(triton::Error* error, const char* doing) noexcept;
 
-// A line of the server's log, as if from a place in a model's source.
-void log_line(int level, std::string_view file, int line, std::string_view text) noexcept;
+// What goes into the server's log as it is, as if from a place in a model's source.
+void log_from(int level, std::string_view file, int line, std::string_view text) noexcept;
+// One line of the server's log, whatever is in it.
 void log(int level, std::string_view text) noexcept;
 
 // Runs what an entry point is for. No exception leaves it; what was thrown becomes Triton's error.

@@ -500,6 +500,9 @@ void Calls::check_new(uint64_t call) {
 void Calls::check_may_ask(const std::string& name) const {
   const auto& patterns = model_.facts().may_ask;
   if (!patterns) return;
+  if (one_line(name) != name) {
+    throw Failure(triton::kNotFound, "no model has a name with control characters in it, as '" + one_line(name) + "'");
+  }
   for (const std::string_view pattern : *patterns) {
     if (fnmatch(std::string(pattern).c_str(), name.c_str(), FNM_NOESCAPE) == 0) return;
   }

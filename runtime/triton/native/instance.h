@@ -1,6 +1,8 @@
 // An instance of a model: the processes that serve it, one after another.
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -81,6 +83,9 @@ class Instance {
 
  private:
   static constexpr const char* kKinds[] = {"AUTO", "CPU", "GPU", "MODEL"};
+  using Clock = std::chrono::steady_clock;
+  // Between starts that fail: as in RestartPolicy of runtime/restart.py.
+  static constexpr std::chrono::milliseconds kFirstPause{100}, kMostPause{60'000};
   // Processes that may be gone before one takes a batch.
   static constexpr int kAttempts = 3;
 
@@ -99,13 +104,31 @@ class Instance {
       replace(nullptr);
       if (is_final) end_ = death;
     }
-    if (end_) throw *end_;
     if (mailbox_->is_closed()) {
-      start();
+      start_anew();
     } else {
+      // One that was given up is heard of again when its rest is over.
+      if (end_ && mailbox_->is_empty()) throw *end_;
       replace(started());
     }
+    end_.reset();
     return *stub_;
+  }
+
+  // As `start`, but not for every request: starting a launcher and a process takes long. Throws Failure.
+  void start_anew() {
+    const auto now = Clock::now();
+    if (now < next_start_) throw *end_;
+    try {
+      start();
+    } catch (const std::exception& error) {
+      const auto pause = std::min(kMostPause, kFirstPause * (1 << std::min(failed_starts_++, 20)));
+      next_start_ = Clock::now() + pause;
+      const auto* failure = dynamic_cast<const Failure*>(&error);
+      end_ = failure ? *failure : Failure(triton::kUnavailable, error.what());
+      throw *end_;
+    }
+    failed_starts_ = 0;
   }
 
   // Have a launcher start the instance for the first time. If this throws Failure, the mailbox is closed.
@@ -133,11 +156,10 @@ class Instance {
       if (letter->word == wire::Word::BORN) {
         const wire::Born born(letter->fields);
         try {
-          stub = std::make_shared<Stub>(launcher_, *mailbox_, model_, born, std::move(letter->descriptors));
-        } catch (const std::exception& error) {  // there is no room for it here; its end is told as any other
+          stub = std::make_shared<Stub>(launcher_, *mailbox_, model_, name_, born, std::move(letter->descriptors));
+        } catch (const std::exception& error) {  // its end is told as any other
           stub = nullptr;
-          launcher_->send<wire::Word::LOST>(number_, born.generation, false,
-                                          std::string("the server has no room for it: ") + error.what());
+          launcher_->has_no_room(number_, born.generation, error.what());
         }
       } else if (letter->word == wire::Word::STARTED && stub) {
         stub->begin(wire::Started(letter->fields), std::move(letter->descriptors.at(0)));
@@ -145,7 +167,8 @@ class Instance {
       } else if (letter->word == wire::Word::DIED) {
         stub = nullptr;
         const wire::Died died(letter->fields);
-        if (died.restarts_in_ms) continue;
+        // What came later says more.
+        if (died.restarts_in_ms || !mailbox_->is_empty()) continue;
         end_.emplace(static_cast<int>(died.code), std::string(died.message));
         throw *end_;
       }
@@ -187,8 +210,11 @@ class Instance {
   std::shared_ptr<Launcher> launcher_;
   std::shared_ptr<Mailbox> mailbox_;
   Batch batch_;
-  // Why there will be no other process.
+  // Why it has no process, while no other one is being started.
   std::optional<Failure> end_;
+  // Starts that failed in a row after a launcher's end, and the earliest time of the next one.
+  int failed_starts_ = 0;
+  Clock::time_point next_start_{};
 
   std::mutex mutex_;  // of the pointer, for those that are not the instance's thread
   std::shared_ptr<Stub> stub_;

@@ -63,10 +63,22 @@ bool Mailbox::is_closed() {
   return is_closed_;
 }
 
+bool Mailbox::is_empty() {
+  std::lock_guard lock(mutex_);
+  return letters_.empty();
+}
+
 void Mailbox::put(std::unique_ptr<Letter> letter) {
   std::lock_guard lock(mutex_);
+  if (letter->word == Word::DIED) drop_ended();
   letters_.push_back(std::move(letter));
   arrived_.notify_all();
+}
+
+// Of a process that has ended, unread letters are of no use, and hold its descriptors. An instance may be started again and
+// again while no request comes that would read them. The oldest DIED stays: it answers LOST.
+void Mailbox::drop_ended() {
+  while (!letters_.empty() && (letters_.back()->word != Word::DIED || letters_.size() > 1)) letters_.pop_back();
 }
 
 void Mailbox::close() {
@@ -214,9 +226,11 @@ std::unique_ptr<Letter> Launcher::receive(Packet& packet, std::string* wrong) {
 void Launcher::deliver(std::unique_ptr<Letter> letter) {
   if (letter->word == Word::NOTE) {
     const wire::Note note(letter->fields);
-    log_line(static_cast<int>(note.level), note.file, static_cast<int>(note.line), note.message);
+    // The launcher has made one line of it, or knows why there may be more.
+    log_from(static_cast<int>(note.level), note.file, static_cast<int>(note.line), note.message);
     return;
   }
+  if (!is_whole(*letter)) return;
   // All others are led by the number of whom they are about.
   const uint64_t number = Reader(letter->fields).uint();
   std::lock_guard lock(mutex_);
@@ -227,6 +241,24 @@ void Launcher::deliver(std::unique_ptr<Letter> letter) {
   } else {
     mailbox->second->put(std::move(letter));
   }
+}
+
+// False where descriptors of a process did not come with the letter: the server may have none left. That is told at once,
+// as the next request may be long in coming.
+bool Launcher::is_whole(const Letter& letter) {
+  constexpr size_t kOfBorn = 5, kOfStarted = 1;
+  constexpr const char* kWhy = "it has no descriptor left";
+  if (letter.word == Word::BORN && letter.descriptors.size() < kOfBorn) {
+    const wire::Born born(letter.fields);
+    has_no_room(born.instance, born.generation, kWhy);
+    return false;
+  }
+  if (letter.word == Word::STARTED && letter.descriptors.size() < kOfStarted) {
+    const wire::Started started(letter.fields);
+    has_no_room(started.instance, started.generation, kWhy);
+    return false;
+  }
+  return true;
 }
 
 // It ends by itself when its channel does; wait for that, and help where it takes too long.

@@ -32,12 +32,14 @@ class Mailbox {
   // The next letter; waits for it. Throws Failure where there is none and the launcher is gone, and for one that refuses.
   std::unique_ptr<Letter> next();
   bool is_closed();
+  bool is_empty();
   // The last process of the instance that has more memory than it may keep.
   uint64_t grown_generation() const { return grown_generation_; }
 
  private:
   friend class Launcher;
   void put(std::unique_ptr<Letter> letter);
+  void drop_ended();
   void close();
 
   std::mutex mutex_;
@@ -98,6 +100,10 @@ class Launcher {
     log_levels_.tell([this](auto... levels) { send<wire::Word::LOGGING>(levels...); });
   }
   bool is_gone() const { return is_gone_; }
+  // The server has no descriptor, memory or thread for this process of an instance. Its model is not to blame.
+  void has_no_room(uint64_t number, uint64_t generation, std::string_view why) {
+    send<wire::Word::LOST>(number, generation, false, true, why);
+  }
 
  private:
   struct Closing {
@@ -111,6 +117,7 @@ class Launcher {
   void listen();
   std::unique_ptr<Letter> receive(Packet& packet, std::string* wrong);
   void deliver(std::unique_ptr<Letter> letter);
+  bool is_whole(const Letter& letter);
   void bury();
 
   Channel channel_;

@@ -57,7 +57,11 @@ Model::Model(triton::Model* model, BackendState& backend) : model_(model), backe
     triton::Message* config;
     check(triton::MessageNewFromSerializedJson(&config, facts_->config->data(), facts_->config->size()));
     const Owned owned(config);
-    check(triton::ModelSetConfig(model, kConfigVersion, config));
+    try {
+      check(triton::ModelSetConfig(model, kConfigVersion, config));
+    } catch (const Failure& failure) {  // in which names of the model's may be, and which the server logs
+      throw facts_->is_private ? Failure(failure.code, one_line(failure.what())) : failure;
+    }
   }
 }
 

@@ -28,11 +28,12 @@ bool is_readable(const pollfd& end) { return (end.revents & (POLLIN | POLLHUP | 
 
 }  // namespace
 
-Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model, const wire::Born& born,
-           std::vector<Descriptor> descriptors)
+Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model, const std::string& name,
+           const wire::Born& born, std::vector<Descriptor> descriptors)
     : launcher_(std::move(launcher)),
       mailbox_(mailbox),
       model_(model),
+      name_(name),
       instance_(born.instance),
       generation_(born.generation),
       control_(std::move(descriptors.at(0))),
@@ -147,6 +148,7 @@ std::shared_ptr<Region> Stub::create(wire::Side writer, uint64_t present, uint64
   const auto letter = launcher_->ask<Word::MEMORY>(Launcher::new_number(), instance_, generation_,
                                                    static_cast<uint64_t>(writer), id, present, needed);
   const wire::SetAside made(letter->fields);
+  if (letter->descriptors.empty()) throw Failure(triton::kUnavailable, "the server has no descriptor left for more memory");
   auto region = std::make_shared<Region>(id, made.size, std::move(letter->descriptors.at(0)));
   // Somebody is to look whether it is still needed later.
   wake();
@@ -309,7 +311,12 @@ void Stub::log_of_model(const wire::Log& line) {
                               std::to_string(model_.facts().log_lines_per_s) + ")");
     lines_left_out_ = 0;
   }
-  log_line(static_cast<int>(line.level), line.file, static_cast<int>(line.line), line.message);
+  const int level = static_cast<int>(line.level), number = static_cast<int>(line.line);
+  if (!model_.facts().is_private) return log_from(level, line.file, number, line.message);
+  // One that is contained names no place in front of the line, which could be one of the server's own files.
+  std::string where;
+  if (number) where = " (" + std::string(line.file.substr(line.file.rfind('/') + 1)) + ":" + std::to_string(number) + ")";
+  log(level, "[" + name_ + "] " + one_line(line.message) + where);
 }
 
 void Stub::grow(uint64_t needed, int64_t device) {
@@ -354,7 +361,7 @@ void Stub::report() noexcept {
     why = why_;
   }
   if (!death_) {
-    launcher_->send<Word::LOST>(instance_, generation_, is_executing_.load(), why);
+    launcher_->send<Word::LOST>(instance_, generation_, is_executing_.load(), false, why);
     try {
       const auto letter = mailbox_.next();
       if (letter->word != Word::DIED) throw Failure(triton::kInternal, "the launcher does not say why it died");

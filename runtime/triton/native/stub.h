@@ -24,9 +24,10 @@ namespace moonpool {
 
 class Stub final : public RegionSource {
  public:
-  // Takes over the control and calls channels, as the launcher says. Throws Failure.
-  Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model, const wire::Born& born,
-       std::vector<Descriptor> descriptors);
+  // Takes over the control and calls channels, as the launcher says. `name` is the instance's, and outlives this. Throws
+  // Failure.
+  Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model, const std::string& name,
+       const wire::Born& born, std::vector<Descriptor> descriptors);
   // Ends the thread. What is open is failed.
   ~Stub();
 
@@ -76,7 +77,7 @@ class Stub final : public RegionSource {
   void overdue();
   bool has_ended() const { return has_ended_; }
   // For a stub that has ended, or closed a channel: ends what is left of it, and waits until nobody listens to it any
-  // more. Why it ended, and whether there is never another one.
+  // more. Why it ended, and whether the instance was given up for now.
   const Failure& death();
   bool is_final() const { return is_final_; }
 
@@ -105,6 +106,7 @@ class Stub final : public RegionSource {
   const std::shared_ptr<Launcher> launcher_;
   Mailbox& mailbox_;
   const Model& model_;
+  const std::string& name_;
   const uint64_t instance_;
   const uint64_t generation_;
   Channel work_, control_;

@@ -75,7 +75,7 @@ enum class Word : uint8_t {
   LOGGING = 62,  // info, warning, error, verbose
   MODEL = 63,  // model, name, version, directory, config, completes
   INSTANCE = 64,  // instance, model, name, kind, device
-  LOST = 65,  // instance, generation, is_executing, why
+  LOST = 65,  // instance, generation, is_executing, is_shortage, why
   OVERDUE = 66,  // instance, generation
   END = 67,  // instance
   END_MODEL = 68,  // model
@@ -131,7 +131,7 @@ constexpr uint64_t kHistogram = 2;
 constexpr uint64_t kIncrement = 0;
 constexpr uint64_t kSet = 1;
 constexpr uint64_t kObserve = 2;
-constexpr uint64_t kLauncherVersion = 4;
+constexpr uint64_t kLauncherVersion = 5;
 constexpr uint64_t kMaxMessageBytes = 67108864;
 constexpr uint64_t kFirstRegion = 4294967296;
 constexpr uint64_t kMessagesPerS = 20000;
@@ -150,6 +150,8 @@ constexpr uint64_t kShortMessage = 7000;
 constexpr uint64_t kMaxPacketBytes = 32768;
 // Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none.
 constexpr std::array<uint8_t, 15> kItemBytes = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0, 2};
+// Characters that a line of the log shows as escapes, from the first to the last.
+constexpr std::array<std::array<uint32_t, 2>, 7> kShownCodes = {{{0, 8}, {10, 31}, {127, 159}, {1564, 1564}, {8206, 8207}, {8232, 8238}, {8294, 8303}}};
 static_assert(kMaxValues == 2097152, "as in ipc/bounds.py");
 
 struct Place {
@@ -803,6 +805,7 @@ inline constexpr Spec kSpecs[] = {
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
     {"is_executing", Type::kFlag, false, 0, 0, 0, 0u},
+    {"is_shortage", Type::kFlag, false, 0, 0, 0, 0u},
     {"why", Type::kText, false, 0, 0, 0, 1048576u},
     {"instance", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"generation", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
@@ -827,9 +830,9 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 265, 1, 0, 65536u},
     {"", Type::kList, false, 266, 1, 0, 65536u},
-    {"", Type::kRow, false, 267, 6, 0, 0u},
+    {"", Type::kList, false, 267, 1, 0, 65536u},
+    {"", Type::kRow, false, 268, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
     {"shape", Type::kList, false, 125, 1, 0, 32u},
@@ -905,19 +908,19 @@ constexpr Table<Word, 24> kLauncher = {{{
     {"SET_ASIDE", 91, 2, 230, 2},
     {"SCRUB", 71, 1, 232, 3},
     {"SCRUBBED", 92, 2, 235, 2},
-    {"LOST", 65, 1, 237, 4},
-    {"OVERDUE", 66, 1, 241, 2},
-    {"GROWN", 90, 2, 243, 2},
-    {"RENEW", 69, 1, 245, 3},
-    {"DIED", 85, 2, 248, 5},
-    {"END", 67, 1, 253, 1},
-    {"END_MODEL", 68, 1, 254, 1},
-    {"ENDED", 86, 2, 255, 1},
-    {"HELLO", 80, 2, 256, 4},
-    {"NOTE", 88, 2, 260, 4},
+    {"LOST", 65, 1, 237, 5},
+    {"OVERDUE", 66, 1, 242, 2},
+    {"GROWN", 90, 2, 244, 2},
+    {"RENEW", 69, 1, 246, 3},
+    {"DIED", 85, 2, 249, 5},
+    {"END", 67, 1, 254, 1},
+    {"END_MODEL", 68, 1, 255, 1},
+    {"ENDED", 86, 2, 256, 1},
+    {"HELLO", 80, 2, 257, 4},
+    {"NOTE", 88, 2, 261, 4},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 264;
+constexpr size_t kLayoutSpec = 265;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 

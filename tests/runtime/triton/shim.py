@@ -182,9 +182,12 @@ class Shim:
     def number_of(self, stub: Stub) -> int:
         return next(number for number, each in self.stubs.items() if each is stub)
 
-    def lose(self, stub: Stub, *, is_executing: bool = True, why: str = "") -> list[Any]:
+    def lose(
+        self, stub: Stub, *, is_executing: bool = True, is_shortage: bool = False, why: str = ""
+    ) -> list[Any]:
         """What DIED says."""
-        self.tell(Word.LOST, self.number_of(stub), stub.generation, is_executing, why)
+        number = self.number_of(stub)
+        self.tell(Word.LOST, number, stub.generation, is_executing, is_shortage, why)
         return self.hear(Word.DIED)
 
     def end(self, stub: Stub) -> None:

@@ -103,7 +103,43 @@ def test_ever_longer_pauses_lie_before_ever_more_restarts_until_there_are_no_mor
     assert pauses[0] == 0
     assert 0 < pauses[1] <= 2000
     assert pauses[2] is None
-    assert "it is not started again, as it died 3 times" in message
+    assert "it died 3 times within 60 s" in message
+    assert "it is started again after 60 s" in message
+
+
+def test_an_instance_that_was_given_up_is_started_again_after_a_rest(
+    shim: Shim, start: Start
+) -> None:
+    options = {"MAX_RESTARTS": "0", "RESTART_WINDOW_S": "0.5", "RESTART_BACKOFF_MAX_S": "0.5"}
+    start(config=with_options(**{f"MOONPOOL_{name}": value for name, value in options.items()}))
+    for generation in (1, 2):
+        stub = shim.stubs[2]
+        stub.kill()
+        *_, restarts_in_ms = shim.lose(stub)
+        assert restarts_in_ms is None
+        assert shim.hear(Word.STARTED, Word.DIED)[:3] == [Word.STARTED, 2, generation + 1]
+    assert shim.stubs[2].infer([1.5]) == [3.0]
+
+
+def test_an_instance_that_rests_can_be_ended(shim: Shim, start: Start) -> None:
+    stub = start(config=with_options(MOONPOOL_MAX_RESTARTS="0"))
+    stub.kill()
+    assert shim.lose(stub)[-1] is None
+    shim.end(stub)
+
+
+def test_a_server_that_has_no_room_for_a_process_costs_the_model_no_death(
+    shim: Shim, start: Start
+) -> None:
+    """With no restart allowed, one death would be the end."""
+    start(config=with_options(MOONPOOL_MAX_RESTARTS="0"))
+    for _ in range(3):
+        *_, message, restarts_in_ms = shim.lose(
+            shim.stubs[2], is_executing=False, is_shortage=True, why="no descriptor"
+        )
+        assert restarts_in_ms is not None
+        assert "the server has no room for it: no descriptor" in message
+        shim.hear(Word.STARTED)
 
 
 def test_a_restart_that_fails_is_a_death_of_its_own(
@@ -170,7 +206,7 @@ def test_what_is_said_of_an_earlier_generation_is_passed_by(shim: Shim, start: S
     shim.lose(first)
     shim.hear(Word.STARTED)
 
-    shim.tell(Word.LOST, number, 1, True, "")
+    shim.tell(Word.LOST, number, 1, True, False, "")
     shim.tell(Word.OVERDUE, number, 1)
 
     assert shim.stubs[number].infer([1]) == [2]
@@ -222,7 +258,7 @@ def test_a_stub_that_breaks_the_protocol_before_it_is_started_is_refused(
     number = shim.begin_start(ready[1])
     shim.hear(Word.BORN)
 
-    shim.tell(Word.LOST, number, 1, False, "LOG.level may not be 9")
+    shim.tell(Word.LOST, number, 1, False, False, "LOG.level may not be 9")
 
     *_, message = shim.hear(Word.REFUSED)
     assert message == "Stub process 'm_0' broke the protocol and was ended: LOG.level may not be 9"

@@ -1,0 +1,95 @@
+"""What a model writes into a tritonserver's log that shows texts as they are, which Triton does where it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.triton.backend import zoo
+from tests.triton.backend.hosting import TIMEOUT_S, Client, HostingServer
+from tests.triton.server import interpreter
+from tests.waiting import wait_until
+from tritonclient.utils import InferenceServerException
+
+from moonpool.runtime.output import SHOWN_CODES, one_line
+
+FORGED = "E1122 10:00:00.000000 1 model_lifecycle.cc:654]"
+HOSTILE = f"first\n{FORGED} " + "".join(map(chr, SHOWN_CODES[1:])) + "ä €\U0001f600 end"
+# What would be passed off as the place in the server's source from which a line comes.
+PLACE = f"x.cc:1] \n{FORGED}"
+MODEL = f"""
+import builtins
+import triton_python_backend_utils as pb_utils
+
+HOSTILE = {HOSTILE!a}
+
+class TritonPythonModel:
+    def initialize(self, args):
+        say = compile("logger.log_info(text)", {PLACE!a}, "exec")
+        exec(say, {{"logger": pb_utils.Logger, "text": "logged " + HOSTILE}})
+        print("printed " + HOSTILE, flush=True)
+        raise ValueError("raised " + HOSTILE)
+"""
+STRICT = 'parameters { key: "MOONPOOL_SANDBOX" value { string_value: "strict" } }'
+
+
+class PlainServer(HostingServer):
+    """Its log has texts as they are. An operator may want it so, and older servers know nothing else."""
+
+    def _environment(self) -> dict[str, str]:
+        return {**super()._environment(), "TRITON_SERVER_ESCAPE_LOG_MESSAGES": "0"}
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a server that was asked to load two models, of which one is contained and all tell lies."""
+    folder = tmp_path_factory.mktemp("forging")
+    for name, more in (("contained", STRICT), ("trusted", "")):
+        config = zoo.MODELS["identity"][0] + more
+        (folder / "models" / name / "1").mkdir(parents=True)
+        (folder / "models" / name / "config.pbtxt").write_text(config)
+        (folder / "models" / name / "1" / "model.py").write_text(MODEL)
+    server = PlainServer(interpreter(), folder / "models", folder)
+    server.start()
+    client = Client(server)
+    try:
+        for name in ("contained", "trusted"):
+            with pytest.raises(InferenceServerException):
+                client.load(name)
+        wait_until(lambda: "[trusted_0_0] printed" in server.log(), TIMEOUT_S)
+        yield server.log_file.read_bytes().decode()
+    finally:
+        client.close()
+        server.stop()
+
+
+def _of(log: str, begin: str, end: str) -> str:
+    """What the log has of one of the models, which were loaded one after the other."""
+    return log.partition(f"loading: {begin}")[2].partition(end)[0]
+
+
+def test_a_contained_model_forges_no_line(log: str) -> None:
+    said = _of(log, "contained:1", "loading: trusted")
+    assert FORGED in said
+    assert not any(line.startswith(FORGED) for line in said.split("\n"))
+    assert {ord(each) for each in said} & set(SHOWN_CODES) == {10}
+
+
+def test_a_contained_model_is_known_by_its_name_and_names_no_place(log: str) -> None:
+    (logged,) = [line for line in log.split("\n") if f"logged {one_line(HOSTILE)}" in line][:1]
+    assert f"[contained_0_0] logged {one_line(HOSTILE)} ({one_line(PLACE)}:1)" in logged
+    assert " moonpool:0] " in logged
+
+
+def test_the_error_of_a_contained_model_is_one_line_wherever_the_server_logs_it(log: str) -> None:
+    said = _of(log, "contained:1", "loading: trusted").split("\n")
+    (failed,) = [line for line in said if "failed to load 'contained' version 1" in line]
+    assert f"raised {one_line(HOSTILE)}" in failed
+    (traceback,) = [line for line in said if "Traceback" in line]
+    assert "\\n  File " in traceback
+
+
+def test_the_traceback_of_a_model_that_is_not_contained_keeps_its_lines(log: str) -> None:
+    said = log.partition("loading: trusted:1")[2]
+    assert '\n  File "' in said
+    assert any(line.startswith(FORGED) for line in said.split("\n"))
