@@ -159,7 +159,7 @@ class _Session:
             raise _Unreachable(f"it uses '{name}', which was changed after it was set")
 
     def _is_value_of(self, node: ast.expr, value: object) -> bool:
-        """Return whether a value is what an expression gave, as far as it can be told without running anything."""
+        """Tell if a value is still the one of an expression, as far as that is known without running anything."""
         try:
             return repr(value) == repr(ast.literal_eval(node))
         except (ValueError, TypeError):
@@ -168,7 +168,7 @@ class _Session:
             return value is self._namespace.get(node.id, getattr(builtins, node.id, None))
         kind = _DISPLAYS.get(type(node))
         if kind is None:
-            # What may have been changed in its place cannot be compared with what it was.
+            # A list, dictionary or set may have been changed in place, and there is nothing to compare it with.
             return not isinstance(value, list | dict | set)
         if type(value) is not kind:
             return False
@@ -214,7 +214,7 @@ def _parts_of(display: ast.expr) -> list[ast.expr]:
 
 
 def _names_patched(node: ast.stmt) -> Iterator[str]:
-    """The names of objects of which a statement changes an attribute, `Model` for `Model.limit = 5`."""
+    """The names of objects whose attributes a statement changes, `Model` for `Model.limit = 5`."""
     if isinstance(node, _DEFINITIONS):
         return
     for part in ast.walk(node):
