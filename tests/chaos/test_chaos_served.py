@@ -7,8 +7,10 @@ import faulthandler
 import http.client
 import json
 import random
+import re
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -131,13 +133,20 @@ def answers(server: RunningServer) -> bool:
     return False
 
 
+def open_files(server: RunningServer) -> int:
+    """Return how many descriptors the server says that it has."""
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=PATIENCE_S) as page:
+        (found,) = re.findall(r"^process_open_fds (\d+)", page.read().decode(), re.MULTILINE)
+    return int(found)
+
+
 def settled(server: RunningServer) -> Figures:
     """What the server has when nothing of it comes or goes any more."""
     wait_until(lambda: answers(server), SETTLED_S)
     readings: list[Figures] = []
 
     def is_at_rest() -> bool:
-        readings.append(figures_of(server.process.pid))
+        readings.append(figures_of(server.process.pid, lambda: open_files(server)))
         return readings[-READINGS:] == [readings[-1]] * READINGS
 
     wait_until(is_at_rest, SETTLED_S)
