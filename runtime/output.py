@@ -43,7 +43,7 @@ def harmless(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text as one line of a log: harmless, and its newlines are shown as well."""
+    """Return the text as one line of a log: harmless, and with its newlines shown as well."""
     return harmless(text.rstrip("\n").replace("\n", "\\n"))
 
 

@@ -219,7 +219,7 @@ def _always() -> bool:
 
 
 def _no_room(name: str, why: str) -> StubDied:
-    """An end that is no fault of the model's."""
+    """Make the error of a process that the server has no room for. The model is not to blame."""
     error = StubDied(f"Stub process '{name}' was ended, as the server has no room for it: {why}")
     error.__cause__ = OSError(errno.EMFILE, why)
     return error

@@ -153,10 +153,10 @@ class ServedModel:
 
 
 def refusal(failure: MoonpoolError, subject: str, model: Model | None) -> str:
-    """What the server is told of a load that failed, and logs; the traceback is logged here.
+    """Log the traceback of a load that failed, and return the error for the server, which logs it.
 
-    Triton's own backend gives all lines of an error, and so does this for a model that is not contained. Others, and those
-    of which nothing is known yet (None), could forge a line of the server's log, and get one line.
+    Triton's own backend gives all lines of an error, and so does this for a model that is not contained. A contained model
+    could forge lines of the server's log so, and gets one line; so does a model of which nothing is known yet (None).
     """
     is_trusted = model is not None and not is_contained(model.options.sandbox)
     if isinstance(failure, LoadFailed) and failure.traceback:
