@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "msgpack.h"
 #include "wire.h"
 
 namespace moonpool::triton {
@@ -66,14 +67,9 @@ namespace {
 // The character that begins here, and its bytes; 0 bytes where it is no UTF-8.
 std::pair<uint32_t, size_t> character(std::string_view text) {
   const auto first = static_cast<unsigned char>(text[0]);
-  const size_t size = first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
-  if (size == 0 || size > text.size()) return {first, 0};
-  uint32_t code = size == 1 ? first : first & (0xffu >> (size + 1));
-  for (size_t i = 1; i < size; ++i) {
-    const auto next = static_cast<unsigned char>(text[i]);
-    if ((next & 0xc0) != 0x80) return {first, 0};
-    code = code << 6 | (next & 0x3fu);
-  }
+  const size_t size = character_bytes(text);
+  uint32_t code = size < 2 ? first : first & (0xffu >> (size + 1));
+  for (size_t i = 1; i < size; ++i) code = code << 6 | (static_cast<unsigned char>(text[i]) & 0x3fu);
   return {code, size};
 }
 

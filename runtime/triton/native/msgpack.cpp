@@ -15,7 +15,11 @@ double real_of(Bits bits) {
   return static_cast<double>(real);
 }
 
-// The number of bytes of the character at the beginning of the text; 0 where there is none.
+// The least power of two of bytes that the number fits, as the exponent.
+unsigned width_of(uint64_t number) { return (number > UINT8_MAX) + (number > UINT16_MAX) + (number > UINT32_MAX); }
+
+}  // namespace
+
 size_t character_bytes(std::string_view text) {
   const auto at = [&](size_t i) { return i < text.size() ? static_cast<uint8_t>(text[i]) : 0u; };
   const auto follows = [&](size_t i) { return (at(i) & 0xc0) == 0x80; };
@@ -32,11 +36,6 @@ size_t character_bytes(std::string_view text) {
   const bool overlong = first == 0xf0 && second < 0x90, beyond = first == 0xf4 && second >= 0x90;
   return overlong || beyond ? 0 : 4;
 }
-
-// The least power of two of bytes that the number fits, as the exponent.
-unsigned width_of(uint64_t number) { return (number > UINT8_MAX) + (number > UINT16_MAX) + (number > UINT32_MAX); }
-
-}  // namespace
 
 bool is_utf8(std::string_view text) {
   for (size_t at = 0; at < text.size();) {

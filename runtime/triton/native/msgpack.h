@@ -154,6 +154,9 @@ void List<T>::Iterator::advance() {
   if (left_ > 0) moonpool::read(reader_, value_);
 }
 
+// The number of bytes of the character at the beginning of the text; 0 where it is no UTF-8.
+size_t character_bytes(std::string_view text);
+
 // True for UTF-8 as Python has it: no surrogates, nothing overlong.
 bool is_utf8(std::string_view text);
 
