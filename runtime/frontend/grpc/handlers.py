@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
+from moonpool.runtime.frontend.grpc.bounds import SMALL_BYTES, parse
 from moonpool.runtime.frontend.grpc.status import Status, status_of
+from moonpool.runtime.frontend.grpc.wire import BadMessage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,23 +33,25 @@ def unary(
     def received(call: Call, data: bytes | None) -> None:
         if data is None:
             call.fail(UNREADABLE)
-            return
-        try:
-            message = kind.FromString(data)
-        except DecodeError:
-            call.fail(UNREADABLE)
-            return
-        if executor is None:
-            respond(call, message)
+        elif executor is None and len(data) > SMALL_BYTES:
+            # Reading it would keep other clients waiting.
+            text = (
+                f"the {kind.DESCRIPTOR.name} has {len(data)} bytes, and {SMALL_BYTES} is the most"
+            )
+            call.fail(Status("INVALID_ARGUMENT", text))
+        elif executor is None:
+            respond(call, data)
         else:
             try:
-                executor.submit(respond, call, message)
+                executor.submit(respond, call, data)
             except RuntimeError:  # shut down
                 call.fail(Status("UNAVAILABLE", "the server is stopping"))
 
-    def respond(call: Call, message: Any) -> None:
+    def respond(call: Call, data: bytes) -> None:
         try:
-            call.reply(answer(message).SerializeToString())
+            call.reply(answer(parse(kind, data)).SerializeToString())
+        except (BadMessage, DecodeError):
+            call.fail(UNREADABLE)
         except Exception as error:
             call.fail(status_of(error))
 

@@ -13,6 +13,7 @@ from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import BYTES, CODES, DTYPES, MAX_DIMS
 from moonpool.runtime.details import details_of
 from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.frontend.grpc.bounds import parse
 from moonpool.runtime.frontend.grpc.infer_parameters import Parameters, parameters_of, place_of
 from moonpool.runtime.frontend.grpc.prepared import Prepared
 from moonpool.runtime.frontend.grpc.wire import BadMessage, Parts, split
@@ -132,7 +133,7 @@ class Asked:
     __slots__ = ("_message", "_parts", "data", "model", "plan", "read_ns", "request_id", "version")
 
     def __init__(self, data: bytes) -> None:
-        """Raises `BadMessage`."""
+        """Raises `BadMessage`, and `InvalidRequest` for more than a message may hold beside its tensors."""
         # In nanoseconds of `time.monotonic_ns`.
         self.read_ns = time.monotonic_ns()
         self.data = data
@@ -143,7 +144,7 @@ class Asked:
             self.request_id = self._parts.request_id.decode()
             self._message = None
             if self.plan is None:
-                self._message = kserve.ModelInferRequest.FromString(head)
+                self._message = parse(kserve.ModelInferRequest, head)
         except (DecodeError, UnicodeDecodeError):
             raise BadMessage("it does not fit its description") from None
         known: Any = self.plan or self._message
@@ -286,7 +287,8 @@ def _packed(name: str, code: int, values: Any) -> bytes | bytearray:
             data += each
         return data
     try:
-        return np.array(values, DTYPES[code]).tobytes()
+        # One by one, as there may be many: no list of them is made.
+        return np.fromiter(values, DTYPES[code], len(values)).tobytes()
     except OverflowError:
         raise InvalidRequest(f"input '{name}' has values that do not fit its datatype") from None
 

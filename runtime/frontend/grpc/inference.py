@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import ModelError, ModelNotFound
+from moonpool.runtime.errors import InvalidRequest, ModelError, ModelNotFound
 from moonpool.runtime.frontend.grpc.answers import Answers
 from moonpool.runtime.frontend.grpc.backlog import Backlog
 from moonpool.runtime.frontend.grpc.handlers import UNREADABLE
@@ -103,7 +103,7 @@ class Inference:
     ) -> None:
         """Give a request to `take`: here, or, where it takes long to read its tensors, on a thread of its own.
 
-        `fail` is called for bytes that are no message.
+        `fail` is called for bytes that are no message, or one that holds too much.
         """
         self.run(len(data), lambda: self._read(data, take, fail))
 
@@ -114,6 +114,9 @@ class Inference:
             asked = Asked(data)
         except BadMessage:
             fail(UNREADABLE)
+            return
+        except InvalidRequest as error:
+            fail(status_of(error))
             return
         self.run(self._bytes_in_memory(asked), lambda: take(asked))
 

@@ -16,7 +16,7 @@ from moonpool.runtime.frontend.grpc.options import MAX_MESSAGE_BYTES
 _ID_TAG = 3 << 3 | 2
 _RAW_INPUT_TAG = 7 << 3 | 2
 _RAW_OUTPUT_TAG = bytes([6 << 3 | 2])
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 
 
 # Inputs, outputs and parameters of one request, beside what is in them.
@@ -52,13 +52,13 @@ def split(message: bytes) -> Parts:
             tag = message[at]
             at += 1
             if tag > 127:
-                tag, at = _varint(message, field)
+                tag, at = varint(message, field)
             kind = tag & 7
-            if kind == _LENGTH:
+            if kind == LENGTH:
                 size = message[at]
                 at += 1
                 if size > 127:
-                    size, at = _varint(message, at - 1)
+                    size, at = varint(message, at - 1)
                 if tag in (_RAW_INPUT_TAG, _ID_TAG):
                     if begin < field:
                         pieces.append(message[begin:field])
@@ -68,10 +68,10 @@ def split(message: bytes) -> Parts:
                         tensors.append((at, size))
                     begin = at + size
                 at += size
-            elif kind == _VARINT:
-                _, at = _varint(message, at)
-            elif kind in (_FIXED64, _FIXED32):
-                at += 8 if kind == _FIXED64 else 4
+            elif kind == VARINT:
+                _, at = varint(message, at)
+            elif kind in (FIXED64, FIXED32):
+                at += 8 if kind == FIXED64 else 4
             else:
                 raise BadMessage(f"a field of wire type {kind}")
     except IndexError:
@@ -83,7 +83,7 @@ def split(message: bytes) -> Parts:
     return Parts(pieces[0] if len(pieces) == 1 else b"".join(pieces), request_id, tensors)
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def varint(message: bytes, at: int) -> tuple[int, int]:
     """A number and where the next thing begins."""
     number = shift = 0
     while True:
@@ -109,7 +109,7 @@ def length(size: int) -> bytes:
 
 def text_field(number: int, text: bytes) -> bytes:
     """A field of text, nothing where it is empty."""
-    return bytes([number << 3 | _LENGTH]) + length(len(text)) + text if text else b""
+    return bytes([number << 3 | LENGTH]) + length(len(text)) + text if text else b""
 
 
 def join(head: bytes, tensors: list[memoryview], tag: bytes = b"") -> bytes:

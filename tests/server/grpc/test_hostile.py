@@ -21,6 +21,8 @@ from tests.server.grpc.streaming import Requests, ask_all
 from tests.waiting import wait_until
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from moonpool.runtime.frontend.grpc.wire import length
+
 Serve = Callable[..., Served]
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -150,6 +152,111 @@ def test_an_answer_that_no_message_can_hold_is_refused_before_it_is_made(serve: 
             text,
         )
     assert most_resident_bytes() - before < 256 << 20
+
+
+def field(number: int, data: bytes) -> bytes:
+    return bytes([number << 3 | 2]) + length(len(data)) + data
+
+
+NAMED = field(1, b"add_sub")
+WHOLE = 64 << 20
+# Fields that a protobuf library makes many times as large as they are, and the words for them.
+GROWING: dict[str, tuple[Callable[[], bytes], str, str]] = {
+    "strings": (
+        lambda: field(5, field(5, b"B\0" * (WHOLE // 2))),
+        "fields",
+        "inputs.contents.bytes_contents",
+    ),
+    "dimensions": (lambda: field(5, field(3, b"\1" * WHOLE)), "numbers", "inputs.shape"),
+    "single dimensions": (lambda: field(5, b"\x18\1" * (WHOLE // 2)), "fields", "inputs.shape"),
+    "integers": (
+        lambda: field(5, field(5, field(3, b"\1" * WHOLE))),
+        "numbers",
+        "inputs.contents.int64_contents",
+    ),
+    "inputs' parameters": (
+        lambda: field(5, b"\x22\0" * (WHOLE // 2)),
+        "fields",
+        "inputs.parameters",
+    ),
+    "outputs' parameters": (
+        lambda: field(6, b"\x12\0" * (WHOLE // 2)),
+        "fields",
+        "outputs.parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GROWING)
+def test_fields_that_would_take_more_memory_than_the_message_are_refused(
+    serve: Serve, what: str
+) -> None:
+    make, counted, where = GROWING[what]
+    message = NAMED + make()
+    served = serve("add_sub")
+    channel = served.channel()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = most_resident_bytes()
+
+    code, words = refused(channel.unary_unary(METHOD), message)
+
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert re.fullmatch(
+        rf"the ModelInferRequest has more than \d+ {counted}, the last of them in '{where}': "
+        "send tensors in raw_input_contents",
+        words,
+    )
+    # The client's and the server's copies of the bytes, in this one process.
+    assert most_resident_bytes() - before < 6 * len(message)
+    assert still_serves(served)
+
+
+def test_a_stream_ends_at_fields_that_would_take_more_memory(serve: Serve) -> None:
+    served = serve("add_sub")
+    call = served.channel().stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+    make, _, where = GROWING["strings"]
+
+    with pytest.raises(grpc.RpcError) as raised:
+        list(call(iter([NAMED + make()]), timeout=TIMEOUT_S))
+
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert where in raised.value.details()
+    assert still_serves(served)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("RepositoryModelLoad", "more than 1048576 fields, the last of them in 'parameters'"),
+        ("ModelReady", "more than 1048576 fields, the last of them in 'an unknown field'"),
+        ("ServerLive", "the ServerLiveRequest has 8388608 bytes, and 1048576 is the most"),
+    ],
+)
+def test_every_method_bounds_its_message(serve: Serve, method: str, words: str) -> None:
+    served = serve("add_sub")
+    call = served.channel().unary_unary(f"/inference.GRPCInferenceService/{method}")
+
+    code, details = refused(call, b"\x1a\0" * (4 << 20))
+
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in details
+    assert still_serves(served)
+
+
+def test_large_files_and_values_in_few_fields_are_read(serve: Serve) -> None:
+    stub = serve("add_sub").stub()
+    load = messages.RepositoryModelLoadRequest(model_name="nope")
+    load.parameters["file:1/model.py"].bytes_param = bytes(32 << 20)
+    load.parameters["nope"].bool_param = True
+    asked = messages.ModelInferRequest(model_name="add_sub")
+    for name in ("INPUT0", "INPUT1"):
+        asked.inputs.add(name=name, datatype="FP32", shape=[4]).contents.fp32_contents.extend(
+            [1.0] * (2 << 20)
+        )
+
+    # Both are read, and refused for what they say.
+    assert "unrecognized load parameter 'nope'" in refused(stub.RepositoryModelLoad, load)[1]
+    assert "more than" not in refused(stub.ModelInfer, asked)[1]
 
 
 def test_calls_that_are_dropped_before_their_message_harm_nobody(serve: Serve) -> None:

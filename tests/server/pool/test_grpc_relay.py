@@ -84,6 +84,24 @@ def test_what_the_main_process_says_of_a_name_comes_back(front: Front) -> None:
     assert raised.value.details() == "Request for unknown model: 'nope' is not found"
 
 
+def test_a_message_of_too_many_fields_is_refused_on_every_way(front: Front) -> None:
+    asked = messages.ModelInferRequest(model_name="add_sub")
+    strings = [b""] * (2 << 20)
+    asked.inputs.add(name="INPUT0", datatype="BYTES").contents.bytes_contents.extend(strings)
+    passed_on = messages.ModelInferRequest.FromString(asked.SerializeToString())
+    passed_on.parameters["shared_memory_region"].bool_param = True
+
+    for call in (
+        lambda: front.stub.ModelInfer(asked, timeout=TIMEOUT_S),
+        lambda: front.stub.ModelInfer(passed_on, timeout=TIMEOUT_S),
+        lambda: list(front.stub.ModelStreamInfer(iter([asked]), timeout=TIMEOUT_S)),
+    ):
+        with pytest.raises(grpc.RpcError) as raised:
+            call()
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "inputs.contents.bytes_contents" in raised.value.details()
+
+
 def test_a_stream_ends_when_the_front_end_is_to_end(front: Front) -> None:
     requests = Requests(add_sub(request_id="a"))
     call = front.stub.ModelStreamInfer(iter(requests), timeout=6 * TIMEOUT_S)
