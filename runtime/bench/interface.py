@@ -26,7 +26,7 @@ class Interface:
 def interface(desk: Desk, model: str, version: str, *, with_optional: bool = False) -> Interface:
     """Ask for it, with or without optional inputs.
 
-    Raises `Refused` and `Unreachable`, and what comes of an answer that is none: see `understood`.
+    Raises `Refused` and `Unreachable`, and the errors of `understood` if the answer is malformed.
 
     A server without Triton's configuration does not say whether there are batches: then there are, if the
     first dimension of all inputs is open.

@@ -44,7 +44,7 @@ class GrpcOptions:
     control_token: str | None = None
     """What RPCs that change the server must have as `authorization: Bearer`."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    """Of a request. A response has the bound of gRPC itself, `MAX_MESSAGE_BYTES`."""
+    """The largest request. A response has the bound of gRPC itself, `MAX_MESSAGE_BYTES`."""
     max_connections: int = 8192
     """More connections at once are closed, before TLS or HTTP/2 begin."""
     max_calls: int = 10_000
