@@ -141,7 +141,7 @@ class _Session:
             self._take(other)
 
     def _check_constant(self, name: str, node: ast.stmt) -> None:
-        """Raise `_Unreachable` unless a statement gives a name the value that it still has, whoever runs it."""
+        """Raise `_Unreachable` unless running the statement again gives the name the value that it has now."""
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
         is_plain = (

@@ -120,7 +120,7 @@ class LentInstance(ModelInstance):
             self._lose_broken()
 
     def _lose_broken(self) -> bool:
-        """Report the present process as lost if it is broken; once, whoever finds out."""
+        """Report the present process as lost if it is broken. Several threads may find out; it is reported once."""
         with self._lock:
             (generation, error), self._broken = self._broken, _NOTHING_BROKEN
         if generation != self.generation:

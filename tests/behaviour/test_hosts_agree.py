@@ -1,4 +1,4 @@
-"""One model behaves in one way, whoever hosts it: a test, a stub, a server, a tritonserver, and Triton itself."""
+"""A model behaves the same in every host: in a test, a stub, a server, a tritonserver, and in Triton itself."""
 
 from __future__ import annotations
 

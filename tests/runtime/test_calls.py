@@ -1,4 +1,4 @@
-"""A call of a model, apart from whoever serves it."""
+"""A call of a model, without the runtime that serves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was given up in a tritonserver, or could not be started, comes back by itself, and nobody tries it all the time."""
+"""In a tritonserver, an instance that was given up or could not be started comes back by itself, after a pause."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _served(kind: type[HostingServer], folder: Path, options: str) -> Iterator[H
 
 @pytest.fixture
 def ask() -> Iterator[Callable[[HostingServer], str]]:
-    """What the model orders says to a request that asks for nothing."""
+    """Return a function that sends the model `orders` a request for nothing, and returns what it says."""
     clients: dict[HostingServer, Client] = {}
 
     def ask(server: HostingServer) -> str:
@@ -97,7 +97,7 @@ def test_an_instance_that_was_given_up_comes_back_where_nobody_can_load_it(
 def test_instances_that_come_back_again_and_again_leave_nothing_in_the_server(
     tmp_path: Path, ask: Ask
 ) -> None:
-    """No request comes that would take what is told of them."""
+    """The server drops letters of processes that have ended, although no request comes to read them."""
     options = _options(MAX_RESTARTS=0, RESTART_WINDOW_S=0.2, RESTART_BACKOFF_MAX_S=0.2)
     with _served(UncontrolledServer, tmp_path, options) as server:
         folder = tmp_path / "repository" / "orders"

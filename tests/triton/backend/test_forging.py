@@ -1,4 +1,4 @@
-"""What a model writes into a tritonserver's log that shows texts as they are, which Triton does where it is told to."""
+"""A contained model cannot forge lines in the log of a tritonserver that was told not to escape texts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PlainServer(HostingServer):
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a server that was asked to load two models, of which one is contained and all tell lies."""
+    """Return the log of a server that loaded two models which try to forge lines. One of them is contained."""
     folder = tmp_path_factory.mktemp("forging")
     for name, more in (("contained", STRICT), ("trusted", "")):
         config = zoo.MODELS["identity"][0] + more
@@ -64,7 +64,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _of(log: str, begin: str, end: str) -> str:
-    """What the log has of one of the models, which were loaded one after the other."""
+    """Return the part of the log that belongs to one of the models, which were loaded one after the other."""
     return log.partition(f"loading: {begin}")[2].partition(end)[0]
 
 
