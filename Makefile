@@ -1,11 +1,27 @@
-# Short names for the commands that CI runs; .ci/run holds the commands themselves.
-.PHONY: check test lint format wheel clean
+# Short names for daily commands; .ci/run has those of CI.   make help
+.PHONY: help setup test changed lint format bench docs site check wheel clean
+.DEFAULT_GOAL := help
 
-check: ## everything that CI runs
-	bash .ci/run
+PYTEST = .venv/bin/python -m pytest -n 2 --dist loadfile
 
-test: ## the README's test command
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s%s\n", $$1, $$2 }'
+
+setup: ## .venv with moonpool from this tree, what tests need, and the tools
+	test -x .venv/bin/python || python3 -m venv .venv
+	.venv/bin/pip install --quiet --upgrade pip
+	.venv/bin/pip install --quiet --editable . --group dev
+
+test: ## all tests, or those of a folder or a file: make test IN=tests/stub
+ifdef IN
+	$(PYTEST) $(IN)
+else
 	bash .ci/run tests
+endif
+
+changed: ## the tests of what differs from main, or from a commit: make changed SINCE=HEAD~2
+	@tests=$$(.venv/bin/python .ci/changed.py $(SINCE)) && \
+	  if test -n "$$tests"; then $(PYTEST) $$tests; else echo "No test belongs to what has changed."; fi
 
 lint: ## formatting, lint, types and import contracts, without changing a file
 	bash .ci/run tools format lint types contracts
@@ -13,6 +29,21 @@ lint: ## formatting, lint, types and import contracts, without changing a file
 format: ## put files into the project's format and mend what the linter can
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
+
+bench: ## one benchmark for seconds, or in full: make bench ONE=throughput QUICK=
+	.venv/bin/python -m benchmarks.$(or $(ONE),latency) $(QUICK)
+QUICK = --quick
+
+docs: ## the parts of the pages that are made of code, and their tests
+	.venv/bin/python docs/diagrams.py
+	.venv/bin/python docs/specification.py
+	$(PYTEST) tests/test_docs.py tests/test_layout.py
+
+site: ## the pages as a site with search and the reference of the API: build/site/index.html
+	bash .ci/run site
+
+check: ## everything that CI runs
+	bash .ci/run
 
 wheel: ## the tests against the built wheel, away from the tree
 	bash .ci/run wheel

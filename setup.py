@@ -36,14 +36,14 @@ def extensions() -> list[Extension]:
 
 
 class Build(build_ext):
-    """As its Makefile says. It is no module of Python's, and its name says nothing of one."""
+    """Runs the Makefile. The library is no Python module, so its file name has no tag of an interpreter."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', '/')}.so"
 
     @property
     def is_in_tree(self) -> bool:
-        """Whether it is for a source tree, which compiles it where it is needed."""
+        """True for a source tree, where the tests compile the library when they need it."""
         return bool(self.inplace or getattr(self, "editable_mode", False))
 
     def run(self) -> None:

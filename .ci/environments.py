@@ -2,8 +2,8 @@
 
     python .ci/environments.py FOLDER
 
-There is one for each version from 3.9 up that is found on this machine, in a folder of that name; where there is none, one
-of Debian's python3, or of this very Python. In each is numpy and nothing else.
+Makes one for each version from 3.9 up that this machine has, in a folder of that name. If the machine has none, it uses
+Debian's python3, or this Python. Each environment has numpy and nothing else.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def version_of(python: str) -> tuple[int, ...]:
 
 
 def others() -> dict[tuple[int, ...], str]:
-    """The first program of each version that is not this one's."""
+    """Return the first interpreter of each version other than this one's."""
     found: dict[tuple[int, ...], str] = {}
     for place in PLACES:
         for python in sorted(glob.glob(place)):
-            # python3-config and its like are beside it.
+            # python3-config and similar programs lie beside it.
             is_python = re.fullmatch(r"python3(\.\d+)?", os.path.basename(python))
             version = version_of(python) if is_python else ()
             if version >= (3, 9) and version != OWN:
@@ -44,7 +44,7 @@ def others() -> dict[tuple[int, ...], str]:
 
 
 def environment(python: str, version: tuple[int, ...], folder: str) -> None:
-    """A virtual environment with numpy; needs neither pip nor ensurepip of that Python, which Debian's lacks."""
+    """Make a virtual environment with numpy, without pip and ensurepip, which Debian's Python lacks."""
     major, minor, _ = version
     root = os.path.join(folder, ".".join(map(str, version)))
     shutil.rmtree(root, ignore_errors=True)

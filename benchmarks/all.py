@@ -1,4 +1,4 @@
-"""All benchmarks one after the other, each in a process of its own, and the tables of what they found."""
+"""Run all benchmarks one after the other, each in a process of its own, and print tables of their results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TABLE = "RESULTS.md"
 
 
 def figures(folder: Path = RESULTS, *, headlines_only: bool = True) -> str:
-    """The tables of the runs in `folder` as Markdown; with `headlines_only` as the README has them."""
+    """The tables of the runs in `folder` as Markdown; with `headlines_only`, their main figures."""
     runs = [read(folder / f"{name}.jsonl") for name in NAMES if (folder / f"{name}.jsonl").exists()]
     if not runs:
         return f"There are no results in {folder}; make some with `python -m benchmarks.all`."
@@ -68,19 +68,27 @@ def run_all(names: list[str], folder: Path, *, quick: bool) -> list[str]:
 
 
 def main() -> int:
-    """The command line; 1 if a benchmark failed."""
+    """Run the command line. Returns 1 if a benchmark failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"which, of {', '.join(NAMES)}; all by default")
-    parser.add_argument("--quick", action="store_true", help="only see whether they work")
-    parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     parser.add_argument(
-        "--results", type=Path, help=f"where results lie; {RESULTS} by default, --quick keeps none"
+        "names", nargs="*", help=f"benchmarks to run, of {', '.join(NAMES)}; all by default"
+    )
+    parser.add_argument("--quick", action="store_true", help="only check that they work")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="run nothing, print the main figures of the results so far",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help=f"folder of the results; {RESULTS} by default, --quick keeps none",
     )
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"there is no benchmark {min(unknown)!r}")
-    with tempfile.TemporaryDirectory() as room:
-        folder = arguments.results or (Path(room) if arguments.quick else RESULTS)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.results or (Path(scratch) if arguments.quick else RESULTS)
         failed: list[str] = []
         if not arguments.table:
             failed = run_all(arguments.names or list(NAMES), folder, quick=arguments.quick)

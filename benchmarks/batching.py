@@ -1,4 +1,4 @@
-"""What a larger batch brings, for both kinds of model."""
+"""Throughput by batch size, for both kinds of model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a model waits for another one that does next to nothing, beside a caller of the runtime that waits for the same."""
+"""Time of a call from one model to another that does next to nothing, beside the same call from the runtime."""
 
 from __future__ import annotations
 

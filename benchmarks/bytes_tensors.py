@@ -11,7 +11,7 @@ import moonpool
 from benchmarks.hosted import MODELS
 from benchmarks.report import Report, main
 from benchmarks.rounds import calls_in_turns
-from moonpool.ipc.bytes_tensor import decode_bytes, encode_bytes
+from moonpool.ipc.tensors import decode_bytes, encode_bytes
 
 COUNTS = (1, 100, 10_000, 100_000)
 

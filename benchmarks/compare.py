@@ -24,21 +24,21 @@ from benchmarks.all import NAMES
 from benchmarks.figure import shown
 
 ROOT = Path(__file__).parents[1]
-# With three runs of each, one in ten figures that are alike would seem to differ.
+# With three runs of each, one in ten equal figures would seem to differ.
 _FEWEST = 4
-# What was found of each figure: its unit, and the median of each run.
+# The results of each figure: its unit, and the median of each run.
 Found = dict[str, tuple[str, list[float]]]
 
 
-def tree_of(base: str, room: Path) -> Path:
-    """The folder `base`, or the files of the git revision `base` below `room`."""
+def tree_of(base: str, scratch: Path) -> Path:
+    """The folder `base`, or the files of the git revision `base` below `scratch`."""
     if Path(base).is_dir():
         return Path(base).resolve()
     command = ["git", "archive", "--format=tar", base]
     packed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        archive.extractall(room, filter="fully_trusted")
-    return room
+        archive.extractall(scratch, filter="fully_trusted")
+    return scratch
 
 
 def run(benchmark: str, tree: Path, quick: bool, found: Found) -> None:
@@ -59,10 +59,10 @@ def run(benchmark: str, tree: Path, quick: bool, found: Found) -> None:
 
 
 def verdict(before: Sequence[float], after: Sequence[float]) -> str:
-    """Whether two series of medians differ by more than they vary.
+    """Say if two series of medians differ by more than they vary.
 
-    They do if every run of one lies beyond every run of the other; of two series of five that are alike, that
-    is so in one case of 126.
+    They differ if every run of one lies beyond every run of the other. By chance, two series of five that are
+    alike do so in one case of 126.
     """
     if min(len(before), len(after)) < _FEWEST:
         return "too few runs to say"
@@ -97,15 +97,15 @@ def main() -> None:
     )
     parser.add_argument("benchmark", choices=NAMES)
     parser.add_argument("base", help="a git revision, or a folder with another tree")
-    parser.add_argument("--runs", type=int, default=5, help="of each; 5 by default")
-    parser.add_argument("--quick", action="store_true", help="only see whether it works")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each; 5 by default")
+    parser.add_argument("--quick", action="store_true", help="only check that it works")
     arguments = parser.parse_args()
     before: Found = {}
     after: Found = {}
-    with tempfile.TemporaryDirectory() as room:
-        sides = [(tree_of(arguments.base, Path(room)), before), (ROOT, after)]
+    with tempfile.TemporaryDirectory() as scratch:
+        sides = [(tree_of(arguments.base, Path(scratch)), before), (ROOT, after)]
         for turn in range(arguments.runs):
-            # Whoever is second finds the machine warmer: they take turns in that, too.
+            # The second one finds the machine warmer, so they take turns in that, too.
             for tree, found in sides if turn % 2 == 0 else reversed(sides):
                 run(arguments.benchmark, tree, arguments.quick, found)
     print(table(before, after))

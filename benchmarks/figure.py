@@ -21,7 +21,7 @@ class Figure(NamedTuple):
     p90: float
     samples: int
     goal: str = ""
-    # Whether it stands in the short table.
+    # True if the short table has it.
     headline: bool = False
 
     def cell(self) -> str:

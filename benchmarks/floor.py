@@ -1,4 +1,4 @@
-"""What no design on this machine can beat: a packet there and back, a copy, an interpreter with numpy."""
+"""Lower bounds of this machine for any design: a packet there and back, a copy, an interpreter with numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.placement import placed, placements
 from benchmarks.process_start import start_us
 from benchmarks.report import Report, main
 from benchmarks.rounds import calls_in_turns, in_turns, time_us
-from moonpool.runtime.cli.ping_pong import PingPong
+from moonpool.runtime.bench.callers import PingPong
 
 SIZES = {"4 KB": 1 << 12, "1 MB": 1 << 20, "16 MB": 1 << 24, "64 MB": 1 << 26}
 

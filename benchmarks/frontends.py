@@ -1,4 +1,4 @@
-"""What several front ends give: the same server with one process at the ports, and with more."""
+"""Throughput of several front ends: the same server with one process at the ports, and with more."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SECONDS = 1.5
 
 
 class Row(NamedTuple):
-    """What a window gave. Of the processors: all processes of the server, the busiest, and the main process alone.
+    """The figures of one window. Processor times: all processes of the server, the busiest, the main one.
 
-    The busiest is the wall where there are cores enough: each of them runs one of its threads at a time.
+    If there are cores enough, the busiest process is the limit: each process runs one of its threads at a time.
     """
 
     requests_per_s: float
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     main_us: float
 
 
-# Name in a table, unit, whether the short table has it.
+# Name in a table, unit, and true if the short table has it.
 _SHOWN = {
     "requests_per_s": ("", "requests/s", True),
     "p99_us": ("p99, ", "µs", False),
@@ -41,7 +41,7 @@ _SHOWN = {
 
 
 def counts() -> list[int]:
-    """How many front ends: powers of two up to the cores that there are, two at least."""
+    """Return the numbers of front ends to try: powers of two up to the number of cores, and at least one and two."""
     cores = len(os.sched_getaffinity(0))
     return [1, 2, *(1 << n for n in range(2, 8) if 1 << n <= cores)]
 
@@ -71,7 +71,7 @@ def measure(report: Report, quick: bool) -> None:
         f"Server, one instance of the model and generator share {len(os.sched_getaffinity(0))} cores; "
         f"{pressed.words}."
     )
-    report.note("Processor: what the processes of a server took, for a request it answered.")
+    report.note("Processor: time of the processes of a server for one answered request.")
     report.note("Ratios are to one process of the same round.")
 
 
@@ -88,7 +88,7 @@ def _servers() -> Iterator[dict[int, MoonpoolServed]]:
 def _in_turns(
     pressed: Presser, case: Case, servers: Mapping[int, MoonpoolServed], quick: bool
 ) -> Mapping[int, Sequence[Row]]:
-    """The rows of each server, a round at a time; who is first changes."""
+    """The rows of each server, a round at a time; the first one changes."""
     rounds, seconds = (1, 0.3) if quick else (_ROUNDS, _SECONDS)
     found: dict[int, list[Row]] = {count: [] for count in servers}
     for server in servers.values():

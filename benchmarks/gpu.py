@@ -19,7 +19,7 @@ from benchmarks.rounds import calls_in_turns
 from moonpool.ipc.cuda.device import Device, device
 from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceRegion
-from moonpool.runtime.gpus import usable_gpus
+from moonpool.runtime.model.gpus import usable_gpus
 
 SIZES = {
     "16 B": 16,
@@ -29,14 +29,14 @@ SIZES = {
     "1 GB": 1 << 30,
 }
 _QUICK = ("16 B", "1 MB")
-# Beyond this a trip through ordinary memory says nothing new, and takes long.
+# A trip of more bytes through ordinary memory shows nothing new, and takes long.
 _LARGEST_COPIED = 1 << 28
 _GOAL_SMALL = "at most 1.5"
 _GOAL_LARGE = "1"
 
 
 def config(*, on_device: bool) -> dict[str, Any]:
-    """Of the identity, which gets what lies on the device there, or in ordinary memory."""
+    """Return the configuration of the identity model, which gets device arrays as such or in ordinary memory."""
     tensor = {"data_type": "TYPE_UINT8", "dims": [-1]}
     return {
         "input": [{"name": "X", **tensor}],
@@ -47,7 +47,7 @@ def config(*, on_device: bool) -> dict[str, Any]:
 
 
 class Foreign:
-    """An array that is not moonpool's, as any library would hand it in."""
+    """An array of another library."""
 
     def __init__(self, where: Device, size_bytes: int) -> None:
         self.region = DeviceRegion.create(1, size_bytes, where)
@@ -73,17 +73,17 @@ class Trips:
             )
 
     def by_handle(self, size: int) -> Callable[[], object]:
-        """From the device to the model and back, by name alone."""
+        """Call from the device to the model and back by handle alone, without a copy."""
         x = self._runtime.empty("handles", "X", (size,), device=0)
         return lambda: self._runtime.infer("handles", {"X": x})
 
     def in_ordinary_memory(self, size: int) -> Callable[[], object]:
-        """As without a device: the array is in ordinary memory all the time."""
+        """Call without a device: the array is in ordinary memory all the time."""
         x = np.ones(size, np.uint8)
         return lambda: self._runtime.infer("handles", {"X": x})
 
     def through_ordinary_memory(self, size: int) -> Callable[[], object]:
-        """From the device to a model that takes ordinary memory, and back to the device."""
+        """Call from the device to a model that takes ordinary memory, and copy back to the device."""
         x = self._runtime.empty("handles", "X", (size,), device=0)
         back = self._runtime.empty("handles", "X", (size,), device=0)
 
@@ -94,7 +94,7 @@ class Trips:
         return call
 
     def copied(self, size: int) -> Callable[[], object]:
-        """What somebody else made on the device, to the model and back, until its copy is done."""
+        """Call with an array that another library made on the device, until the copy of its output is done."""
         x = Foreign(self._where, size)
 
         def call() -> None:
@@ -114,7 +114,7 @@ def measure(report: Report, quick: bool) -> None:
     where = device(0)
     report.note(f"{where.name}; {_driver()}.")
     rounds, calls = (1, 2) if quick else (10, 50)
-    # A tensor, what comes back, and as much again for others to be compared with.
+    # A tensor and its answer, and as much again for the libraries to compare with.
     most = where.memory_info()[0] // 16
     sizes = {
         name: size for name, size in SIZES.items() if size <= most and (not quick or name in _QUICK)
@@ -188,7 +188,7 @@ def _report(report: Report, size: str, found: Mapping[str, Any], small: Mapping[
 def _bandwidth(
     report: Report, trips: Trips, where: Device, size: int, rounds: int, calls: int
 ) -> None:
-    """Bytes a second of what is copied once on the card, beside a copy and nothing else."""
+    """Measure bytes a second of a trip with one copy on the card, beside the bare copy."""
     lane = Lane(where)
     source, target = DeviceRegion.create(1, size, where), DeviceRegion.create(2, size, where)
 

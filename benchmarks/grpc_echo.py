@@ -1,4 +1,4 @@
-"""What gRPC itself costs: its library's servers and our own polling thread, all with the same echo."""
+"""Cost of gRPC itself: its library's servers and our own polling thread, all with the same echo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.rounds import Series, in_turns
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 CALLERS = 16
-# By name: what serves, and whether the library's threads read the sockets.
+# By name: the server, and true if the library's threads read the sockets.
 KINDS = {
     "polling thread": ("core", False),
     "polling thread, sockets read by others": ("core", True),
@@ -58,18 +58,17 @@ def echo(data: bytes) -> bytes:
     return response
 
 
-# Servers, each in a process of its own: they say their port, and end with their input
+# Servers, each in a process of its own: they print their port, and end with their input
 
 
 def serve_core() -> None:
-    from moonpool.runtime.frontend.frontend_metrics import Meter
-    from moonpool.runtime.frontend.grpc.answers import Answers
-    from moonpool.runtime.frontend.grpc.call import Call
-    from moonpool.runtime.frontend.grpc.core import GrpcCore
-    from moonpool.runtime.frontend.grpc.methods import Method
-    from moonpool.runtime.frontend.grpc.options import GrpcOptions
+    from moonpool.runtime.server.grpc.answers import Answers
+    from moonpool.runtime.server.grpc.call import GrpcCall, Method
+    from moonpool.runtime.server.grpc.core import GrpcCore
+    from moonpool.runtime.server.grpc.options import GrpcOptions
+    from moonpool.runtime.server.metrics import Meter
 
-    def handle(call: Call) -> None:
+    def handle(call: GrpcCall) -> None:
         call.receive(lambda data: call.reply(echo(data or b"")))
 
     methods = {METHOD.encode(): Method(handle, "inference")}
@@ -123,9 +122,9 @@ def serve_asyncio() -> None:
 
 
 def serve_inference() -> None:
-    from moonpool.runtime.frontend.grpc.options import GrpcOptions
-    from moonpool.runtime.frontend.grpc.server import GrpcServer
-    from moonpool.runtime.frontend.service import Service
+    from moonpool.runtime.server.grpc.options import GrpcOptions
+    from moonpool.runtime.server.grpc.server import GrpcServer
+    from moonpool.runtime.server.service import Service
 
     with moonpool.Runtime() as runtime:
         runtime.load("add_sub", MODELS / "add_sub")
@@ -142,7 +141,7 @@ def _say(number: int) -> None:
 
 
 class Client:
-    """Callers over one connection, each of which asks again when it has its answer."""
+    """Callers over one connection. Each sends the next request when it has its answer."""
 
     def __init__(self, kind: str) -> None:
         import grpc

@@ -1,4 +1,4 @@
-"""What HTTP itself costs: our connection, Starlette behind it, and both ways of uvicorn, all with the same echo."""
+"""The costs of HTTP itself: of our connection, of a route in its table, and of uvicorn, all with the same echo."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ import moonpool
 from benchmarks.hosted import MODELS
 from benchmarks.report import Report, main
 from benchmarks.rounds import Series, in_turns
-from moonpool.runtime.frontend.http.asgi import AsgiBridge
-from moonpool.runtime.frontend.http.exchange import Exchange
-from moonpool.runtime.frontend.http.head import BadMessage, Head
-from moonpool.runtime.frontend.http.options import HttpLimits, HttpOptions
-from moonpool.runtime.frontend.http.port import Port
+from moonpool.runtime.server.http.connection import HttpExchange, HttpPort
+from moonpool.runtime.server.http.head import BadHttpMessage, Head
+from moonpool.runtime.server.http.options import HttpLimits, HttpOptions
+from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest, RouteTable
 
 CONNECTIONS = 16
 BODY = b"0123456789abcdef"
@@ -38,28 +37,31 @@ _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 class Echo:
     """Answers with the body of the request."""
 
-    def handle(self, exchange: Exchange) -> None:
+    def handle(self, exchange: HttpExchange) -> None:
         exchange.respond(200, (), (bytes(exchange.body),))
 
-    def refuse(self, _: Head) -> BadMessage | None:
+    def refuse(self, _: Head) -> BadHttpMessage | None:
         return None
 
     def memory_for(self, _: Head, __: int) -> memoryview | None:
         return None
 
 
-class ThroughAsgi(Echo):
-    """Has an application answer."""
+class Routed(Echo):
+    """Answers through a table of routes, which makes a task for each request."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, application: Any) -> None:
-        self._bridge = AsgiBridge(loop, application)
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        async def echo(request: RouteRequest) -> RouteReply:
+            return RouteReply(200, (), request.body)
 
-    def handle(self, exchange: Exchange) -> None:
-        self._bridge.handle(exchange)
+        self._table = RouteTable(loop, [Route("/echo", {"POST": echo})])
+
+    def handle(self, exchange: HttpExchange) -> None:
+        self._table.handle(exchange)
 
 
 async def raw_echo(scope: Any, receive: Any, send: Any) -> None:
-    """ASGI without a framework."""
+    """Echo through ASGI without a framework."""
     if scope["type"] != "http":
         return
     message = await receive()
@@ -69,32 +71,20 @@ async def raw_echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def starlette_echo() -> Any:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.routing import Route
-
-    async def echo(request: Request) -> Response:
-        return Response(await request.body())
-
-    return Starlette(routes=[Route("/echo", echo, methods=["POST"])])
-
-
 # Servers, each in a process of its own
 
 
 async def _serve(make_handler: Callable[[asyncio.AbstractEventLoop], Any]) -> None:
     loop = asyncio.get_running_loop()
-    port = Port(loop, make_handler(loop), HttpLimits())
+    port = HttpPort(loop, make_handler(loop), HttpLimits())
     server = await loop.create_server(port, "127.0.0.1", 0)
     _say(server.sockets[0].getsockname()[1])
     await server.serve_forever()
 
 
 async def _serve_inference() -> None:
-    from moonpool.runtime.frontend.http.server import HttpServer
-    from moonpool.runtime.frontend.service import Service
+    from moonpool.runtime.server.http.server import HttpServer
+    from moonpool.runtime.server.service import Service
 
     with ExitStack() as stack:
         runtime = stack.enter_context(moonpool.Runtime())
@@ -123,19 +113,17 @@ def _say(number: int) -> None:
 
 
 def serve(kind: str) -> None:
-    """Serve until somebody ends the process."""
+    """Serve until the process is killed."""
     import uvloop
 
     if kind == "connection":
         uvloop.run(_serve(lambda _: Echo()))
-    elif kind == "connection, Starlette":
-        uvloop.run(_serve(lambda loop: ThroughAsgi(loop, starlette_echo())))
-    elif kind == "connection, raw ASGI":
-        uvloop.run(_serve(lambda loop: ThroughAsgi(loop, raw_echo)))
+    elif kind == "route":
+        uvloop.run(_serve(Routed))
     elif kind == "inference":
         uvloop.run(_serve_inference())
     else:
-        _serve_uvicorn(raw_echo if kind == "uvicorn, raw ASGI" else starlette_echo())
+        _serve_uvicorn(raw_echo)
 
 
 # The client
@@ -227,11 +215,11 @@ class Client:
 
 def measure(report: Report, quick: bool) -> None:
     """All servers in turns."""
-    kinds = ["connection", "connection, raw ASGI", "connection, Starlette"]
+    kinds = ["connection", "route"]
     if importlib.util.find_spec("uvicorn") is None:
-        report.note("uvicorn is not installed here, and so not compared with.")
+        report.note("uvicorn is not installed here, so it was not measured.")
     else:
-        kinds += ["uvicorn, raw ASGI", "uvicorn, Starlette"]
+        kinds.append("uvicorn")
     kinds.append("inference")
     count = 200 if quick else 4_000
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""How long one caller waits for four floats to be added in a stub, against the bare ping-pong."""
+"""Latency of one caller that has four floats added in a stub, against the bare ping-pong."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from benchmarks.hosted import MODELS, pids
 from benchmarks.placement import placed, placements
 from benchmarks.report import Report, main
 from benchmarks.rounds import calls_in_turns
-from moonpool.runtime.cli.ping_pong import PingPong
+from moonpool.runtime.bench.callers import PingPong
 
 
 def measure(report: Report, quick: bool) -> None:
-    """`infer` and ping-pong in turns, wherever the two sides may run."""
+    """Time `infer` and ping-pong in turns, with every placement of the two sides."""
     rounds, calls = (1, 20) if quick else (40, 400)
     a, b = np.ones((1, 4), np.float32), np.full((1, 4), 2, np.float32)
     with moonpool.Runtime() as runtime, PingPong() as peer:

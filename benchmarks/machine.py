@@ -1,4 +1,4 @@
-"""What the machine is, and how busy others keep it: a figure means little without either."""
+"""The machine, and the load of other programs on it: a figure means little without either."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def _cpu_model() -> str:
 
 
 class Noise(NamedTuple):
-    """What others did while this process was quiet."""
+    """Load by other programs while this process was quiet."""
 
     load: float
-    # Mean number of tasks that ran or wanted to, without this one.
+    # Mean number of tasks that ran or were ready to run, without this one.
     others: float
-    # Part of the time that the hypervisor gave to other machines.
+    # Part of the time that the hypervisor gave to other virtual machines.
     stolen: float
 
     @property
     def is_noisy(self) -> bool:
-        """Whether figures taken now are worth less."""
+        """True if figures that are taken now are less reliable."""
         return self.others > 0.3 or self.stolen > 0.02
 
 
 def listen(looks: int = _LOOKS) -> Noise:
-    """Look for a moment at what runs on this machine beside this process, which does nothing meanwhile."""
+    """Measure for a moment the load of other programs, while this process does nothing."""
     stolen, total = _stolen_and_total()
     running = 0
     for _ in range(looks):

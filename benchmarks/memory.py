@@ -1,4 +1,4 @@
-"""What a stub takes beyond an interpreter that has imported numpy."""
+"""Memory of a stub beyond that of an interpreter that has imported numpy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def memory_mib(pid: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def interpreters(count: int) -> Iterator[list[int]]:
-    """That many interpreters with numpy, which wait."""
+    """Start so many interpreters with numpy, which wait within the block."""
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -52,7 +52,7 @@ def interpreters(count: int) -> Iterator[list[int]]:
 
 
 def measure(report: Report, quick: bool) -> None:
-    """As many stubs as interpreters at the same time, before the first request and after many."""
+    """Compare as many stubs as interpreters at the same time, before the first request and after many."""
     count = 1 if quick else 5
     inputs = {"INPUT0": np.ones((1, 4), np.float32), "INPUT1": np.ones((1, 4), np.float32)}
     with moonpool.Runtime() as runtime, interpreters(count) as others:

@@ -1,4 +1,4 @@
-"""The choices that a user has today for calling add_sub in another process, side by side."""
+"""The ways to call add_sub in another process, side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which cores the two sides run: on a virtual machine that alone makes a factor of ten."""
+"""Effect of the cores on which the two sides run: on a virtual machine it alone makes a factor of ten."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Placement(NamedTuple):
 
 
 def placements() -> list[Placement]:
-    """As the kernel likes, both sides on one core, and on two where there are two."""
+    """Return the placements: free, both sides on one core, and on two where there are two."""
     cores = sorted(os.sched_getaffinity(0))
     found = [Placement("free", None), Placement("one core", ({cores[0]}, {cores[0]}))]
     if len(cores) > 1:
@@ -26,7 +26,7 @@ def placements() -> list[Placement]:
 
 @contextlib.contextmanager
 def placed(placement: Placement, pids: Sequence[int]) -> Iterator[None]:
-    """Inside, all threads of this process and of `pids` run there; afterwards where they did before."""
+    """Bind all threads of this process and of `pids` to these cores within the block."""
     if placement.cores is None:
         yield
         return
@@ -44,6 +44,6 @@ def placed(placement: Placement, pids: Sequence[int]) -> Iterator[None]:
 
 def _move(pid: int, cores: set[int]) -> None:
     for thread in os.listdir(f"/proc/{pid}/task"):
-        # A thread may end between being listed and being moved.
+        # A thread may end after it was listed and before it is moved.
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)

@@ -1,4 +1,4 @@
-"""How soon a model is back that is forked from a template, and what its instances take beside each other."""
+"""Time until a model that is forked from a template is back, and memory of its instances beside each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _config(prefork: str, mib: int) -> dict[str, Any]:
         "parameters": {
             "mib": option(mib),
             "MOONPOOL_PREFORK": option(prefork),
-            # Otherwise restarts pause longer and longer, and end after the sixth.
+            # By default restarts pause longer and longer, and end after the sixth.
             "MOONPOOL_MAX_RESTARTS": option(100_000),
             "MOONPOOL_RESTART_BACKOFF_S": option(0),
         },
@@ -68,7 +68,7 @@ class Victim:
 
 def measure(report: Report, quick: bool) -> None:
     """Deaths of all models in turns; then the memory of several instances."""
-    # That the stubs die is no news here.
+    # The stubs die on purpose, so their log lines are of no use.
     logging.getLogger("moonpool").setLevel(logging.CRITICAL)
     libraries = ["numpy"]
     if importlib.util.find_spec("torch") is None:

@@ -8,7 +8,7 @@ import time
 
 
 def start_us(program: str = "import numpy") -> float:
-    """From before `python -c PROGRAM` is started until it has ended."""
+    """Time `python -c PROGRAM` from before its start until its end."""
     command = [sys.executable, "-c", program]
     before = time.perf_counter_ns()
     # Not from this folder: `-c` puts it in front of the path, and every import looks there.

@@ -1,4 +1,4 @@
-"""Processor time of a small request, in the stub and in the runtime: what a machine is full of when it is full."""
+"""Processor time of a small request, in the stub and in the runtime: the limit of a busy machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TASKS = 16
 
 def busy_us(pid: int) -> float:
     """Processor time that all threads of a process have taken so far."""
-    # Of another process there is no name for this clock but the number that clock_getcpuclockid(3) gives it.
+    # The clock of another process has no name, only the number that clock_getcpuclockid(3) computes.
     return time.clock_gettime_ns((~pid << 3) | 2) / 1000
 
 
@@ -32,7 +32,7 @@ def one_by_one(runtime: moonpool.Runtime, count: int) -> None:
 
 
 def with_id(runtime: moonpool.Runtime, count: int) -> None:
-    """As `one_by_one`, with what most requests do not say."""
+    """Send requests as `one_by_one` does, each with an id, which most requests do not have."""
     for _ in range(count):
         runtime.infer(_MODEL, _INPUTS, request_id="1")
 
@@ -51,7 +51,7 @@ def many(runtime: moonpool.Runtime, count: int) -> None:
 
 
 def measure(report: Report, quick: bool) -> None:
-    """Each kind of caller in turns, on one core, where waking the other side up costs what it costs and no more."""
+    """Measure each kind of caller in turns, with both sides on one core and on two."""
     rounds, count = (1, 32) if quick else (10, 2_000)
     with moonpool.Runtime() as runtime:
         runtime.load(_MODEL, MODELS / _MODEL)

@@ -1,4 +1,4 @@
-"""From `kill -9` of a stub to the first good answer, against the start of a stub."""
+"""Time from `kill -9` of a stub to the first good answer, against the start of a stub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Victim:
     def __init__(self, runtime: moonpool.Runtime, folder: str) -> None:
         self._runtime = runtime
         self._stalled = Path(folder, "stalled")
-        # Otherwise restarts pause longer and longer, and end after the sixth.
+        # By default restarts pause longer and longer, and end after the sixth.
         restart = {
             "MOONPOOL_MAX_RESTARTS": option(100_000),
             "MOONPOOL_RESTART_BACKOFF_S": option(0),
@@ -45,15 +45,15 @@ class Victim:
         return [self._until_answered(before)]
 
     def kill_busy(self) -> list[float]:
-        """As `kill_idle`, while a request is inside; also notes when its caller heard of it."""
+        """Kill as `kill_idle` does, while a request is executing. Also notes when its caller gets the error."""
         self._stalled.unlink(missing_ok=True)
-        heard: list[float] = []
+        noticed: list[float] = []
 
         def call() -> None:
             try:
                 self._runtime.infer("victim", _STALL)
             except moonpool.StubDied:
-                heard.append(time.perf_counter())
+                noticed.append(time.perf_counter())
 
         caller = threading.Thread(target=call)
         caller.start()
@@ -64,7 +64,7 @@ class Victim:
         os.kill(pids(self._runtime, "victim")[0], signal.SIGKILL)
         took_ms = self._until_answered(before)
         caller.join()
-        self.noticed_ms += [(when - before) * 1000 for when in heard]
+        self.noticed_ms += [(when - before) * 1000 for when in noticed]
         return [took_ms]
 
     def _until_answered(self, before: float) -> float:
@@ -81,12 +81,12 @@ class Victim:
 
 def measure(report: Report, quick: bool) -> None:
     """Starts and both kinds of death in turns."""
-    # That the stubs die is no news here.
+    # The stubs die on purpose, so their log lines are of no use.
     logging.getLogger("moonpool").setLevel(logging.CRITICAL)
     starts = Starts()
     with (
         tempfile.TemporaryDirectory() as folder,
-        moonpool.Runtime(listener=starts.hear) as runtime,
+        moonpool.Runtime(listener=starts.note) as runtime,
     ):
         victim = Victim(runtime, folder)
 

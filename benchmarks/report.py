@@ -1,4 +1,4 @@
-"""What a benchmark found: collected in order, written as JSON lines, shown as a table."""
+"""The results of a benchmark: collected in order, written as JSON lines, shown as a table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from benchmarks.figure import Figure, figure_of
 from benchmarks.machine import Noise, facts, listen
 
-# The column of figures that have none.
+# The column of figures that name none.
 _ALONE = "median (10th to 90th percentile)"
 
 
 class Report:
-    """One run of one benchmark. Listens to the machine before the first measurement and after the last."""
+    """One run of one benchmark. Measures the load of the machine before the first measurement and after the last."""
 
     def __init__(self, benchmark: str, question: str, quick: bool) -> None:
         self._machine = facts()
@@ -61,15 +61,15 @@ class Report:
         return self.figure(name, "", values, column=column, goal=goal, headline=headline)
 
     def skipped(self, name: str, reason: str) -> None:
-        """Say that something could not be measured, and why."""
+        """Note that something could not be measured, and why."""
         self._lines.append({"kind": "skipped", "name": name, "reason": reason})
 
     def note(self, text: str) -> None:
-        """Say what a reader of the figures must know."""
+        """Add a sentence that a reader of the figures must know."""
         self._lines.append({"kind": "note", "text": text})
 
     def close(self) -> list[dict[str, object]]:
-        """All lines, with how noisy the machine was as the last."""
+        """Return all lines. The last one says how noisy the machine was."""
         after = listen(self._looks)
         noise = {"before": self._before._asdict(), "after": after._asdict()}
         noisy = self._before.is_noisy or after.is_noisy
@@ -104,7 +104,7 @@ def _rows(cells: Mapping[str, Mapping[str, str]]) -> list[str]:
     columns = columns or [_ALONE]
     rows = [f"| | {' | '.join(columns)} |", f"|:--|{'--:|' * len(columns)}"]
     for name, row in cells.items():
-        # What was not measured has its reason in the first column.
+        # A case that was not measured has its reason in the first column.
         words = [row.get(column, "") for column in columns]
         words[0] = row.get("", words[0])
         rows.append(f"| {name} | {' | '.join(words)} |")
@@ -146,10 +146,10 @@ def read(path: Path) -> list[dict[str, object]]:
 def main(benchmark: str, question: str, measure: Callable[[Report, bool], None]) -> None:
     """The command line of a benchmark."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=question)
-    parser.add_argument("--quick", action="store_true", help="only see whether it works")
+    parser.add_argument("--quick", action="store_true", help="only check that it works")
     parser.add_argument("--json", metavar="FILE", help="write JSON lines; - for standard output")
     arguments = parser.parse_args()
-    # Else every process would compile what an installed one reads.
+    # Without this every process would compile the modules whose bytecode an installed one reads.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     report = Report(benchmark, question, arguments.quick)

@@ -1,4 +1,4 @@
-"""A and B in turns: what disturbs one disturbs the other, and their ratio stays."""
+"""Measure A and B in turns: a disturbance hits both, and their ratio stays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = TypeVar("Key")
 
 
 class Series(NamedTuple):
-    """What was measured of one case: the values of each round."""
+    """The measurements of one case: the values of each round."""
 
     rounds: list[list[float]]
 
@@ -36,7 +36,7 @@ class Series(NamedTuple):
 
 
 def time_us(call: Callable[[], object], count: int) -> list[float]:
-    """How long each of `count` calls takes."""
+    """Time each of `count` calls."""
     clock = time.perf_counter_ns
     times = []
     for _ in range(count):
@@ -47,7 +47,7 @@ def time_us(call: Callable[[], object], count: int) -> list[float]:
 
 
 def in_turns(cases: Mapping[Key, Callable[[], Sequence[float]]], rounds: int) -> dict[Key, Series]:
-    """Measure each case once a round; who is first changes from round to round.
+    """Measure each case once a round; the first one changes from round to round.
 
     A first round is thrown away, so that memory is mapped and caches are warm.
     """
@@ -65,7 +65,7 @@ def in_turns(cases: Mapping[Key, Callable[[], Sequence[float]]], rounds: int) ->
 def calls_in_turns(
     cases: Mapping[str, Callable[[], object]], rounds: int, calls: int
 ) -> dict[str, Series]:
-    """As `in_turns`, where a case is one call to be timed, `calls` times a round; in microseconds."""
+    """Time single calls in turns as `in_turns` does, `calls` of each case a round; in microseconds."""
 
     def timed(call: Callable[[], object]) -> Callable[[], Sequence[float]]:
         return lambda: time_us(call, calls)

@@ -1,4 +1,4 @@
-"""The same model at each level of the sandbox: how soon it is there, what a call takes, how many get through."""
+"""One model at each level of the sandbox: time to start, time of a call, calls a second."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CALLERS = 16
 _INPUTS = {"INPUT0": np.ones((1, 4), np.float32), "INPUT1": np.ones((1, 4), np.float32)}
 _NOBODY = 65534
 
-# By what was measured and by level, the values of each round.
+# The values of each round, by quantity and by level.
 Found = dict[str, dict[str, list[list[float]]]]
 
 
 def found(quick: bool) -> Found:
-    """All three levels in turns, as whoever this process is."""
+    """All three levels in turns, as the user of this process."""
     starts = Starts()
-    with moonpool.Runtime(listener=starts.hear) as runtime:
+    with moonpool.Runtime(listener=starts.note) as runtime:
 
         def load(level: str) -> None:
             config = {"parameters": {"MOONPOOL_SANDBOX": option(level)}}
@@ -47,7 +47,7 @@ def found(quick: bool) -> Found:
             load(level)
         rounds, calls, window_s = (1, 20, 0.02) if quick else (60, 300, 0.3)
         stubs = [pid for level in LEVELS for pid in pids(runtime, level)]
-        # On one core nothing but the calls themselves takes time: no other one has to be woken up.
+        # On one core only the calls themselves take time: no other core has to be woken up.
         with placed(placements()[1], stubs):
             called = calls_in_turns(
                 _by_level(lambda level: lambda: runtime.infer(level, _INPUTS)), rounds, calls
@@ -106,7 +106,7 @@ def tell(report: Report, who: str, measured: Found) -> None:
 
 
 def as_nobody(quick: bool) -> Mapping[str, object]:
-    """What the same finds as a user without rights; raises RuntimeError with the reason where that cannot be."""
+    """Return the same findings for a user without rights. Raises RuntimeError with the reason if there can be none."""
     program = (
         f"import json; from benchmarks.sandbox import found; print(json.dumps(found({quick})))"
     )
@@ -127,7 +127,7 @@ def as_nobody(quick: bool) -> Mapping[str, object]:
 
 
 def measure(report: Report, quick: bool) -> None:
-    """As this user; where that is root, also as nobody."""
+    """Measure as this user, and as nobody too if this user is root."""
     is_root = os.geteuid() == 0
     tell(report, "root" if is_root else f"user {os.geteuid()}", found(quick))
     if is_root:

@@ -15,23 +15,23 @@ _MODELS = ("add_sub", "identity")
 _SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
 _ROUNDS = 5
 _SECONDS = 1.5
-# What a ratio of throughputs is to be, by protocol, and with tensors in shared memory.
+# Goals of the ratio of throughputs, by protocol, and with tensors in shared memory.
 _GOALS = {"http": "at least 1.5", "grpc": "at least 1"}
 _GOAL_SHARED = "at least 2"
 
 
 class Row(NamedTuple):
-    """What a round gave of one server. The last is what a busy machine changes least."""
+    """The figures of one server in a round. A busy machine changes the last one least."""
 
     requests_per_s: float
     p50_us: float
     p99_us: float
-    # Of all processes of the server, models included, for a request.
+    # Processor time of all processes of the server, models included, for one request.
     processor_us: float
 
 
 def cases() -> dict[str, Case]:
-    """By what they are called in a table."""
+    """Return the cases by their names in a table."""
     found = {}
     pair = {"INPUT0": 4, "INPUT1": 4}
     for protocol in ("http", "grpc"):
@@ -75,14 +75,14 @@ def measure(report: Report, quick: bool) -> None:
             _report(report, name, case, found)
     report.note(f"Servers, models and generator are on one machine; {pressed.words}.")
     report.note("The same `model.py` and `config.pbtxt` in both; add_sub has dynamic batching.")
-    report.note("Processor: what all processes of a server took, for a request it answered.")
+    report.note("Processor: time of all processes of a server for one answered request.")
     report.note("Ratios are moonpool's figure over Triton's of the same round.")
 
 
 def _in_turns(
     pressed: Presser, case: Case, servers: Sequence[Served], rounds: int, quick: bool
 ) -> Mapping[str, Sequence[Row]]:
-    """The samples of each server, a round at a time; who is first changes."""
+    """The samples of each server, a round at a time; the first one changes."""
     seconds = 0.3 if quick else _SECONDS
     for server in servers:
         case.check(server.port(case.protocol))
@@ -98,7 +98,7 @@ def _in_turns(
     return found
 
 
-# Name in a table, unit, whether the short table has it.
+# Name in a table, unit, and true if the short table has it.
 _SHOWN = {
     "requests_per_s": ("", "requests/s", True),
     "p50_us": ("p50, ", "µs", False),

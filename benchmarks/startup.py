@@ -1,4 +1,4 @@
-"""From spawn to ready: a stub against `python -c "import numpy"`."""
+"""Time from spawn to ready: a stub against `python -c "import numpy"`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.rounds import Series, in_turns
 
 
 class Starts:
-    """Hears of the states of instances, and says how long they took from STARTING to READY."""
+    """Listens to the states of instances, and measures how long they took from STARTING to READY."""
 
     def __init__(self) -> None:
         self._began: dict[str, float] = {}
         self._took_ms: list[float] = []
         self._lock = threading.Lock()
 
-    def hear(self, subject: str, state: str, because: str) -> None:
+    def note(self, subject: str, state: str, because: str) -> None:
         """The listener for a `Runtime`."""
         del because
         now = time.perf_counter()
@@ -31,7 +31,7 @@ class Starts:
                 self._took_ms.append((now - self._began.pop(subject)) * 1000)
 
     def take_ms(self) -> list[float]:
-        """What was heard since the last time."""
+        """Return the times collected since the last call."""
         with self._lock:
             taken, self._took_ms = self._took_ms, []
         return taken
@@ -41,7 +41,7 @@ def measure(report: Report, quick: bool) -> None:
     """Interpreters, stubs and whole loads in turns."""
     starts = Starts()
     loads: list[float] = []
-    with moonpool.Runtime(listener=starts.hear) as runtime:
+    with moonpool.Runtime(listener=starts.note) as runtime:
 
         def load() -> list[float]:
             before = time.perf_counter()
@@ -66,7 +66,7 @@ def measure(report: Report, quick: bool) -> None:
     numpy_alone = with_numpy.minus(series["python -c pass"])
     report.figure("of that, importing numpy", "ms", numpy_alone)
     report.figure("of that, all but the interpreter and numpy", "ms", stub.minus(with_numpy))
-    # The first load is the round that is thrown away.
+    # The first load does not count.
     whole = Series([[value] for value in loads[1:]])
     report.figure("Runtime.load, two processes one after the other", "ms", whole.values)
     report.note(

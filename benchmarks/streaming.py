@@ -1,4 +1,4 @@
-"""How many responses a second one decoupled model gives to one consumer, and how soon the first is there."""
+"""Responses a second of one decoupled model for one consumer, and the time to the first."""
 
 from __future__ import annotations
 

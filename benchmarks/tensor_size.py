@@ -1,4 +1,4 @@
-"""What a call costs by the size of its tensor, and what is left of that when nobody copies."""
+"""Cost of a call by the size of its tensor, and how much of it is left without copies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SIZES = {
     "16 MB": 1 << 24,
     "64 MB": 1 << 26,
 }
-# Those that stand in the short table.
+# The sizes in the short table.
 _SHOWN = (4, 1 << 20, 1 << 24)
-# What the model answers with, and whether the caller writes into `empty()` memory.
+# The kind of the model's answer, and true if the caller writes into `empty()` memory.
 WAYS = {
     "array in, array out": ("own", False),
     "array in, copied by the model": ("copy", False),

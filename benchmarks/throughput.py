@@ -14,7 +14,7 @@ import moonpool
 from benchmarks.hosted import MODELS
 from benchmarks.report import Report, main
 from benchmarks.rounds import in_turns, time_us
-from moonpool.runtime.cli.ping_pong import PingPong
+from moonpool.runtime.bench.callers import PingPong
 
 CALLERS = (1, 2, 4, 16, 64)
 _QUICK_CALLERS = (1, 16)

@@ -17,8 +17,8 @@ from benchmarks.peer.presser import Case, Failed, Own, Presser, Sample, presser
 from benchmarks.peer.served import Served
 from benchmarks.peer.triton_files import TritonFiles, triton_python
 from benchmarks.report import Report, main
-from moonpool.runtime.bench.question import Tensor
-from moonpool.runtime.triton import installation
+from moonpool.runtime.bench.request import QuestionTensor
+from moonpool.runtime.triton import install
 
 # The columns, and the backends of the models' configurations.
 _SIDES = {"moonpool": "moonpool", "stock": "python"}
@@ -37,7 +37,7 @@ instance_group [ { kind: KIND_CPU count: 1 } ]
 
 
 class Asked(NamedTuple):
-    """What a row of the table asks, of models with so many instances, and what its throughput is to be."""
+    """One row of the table: its case, the number of instances, and the goal of its throughput."""
 
     case: Case
     instances: int
@@ -50,7 +50,7 @@ class Asked(NamedTuple):
 
 
 def cases() -> dict[str, Asked]:
-    """By what they are called in the table."""
+    """Return the cases by their names in the table."""
     found = {}
     pair = {"INPUT0": 4, "INPUT1": 4}
     for instances in _INSTANCES:
@@ -91,7 +91,7 @@ class BothBackends(Served):
         library = _library()
         self._files = TritonFiles(triton_python(), ())
         try:
-            installation.install(self._files.backends, library)
+            install.install(self._files.backends, library)
             for side in _SIDES:
                 for instances in _INSTANCES:
                     self._write("add_sub", instances, side)
@@ -137,8 +137,8 @@ def _for(side: str, config: str) -> str:
 
 def _library() -> Path:
     try:
-        return installation.find_library()
-    except installation.NotInstallable as error:
+        return install.find_library()
+    except install.NotInstallable as error:
         raise Unavailable(str(error)) from error
 
 
@@ -173,13 +173,13 @@ def measure(report: Report, quick: bool) -> None:
 
 
 class _Streams(Own):
-    """Each caller asks for a stream, and again when it has come to its end."""
+    """Each caller asks for a stream, and for the next one when it has ended."""
 
     is_stream = True
 
-    def tensors(self, case: Case) -> list[Tensor]:
+    def tensors(self, case: Case) -> list[QuestionTensor]:
         del case
-        return [Tensor.of("X", "INT32", np.array([_RESPONSES], np.int32))]
+        return [QuestionTensor.of("X", "INT32", np.array([_RESPONSES], np.int32))]
 
 
 def _in_turns(
@@ -199,7 +199,7 @@ def _in_turns(
     return found
 
 
-# Name in a table, unit, goal of the ratio, whether the short table has the figure itself.
+# Name in a table, unit, goal of the ratio, and true if the short table has the figure itself.
 _SHOWN = {
     "requests_per_s": ("", "requests/s", None, True),
     "p50_us": ("p50, ", "µs", "", False),

@@ -12,16 +12,33 @@ from typing import TYPE_CHECKING
 from moonpool.ipc import messages
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.errors import CODES
-from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
-from moonpool.ipc.messages import CALLS, CONTROL, WORK, Kind, Message, Side
+from moonpool.ipc.messages import (
+    CALLS,
+    CONTROL,
+    WORK,
+    Flag,
+    Int,
+    Kind,
+    ListOf,
+    Maybe,
+    Message,
+    OneOf,
+    Packed,
+    Raw,
+    Real,
+    Row,
+    Side,
+    Table,
+    Text,
+)
 from moonpool.ipc.tensors import ITEMSIZE, NAMES
-from moonpool.runtime.states import BACKEND, INSTANCE, MODEL, draw
+from moonpool.runtime.model.states import BACKEND, INSTANCE, MODEL, draw
 from moonpool.runtime.triton import messages as launcher
 
 if TYPE_CHECKING:
     from enum import IntEnum
 
-    from moonpool.ipc.fields import Spec
+    from moonpool.ipc.messages import Spec
 
 PAGES = (Path(__file__).parent / "ARCHITECTURE.md", Path(__file__).parent / "WIRE.md")
 

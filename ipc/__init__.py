@@ -1,1 +1,1 @@
-"""What runtime and stub share: the messages, the channel they travel in, and the memory."""
+"""Code that runtime and stub share: messages, channels and memory."""

@@ -1,34 +1,36 @@
-"""The writer's side of memory: which bytes of which region are in use.
+"""Allocates blocks for tensors in regions. Used by the writer of the regions.
 
 Theory of operation. Only the writer of a region allocates in it, and the table lives in the writer's own
-memory, so no peer can damage it. A *block* is in use while somebody holds it: the reader that was told of
-it, a local array, a response that passes an input through. Free bytes of a region are kept as extents
-in order of address; the first one that is large enough is cut, and neighbours are joined again when
-a block comes back. Low addresses are so used again and again, and stay in the processor's cache. Blocks of
-one size that came back stay whole until another size is wanted: mostly the next one is as large.
+memory, so no peer can damage it. A *block* is in use while somebody holds it: the reader that got
+a message about it, a local array, a response that passes an input through. Each holder counts once in `Block.holds`.
 
-Not thread-safe: one thread at a time owns an arena. Others hand blocks back through a queue that
-the owner drains.
+Free bytes of a region are kept as extents in order of address. The first extent that is large enough is cut, and
+neighbours are joined again when a block is released. So low addresses are used again and again, and stay in the
+processor's cache. Released blocks of one size stay whole until another size is wanted, because the next request is
+mostly as large as the last one.
+
+A region never grows, because the peer has mapped it. If no region has enough room, `create` makes another one,
+of about the size of all that there are, so that their number grows with the logarithm of the memory. Later regions
+are given up again once they are idle. A block is named by region and offset, and the number of a region that was
+given up is not used for another one, so a late message about a block in it finds nothing.
+
+Not thread-safe: one thread at a time owns an arena. Other threads release blocks through a queue that the owner
+drains. A lease may end in any thread, in the middle of a garbage collection, and must not wait for a lock there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from moonpool.ipc.errors import OutOfMemory
-from moonpool.ipc.memory import ALIGNMENT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from moonpool.ipc.memory import Region
+from moonpool.ipc.memory import ALIGNMENT, Region
 
 _PAGE = 4096
 
 
 class Block:
-    """A run of bytes in use, and how many hold it."""
+    """A range of bytes in use, with the number of its holders."""
 
     __slots__ = ("holds", "offset", "region", "size_bytes")
 
@@ -43,7 +45,7 @@ class Block:
 
 
 class Extents:
-    """The free bytes of one region."""
+    """The free bytes and the blocks of one region."""
 
     __slots__ = ("_sizes", "_spares", "_starts", "live", "region", "uses")
 
@@ -53,11 +55,11 @@ class Extents:
         self.uses = 0
         self._starts = [0]
         self._sizes = [region.size_bytes]
-        # The blocks that came back last, all of one size, which are in no extent yet.
+        # The blocks that were released last, all of one size. They are in no extent yet.
         self._spares: list[Block] = []
 
     def take(self, size_bytes: int) -> Block | None:
-        """A spare block if there is one of that size, else one cut from the first extent that has room."""
+        """Return a spare block of that size, or one cut from the first extent that has room; None if none has."""
         if self._spares:
             if self._spares[-1].size_bytes == size_bytes:
                 block = self._spares.pop()
@@ -111,9 +113,9 @@ class Extents:
 
 
 class Arena:
-    """Blocks for tensors, out of regions that are added as they are needed.
+    """Allocates blocks in regions, and adds regions as they are needed.
 
-    `create` makes a region of at least that many bytes, whole pages, or raises `OutOfMemory`.
+    `create` makes a region of at least that many bytes, in whole pages, or raises `OutOfMemory`.
     """
 
     __slots__ = ("_create", "_extents", "has_grown")
@@ -121,7 +123,7 @@ class Arena:
     def __init__(self, create: Callable[[int], Region]) -> None:
         self._create = create
         self._extents: dict[int, Extents] = {}
-        # Whether there is more than the first region.
+        # True if there is more than the first region.
         self.has_grown = False
 
     def add(self, region: Region) -> None:
@@ -130,7 +132,7 @@ class Arena:
         self.has_grown = len(self._extents) > 1
 
     def allocate(self, size_bytes: int) -> Block:
-        """A block held once, by the caller. Raises what `create` raises when there is no room."""
+        """Return a block that the caller holds once. If there is no room, raises what `create` raises."""
         size = (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
         for extents in self._extents.values():
             block = extents.take(size)
@@ -145,41 +147,41 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """All regions together."""
+        """The size of all regions together."""
         return sum(extents.region.size_bytes for extents in self._extents.values())
 
     @property
     def used_bytes(self) -> int:
-        """All blocks in use together."""
+        """The size of all blocks in use together."""
         return sum(block.size_bytes for block in self.blocks())
 
     def blocks(self) -> Iterator[Block]:
-        """The blocks in use."""
+        """Yield the blocks in use."""
         for extents in self._extents.values():
             yield from extents.live.values()
 
     def regions(self) -> list[Region]:
-        """All regions that blocks are allocated in."""
+        """Return all regions in which blocks are allocated."""
         return [extents.region for extents in self._extents.values()]
 
     def region(self, region_id: int) -> Region | None:
-        """The region of that number, if blocks are allocated in it."""
+        """Return the region of that number, or None if no blocks are allocated in it."""
         extents = self._extents.get(region_id)
         return None if extents is None else extents.region
 
     def find(self, region_id: int, offset: int) -> Block | None:
-        """The block in use that begins there, if one does."""
+        """Return the block in use that begins at this offset, or None."""
         extents = self._extents.get(region_id)
         return None if extents is None else extents.live.get(offset)
 
     def release(self, block: Block) -> None:
-        """One holder less; with the last one the bytes are free."""
+        """Count one holder less. After the last one, the bytes are free."""
         block.holds -= 1
         if block.holds == 0:
             self._extents[block.region.id].give(block)
 
     def release_at(self, region_id: int, offset: int) -> bool:
-        """As `release`, for the block in use that begins there; False if none does."""
+        """Release the block in use that begins at this offset. Returns False if none does."""
         extents = self._extents.get(region_id)
         block = None if extents is None else extents.live.get(offset)
         if extents is None or block is None:
@@ -190,15 +192,15 @@ class Arena:
         return True
 
     def idle(self) -> dict[int, int]:
-        """The regions beyond the first in which nothing lives, each with how often it was used.
+        """Return the regions after the first that have no blocks, each with the number of blocks that it ever had.
 
-        Whoever asks twice and reads the same figure knows that the region was not needed meanwhile.
+        If that number is the same in two calls, the region was not needed in between.
         """
         later = list(self._extents.values())[1:]
         return {extents.region.id: extents.uses for extents in later if not extents.live}
 
     def retire(self, region_id: int) -> Region:
-        """Stop using an idle region; the caller closes it."""
+        """Stop using an idle region. The caller closes it."""
         if self._extents[region_id].live:
             raise ValueError(f"region {region_id} is in use")
         region = self._extents.pop(region_id).region
@@ -209,9 +211,9 @@ class Arena:
 def growth_bytes(
     present_bytes: int, needed_bytes: int, limit_bytes: int | None, others_bytes: int = 0
 ) -> int:
-    """Return the size of a region to add: as much as is in use, within the limit, so that there are never many.
+    """Return the size of a region to add: the sum of the present ones, within the limit, so that there are never many.
 
-    `others_bytes` count towards the limit as well: memory that somebody else uses, or that the process may have kept.
+    `others_bytes` count towards the limit as well: memory in use elsewhere, or memory that the process may have kept.
     Raises `OutOfMemory` if `needed_bytes` do not fit.
     """
     if limit_bytes is None:

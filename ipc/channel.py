@@ -1,7 +1,19 @@
-"""Packets between runtime and stub: one SEQPACKET socket per direction pair.
+"""Sends and receives packets between runtime and stub over a pair of SEQPACKET sockets.
 
 The kernel copies every packet, so a peer cannot change it after it was checked. Each end has its
-own file description: flags that the peer sets on its end change nothing here.
+own file description, so flags that the peer sets on its end change nothing here.
+
+Three things about these sockets are easy to get wrong:
+
+- *A peer that does not read.* The runtime never blocks in a send to a stub (`send`, `send_fds`), because a hostile stub
+  could stop it for ever. A stub may block (`send_waiting`): the runtime reads, or ends it. So may processes of the runtime
+  that send to each other.
+- *A peer that ended with packets unread.* The kernel then reports ECONNRESET once, before it delivers the last packets that
+  the peer sent. So each receiving method tries again after ECONNRESET. Otherwise the reason that a dying stub sends
+  would be lost.
+- *A signal handler that raises.* Between the return of `recv` and the next line of Python, a handler may raise
+  KeyboardInterrupt, and the packet would be gone. `wait` receives and stores the packet in a single call of C
+  code (`deque.extend` over `map`), so a packet is either in the socket or in the inbox.
 """
 
 from __future__ import annotations
@@ -14,17 +26,13 @@ import socket
 import sys
 import termios
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 MAX_PACKET_BYTES = 32 * 1024
-_ROOM = (
-    MAX_PACKET_BYTES + 1,
-)  # one more, so that a packet that was cut short is told by its length
+# One byte more than a packet may have: a longer packet, which the kernel cuts, is recognized by its length.
+_ROOM = (MAX_PACKET_BYTES + 1,)
 _MAX_FDS = 16
 _FD_BYTES = array.array("i").itemsize
 # Plain numbers: `|` between the socket module's flags is a call that costs as much as a packet.
@@ -34,7 +42,7 @@ _AT_ONCE = _DONT_WAIT | _NO_SIGNAL
 
 
 class Channel:
-    """One end. One thread at a time may receive; any may send, as the kernel takes packets whole."""
+    """One end of a channel. One thread at a time may receive. Any thread may send, because the kernel takes packets whole."""
 
     __slots__ = ("_inbox", "_receive", "_send", "_socket")
 
@@ -48,19 +56,19 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """A channel, and the socket for the other end of it."""
+        """Return a channel, and the socket for its other end."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
 
     def fileno(self) -> int:
-        """Readable when a packet or the end of the peer can be received. -1 when closed."""
+        """Return the descriptor, which is readable when a packet or the end of the peer can be received; -1 if closed."""
         return self._socket.fileno()
 
     def send(self, packet: bytes) -> None:
-        """Hand a packet to the kernel; never blocks.
+        """Hand a packet to the kernel. Never blocks.
 
-        Raises `PeerGone`, `LocalProtocolError` for what no packet can hold, and `BlockingIOError` when
-        the peer has not read what was sent before.
+        Raises `PeerGone`, `LocalProtocolError` if it does not fit into a packet, and `BlockingIOError` if
+        the socket is full because the peer has not read.
         """
         try:
             self._send(packet, _AT_ONCE)
@@ -70,7 +78,7 @@ class Channel:
             raise self._gone(error) from error
 
     def send_waiting(self, packet: bytes) -> None:
-        """Hand a packet to the kernel; blocks while the peer does not read. For the stub's side."""
+        """Hand a packet to the kernel. Blocks while the socket is full. Not for a channel to a stub."""
         try:
             self._send(packet, _NO_SIGNAL)
         except OSError as error:
@@ -78,14 +86,14 @@ class Channel:
 
     @property
     def is_half_full(self) -> bool:
-        """Whether the peer leaves so much unread that only what has to be said should be sent."""
+        """True if the peer has so much unread that only necessary messages should be sent."""
         unread = int.from_bytes(
             fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder
         )
         return unread > self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def send_fds(self, packet: bytes, *descriptors: int) -> None:
-        """As `send`, with descriptors for the peer. The caller keeps its own."""
+        """Send a packet as `send` does, with descriptors for the peer. The caller keeps its own."""
         fds = array.array("i", descriptors)
         try:
             self._socket.sendmsg(
@@ -99,7 +107,7 @@ class Channel:
             raise self._gone(error) from error
 
     def send_waiting_with(self, packet: bytes, descriptors: Sequence[int]) -> None:
-        """As `send_waiting`, with descriptors for the peer. The caller keeps its own."""
+        """Send a packet as `send_waiting` does, with descriptors for the peer. The caller keeps its own."""
         fds = array.array("i", descriptors)
         try:
             self._socket.sendmsg(
@@ -109,29 +117,29 @@ class Channel:
             raise self._gone(error) from error
 
     def wait(self) -> None:
-        """Block until `receive` will not. Raises `PeerGone` where the socket itself is broken.
+        """Block until `receive` would not block. Raises `PeerGone` if the socket itself is broken.
 
-        An exception that a signal handler raises meanwhile loses no packet.
+        If a signal handler raises meanwhile, no packet is lost.
         """
         if not self._inbox:
-            # One call into C: no signal handler runs between a packet's arrival and its safekeeping.
+            # One call into C: no signal handler runs between the arrival of a packet and its place in the inbox.
             try:
                 self._inbox.extend(map(self._receive, _ROOM))
             except ConnectionResetError:
-                # Told once, ahead of what the peer sent before it ended with packets unread.
+                # The kernel reports it once, before the last packets of a peer that ended with packets unread.
                 self.wait()
             except OSError as error:
                 raise self._gone(error) from error
 
     @property
     def has_received(self) -> bool:
-        """Whether a packet is here already, so that `receive` does not look at the socket."""
+        """True if `wait` has received a packet that `receive` returns without a look at the socket."""
         return bool(self._inbox)
 
     def receive(self) -> bytes:
-        """The next packet; blocks. Raises `PeerGone` at the end of the peer, after its last packet.
+        """Return the next packet. Blocks. Raises `PeerGone` at the end of the peer, after its last packet.
 
-        Descriptors that the peer sent along are dropped by the kernel.
+        The kernel closes descriptors that the peer sent with it.
         """
         if self._inbox:
             packet = self._inbox.popleft()
@@ -145,7 +153,7 @@ class Channel:
         return packet if 0 < len(packet) <= MAX_PACKET_BYTES else self._checked(packet)
 
     def receive_ready(self) -> bytes | None:
-        """The next packet if one is there, else None; never blocks. Raises `PeerGone`."""
+        """Return the next packet, or None if there is none yet. Never blocks. Raises `PeerGone`."""
         if self._inbox:
             return self._checked(self._inbox.popleft())
         try:
@@ -159,9 +167,9 @@ class Channel:
         return self._checked(packet)
 
     def receive_with_fds(self) -> tuple[bytes, list[int]]:
-        """The next packet and the descriptors in it, which the caller owns; blocks.
+        """Return the next packet and the descriptors in it, which the caller owns. Blocks.
 
-        For the stub alone: the runtime takes no descriptors from anybody.
+        Not for a channel to a stub: the runtime accepts no descriptors from one.
         """
         try:
             packet, ancillary, _, _ = self._socket.recvmsg(
@@ -192,17 +200,17 @@ class Channel:
     def _gone(self, error: OSError) -> Exception:
         if self._socket.fileno() < 0:
             return Closed("this end of the channel was closed")
-        if error.errno in (errno.EMSGSIZE, errno.EBADF):  # EBADF: the descriptor to be sent
+        if error.errno in (errno.EMSGSIZE, errno.EBADF):  # EBADF is about a descriptor to send
             return LocalProtocolError(f"a packet cannot be sent: {error.strerror}")
         return PeerGone(f"the peer closed the channel ({error.strerror})")
 
     def wake(self) -> None:
-        """Make whoever blocks in `receive` here see the end of the channel. Safe from any thread."""
+        """Wake a thread that blocks in `receive` on this end: it sees the end of the channel. Any thread may call it."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # closed already, or the peer is gone: then it is awake
+            return  # closed already, or the peer is gone: then the thread is awake
 
     def close(self) -> None:
-        """Close this end; the peer sees the end of the channel. May be called many times."""
+        """Close this end. The peer sees the end of the channel. May be called many times."""
         self._socket.close()

@@ -1,35 +1,52 @@
-"""Messages to packets and back, refusing everything that the tables do not describe.
+"""Packs and unpacks messages, and refuses all that the tables do not describe.
 
-The checks are compiled from the tables: for each kind one function of plain comparisons, made the
-first time that the kind is met. Interpreting the table for every message would cost more than
-everything else that happens to a small request.
+The checks are compiled from the tables: for each kind one function of plain comparisons, which is made when the first message
+of the kind arrives. To interpret the table for every message would cost more than
+all other work on a small request.
+
+A packet is small, so msgpack unpacks it at once. A message that lies in memory may be large, and an empty list has one byte there
+and seventy in Python. So `check_items` counts the values of such a message before it is unpacked.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Any
 
 import msgpack
 
-from moonpool.ipc.bounds import MAX_ITEMS, check_items
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
-from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
-from moonpool.ipc.messages import CALLS, CONTROL, LAYOUT, WORK, Side
+from moonpool.ipc.messages import (
+    CALLS,
+    CONTROL,
+    LAYOUT,
+    WORK,
+    Flag,
+    Int,
+    ListOf,
+    Maybe,
+    Message,
+    OneOf,
+    Packed,
+    Raw,
+    Real,
+    Row,
+    Side,
+    Spec,
+    Table,
+    Text,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from enum import IntEnum
-    from typing import Any
+Fields = list[Any]
+Check = Callable[[Fields], None]
 
-    from moonpool.ipc.fields import Spec
-    from moonpool.ipc.messages import Message
-
-    Fields = list[Any]
-    Check = Callable[[Fields], None]
+# The largest message of an honest peer, a batch of 65536 requests with blocks and remarks, has a third of these values.
+MAX_ITEMS = 1 << 21
 
 _unpack = msgpack.unpackb
-# One packer for all threads: packing runs in C without letting go of the interpreter. The pure-Python
-# form would mix the messages of two threads, so there each message has a packer of its own.
+# One packer for all threads: packing runs in C and keeps the interpreter's lock. The pure-Python
+# packer would mix the messages of two threads, so with it each message has its own packer.
 _pack = (
     msgpack.packb
     if msgpack.Packer.__module__ == "msgpack.fallback"
@@ -45,14 +62,14 @@ class Codec:
     __slots__ = ("_checks", "_kinds", "_table", "_us")
 
     def __init__(self, table: dict[Any, Message], us: Any) -> None:
-        """`table` has a message for each kind, which is an `IntEnum`, and so are the sides."""
+        """`table` has a message for each kind. Kinds and sides are members of an `IntEnum`."""
         self._table = table
         self._kinds = {int(kind): kind for kind in table}
         self._us = us
         self._checks: dict[int, Check] = {}
 
     def decode(self, packet: bytes) -> Fields:
-        """The fields of a message, its kind first. Raises `RemoteProtocolError`."""
+        """Return the fields of a message, its kind first. Raises `RemoteProtocolError`."""
         try:
             fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
             check = self._checks[fields[0]]
@@ -64,7 +81,7 @@ class Codec:
         return fields  # type: ignore[no-any-return]
 
     def decode_stored(self, packet: bytes) -> Fields:
-        """As `decode`, for a packet that lay in memory: that may be large, and must not become much larger."""
+        """Decode a packet that lay in memory, and may be large, after a check of how many values it unpacks to."""
         check_items(packet)
         return self.decode(packet)
 
@@ -87,10 +104,10 @@ class Codec:
         return fields
 
     def _unmet(self, packet: bytes, error: Exception) -> Check:
-        """The check for a kind that was not met before, or the reason why the packet is refused."""
+        """Return the check for a kind that has not come before. Raises `RemoteProtocolError` if the packet is refused."""
         try:
             fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
-        except Exception as unreadable:  # msgpack raises six unrelated classes for bad bytes
+        except Exception as unreadable:  # msgpack raises six unrelated classes
             why = str(unreadable) or type(unreadable).__name__
             raise RemoteProtocolError(f"a packet that is not msgpack: {why}") from unreadable
         if type(fields) is not list or not fields or type(fields[0]) is not int:
@@ -105,9 +122,9 @@ class Codec:
 
 
 def encode(*message: object) -> bytes:
-    """A message as a packet. Thread-safe for messages without extension types.
+    """Return the packet of a message. Thread-safe for messages without extension types.
 
-    Raises `LocalProtocolError` for what msgpack cannot carry: whole numbers over 64 bits,
+    Raises `LocalProtocolError` for values that msgpack cannot carry: integers over 64 bits,
     text that is no Unicode, objects.
     """
     try:
@@ -117,7 +134,7 @@ def encode(*message: object) -> bytes:
 
 
 def unpacked(packet: bytes | bytearray) -> Any:
-    """What `encode` made a packet of, unchecked: for what a fork of this very process sent."""
+    """Unpack a packet without a check. For packets from forks of this very process only."""
     return _unpack(packet, strict_map_key=False)
 
 
@@ -129,7 +146,7 @@ def _check_of(kind: Any, message: Message) -> Check:
 
 
 def compile_checks(us: Side) -> None:
-    """Make all checks of what `us` may be sent now, and not when each is needed: for a process that is to be copied."""
+    """Compile all checks that `us` will need. For a template, whose forks then have them."""
     for table in (WORK, CONTROL, CALLS):
         for kind, message in table.items():
             if message.sender is not us:
@@ -138,7 +155,7 @@ def compile_checks(us: Side) -> None:
 
 
 def compile_check(kind: IntEnum, message: Message) -> Check:
-    """A function that raises `RemoteProtocolError` unless the fields are as the table says."""
+    """Return a function that raises `RemoteProtocolError` unless the fields are as the table says."""
     lines = [
         "def check(m):",
         # `decode` found this check by equality, and 7.0, True and the bytes b"\7" lead here too.
@@ -151,7 +168,7 @@ def compile_check(kind: IntEnum, message: Message) -> Check:
 
 
 def unpack_layout(packed: bytes, most: int = MAX_ITEMS) -> list[list[list[Any]]]:
-    """The tensors that a layout of at most so many values describes. Raises `RemoteProtocolError`."""
+    """Return the tensors that a layout describes, if it has at most so many values. Raises `RemoteProtocolError`."""
     check_items(packed, most)
     try:
         layout = _unpack(packed, strict_map_key=True, max_ext_len=0)
@@ -199,14 +216,14 @@ _TYPES = {Raw: "bytes", Packed: "bytes", Table: "dict", ListOf: "list"}
 
 
 class _Writer:
-    """Writes the comparisons for one value and what is in it."""
+    """Writes the comparisons for a value and the values in it."""
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
         self._names = 0
 
     def fields(self, fields: Mapping[str, Spec | None], v: str, where: str, depth: int) -> None:
-        """Lines that check what is in a list of so many; None for what needs no check."""
+        """Write lines that check the values in a list. A field whose spec is None needs no check."""
         names = [self._name() for _ in fields]
         self._put(depth, f"{', '.join(names)}, = {v}")
         for name, (field, spec) in zip(names, fields.items()):
@@ -214,13 +231,13 @@ class _Writer:
                 self.value(spec, name, f"{where}.{field}", depth)
 
     def value(self, spec: Spec, v: str, where: str, depth: int) -> None:
-        """Lines that check the value of the variable `v`."""
+        """Write lines that check the value of the variable `v`."""
         if isinstance(spec, Maybe):
             self._put(depth, f"if {v} is not None:")
             self.value(spec.item, v, where, depth + 1)
             return
         if isinstance(spec, OneOf):
-            # One comparison says nothing of what is inside a list.
+            # A single comparison cannot check the values in a list.
             if not all(isinstance(item, (Int, Real, Text, Raw, Flag)) for item in spec.items):
                 raise TypeError(f"{where}: OneOf is for scalars")
             conditions = " or ".join(f"({self._condition(item, v)})" for item in spec.items)
@@ -261,15 +278,56 @@ class _Writer:
 
 
 def work_codec(us: Side) -> Codec:
-    """The work channel's messages as `us` receives them."""
+    """Return the codec for the messages of the work channel that `us` receives."""
     return Codec(WORK, us)
 
 
 def control_codec(us: Side) -> Codec:
-    """The control channel's messages as `us` receives them."""
+    """Return the codec for the messages of the control channel that `us` receives."""
     return Codec(CONTROL, us)
 
 
 def calls_codec(us: Side) -> Codec:
-    """The calls channel's messages as `us` receives them."""
+    """Return the codec for the messages of the calls channel that `us` receives."""
     return Codec(CALLS, us)
+
+
+def check_items(packet: bytes, most: int = MAX_ITEMS) -> None:
+    """Check that a packet unpacks to at most `most` values, nested ones included. Nothing is unpacked for that.
+
+    Raises `RemoteProtocolError`. Bytes that are no msgpack are left to msgpack, which stops at the same place.
+    """
+    if len(packet) <= most:  # a value takes a byte at least
+        return
+    at, left = 0, 1
+    while left and at < len(packet):
+        form = _FORMS.get(packet[at])
+        if form is None:
+            return
+        width, count, bytes_each, items_each = form
+        at += 1
+        if width:
+            count = int.from_bytes(packet[at : at + width], "big")
+        at += width + count * bytes_each
+        most -= 1
+        left += count * items_each - 1
+        if left > most:
+            raise RemoteProtocolError("a packet of more values than any message has")
+
+
+# From https://github.com/msgpack/msgpack/blob/master/spec.md, by the first byte of a value: the number of bytes of the count
+# that follows it; the count itself if no such bytes follow; the bytes, and the values, for which each unit of the count stands.
+_FORMS: dict[int, tuple[int, int, int, int]] = {
+    **dict.fromkeys([*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3], (0, 0, 0, 0)),
+    **{0x80 + count: (0, count, 0, 2) for count in range(16)},
+    **{0x90 + count: (0, count, 0, 1) for count in range(16)},
+    **{0xA0 + count: (0, count, 1, 0) for count in range(32)},
+    **{0xC4 + size: (1 << size, 0, 1, 0) for size in range(3)},
+    **{0xCC + size: (0, 1 << size, 1, 0) for size in range(4)},
+    **{0xD0 + size: (0, 1 << size, 1, 0) for size in range(4)},
+    **{0xD9 + size: (1 << size, 0, 1, 0) for size in range(3)},
+    **{0xDC + size: (2 << size, 0, 0, 1) for size in range(2)},
+    **{0xDE + size: (2 << size, 0, 0, 2) for size in range(2)},
+    0xCA: (0, 4, 1, 0),
+    0xCB: (0, 8, 1, 0),
+}

@@ -1,40 +1,48 @@
-"""The work channel in order: one end that neither sends nor accepts a message out of its turn."""
+"""One end of a work channel, which neither sends nor accepts a message out of its turn.
+
+Theory of operation. The work channel is lockstep: `messages.WORK` says which kinds may follow each kind, and each kind has
+one sender. So a conversation keeps only one fact: the kinds that may come next, from us and from the peer. There is never
+more than one batch on the way.
+
+A kind changes the turn only after the message was sent, or was checked. If a send fails (the peer is gone, memory
+is exhausted, the message is too large), nothing was sent, and the same end may send another message, for instance the
+error. If the peer ends before it answers, `receive` raises `PeerGone`, after the last message that the peer sent, and
+the conversation is over.
+
+A message that does not fit into a packet is stored in a block of the sender's region, and INDIRECT says where. The reader
+copies it out before it checks it. A peer can still write to that memory, so only the copy counts.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Any
 
-from moonpool.ipc.channel import MAX_PACKET_BYTES
+from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import encode, work_codec
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 from moonpool.ipc.messages import WORK, Kind, Side
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Any
-
-    from moonpool.ipc.channel import Channel
 
 _INDIRECT = int(Kind.INDIRECT)
 _FIRST = frozenset([Kind.CONFINED, Kind.FAILED])
 
 
 class Overflow:
-    """Where messages go that are too large for a packet: the sender's memory."""
+    """Stores messages that are too large for a packet in the memory of their sender."""
 
     def pack(self, *message: Any) -> bytes:
-        """The packet of a message: itself, or INDIRECT where it is too large and was stored.
+        """Return the packet of a message; if the message is too large, store it and return the packet of INDIRECT.
 
-        Raises `LocalProtocolError` for what cannot travel, `OutOfMemory`.
+        Raises `LocalProtocolError` for values that msgpack cannot carry, `OutOfMemory`.
         """
         packet = encode(*message)
         return packet if len(packet) <= MAX_PACKET_BYTES else self.indirect(packet)
 
     def indirect(self, packet: bytes, most_bytes: int = sys.maxsize) -> bytes:
-        """Store a packet that is too large, and return the packet of INDIRECT that points to it.
+        """Store a packet, and return the packet of INDIRECT that points to it.
 
-        Raises `LocalProtocolError` for more than `most_bytes`, `OutOfMemory`.
+        Raises `LocalProtocolError` if it has more than `most_bytes`, and `OutOfMemory`.
         """
         if len(packet) > most_bytes:
             raise LocalProtocolError(
@@ -43,11 +51,11 @@ class Overflow:
         return encode(_INDIRECT, *self.store(packet))
 
     def store(self, packet: bytes) -> tuple[int, int, int]:
-        """Copy into a block; returns region, offset and size. Raises `OutOfMemory`."""
+        """Copy a packet into a block; return region, offset and size. Raises `OutOfMemory`."""
         raise NotImplementedError
 
     def load(self, region: int, offset: int, size_bytes: int) -> bytes:
-        """Copy out of the peer's block and give the block back. Raises `RemoteProtocolError`."""
+        """Copy a packet out of the peer's block, and release the block. Raises `RemoteProtocolError`."""
         raise NotImplementedError
 
 
@@ -59,24 +67,24 @@ class Conversation:
     def __init__(
         self, channel: Channel, us: Side, overflow: Overflow, after: Kind | None = None
     ) -> None:
-        """`after` is the message that goes without saying; None where everything is to be said."""
+        """`after` is the kind after which this conversation begins; None if it begins with the first message."""
         self.channel = channel
         self._is_stub = us is Side.STUB
         self._overflow = overflow
         self._codec = work_codec(us)
-        # What may come next, from us and from the peer; and the same after each kind, worked out before.
+        # The kinds that may come next, from us and from the peer; then the same after each kind.
         self._turn = _split(_FIRST if after is None else WORK[after].followers, us)
         self._after = {int(kind): _split(message.followers, us) for kind, message in WORK.items()}
 
     def use_overflow(self, overflow: Overflow) -> None:
-        """From now on, large messages go through this memory."""
+        """Store large messages in this memory from now on."""
         self._overflow = overflow
 
     def send(self, *message: Any) -> None:
         """Send a message whose turn it is.
 
-        Raises `LocalProtocolError` (nothing was sent), `PeerGone`, `OutOfMemory`, and
-        `RemoteProtocolError` where the runtime's peer does not read.
+        Raises `LocalProtocolError` (nothing was sent), `PeerGone`, `OutOfMemory`, and in the runtime
+        `RemoteProtocolError` if the stub does not read.
         """
         kind = message[0]
         if kind not in self._turn[0]:
@@ -94,11 +102,11 @@ class Conversation:
         self._turn = self._after[kind]
 
     def receive(self) -> list[Any]:
-        """The next message, its kind first; blocks. Raises `PeerGone`, `RemoteProtocolError`."""
+        """Return the next message, its kind first. Blocks. Raises `PeerGone`, `RemoteProtocolError`."""
         return self.accept(self.channel.receive())
 
     def accept(self, packet: bytes) -> list[Any]:
-        """Check a packet that was received. Raises `RemoteProtocolError`."""
+        """Check a received packet, and return its fields, the kind first. Raises `RemoteProtocolError`."""
         fields = self._codec.decode(packet)
         kind = fields[0]
         if kind == _INDIRECT:
@@ -121,6 +129,6 @@ class Conversation:
 
 
 def _split(kinds: Iterable[Kind], us: Side) -> tuple[frozenset[int], frozenset[int]]:
-    """Those that we send, and those that the peer sends."""
+    """Split kinds into those that we send and those that the peer sends."""
     ours = frozenset(int(kind) for kind in kinds if WORK[kind].sender is us)
     return ours, frozenset(map(int, kinds)) - ours

@@ -1,28 +1,27 @@
-"""DLPack's capsules: what is in a foreign one, and ours over memory that we have. Nothing is copied here.
+"""Reads DLPack capsules of other libraries, and makes capsules over memory of ours. Nothing is copied.
 
-The layout is that of `dlpack.h`, https://github.com/dmlc/dlpack; capsules of both forms, before and after version 1.0.
+The layout is that of `dlpack.h`, https://github.com/dmlc/dlpack, in both forms, before and after version 1.0.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moonpool.ipc.tensors import BF16, MAX_DIMS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from typing_extensions import CapsuleType
 
 # DLDeviceType
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 BFLOAT = 4
-# Of the versions of the protocol that have numbers, the one that is read and made here, and its first flag.
+# The version of the protocol that is read and made here, and its first flag.
 MAJOR = 1
 READ_ONLY = 1
-# DLPack's type code and width to the datatype.
+# The datatype for each of DLPack's type codes and widths.
 DATATYPES = {
     (6, 8): 1,
     (1, 8): 2,
@@ -78,8 +77,8 @@ class _Versioned(ctypes.Structure):
     )
 
 
-# By the name of the capsule: what is in it, and its name once it has been used. A capsule keeps a pointer
-# to its name, so these live for ever.
+# The names of capsules, each with its structure and its name after use. A capsule keeps a pointer
+# to its name, so these must never be freed.
 _KINDS: tuple[tuple[bytes, type[_Managed | _Versioned], bytes], ...] = (
     (b"dltensor", _Managed, b"used_dltensor"),
     (b"dltensor_versioned", _Versioned, b"used_dltensor_versioned"),
@@ -96,7 +95,7 @@ _rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, _name)(("PyCapsule_S
 _new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, _name, ctypes.c_void_p)(
     ("PyCapsule_New", _api)
 )
-# For a capsule that is going: to name it as an object would bring it back.
+# For a capsule in its destructor, by address: as an object, it would be revived.
 _is_valid_at = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, _name)(("PyCapsule_IsValid", _api))
 _pointer_at = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, _name)(
     ("PyCapsule_GetPointer", _api)
@@ -104,7 +103,7 @@ _pointer_at = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, _name)(
 
 
 class Foreign:
-    """What a capsule says of a tensor. Once it is taken, the memory is valid until this is gone."""
+    """A tensor as a capsule describes it. After `take`, its memory is valid as long as this object lives."""
 
     __slots__ = (
         "_capsule", "_is_ours", "_managed", "_used_name", "address", "bits", "code", "device_id",
@@ -112,7 +111,7 @@ class Foreign:
     )  # fmt: skip
 
     def __init__(self, capsule: object, managed: _Managed | _Versioned, used_name: bytes) -> None:
-        """For `look` alone."""
+        """Takes over the capsule. Called by `look` alone."""
         self._capsule = capsule
         self._managed = managed
         self._used_name = used_name
@@ -121,29 +120,29 @@ class Foreign:
         # 0 for a capsule of the first form.
         self.major = managed.major if is_versioned else 0
         self.is_read_only = is_versioned and bool(managed.flags & READ_ONLY)
-        # Of a form from the future nothing but its number is where it is expected.
+        # In a later form, only the number of the version is at its place for sure.
         tensor = managed.tensor if self.major <= MAJOR else _Tensor()
         self.device_type, self.device_id = tensor.device_type, tensor.device_id
         self.code, self.bits, self.lanes = tensor.code, tensor.bits, tensor.lanes
-        # A negative number of dimensions gives an empty slice, and no shape has more than the most.
+        # A negative number of dimensions gives an empty slice. A shape with too many is cut, and refused later.
         self.shape: tuple[int, ...] = tuple(tensor.shape[: min(tensor.ndim, MAX_DIMS + 1)])
         self.is_contiguous = _is_contiguous(tensor, self.shape)
         self.address = int((tensor.data or 0) + tensor.byte_offset)
 
     def take(self) -> None:
-        """Own the memory from now on. The capsule is used up."""
+        """Own the memory from now on. The capsule is marked as used."""
         _rename(self._capsule, self._used_name)
         self._capsule = None
         self._is_ours = True
 
     @property
     def datatype(self) -> int | None:
-        """The code in `ipc.tensors`; None where there is none."""
+        """The datatype's code in `ipc.tensors`; None if no datatype matches."""
         return DATATYPES.get((self.code, self.bits)) if self.lanes == 1 else None
 
     @property
     def size_bytes(self) -> int:
-        """Of a contiguous tensor."""
+        """The size of the tensor, if it is contiguous."""
         size = int(self.bits) // 8
         for dimension in self.shape:
             size *= dimension
@@ -166,7 +165,7 @@ def _is_contiguous(tensor: _Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def look(source: object) -> Foreign | None:
-    """What a capsule says, None for what is no capsule of DLPack that was not used yet. Nothing is taken."""
+    """Read a capsule without taking it. Returns None for an object that is no unused capsule of DLPack."""
     for name, kind, used_name in _KINDS:
         if _is_valid(source, name):
             return Foreign(source, kind.from_address(_pointer(source, name)), used_name)
@@ -174,13 +173,13 @@ def look(source: object) -> Foreign | None:
 
 
 def capsule_of(source: Any, stream: int | None = None) -> object:
-    """What `source.__dlpack__` makes, in the later form where it can; `stream` is only named where it is given.
+    """Return the capsule of `source.__dlpack__`, in the later form if it can make one. `stream` is passed on if given.
 
-    Raises TypeError where that is no capsule, and whatever the method raises.
+    Raises TypeError if the result is no capsule, and all that the method raises.
     """
     named = {} if stream is None else {"stream": stream}
     try:
-        # Only the later form can say that memory is read-only.
+        # Only the later form can mark memory as read-only.
         capsule = source.__dlpack__(max_version=(MAJOR, 0), **named)
     except TypeError:
         capsule = source.__dlpack__(**named)
@@ -190,7 +189,7 @@ def capsule_of(source: Any, stream: int | None = None) -> object:
     return capsule
 
 
-# What each capsule of ours keeps until its consumer is done, by the address of its struct.
+# The objects that each capsule of ours keeps until its consumer is done, by the address of its struct.
 _kept: dict[int, tuple[object, ...]] = {}
 
 
@@ -205,7 +204,7 @@ def _end(
     pointer: Any = _pointer_at,
     kept: dict[int, tuple[object, ...]] = _kept,
 ) -> None:
-    """A capsule is going; if nobody used it, so is what it keeps."""
+    """Drop the objects of a capsule that is destroyed without having been used."""
     for name in names:
         if is_valid(capsule, name):
             kept.pop(pointer(capsule, name), None)
@@ -213,7 +212,7 @@ def _end(
 
 _deleter = _Deleter(_delete)
 _destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_end)
-# Consumers may let go while the interpreter ends and this module is gone: the two must outlive it.
+# Consumers may call them while the interpreter ends and this module is gone, so the two must never be freed.
 for _lasting in (_deleter, _destructor):
     _api.Py_IncRef(ctypes.py_object(_lasting))
 
@@ -235,17 +234,17 @@ def make(
     *,
     is_read_only: bool = False,
 ) -> CapsuleType:
-    """A capsule over C-contiguous memory that `owner` keeps; it is kept until the capsule's consumer is done.
+    """Make a capsule over C-contiguous memory that `owner` keeps alive. The capsule keeps `owner` until its consumer is done.
 
-    It is of the first form, "dltensor", unless `max_version` takes a later one. The first form has no word for
-    read-only memory: BufferError.
+    It has the first form, "dltensor", unless `max_version` allows a later one. The first form cannot mark memory as
+    read-only, so read-only memory raises BufferError there.
     """
     is_versioned = max_version is not None and tuple(max_version) >= (MAJOR, 0)
     if is_read_only and not is_versioned:
         raise BufferError("The tensor is read-only, which DLPack before 1.0 has no word for.")
     dims = len(shape)
     form = _VERSIONED if is_versioned else _MANAGED
-    # All in one piece: to set the fields of structures one by one takes several times as long.
+    # Packed in one piece, because to set the fields of structures one by one takes several times as long.
     words = form.size // 8
     memory = (ctypes.c_int64 * (words + 2 * dims))()
     place = ctypes.addressof(memory)

@@ -1,4 +1,4 @@
-"""Errors of the wire and of the memory, named by whose doing it was."""
+"""Errors of the wire and of the memory. Their names say which side caused them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CODES = (
 
 
 class MoonpoolError(Exception):
-    """Whatever moonpool itself raises. `code` is one of `CODES`."""
+    """The base of all errors that moonpool itself raises. `code` is one of `CODES`."""
 
     code: str = "INTERNAL"
-    # What may be said of it outside of the runtime's process, where that is less than the whole text.
-    told: str | None = None
+    # The text for readers outside of the runtime's process, if they may not see the whole text.
+    public_message: str | None = None
 
 
 class ProtocolError(MoonpoolError):
@@ -32,7 +32,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke the rules; it is not to be trusted any further."""
+    """The peer broke the rules. Nothing that it sends can be trusted any more."""
 
 
 class PeerGone(MoonpoolError):
@@ -46,19 +46,19 @@ class Closed(MoonpoolError):
 
 
 class OutOfMemory(MoonpoolError):
-    """No region can hold the tensor, and none may be added."""
+    """No region has room, and none may be added."""
 
     code = "UNAVAILABLE"
 
 
 class CudaUnavailable(MoonpoolError):
-    """No device can be used here: no driver, no device of that number, or one that cannot share memory."""
+    """No device can be used: there is no driver, no device of that number, or it cannot share memory."""
 
     code = "UNAVAILABLE"
 
 
 class CudaError(MoonpoolError):
-    """The driver refused, with the name and the number of its error."""
+    """The driver refused a call. Has the name and the number of the driver's error."""
 
     def __init__(self, text: str, name: str, number: int) -> None:
         super().__init__(text)

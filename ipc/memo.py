@@ -1,4 +1,4 @@
-"""What was worked out before, so that it is not worked out again for every message."""
+"""A bounded cache for results that many messages share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ V = TypeVar("V")
 
 
 class Memo(dict[K, V]):
-    """A dictionary of results that forgets everything when it is full.
+    """A dictionary of results that is cleared when it is full.
 
-    Peers and callers decide what is in it, so it must not grow with what they send. As thread-safe as a
-    dictionary: at worst two threads work the same thing out.
+    Peers and callers choose the keys, so it must not grow with the messages that they send. As thread-safe as a
+    dictionary: at worst two threads compute the same result.
     """
 
     def __init__(self, most: int = 256) -> None:

@@ -2,8 +2,19 @@
 
 A memfd has no name that anyone could guess, does not count against `/dev/shm`, and is gone with the
 last process that has it. It is sealed against shrinking and growing, so that a peer cannot make the
-other side's next access a SIGBUS, and all of it is allocated when it is made, after a look at how much
-memory is left, so that a machine that is out of memory says so then and with an error.
+next access of the other side a SIGBUS. All its pages are allocated when it is made, after a look at how much
+memory is left. So exhaustion is an error at that moment, and not a signal later. Nothing limits a memfd, and
+`fallocate` would go on until the kernel kills a process for its memory.
+
+Theory of operation. A region has two resources that end at different times: the descriptor, which is sent to
+peers, and the map, in which arrays lie.
+
+- `_sharing` guards the descriptor. A thread that sends it (`share`) and a thread that closes it (`forget_fd`, `surrender`,
+  `close`) would race otherwise: the number of a closed descriptor may already be another file, which would then
+  go to a stub. `send` runs under the lock, so it must not block.
+- The map needs no lock. `close` drops the reference to it, and the last array over it unmaps it. It must not be unmapped
+  earlier: a caller may still hold an array. numpy holds no buffer of the `mmap`, so `mmap.close()` would succeed, and the
+  next access to such an array would be a SIGSEGV.
 """
 
 from __future__ import annotations
@@ -12,22 +23,18 @@ import fcntl
 import mmap
 import os
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+
+import numpy as np
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
-from moonpool.ipc.headroom import headroom_bytes
 from moonpool.ipc.memory import Region
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-
-# fcntl has these names from Python 3.9 on, but only where it was built against a recent libc.
+# fcntl has these names from Python 3.9 on, but only if it was built against a recent libc.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
-# A large region is made for a tensor that is about to be written. Having all its pages mapped at once
-# takes a fifth of the time that it takes to find them missing one by one.
+# A large region is made for a tensor that is about to be written. To map all its pages at once
+# takes a fifth of the time of a page fault for each.
 _LARGE = 2 << 20
 _SMALL = 16 << 10
 _SHARED = mmap.MAP_SHARED
@@ -35,9 +42,9 @@ _PRESENT = _SHARED | getattr(mmap, "MAP_POPULATE", 0)  # from Python 3.10 on
 
 
 class Map(mmap.mmap):
-    """The memory of a region at an address of this process."""
+    """The memory of a region, mapped into this process."""
 
-    # Called once, right before the memory is unmapped: with the last view of it, in any thread.
+    # Called once, right before the memory is unmapped with the last view of it, in any thread.
     before_unmap: Callable[[], object] | None = None
 
     def __del__(self) -> None:
@@ -50,11 +57,11 @@ class SharedRegion(Region):
 
     __slots__ = ("_sharing", "fd", "is_private")
 
-    # Whether nobody but its two ends may see it.
+    # True if no process but its two ends may see it.
     is_private: bool
 
     def __init__(self, region_id: int, size_bytes: int, fd: int) -> None:
-        """Map `fd` and own it from now on; it stays open until `close`, to be sent to a peer."""
+        """Map `fd` and own it from now on. It stays open until `close`, so that it can be sent to a peer."""
         self.id = region_id
         self.size_bytes = size_bytes
         self.fd = fd
@@ -69,14 +76,14 @@ class SharedRegion(Region):
 
     @classmethod
     def create(cls, region_id: int, size_bytes: int) -> SharedRegion:
-        """A new region. Raises `OutOfMemory` where the machine has not that much."""
+        """Make a new region. Raises `OutOfMemory` if the machine has not enough memory."""
         return cls(region_id, size_bytes, set_aside(region_id, size_bytes))
 
     @classmethod
     def adopt(cls, region_id: int, size_bytes: int, fd: int) -> SharedRegion:
-        """A region that the peer made and sent. Owns `fd` at once, also when it raises.
+        """Map a region that the peer made and sent. Owns `fd` at once, even if it raises.
 
-        Raises `RemoteProtocolError` where it is not sealed or not of that size.
+        Raises `RemoteProtocolError` if the file is not sealed or not of that size.
         """
         try:
             seals = fcntl.fcntl(fd, _GET_SEALS)
@@ -95,19 +102,19 @@ class SharedRegion(Region):
     def write(self, offset: int, array: np.ndarray) -> None:
         size_bytes = array.nbytes
         if size_bytes <= _SMALL:
-            # A quarter of the time that numpy takes for it, but no other thread runs meanwhile.
+            # It takes a quarter of numpy's time, but keeps the interpreter's lock.
             try:
                 buffer = self.buffer or self._open()
                 buffer[offset : offset + size_bytes] = array  # type: ignore[call-overload]
                 return
-            except ValueError:  # it is not contiguous
+            except ValueError:  # the array is not contiguous
                 pass
         super().write(offset, array)
 
     def share(self, send: Callable[[SharedRegion], object]) -> bool:
-        """Let `send` hand the descriptor to a peer; False, and nothing is done, after `close`.
+        """Call `send`, which sends the descriptor to a peer. After `close`, does nothing and returns False.
 
-        `send` must not block: nobody can close the region meanwhile.
+        `send` must not block, because the region cannot be closed meanwhile.
         """
         with self._sharing:
             if self.fd < 0:
@@ -116,7 +123,7 @@ class SharedRegion(Region):
             return True
 
     def forget_fd(self) -> None:
-        """Close the descriptor and keep the map: nobody else is to be sent this region."""
+        """Close the descriptor and keep the map. The region can no longer be sent."""
         with self._sharing:
             if self.fd >= 0:
                 os.close(self.fd)
@@ -130,14 +137,13 @@ class SharedRegion(Region):
         return fd
 
     def close(self) -> None:
-        # numpy holds no buffer, so mmap.close() would unmap under living leases; dropping the object
-        # unmaps with the last of them.
+        # Not mmap.close(), which would unmap memory under living leases. The last of them unmaps it.
         self.buffer = None
         self.forget_fd()
 
 
 def set_aside(region_id: int, size_bytes: int) -> int:
-    """The descriptor of a new memfd of this size, sealed, with all its pages. Raises `OutOfMemory`."""
+    """Make a sealed memfd of this size with all its pages, and return its descriptor. Raises `OutOfMemory`."""
     fd = -1
     try:
         fd = os.memfd_create(f"moonpool-{region_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -156,8 +162,8 @@ def set_aside(region_id: int, size_bytes: int) -> int:
 
 
 def fill(fd: int, size_bytes: int) -> None:
-    """Set aside all pages of a memfd. Raises `OutOfMemory`, OSError."""
-    # Nothing limits a memfd: fallocate goes on until the kernel kills somebody for the memory.
+    """Allocate all pages of a memfd. Raises `OutOfMemory`, OSError."""
+    # fallocate alone would go on until the kernel kills a process for the memory.
     room = headroom_bytes()
     if room is not None and size_bytes > room:
         raise OutOfMemory(
@@ -167,11 +173,83 @@ def fill(fd: int, size_bytes: int) -> None:
 
 
 def empty(fd: int, size_bytes: int) -> bool:
-    """Give the pages of a memfd back to the machine, even if it is mapped somewhere; False if the kernel cannot."""
+    """Give the pages of a memfd back to the machine, even if it is mapped. Returns False if the kernel cannot."""
     try:
         with mmap.mmap(fd, size_bytes, _SHARED) as pages:
-            # The kernel makes a hole in the file: F_SEAL_WRITE alone would forbid that.
+            # The kernel makes a hole in the file, which only F_SEAL_WRITE would forbid.
             pages.madvise(mmap.MADV_REMOVE)
     except (OSError, ValueError):
         return False
     return True
+
+
+# The files with the limit and the usage of a control group, and the line of memory.stat with the
+# cache that the kernel would give up; for versions 2 and 1.
+_VERSIONS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+# Version 1 has a number for "no limit": the largest whole number of pages.
+_UNLIMITED_BYTES = 1 << 60
+
+
+def headroom_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int | None:
+    """Return the bytes that machine and control groups leave to this process, less a sixteenth.
+
+    None if the system does not tell. It is an estimate, as other processes take memory at the same time.
+    """
+    rooms = [_machine(proc), *_groups(proc, cgroups)]
+    known = [room for room in rooms if room is not None]
+    if not known:
+        return None
+    least = max(0, min(known))
+    return least - least // 16
+
+
+def _machine(proc: str) -> int | None:
+    lines = _table(f"{proc}/meminfo")
+    available = lines.get("MemAvailable:")
+    return None if available is None else (available + lines.get("SwapFree:", 0)) * 1024
+
+
+def _groups(proc: str, cgroups: str) -> list[int | None]:
+    """Return the room in each group of this process and in those above."""
+    rooms = []
+    for line in _text(f"{proc}/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for folder, limit, usage, cache in _VERSIONS:
+            if folder in controllers.split(","):
+                # The path may be the host's, while the container has mounted the group itself. Then only the last step
+                # up finds files.
+                while True:
+                    base = os.path.join(cgroups, folder, path.strip("/"))
+                    rooms.append(_group(base, limit, usage, cache))
+                    if path in ("", "/"):
+                        break
+                    path = os.path.dirname(path)
+    return rooms
+
+
+def _group(base: str, limit: str, usage: str, cache: str) -> int | None:
+    try:
+        allowed = int(_text(f"{base}/{limit}"))
+        used = int(_text(f"{base}/{usage}"))
+    except ValueError:  # "max", or no such file
+        return None
+    if allowed >= _UNLIMITED_BYTES:
+        return None
+    return allowed - used + _table(f"{base}/memory.stat").get(cache, 0)
+
+
+def _table(path: str) -> dict[str, int]:
+    lines = (line.split() for line in _text(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,12 +1,20 @@
-"""Datatypes and shapes: the tables that turn a tensor's description into numpy's and back.
+"""Datatypes, shapes and strings: turns a tensor's description into numpy's and back, and encodes and decodes BYTES.
 
-A dtype is always looked up in these tables by an integer code, never built from text: what a peer
-sends can choose one of fourteen entries and nothing else.
+A dtype is always looked up in these tables by an integer code, never built from text. So a peer
+can choose one of fourteen entries and nothing else.
+
+A BYTES tensor is a sequence of elements in C order, each a 4-byte little-endian length and its payload. Encoding and
+decoding use C loops (map, join, BytesIO.read) with no Python bytecode per element beyond one comprehension, because tensors may have
+hundreds of thousands of strings.
 """
 
 from __future__ import annotations
 
+import struct
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +23,6 @@ from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.messages import MAX_DIMS as MAX_DIMS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -43,7 +49,7 @@ CODES: dict[str, int] = {name: code for code, name in NAMES.items()}
 
 
 class _Dtypes(dict[int, "np.dtype[np.generic]"]):
-    """The table below, completed when a BF16 tensor is met: ml_dtypes is slow to import."""
+    """The table below. BF16 is added at the first use, because ml_dtypes is slow to import."""
 
     def __missing__(self, code: int) -> np.dtype[np.generic]:
         if code == BF16:
@@ -57,7 +63,7 @@ class _Dtypes(dict[int, "np.dtype[np.generic]"]):
 
 
 def _bfloat16() -> np.dtype[np.generic]:
-    """ml_dtypes' bfloat16, or raw 16-bit words where that package is missing."""
+    """Return ml_dtypes' bfloat16, or raw 16-bit words if that package is missing."""
     try:
         import ml_dtypes
     except ImportError:
@@ -83,22 +89,22 @@ DTYPES: dict[int, np.dtype[np.generic]] = _Dtypes(
         12: np.dtype(np.float64),
     }
 )
-# Bytes an element takes; 0 for BYTES, whose elements have no fixed size.
+# The bytes of an element; 0 for BYTES, whose elements have no fixed size.
 ITEMSIZE: dict[int, int] = {code: dtype.itemsize for code, dtype in DTYPES.items()}
 ITEMSIZE.update({BYTES: 0, BF16: 2})
 
-# The other way round, as far as it was met; see `code_of`.
+# The code of each dtype that was looked up so far. `code_of` finds the others.
 CODE_OF: dict[np.dtype[np.generic], int] = {dtype: code for code, dtype in DTYPES.items()}
 CODE_OF[np.dtype(np.object_)] = BYTES
 
-# So that no product of a shape and an item size can pass what a signed 64-bit size holds.
+# With this limit, the product of a shape and an item size fits into a signed 64-bit integer.
 MAX_ELEMENTS = 2**59
 
 
 def code_of(dtype: np.dtype[np.generic], name: str = "") -> int:
-    """The datatype code of an array's dtype; object and S arrays are BYTES.
+    """Return the datatype code of an array's dtype. Object and S arrays are BYTES.
 
-    Raises BadTensor, naming the tensor where `name` is given, for a dtype that no datatype has.
+    Raises BadTensor, which names the tensor if `name` is given, for a dtype that no datatype has.
     """
     code = CODE_OF.get(dtype)
     return _rare_code_of(dtype, name) if code is None else code
@@ -107,7 +113,7 @@ def code_of(dtype: np.dtype[np.generic], name: str = "") -> int:
 def _rare_code_of(dtype: np.dtype[np.generic], name: str) -> int:
     if dtype.kind == "S":
         return BYTES
-    # An array of this dtype can only exist where the package has been imported.
+    # An array of this dtype can only exist if the package has been imported.
     ml_dtypes = sys.modules.get("ml_dtypes")
     if ml_dtypes is not None and dtype == np.dtype(ml_dtypes.bfloat16):
         CODE_OF[dtype] = BF16
@@ -131,7 +137,7 @@ def _advice(dtype: np.dtype[np.generic]) -> str:
 
 
 def element_count(shape: Sequence[int]) -> int:
-    """How many elements a shape that is known to be good has; 1 for a shape without dimensions."""
+    """Return the number of elements of a checked shape; 1 for a shape without dimensions."""
     count = 1
     for size in shape:
         count *= size
@@ -139,7 +145,7 @@ def element_count(shape: Sequence[int]) -> int:
 
 
 def check_shape(shape: Sequence[int], name: str = "") -> int:
-    """Makes sure that a shape from outside is one, and returns its number of elements.
+    """Check a shape from outside, and return its number of elements.
 
     Raises BadTensor for more than MAX_DIMS dimensions, a dimension that is no integer or is
     negative, and for a product above MAX_ELEMENTS (zero-size dimensions left aside).
@@ -168,18 +174,18 @@ def _shape_of(name: str) -> str:
 
 
 def size_bytes(code: int, shape: Sequence[int]) -> int:
-    """The bytes that a tensor of fixed-size elements takes; `shape` is known to be good."""
+    """Return the bytes that a tensor of fixed-size elements takes. `shape` has been checked."""
     return DTYPES[code].itemsize * element_count(shape)
 
 
 def view(memory: Buffer, offset: int, code: int, shape: Sequence[int]) -> NDArray[np.generic]:
-    """An array over `memory` from `offset` on, without a copy; it keeps `memory` alive.
+    """Return an array over `memory` from `offset` on, without a copy. It keeps `memory` alive.
 
-    It is writable where `memory` is. Raises BadTensor for a tensor that does not lie within
+    It is writable if `memory` is. Raises BadTensor for a tensor that does not lie within
     `memory`, for a bad shape, for BYTES, and for an unknown code.
     """
     dtype = DTYPES[code]
-    # Checked here, because numpy itself takes a negative offset and points before the memory.
+    # Checked here, because numpy accepts a negative offset and then points before the memory.
     end = offset + check_shape(shape) * dtype.itemsize
     flat = memoryview(memory)
     if offset < 0 or end > flat.nbytes:
@@ -188,3 +194,131 @@ def view(memory: Buffer, offset: int, code: int, shape: Sequence[int]) -> NDArra
             f"within its memory of {flat.nbytes} bytes"
         )
     return np.ndarray(shape, dtype, buffer=flat, offset=offset)
+
+
+LENGTH_BYTES = 4
+MAX_STRING_BYTES = 2**32 - 1
+
+_pack_length = struct.Struct("<I").pack
+_unpack_length = struct.Struct("<I").unpack_from
+
+
+def encode_bytes(array: NDArray[np.object_] | NDArray[np.bytes_], name: str = "") -> bytes:
+    """Return the wire form of an array of strings (dtype object or S).
+
+    Elements that are bytes are kept, everything else becomes the UTF-8 of its str(). An S array
+    loses trailing NULs, as numpy itself does. Raises BadTensor for another dtype, and for an
+    element that has no UTF-8 form or is 4 GiB or longer.
+    """
+    if array.dtype.kind not in "OS":
+        raise BadTensor(
+            f"{_tensor(name)} has dtype {array.dtype}, and BYTES is made from object or S arrays; "
+            "convert it first: array.astype(object)"
+        )
+    payloads = _payloads(np.asarray(array).ravel().tolist(), name)
+    lengths = list(map(len, payloads))
+    # There are far fewer lengths than strings, so each is packed once.
+    prefixes = {length: _prefix(length, name) for length in set(lengths)}
+    parts = [b""] * (2 * len(payloads))
+    parts[0::2] = map(prefixes.__getitem__, lengths)
+    parts[1::2] = payloads
+    return b"".join(parts)
+
+
+def _prefix(length: int, name: str) -> bytes:
+    if length > MAX_STRING_BYTES:
+        raise BadTensor(
+            f"an element of {_tensor(name)} has {length} bytes, and {MAX_STRING_BYTES} is the most"
+        )
+    return _pack_length(length)
+
+
+def _payloads(elements: list[object], name: str) -> list[bytes]:
+    kinds = set(map(type, elements))
+    if kinds <= {bytes}:
+        return elements  # type: ignore[return-value]
+    if kinds == {str}:
+        with suppress(UnicodeEncodeError):
+            return list(map(str.encode, elements))  # type: ignore[arg-type]
+    return [_payload(element, index, name) for index, element in enumerate(elements)]
+
+
+def _payload(element: object, index: int, name: str) -> bytes:
+    if isinstance(element, bytes):
+        # The length that a subclass reports may be false.
+        return bytes(memoryview(element))
+    try:
+        return str(element).encode()
+    except Exception as error:
+        raise BadTensor(
+            f"element {index} of {_tensor(name)}, of type {type(element).__name__}, has no UTF-8 "
+            f"form ({type(error).__name__}); pass bytes or a str without surrogates"
+        ) from error
+
+
+def decode_bytes(buffer: Buffer, shape: Sequence[int], name: str = "") -> NDArray[np.object_]:
+    """Return the strings in `buffer` as a new object array of `shape` whose elements are bytes.
+
+    `buffer` is copied before it is parsed, since a peer may be writing to it meanwhile, and no more
+    elements are made than `shape` has or the buffer can hold. Raises BadTensor, and nothing else,
+    for a buffer that does not hold exactly the elements of `shape`, and for a bad shape.
+    """
+    count = check_shape(shape, name)
+    data = bytes(buffer)
+    possible = min(count, len(data) // LENGTH_BYTES)
+    read = BytesIO(data).read
+    from_bytes = int.from_bytes
+    elements = [read(from_bytes(read(4), "little")) for _ in range(possible)]
+    # A read at the end returns too few bytes and raises nothing. The sum detects a short length field. If the sum is right, the
+    # length field of the last element is at its place, and comparing it detects the rest.
+    if possible < count or LENGTH_BYTES * count + sum(map(len, elements)) != len(data):
+        raise BadTensor(_fault(data, count, name))
+    if elements and not data.startswith(
+        _pack_length(len(elements[-1])), len(data) - len(elements[-1]) - LENGTH_BYTES
+    ):
+        raise BadTensor(_fault(data, count, name))
+    array = np.empty(count, dtype=np.object_)
+    array[:] = elements
+    return array.reshape(tuple(shape))
+
+
+def check_bytes(buffer: Buffer, shape: Sequence[int], name: str = "") -> None:
+    """Raise BadTensor, and nothing else, unless `buffer` holds exactly the strings of `shape`.
+
+    A peer may write to the buffer later, so `decode_bytes` checks again.
+    """
+    count = check_shape(shape, name)
+    data = memoryview(buffer)
+    end = data.nbytes
+    offset = 0
+    for _ in range(count):
+        if offset + LENGTH_BYTES > end:
+            raise BadTensor(_fault(bytes(data), count, name))
+        offset += LENGTH_BYTES + _unpack_length(data, offset)[0]
+    if offset != end:
+        raise BadTensor(_fault(bytes(data), count, name))
+
+
+def _fault(data: bytes, count: int, name: str) -> str:
+    """Describe in Triton's words why data do not hold `count` strings."""
+    offset = 0
+    for found in range(count):
+        if offset == len(data):
+            return f"expected {count} strings{_for_input(name)}, got {found}"
+        if len(data) - offset < LENGTH_BYTES:
+            return "Invalid bytes tensor data: incomplete length field"
+        offset += LENGTH_BYTES + int.from_bytes(data[offset : offset + LENGTH_BYTES], "little")
+        if offset > len(data):
+            return "Invalid bytes tensor data: string extends beyond buffer"
+    if len(data) - offset < LENGTH_BYTES:
+        return "Invalid bytes tensor data: incomplete length field"
+    # Triton stops counting at the first element too many.
+    return f"unexpected number of string elements {count + 1}{_for_input(name)}, expecting {count}"
+
+
+def _for_input(name: str) -> str:
+    return f" for inference input '{name}'" if name else ""
+
+
+def _tensor(name: str) -> str:
+    return f"tensor '{name}'" if name else "the tensor"

@@ -1,4 +1,4 @@
-"""What callers of the runtime have to expect, by what they can do about it.
+"""The errors of the runtime, one class for each thing that a caller can do about it.
 
 Every class derives from `MoonpoolError` and carries one of Triton's codes in `.code`.
 """
@@ -10,6 +10,12 @@ from moonpool.ipc.errors import Closed, MoonpoolError
 
 class InvalidRequest(MoonpoolError):
     """The request does not fit the model: names, datatypes, shapes. Correct it."""
+
+    code = "INVALID_ARG"
+
+
+class BadEnvironment(MoonpoolError):
+    """An execution environment that cannot be used. The text names its path and says what to do."""
 
     code = "INVALID_ARG"
 
@@ -27,7 +33,7 @@ class ModelNotFound(MoonpoolError):
 
 
 class NotGranted(MoonpoolError):
-    """A model asked for what its sandbox does not let it; its configuration may grant it."""
+    """A model asked for something that its sandbox does not allow. Its configuration may grant it."""
 
     code = "UNAVAILABLE"
 
@@ -45,14 +51,14 @@ class LoadFailed(MoonpoolError):
         super().__init__(message)
         self.stage = stage
         self.traceback = traceback
-        # Which of the model's versions failed, once that is known.
+        # The version of the model that failed, once that is known.
         self.version: int | None = None
 
 
 class ModelError(MoonpoolError):
     """The model answered this request with an error; `code` is the model's."""
 
-    # Whether nobody outside is to learn from it what the model sees of this machine.
+    # True if the model is contained, so that addresses and paths of this machine are kept from clients.
     is_confined = False
 
     def __init__(self, message: str, code: str = "INTERNAL") -> None:
@@ -61,15 +67,33 @@ class ModelError(MoonpoolError):
 
 
 class StubDied(MoonpoolError):
-    """The process of the instance ended while it had this request. Others are not touched."""
+    """The process of the instance ended while it had this request. Other instances serve on."""
 
-    def __init__(self, message: str, told: str | None = None) -> None:
+    def __init__(self, message: str, public_message: str | None = None) -> None:
         super().__init__(message)
-        self.told = told
+        self.public_message = public_message
 
 
 class ClientCutMemory(StubDied):
-    """The process ended because a client cut short the memory that it had lent. It is no death of the model."""
+    """The process ended because a client truncated memory that it had lent. It counts as no death of the model."""
+
+
+class QueueFull(MoonpoolError):
+    """The queue is full: the request's level holds as many requests as its policy allows."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self) -> None:
+        super().__init__("Exceeds maximum queue size")
+
+
+class QueueTimeout(MoonpoolError):
+    """The request waited longer than its policy allows; it was not executed."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self) -> None:
+        super().__init__("Request timeout expired")
 
 
 class RequestTimedOut(MoonpoolError, TimeoutError):
@@ -89,11 +113,11 @@ class RuntimeClosed(Closed):
 
 
 class BackendError(MoonpoolError):
-    """A backend broke its contract, or one of its functions raised; the cause is chained."""
+    """A backend broke its contract, or one of its functions raised. The cause is chained."""
 
 
 def own(error: BaseException) -> BaseException:
-    """The same error as another object: one may belong to a whole batch, and each caller's traceback to it."""
+    """Copy an error: one error may belong to a whole batch, while each caller needs a traceback of its own."""
     kind = type(error)
     other: BaseException = kind.__new__(kind, *error.args)
     other.__dict__.update(error.__dict__)

@@ -1,46 +1,60 @@
-"""The way in from Python: load models, send them requests, unload them."""
+"""The way in from Python: load models, send them requests, unload them.
+
+A runtime that nobody has any more is closed by a finalizer, and one that is open when the program ends by `atexit`. In a fork
+of the process, its models are disowned.
+"""
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.tensors import code_of
-from moonpool.runtime.config_limits import ConfigLimits
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.exposition import expose
-from moonpool.runtime.loading import HostingRules, Wanted
-from moonpool.runtime.model_registry import ModelRegistry
-from moonpool.runtime.parallel import in_parallel
-from moonpool.runtime.python_backend import PythonBackend
-from moonpool.runtime.python_based import BackendDirectory
-from moonpool.runtime.readiness import wait_for_answer
-from moonpool.runtime.repositories import ModelRepositories
-from moonpool.runtime.request import Response
-from moonpool.runtime.request_options import RequestOptions, make_request
-from moonpool.runtime.responses import response_of, wait_for_response
-from moonpool.runtime.stream import ResponseStream
-from moonpool.runtime.waiter import FutureWaiter
+from moonpool.runtime.hosting.backends import BackendDirectory
+from moonpool.runtime.hosting.python_backend import PythonBackend
+from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.model.backend import Backend
+from moonpool.runtime.model.config.limits import ConfigLimits
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.config.options import (
+    OperatorOptions,
+    check_level,
+    said_in_a_load,
+)
+from moonpool.runtime.model.request import Response
+from moonpool.runtime.model.signature import RequestOptions, make_request
+from moonpool.runtime.observe.exposition import expose
+from moonpool.runtime.observe.metrics_options import MetricsOptions
+from moonpool.runtime.process.parallel import in_parallel
+from moonpool.runtime.repository.grants import Grants, as_argument
+from moonpool.runtime.repository.loading import HostingRules, Wanted
+from moonpool.runtime.repository.repository import ModelRepositories
+from moonpool.runtime.schedule.callers import FutureWaiter, response_of, wait_for_response
+from moonpool.runtime.schedule.stream import ResponseStream
+from moonpool.runtime.stubs.handle import StubSharing
+from moonpool.runtime.stubs.output import PRINTER
+from moonpool.runtime.stubs.readiness import wait_for_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from concurrent.futures import Future
-
-    from numpy.typing import NDArray
-
     from moonpool.ipc.cuda.array import DeviceArray
-    from moonpool.runtime.audience import Audience
-    from moonpool.runtime.backend import Backend
-    from moonpool.runtime.config import ModelConfig
-    from moonpool.runtime.metrics_options import MetricsOptions
 
-# Not the runtimes: one that was forgotten has models that want to be finalized all the same.
+_log = logging.getLogger("moonpool")
+# Registries and not runtimes: the models of a runtime that nobody has any more must still be finalized.
 _open_registries: set[ModelRegistry] = set()
+_ONE_OF_MANY = (
+    "One of {} models could not be loaded, so none is loaded. Runtime(repository, models=[...]) loads only the models that it "
+    "names. With models=[] it loads none, and load() loads them one by one."
+)
 
 
 class Runtime:
@@ -63,34 +77,53 @@ class Runtime:
         verbose: bool = False,
         listener: Callable[[str, str, str], object] | None = None,
         metrics: MetricsOptions | None = None,
-        audience: Audience | None = None,
+        sharing: StubSharing | None = None,
         config_limits: Iterable[str] = (),
+        sandbox: str | None = None,
+        sandbox_grants: Iterable[str] = (),
+        model_options: Mapping[str, Mapping[str, str | float]] | None = None,
     ) -> None:
         """Load all models of `repository`, which may be several, or those named in `models`.
 
-        `backends` are found by their names beside the built-in `python`; `backend_directory` has
-        Python-based ones, each as `<name>/model.py`. `listener` gets the name, state and reason of every
-        model version and instance that changes its state, on whichever thread does that. `metrics` says
-        what is counted beside what is counted anyway, `audience` is for servers of several processes.
-        `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may ask for. Raises
-        `RepositoryError`, `ConfigError`, `LoadFailed`, and ValueError for a limit that does not exist; what was loaded
-        is unloaded then.
+        `backends` are found by their names, beside the built-in `python`. `backend_directory` has
+        Python-based backends, each as `<name>/model.py`. `listener` gets the name, state and reason of every
+        model version and instance that changes its state, on the thread that changes it. `metrics` asks for
+        metrics that cost something; `sharing` is for servers of several processes.
+        `config_limits`, such as `["instances=2000"]`, raise the most that a configuration may ask for.
+
+        `sandbox` is the least level of all models: `off`, `standard`, `best-effort` or `strict`. A model may ask for
+        more, never for less. From `best-effort` on, a model's configuration gives it nothing beyond its level except
+        what `sandbox_grants` has: `"MODEL:MOONPOOL_SANDBOX_PATHS=/data,EXECUTION_ENV_PATH=/envs/one"` grants these
+        values and no others, `"MODEL"` grants everything that its configuration asks for. `moonpool check REPO --sandbox
+        strict` prints what models ask for in this form. `model_options` are options of models by name (`*` stands for
+        any characters, and a name takes precedence over a pattern), such as
+        `{"*": {"MOONPOOL_MEMORY_LIMIT_BYTES": "1G"}}`. They take precedence over the models' configurations, and count
+        as granted. docs/OPTIONS.md has all options.
+
+        Raises `RepositoryError`, `ConfigError`, `LoadFailed`, and ValueError for a limit, a level or a grant that does
+        not exist. Models that were loaded by then are unloaded.
         """
         found = None if repository is None else ModelRepositories(_paths(repository))
         directory = BackendDirectory(backend_directory)
-        limits = ConfigLimits(option='Runtime(config_limits=["{}"])').raised(config_limits)
+        rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
         self._models = ModelRegistry(
-            found, backends, directory, drain_timeout_s, verbose, listener, metrics, audience
+            found, backends, directory, drain_timeout_s, verbose, listener, metrics, sharing
         )
-        self._models.rules = HostingRules(limits=limits)
+        self._models.rules = rules
         _open_registries.add(self._models)
+        PRINTER.follow_cells(_read_output)
         self._forgotten = weakref.finalize(self, self._models.close_soon)
         self._forgotten.atexit = False
         if found is not None:
+            for text in rules.about_none_of(found.listing().names):
+                _log.warning("%s", text)
+            names: list[str] = []
             try:
-                names = found.models() if models is None else list(models)
+                names.extend(found.models() if models is None else models)
                 in_parallel(self.load, names, "moonpool-load", self._models.give_up_loading)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, MoonpoolError) and len(names) > 1:
+                    error.add_note(_ONE_OF_MANY.format(len(names)))
                 self.close()
                 raise
 
@@ -98,7 +131,7 @@ class Runtime:
 
     @property
     def registry(self) -> ModelRegistry:
-        """For servers, which find the models that they are asked for themselves."""
+        """The registry of models, for servers."""
         return self._models
 
     def load(
@@ -109,42 +142,53 @@ class Runtime:
         instances: int | None = None,
         config: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
+        sandbox: str | None = None,
+        options: Mapping[str, str | float] | None = None,
+        parameters: Mapping[str, str | float] | None = None,
     ) -> None:
         """Load a model, and return when all its instances are ready.
 
-        Without `source` it is the repository's model of that name, in the versions of its policy. `source` is
-        a model's directory, one Python file, or a class. The class may be one of a notebook's cell: its source
-        is taken, with what it uses. `files` are the contents of a directory by path, such as `1/model.py`, and are
-        written into a private one. `instances` and `config` (in the JSON form of `config.pbtxt`) go before what the
-        directory says.
+        Without `source`, this loads the repository's model of that name, in the versions of its policy. `source` is
+        a model's directory, one Python file, or a class. A class may come from a cell of a notebook: its source is
+        copied, with everything that it uses. `files` are the contents of a directory by path, such as `1/model.py`, and
+        are written into a private one. `instances` and `config` (in the JSON form of `config.pbtxt`) take precedence
+        over the directory's configuration, field by field, and over its `parameters` key by key.
+
+        `options` are options of moonpool by key, such as `{"MOONPOOL_MEMORY_LIMIT_BYTES": "1G"}`, and `parameters` are
+        the model's own. Both take precedence over those of its configuration, key by key. `sandbox` is the least level
+        of this model, in place of the runtime's. With `best-effort` or `strict` the configuration gives the model
+        nothing beyond that level; `options` count as granted. These three hold until another call of `load` gives any
+        of them, also if this load fails or the model was unloaded, and when a model or a client of a server loads it
+        again, with whatever configuration. They are for you to choose: do not take them from the model's author.
 
         A loaded model is replaced: it serves until the new one is ready, and finishes the requests that it
-        has. Where the load fails it stays. Nothing happens where nothing was changed since it was loaded.
+        has. If the load fails, it stays. Nothing happens if nothing has changed since it was loaded.
 
         Raises `LoadFailed`, `ConfigError`, `RepositoryError`, `BadEnvironment`, `RuntimeClosed`.
         """
-        self._models.load(Wanted(name, source, instances, config, files))
+        said = said_in_a_load(sandbox, options, parameters)
+        self._models.load(Wanted(name, source, instances, config, files, said=said))
 
     def unload(self, name: str) -> None:
-        """Finish the requests that are there, finalize all versions and end their processes.
+        """Finish the present requests, finalize all versions and end their processes.
 
         Raises `ModelNotFound`.
         """
         self._models.unload(name)
 
     def models(self) -> dict[str, list[int]]:
-        """The names of the loaded models, each with its versions."""
+        """Return the names of the loaded models, each with its versions."""
         return self._models.names()
 
     def is_ready(self, name: str, version: int | None = None) -> bool:
-        """Whether a request to this model could run now, and its `is_ready`, if it has one, says so.
+        """Return True if a request to this model could run now, and the model's `is_ready`, if it has one, agrees.
 
-        Takes as long as `is_ready`, at most some seconds. False for models that are not loaded.
+        Takes as long as `is_ready`, at most some seconds. Returns False for models that are not loaded.
         """
         return self.why_not_ready(name, version) is None
 
     def why_not_ready(self, name: str, version: int | None = None) -> str | None:
-        """As `is_ready`, but the reason in a sentence; None if the model is ready."""
+        """Return the reason why a model is not ready, as a sentence; None if `is_ready` is True."""
         try:
             hosted = self._models.find(name, version)
         except MoonpoolError as error:
@@ -152,42 +196,42 @@ class Runtime:
         return wait_for_answer(hosted.ask_ready)
 
     def config(self, name: str, version: int | None = None) -> ModelConfig:
-        """The configuration after the model completed it."""
+        """Return the configuration after the model completed it."""
         return self._models.find(name, version).model.config
 
     def statistics(self, name: str, version: int | None = None) -> dict[str, Any]:
-        """Counts and durations, as in Triton's statistics extension."""
+        """Return counts and durations, as in Triton's statistics extension."""
         return dict(self._models.find(name, version).scheduler.statistics.snapshot())
 
     def log_settings(self, **changes: bool | int) -> dict[str, bool | int]:
-        """Change which messages of models are logged, while they run; returns all settings.
+        """Change which messages of models are logged, while they run. Returns all settings.
 
         The names are those of Triton's logging extension: `log_info`, `log_warning`, `log_error` (true or
-        false) and `log_verbose_level` (from 1 on, verbose messages are logged). They are for what models
-        say with `Logger` and `logging`. Raises `InvalidRequest`.
+        false) and `log_verbose_level` (from 1 on, verbose messages are logged). They apply to messages that
+        models log with `Logger` and `logging`. Raises `InvalidRequest`.
         """
         return self._models.stubs.change_log(changes).as_dict()
 
     def metrics(self) -> str:
-        """The metrics of all models, under Triton's names, and those that models made themselves.
+        """Return the metrics of all models, under Triton's names, and those that models made themselves.
 
-        As text in the form that Prometheus reads. It has all that models counted before the responses
-        that have arrived. Raises `RuntimeClosed`.
+        The text has the form that Prometheus reads. It contains everything that models counted before the
+        responses that have arrived. Raises `RuntimeClosed`.
         """
         return expose(self._models.metric_families())
 
     def instances(self, name: str, version: int | None = None) -> list[dict[str, Any]]:
-        """Name, state, reason, restarts, process and sandbox of each instance."""
+        """Return name, state, reason, restarts, process and sandbox of each instance."""
         shown = []
-        for seat in self._models.find(name, version).supervisor.seats:
-            process = getattr(seat.instance.state, "process", None)
-            confinement = seat.instance.confinement
+        for record in self._models.find(name, version).supervisor.records:
+            process = getattr(record.instance.state, "process", None)
+            confinement = record.instance.confinement
             shown.append(
                 {
-                    "name": seat.instance.name,
-                    "state": str(seat.machine.state),
-                    "because": seat.machine.because,
-                    "restarts": seat.restarts,
+                    "name": record.instance.name,
+                    "state": str(record.machine.state),
+                    "because": record.machine.because,
+                    "restarts": record.restarts,
                     "pid": process.pid if process is not None and process.is_running else None,
                     "sandbox": confinement.as_dict() if confinement is not None else None,
                 }
@@ -207,13 +251,13 @@ class Runtime:
     ) -> dict[str, NDArray[Any]]:
         """Send a request and wait for the outputs, by name.
 
-        `inputs` maps names to arrays of exactly the datatypes and shapes that the model's configuration says,
-        with the batch dimension first where it batches. They must not change until the call returns.
-        The outputs are views on shared memory, which they give back when they are collected.
-        `timeout_s` covers everything; `options` are those of `request`.
+        `inputs` maps names to arrays of exactly the datatypes and shapes of the model's configuration, with the
+        batch dimension first if the model batches. They must not change until the call returns. Outputs are
+        zero-copy views of shared memory. The memory is reused once you drop them. `timeout_s` covers everything;
+        `options` are those of `request`.
 
         Raises `InvalidRequest`, `ModelNotFound`, `ModelUnavailable`, `RequestTimedOut`, `QueueFull`,
-        `ModelError` with what the model said, `StubDied`.
+        `ModelError` with the model's error, `StubDied`.
         """
         if options:
             return self.request(
@@ -233,9 +277,9 @@ class Runtime:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Response:
-        """As `infer`, but returns the whole response, with its parameters.
+        """Send a request as `infer` does, and return the whole response, with its parameters.
 
-        What the options mean is said at `RequestOptions`.
+        `RequestOptions` describes the options.
         """
         hosted = self._models.find(model, version)
         request = make_request(hosted.signature, inputs, **options)
@@ -250,7 +294,7 @@ class Runtime:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> dict[str, NDArray[Any]]:
-        """As `infer`, in an asyncio event loop. Cancelling the task cancels the request."""
+        """Send a request as `infer` does, from an asyncio event loop. Cancelling the task cancels the request."""
         response = await self.arequest(
             model, inputs, version=version, timeout_s=timeout_s, **options
         )
@@ -265,8 +309,8 @@ class Runtime:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Response:
-        """As `request`, in an asyncio event loop. Cancelling the task cancels the request."""
-        from moonpool.runtime.aio import wait_for_outcome
+        """Send a request as `request` does, from an asyncio event loop. Cancelling the task cancels the request."""
+        from moonpool.runtime.schedule.event_loop import wait_for_outcome
 
         hosted = self._models.find(model, version)
         request = make_request(hosted.signature, inputs, **options)
@@ -275,7 +319,7 @@ class Runtime:
     def submit(
         self, model: str, inputs: Mapping[str, Any], *, version: int | None = None
     ) -> Future[Response]:
-        """Send a request and return at once; the future has the response, or raises what `infer` raises.
+        """Send a request and return at once. The future has the response, or raises what `infer` raises.
 
         Cancelling the future cancels the request. Callbacks of the future must not block: all
         requests may depend on the thread that they run on.
@@ -297,10 +341,10 @@ class Runtime:
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> ResponseStream:
-        """Send a request, and iterate over its responses: as many as a decoupled model gives, else one.
+        """Send a request, and iterate over its responses: any number from a decoupled model, one from others.
 
         `timeout_s` covers everything up to the last response. Ending the iteration early with `close`, by leaving a
-        `with`, or by dropping the stream cancels the request. Raises and takes what `request` does.
+        `with`, or by dropping the stream cancels the request. Takes the options of `request`, and raises its errors.
         """
         hosted = self._models.find(model, version)
         request = make_request(hosted.signature, inputs, **options)
@@ -331,11 +375,11 @@ class Runtime:
         *,
         device: int | None = None,
     ) -> NDArray[Any] | DeviceArray:
-        """An array for input `name`, in shared memory: write into it, and `infer` copies nothing.
+        """Return an array for input `name`, in shared memory: write into it, and `infer` copies nothing.
 
-        Its contents are what was there before. It may be used for many requests, also at the same time as long as
+        Its contents are undefined at first. It may be used for many requests, also at the same time as long as
         nobody writes to it meanwhile; the model may write to it, too. All instances of the model can
-        read the region that it lies in. On a `device` it is an array for cupy, torch and others to take.
+        read the region that it lies in. On a `device` it is an array for cupy, torch and other libraries.
         Raises `InvalidRequest`, `OutOfMemory`, `CudaUnavailable`.
         """
         hosted = self._models.find(model, version)
@@ -356,12 +400,12 @@ class Runtime:
     def close(self) -> None:
         """Unload all models and finalize the backends. May be called many times, by several threads.
 
-        A runtime that nobody refers to any more, and one that is open when the program ends, is closed
-        as well.
+        A runtime that nobody refers to any more is closed as well, and one that is open when the program ends.
         """
         self._forgotten.detach()
         self._models.close()
         _open_registries.discard(self._models)
+        PRINTER.wait()
 
     def __enter__(self) -> Runtime:
         return self
@@ -379,15 +423,37 @@ class Runtime:
 def _close_all() -> None:
     for models in list(_open_registries):
         models.close()
+    PRINTER.wait()
+
+
+def _read_output() -> None:
+    for models in list(_open_registries):
+        if not models.is_closed:
+            models.stubs.read_output()
 
 
 def _disown_all() -> None:
-    """In a fork: the stubs are the parent's, and so are the threads that serve them."""
+    """Forget all models in a fork: the stubs belong to the parent, and the threads that serve them are not here."""
     for models in list(_open_registries):
         models.disown()
 
 
 os.register_at_fork(after_in_child=_disown_all)
+
+
+def _rules(
+    sandbox: str | None,
+    grants: Iterable[str],
+    options: Mapping[str, Mapping[str, str | float]],
+    limits: Iterable[str],
+) -> HostingRules:
+    return HostingRules(
+        check_level(sandbox),
+        grants=Grants(grants),
+        grant_form=as_argument,
+        options=OperatorOptions.by_model(options),
+        limits=ConfigLimits(option='Runtime(config_limits=["{}"])').raised(limits),
+    )
 
 
 def _paths(

@@ -1,6 +1,6 @@
 """pytest plug-in: in a test run, models' `import triton_python_backend_utils` finds moonpool's.
 
-A module beside the package, because importing anything of `moonpool` imports numpy, and pytest imports its plug-ins
+It is a module beside the package, because importing anything of `moonpool` imports numpy, and pytest imports its plug-ins
 whether or not a test needs them.
 """
 
@@ -20,9 +20,9 @@ NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
 
 
 class UtilitiesFinder:
-    """Finds moonpool's module under the two names; nothing of it is loaded before one is imported.
+    """Finds moonpool's module under the two names, and loads it when one of them is imported.
 
-    To be the last on `sys.meta_path`, so that a Triton which is really there goes first.
+    It has to be the last on `sys.meta_path`, so that Triton's own module comes first where it is installed.
     """
 
     def find_spec(
@@ -39,12 +39,12 @@ class UtilitiesFinder:
     def exec_module(self, module: ModuleType) -> None:
         from moonpool.stub import pb_utils
 
-        # What is imported is what stands here afterwards.
+        # importlib returns whatever stands here afterwards.
         sys.modules[module.__name__] = pb_utils
 
 
 def install() -> Callable[[], None]:
-    """Make the two names importable where they are not; what is returned undoes it."""
+    """Make the two names importable where they are not; return a function that undoes it."""
     if any(isinstance(finder, UtilitiesFinder) for finder in sys.meta_path):
         return lambda: None
     finder = UtilitiesFinder()

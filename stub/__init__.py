@@ -1,1 +1,1 @@
-"""The child: one process, one model instance."""
+"""Runs one model instance in its own process, a child of the runtime."""

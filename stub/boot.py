@@ -1,14 +1,13 @@
-"""The first code of a stub, run by path under the model's own interpreter.
+"""Runs first in a stub: started by path, under the model's own interpreter.
 
     python .../stub/boot.py triton_python_backend_stub NAME WORK_FD CONTROL_FD CALLS_FD PARENT_PID MSGPACK
 
-That interpreter may have neither moonpool nor msgpack and may be older than the runtime's. Nothing foreign is
-imported here: the standard library, moonpool's own files beside this one, and the runtime's msgpack
-(in pure Python where its compiled form does not fit). One more argument says that `confine.py` was
-here before. `triton_python_backend_stub` stands in the
-arguments because people and scripts look for stubs by that name.
+That interpreter may have neither moonpool nor msgpack, and may be older than the runtime's. So this file imports
+only the standard library, moonpool's own files beside it, and the runtime's msgpack (in pure Python if its compiled
+form does not fit this interpreter). One more argument says that `confine.py` ran before and put the sandbox on.
+`triton_python_backend_stub` is an argument because people and scripts look for stubs by that name.
 
-The interpreter is not isolated: PYTHONPATH and the user's own packages are a model's as they are in Triton.
+The interpreter is not isolated: a model sees PYTHONPATH and the user's own packages, as in Triton.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def leave_folder(folder: str) -> None:
-    """Take the folder of this program out of the path, where Python puts it first.
+    """Remove the folder of this program from `sys.path`, where Python puts it first.
 
-    The files in it are no modules, and must not hide any: so nothing is imported before.
+    Its files would hide modules of the same names. So nothing may be imported before this call.
     """
-    if folder in sys.path[:1]:  # not there with PYTHONSAFEPATH
+    if folder in sys.path[:1]:  # PYTHONSAFEPATH leaves it out
         del sys.path[0]
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """End this process when the runtime ends, and at once if it has ended already.
+    """Have the kernel end this process when the runtime ends. Ends it at once if the runtime has ended already.
 
-    In a PID namespace the parent has the number 0, and the keeper of the namespace ends this process (`stub/nest.py`).
+    In a PID namespace the parent has the number 0. There the keeper ends this process (`stub/process_tree.py`).
     """
     import ctypes
     import signal
@@ -42,9 +41,9 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def make_importable(name: str, folder: str) -> None:
-    """Make the one package importable without adding what lies beside it to the path.
+    """Make the package `name` importable without adding its parent folder to the path.
 
-    Its two parts are found where they are: a sandbox may not let anybody list the folder that they are in.
+    Gives its two parts their places, too: in a sandbox, Python may be unable to list the folder that holds them.
     """
     import types
 
@@ -57,7 +56,7 @@ def make_importable(name: str, folder: str) -> None:
 
 
 def load_msgpack(folder: str) -> None:
-    """Import the runtime's msgpack, unless this interpreter would find the very same one."""
+    """Import the runtime's msgpack from its folder."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location(
@@ -71,7 +70,7 @@ def load_msgpack(folder: str) -> None:
 
 
 def forget_msgpack(folder: str) -> None:
-    """Let the model import its own environment's msgpack where that is another one."""
+    """Let the model import the msgpack of its own environment, if that is another one."""
     import importlib.util
 
     kept = {
@@ -83,14 +82,17 @@ def forget_msgpack(folder: str) -> None:
 
 
 def main() -> None:
-    """Read the arguments, become a stub, serve, and end the process."""
+    """Read the arguments, become a stub, serve until the end of the process."""
     _, _, name, work_fd, control_fd, calls_fd, parent_pid, msgpack_folder, *confined = sys.argv
-    # A model's libraries may look for arguments; these are not for them.
+    # Libraries of the model may parse the arguments of the process, and these are not for them.
     del sys.argv[1:]
     here = os.path.dirname(os.path.realpath(__file__))
     leave_folder(here)
     die_with_parent(int(parent_pid))
     make_importable("moonpool", os.path.dirname(here))
+    from moonpool.ipc import signals
+
+    signals.use_defaults()
     load_msgpack(msgpack_folder)
     from moonpool.stub.handshake import shake_hands
 

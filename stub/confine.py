@@ -1,16 +1,17 @@
-"""Puts the sandbox on, and then becomes the interpreter of a model's own environment.
+"""Puts the sandbox on this process, then executes the interpreter of the model's own environment.
 
     python -I -S .../stub/confine.py PYTHON .../stub/boot.py triton_python_backend_stub NAME WORK_FD CONTROL_FD
         CALLS_FD PARENT_PID MSGPACK
 
-Whoever made an environment made its interpreter and libraries too, so they run nothing before they are confined.
-This runs under the runtime's own, with none of the environment's variables: those come in one, as JSON. It looks
-at SANDBOX without taking it off the channel, says CONFINED or FAILED, and hands everything on as it is, with one more
-argument by which `boot.py` knows.
+The author of an environment also chose its interpreter and libraries. So none of them may run before the sandbox is on.
+This program runs under the runtime's interpreter. It has none of the variables of the environment, which come as JSON in
+one variable. It reads SANDBOX without removing it from the channel and sends CONFINED or FAILED. Then it hands everything
+on unchanged, with one more argument that tells `boot.py`.
 
-What an exec takes off, `layers.tighten` puts on again, as far as that interpreter can be relied on. What it may not
-be relied on for is on for good: it stays in the namespaces, with the user, the rules of Landlock and the filter,
-in which nothing is allowed beyond what a stub may do but to become another one of the programs it may read.
+An exec removes some layers, and `boot.py` puts them on again with `layers.tighten`, as far as the foreign interpreter does
+what it should. The other layers survive the exec and do not depend on that interpreter: the namespaces, the user, the
+rules of Landlock and the filter. The filter allows no more than in any stub, and in addition the exec of programs
+that the process may read.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import sys
 import types
 
 CONFINED = "confined"
-# The variables for the interpreter that this becomes.
+# Holds the variables for the interpreter of the environment.
 _HANDED_ON = "MOONPOOL_HANDED_ON"
 
 
 def main() -> None:
-    """Confine this process, and become the interpreter that the arguments name."""
+    """Confine this process, then execute the interpreter that the arguments name."""
     _, python, boot, title, name, work_fd, control_fd, calls_fd, parent_pid, msgpack = sys.argv
     variables = json.loads(os.environ[_HANDED_ON])
     here = os.path.dirname(os.path.realpath(__file__))
@@ -43,7 +44,7 @@ def main() -> None:
     from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind, Side
     from moonpool.ipc.policy import Policy
     from moonpool.stub.sandbox import layers
-    from moonpool.stub.sandbox.refused import SandboxRefused
+    from moonpool.stub.sandbox.outcome import SandboxRefused
 
     work = Channel(socket.socket(fileno=int(work_fd)))
     control = socket.socket(fileno=int(control_fd))
@@ -62,8 +63,8 @@ def main() -> None:
     try:
         os.execve(python, [python, boot, *arguments], variables)
     except OSError as error:
-        work.receive()  # START: until it has been sent, nobody listens
-        # The runtime has the words for that.
+        work.receive()  # START: the runtime reads no answer before it has sent this
+        # The runtime writes the error text, from this number.
         work.send_waiting(encode(Kind.FAILED, EXEC_FAILED, str(error.errno), ""))
         os._exit(1)
 

@@ -1,22 +1,34 @@
-"""Models whose `execute` is a coroutine: an event loop on a thread of its own, on which batches overlap."""
+"""Runs models whose `execute` is a coroutine: on an event loop with its own thread, where batches overlap.
+
+Theory of operation. The main thread hands over a coroutine and goes on to the next batch. The requests stay open, and `done` answers
+them on the loop's thread. A semaphore bounds the coroutines that run at once: the main thread waits for a place, and so
+reads no further EXECUTE. `_run` gives the place back in any case. If a coroutine could not be handed over, the main thread does.
+
+`_starting` makes sure that there is one loop, as the main thread and the thread that asks `is_ready` may both need the first one.
+The loop keeps only weak references to its tasks, so `_tasks` holds them. SystemExit and KeyboardInterrupt of a task leave
+`run_forever`; `_serve` goes on, since other batches depend on the thread. If memory runs out while a coroutine is handed over or
+answered, nobody would ever answer its requests, so the process ends.
+
+At the end `stop` only stops the loop, and the process ends with what still runs. A process that goes on, as that of a test, calls
+`close`: it waits for the thread and then runs the loop itself until all tasks are cancelled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moonpool.stub import threads
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Coroutine
-    from typing import Any
 
 
 class Coroutines:
-    """Runs coroutines of the model, at most so many at the same time."""
+    """Runs coroutines of the model, at most `most` at the same time."""
 
     def __init__(self, most: int) -> None:
         self._room = threading.BoundedSemaphore(most)
@@ -32,9 +44,9 @@ class Coroutines:
         coroutine: Coroutine[Any, Any, object],
         done: Callable[[object, BaseException | None], None],
     ) -> None:
-        """Run a coroutine, and then `done` with what it returned or raised, on the loop's thread.
+        """Run a coroutine, and then `done` with its result or its exception, on the loop's thread.
 
-        Blocks while as many run as may. For the main thread.
+        Blocks while the most coroutines run. For the main thread.
         """
         self._room.acquire()
         try:
@@ -46,7 +58,7 @@ class Coroutines:
             raise
 
     def wait_for(self, coroutine: Coroutine[Any, Any, object]) -> object:
-        """Run a coroutine beside those, and wait for what it returns or raises. Not for the loop's thread."""
+        """Run a coroutine outside of that bound; wait for its result, or raise its exception. Not for the loop's thread."""
         import asyncio
 
         return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop()).result()
@@ -101,20 +113,20 @@ class Coroutines:
 
         asyncio.set_event_loop(loop)
         while not self._is_stopped:
-            # Tasks of the model's own may raise SystemExit, and the others depend on this thread.
+            # A task of the model may raise SystemExit, and other tasks depend on this thread.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
 
     def stop(self) -> None:
-        """Stop the loop: what still runs is not run any further."""
+        """Stop the loop. Coroutines that still run do not go on."""
         self._is_stopped = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def close(self, timeout_s: float) -> None:
-        """As `stop`, in a process that goes on: what still runs is cancelled, and nothing of the loop is left.
+        """Stop the loop in a process that goes on: cancel all tasks and close the loop.
 
-        Where a coroutine blocks the loop for longer than that, it is left alone.
+        If a coroutine blocks the loop for longer than `timeout_s`, the loop is left as it is.
         """
         self.stop()
         if self._loop is None:

@@ -1,18 +1,26 @@
-"""From a bare process to a loaded model: the order in which a stub becomes one.
+"""Turns a bare process into a stub, in a fixed order, before it imports anything foreign.
 
     runtime                         stub
     SANDBOX, REGION, REGION  ──▶    read, put the sandbox on
                              ◀──    CONFINED, or FAILED
-    look whether it is true
+    check that from outside
     START                    ──▶    read; only then import numpy and the model
                              ◀──    LOADED, COMPLETED or FAILED
 
-`START` holds a JSON object: `mode` (`serve`, `complete` for auto_complete_config in a process of its own, or
-`template` for one from which others are forked, with `initializes`: whether it calls `initialize` before),
-`instance`, `device` (that of the instance, or NO_DEVICE), `args` (what `initialize` gets), `kind` (`triton` or `native`), `file`,
+Theory of operation. Everything here runs on the main thread, and no other thread exists yet. The sandbox comes before every
+foreign import, numpy included, because the environment may belong to the author of the model. A layer must also be on
+before the first thread: some layers apply to one thread and are inherited by those that it starts. The runtime sends START,
+in which the configuration lies, only after it has checked from outside that the sandbox is on. Regions arrive before numpy
+is there to map them, so `Announced` keeps their descriptors, and reads an oversized START with `pread`. If the runtime
+ends, a receive raises `PeerGone`, and the process ends with that.
+
+START holds a JSON object: `mode` (`serve`; `complete` for auto_complete_config in its own process; or
+`template` for a process that forks others, with `initializes`: whether it calls `initialize` first),
+`instance`, `device` (of the instance, or NO_DEVICE), `args` (for `initialize`), `kind` (`triton` or `native`), `file`,
 `class_name`, `version_dir`, `model_dir`, `inputs` and `outputs` (names in the order of the
-configuration, which is how tensors are numbered on the wire), `shared` (whether peers may come),
-`tells_begin` (whether BEGUN is wanted then), `copies_gpu_to_numpy`, `config` and `log` (which levels of LOG are wanted).
+configuration, by which the wire numbers tensors), `shared` (whether front ends may come),
+`tells_begin` (whether the runtime wants BEGUN then), `layers` (of the sandbox that are on), `copies_gpu_to_numpy`, `config`
+and `log` (the levels of LOG that the runtime wants).
 """
 
 from __future__ import annotations
@@ -22,41 +30,34 @@ import json
 import os
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import Any, Callable, NoReturn
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import control_codec
 from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import LocalProtocolError, PeerGone, RemoteProtocolError
-from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
+from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side, end
 from moonpool.ipc.policy import Policy
-from moonpool.ipc.texts import end
 from moonpool.stub import report
 from moonpool.stub.sandbox import layers
-from moonpool.stub.sandbox.refused import SandboxRefused
+from moonpool.stub.sandbox.outcome import Applied, SandboxRefused
 
-if TYPE_CHECKING:
-    from typing import Any, Callable
-
-    from moonpool.stub.inherited import Inherited
-    from moonpool.stub.sandbox.applied import Applied
-
-# The most bytes of the error, and of the traceback: in memory, and in a packet.
+# The most bytes of an error, and of a traceback, in FAILED: if it may lie in memory, and if it must fit into a packet.
 _FAILED_BYTES, _FAILED_IN_PACKET_BYTES = 65_536, 12_288
 
 
 class Announced(Overflow):
-    """The regions that were announced before numpy is there to map them."""
+    """Keeps the regions that arrive before numpy is there to map them."""
 
     def __init__(self, control: Channel) -> None:
         self._control = control
         self._codec = control_codec(Side.STUB)
         self.fds: dict[int, tuple[int, int, int]] = {}
-        # Which levels of LOG are wanted, if that was said.
+        # The levels of LOG that the runtime wants; empty until it has sent LOGGING.
         self.log: list[bool] = []
 
     def read(self) -> str | None:
-        """Take in one control message; the text of SANDBOX, None for others. Blocks."""
+        """Receive one control message; blocks. Returns the text of SANDBOX, None for other messages."""
         packet, fds = self._control.receive_with_fds()
         kind, *fields = self._codec.decode(packet)
         if kind == Kind.SANDBOX:
@@ -73,7 +74,7 @@ class Announced(Overflow):
         raise LocalProtocolError(f"there is no memory yet for a message of {len(packet)} bytes")
 
     def load(self, region: int, offset: int, size_bytes: int) -> bytes:
-        while region not in self.fds:  # what START needs more memory for
+        while region not in self.fds:  # START may lie in a region that the runtime sends for it
             self.read()
         fd, _, _ = self.fds[region]
         return os.pread(fd, size_bytes, offset)
@@ -88,10 +89,9 @@ def shake_hands(
     is_confined: bool = False,
     apply: Callable[[Policy], Applied] = layers.apply,
 ) -> Handshake:
-    """Read the first control messages, put the sandbox on, and read what this stub is to be.
+    """Read the first control messages, put the sandbox on with `apply`, and read START.
 
-    `is_confined`: this process became the one it is inside the sandbox, and the runtime knows. `apply` is what
-    puts the sandbox on where it is not.
+    `is_confined`: `confine.py` has put the sandbox on before the exec of this process, and has reported to the runtime.
     """
     control = Channel(socket.socket(fileno=control_fd))
     announced = Announced(control)
@@ -105,7 +105,7 @@ def shake_hands(
             policy = Policy.from_json(text)
     calls = Channel(socket.socket(fileno=calls_fd))
     handshake = Handshake(name, conversation, control, calls, announced)
-    report.limits.update(policy.limits)
+    report.policy = handshake.policy = policy
     try:
         if not is_confined:
             applied = apply(policy)
@@ -128,7 +128,7 @@ def _advice() -> str:
 
 
 class Handshake:
-    """What the runtime said, and the channels to it."""
+    """Holds START and the channels to the runtime, once the handshake is over."""
 
     def __init__(
         self,
@@ -144,41 +144,48 @@ class Handshake:
         self.calls = calls
         self.announced = announced
         self.start: dict[str, Any] = {}
-        # From the template that this process was forked from.
-        self.inherited: Inherited | None = None
+        self.policy = Policy()
 
     def serve(self) -> None:
-        """Import what the model needs, load it, serve until the end."""
+        """Import numpy and the loop, then load the model and serve until the process ends.
+
+        The imports are here and not above: nothing foreign may be imported before the sandbox is on, and numpy is
+        foreign. `loop` imports numpy.
+        """
         try:
             import numpy  # noqa: F401
-        except ImportError as error:
+        except Exception as error:  # a library of numpy's that gets no memory may raise anything
+            message = str(error).strip()
             self.fail(
                 "environment",
-                f"numpy cannot be imported by {sys.executable}: {str(error).strip()}"
-                f"{report.limit_hint(error) or '; ' + _advice()}",
+                f"numpy cannot be imported by {sys.executable}: {message or type(error).__name__}"
+                f"{report.limit_advice(error, message) or '; ' + _advice()}",
             )
-        # Before a template forks, so that no fork has to import it.
-        from moonpool.stub.loop import Stub
+        try:
+            # A template imports this before it forks, so that its forks need not.
+            from moonpool.stub.loop import Stub
+        except Exception as error:  # the memory that numpy has left may be too little
+            self.fail("start", report.describe(error), report.traceback_of(error))
 
-        handshake = self
         if self.start["mode"] == "template":
             from moonpool.stub.template import Template
 
-            handshake = Template(self).run()
-        Stub(handshake).run()
+            Stub(*Template(self).run()).run()
+        else:
+            Stub(self).run()
 
-    def fail(self, stage: str, message: str, traceback: str = "") -> None:
-        """Tell the runtime why this stub cannot serve, and end the process."""
+    def fail(self, stage: str, message: str, traceback: str = "") -> NoReturn:
+        """Send the reason why this stub cannot serve, and end the process."""
         with contextlib.suppress(PeerGone):
             try:
-                self._tell_failure(stage, message, traceback, _FAILED_BYTES)
+                self._send_failure(stage, message, traceback, _FAILED_BYTES)
             except LocalProtocolError:
-                # There is no memory yet for what is larger than a packet.
-                self._tell_failure(stage, message, traceback, _FAILED_IN_PACKET_BYTES)
+                # Without a region, the message must fit into a packet.
+                self._send_failure(stage, message, traceback, _FAILED_IN_PACKET_BYTES)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
-    def _tell_failure(self, stage: str, message: str, traceback: str, most_bytes: int) -> None:
+    def _send_failure(self, stage: str, message: str, traceback: str, most_bytes: int) -> None:
         texts = end(message, most_bytes), end(traceback, most_bytes)
         self.conversation.send(Kind.FAILED, stage, *texts)

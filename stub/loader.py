@@ -1,30 +1,28 @@
-"""From a file to a model class, under the import rules that Triton's models rely on."""
+"""Imports the file of a model and finds its class, by the import rules that Triton's models rely on."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.stub import hints, pb_utils
+from moonpool.stub import pb_utils
+from moonpool.stub.native import hints
 from moonpool.stub.report import describe, traceback_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import ModuleType
 
 CLASS_NAME = "TritonPythonModel"
 UTILITIES = ("triton_python_backend_utils", "c_python_backend_utils")
 
 
 class LoadError(MoonpoolError):
-    """The model's file could not be turned into a model.
+    """Says why a model's file did not become a model.
 
-    `stage` says where: "file", "import", "class", or a name of the loop's. The text is fit for a
-    client; `traceback` is the model's own, for the log, and empty where no code of it ran.
+    `stage` is "file", "import", "class", or the name of a later step. The text may go to a client. `traceback` is
+    for the log; it is empty if none of the model's code ran.
     """
 
     def __init__(self, stage: str, text: str, traceback: str = "") -> None:
@@ -34,7 +32,7 @@ class LoadError(MoonpoolError):
 
 
 def load_triton(model_file: str, version_dir: str, model_dir: str, backend_dir: str) -> type:
-    """The class TritonPythonModel of a model of Triton's Python backend.
+    """Load the class TritonPythonModel of a model for Triton's Python backend.
 
     `model_file` is a path, or a name within `version_dir`. A file in `version_dir` is imported as
     `<version>.<stem>`, so that it can import its neighbours both as `from . import helper` and as
@@ -62,11 +60,10 @@ def load_triton(model_file: str, version_dir: str, model_dir: str, backend_dir: 
 
 
 def load_native(file: str, qualname: str | None = None) -> Callable[..., object]:
-    """The model of a file for moonpool's own models, which may be a class or a function.
+    """Load one of moonpool's own models, a class or a function.
 
-    Without `qualname` it is the only class in the file that defines `__call__`. The file's folder
-    is appended to `sys.path`, and `import moonpool` gives the file the names in
-    `moonpool.stub.hints`. Raises LoadError.
+    Without `qualname`, takes the only class in the file that defines `__call__`. Appends the file's folder to
+    `sys.path`, and lets the file import the names of `moonpool.stub.native.hints` from `moonpool`. Raises LoadError.
     """
     path = os.path.abspath(file)
     stem = _named(path)
@@ -78,7 +75,7 @@ def load_native(file: str, qualname: str | None = None) -> Callable[..., object]
 
 
 def install_utilities(model_dir: str) -> None:
-    """Makes `import triton_python_backend_utils` and its twin work from here on."""
+    """Make `triton_python_backend_utils` and `c_python_backend_utils` importable from now on."""
     pb_utils.set_model_dir(model_dir)
     for name in UTILITIES:
         sys.modules[name] = pb_utils
@@ -98,7 +95,7 @@ def _same_folder(one: str, other: str) -> bool:
 
 
 def _append_to_path(folders: Iterable[str]) -> None:
-    # No backend's folder is an empty text, and not where the runtime was started.
+    # The folder of no backend is an empty text, which must not become the current folder.
     sys.path.extend(os.path.abspath(folder) for folder in folders if folder)
 
 
@@ -106,8 +103,8 @@ def _import(load: Callable[[], ModuleType], path: str) -> ModuleType:
     try:
         return load()
     except BaseException as error:
-        # SystemExit is one of these: a model may not end its stub by being imported. So is
-        # KeyboardInterrupt, which nobody but the model raises: a stub does not listen to SIGINT.
+        # SystemExit, too: an import may not end the stub. And KeyboardInterrupt: a stub ignores SIGINT, so only the
+        # model can have raised it.
         text = describe(error)
         if "\nAt:\n" not in text:
             text += f"\n\nAt:\n  {path}\n"
@@ -115,9 +112,9 @@ def _import(load: Callable[[], ModuleType], path: str) -> ModuleType:
 
 
 def _import_in_package(stem: str, version_dir: str) -> ModuleType:
-    """Imports `<version>.<stem>`, of the model's own folder only, also where the sandbox hides what else is there.
+    """Import `<version>.<stem>` from the model's own folder, even if the sandbox forbids to list that folder.
 
-    A folder called "1" elsewhere on the path would otherwise be part of the same package.
+    Without a package of our own, a folder called "1" elsewhere on the path would be part of the same package.
     """
     folder = os.path.realpath(version_dir)
     version = os.path.basename(folder)
@@ -145,20 +142,20 @@ def _package_spec(name: str, folder: str) -> ModuleSpec:
 
 
 def _import_module(name: str) -> ModuleType:
-    # importlib.import_module would stand in every traceback.
+    # `importlib.import_module` would add its frames to every traceback.
     __import__(name)
     return sys.modules[name]
 
 
 def _import_alone(stem: str, path: str) -> ModuleType:
-    """Imports `<stem>`, also where the sandbox hides what else is in its folder."""
+    """Import `<stem>`, even if the sandbox forbids to list its folder."""
     if _is_hidden(os.path.dirname(path)):
         return _import_file(stem, path)
     return _import_module(stem)
 
 
 def _is_hidden(folder: str) -> bool:
-    """Whether the sandbox shows files in a folder but not which there are: modules are not found there."""
+    """Return whether the sandbox forbids to list a folder, in which Python then finds no modules."""
     try:
         os.scandir(folder).close()
     except PermissionError:

@@ -1,4 +1,29 @@
-"""The life of a loaded stub: load the model, execute batch after batch, finalize."""
+"""Runs a stub from START to its end: loads the model, executes batch after batch, finalizes.
+
+Theory of operation. The model runs on the main thread, which alone uses the work channels. A work channel is lockstep: after EXECUTE the
+runtime sends nothing on it until ANSWER, so the main thread needs no other thread to receive for it. The control thread
+(`peers/control.py`) handles all that may come at any time: regions, cancellations, log levels, front ends. Other
+threads start only when they are needed.
+
+Order of messages. Responses that are sent before `execute` returns go on the control channel before ANSWER goes on the work channel,
+and the runtime accepts them in any order. Changes of metrics go before the response that they belong to: `Control.respond` and
+`_execute` flush them first. All references to the requests of a batch are dropped before `Peer.give` looks which
+input blocks the model kept; a local variable that names a request would make its blocks look kept.
+
+Signals. A handler of the model's may run between any two bytecodes of the main thread, and may raise. An exception inside `model.execute`
+becomes the error of the batch. SIGINT does nothing (`output.py`): the runtime ends a stub, not the terminal. SIGTERM writes
+the stacks of all threads and lets the process go on. If a client has cut its memory short, the stub sends itself SIGBUS, as the
+kernel would do a moment later: the runtime then knows that the model is not to blame.
+
+Order of closing. FINALIZE comes on the main work channel after all batches. The loop of the coroutines stops first, so that none
+answers while the model finalizes. Then come `finalize`, the functions of `atexit`, the output, the denials of the sandbox, and the
+wait for devices, whose events would go with the process. FINALIZED is the last message. The process ends with `os._exit`, since
+threads that the model left behind would keep it. If the runtime is gone (`PeerGone`), nobody waits for any of this, and the process
+ends at once.
+
+A process that the model forked shares the channels with this one but must not use them. `os.register_at_fork` takes them from it
+(`Peers.leave_to_parent`, `Calls.disown`), and `hosts/forks.py` gives it another way to ask.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +33,39 @@ import signal
 import sys
 from functools import partial
 from types import CoroutineType
-from typing import TYPE_CHECKING
+from typing import Any, NoReturn
 
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind
-from moonpool.stub import host, logger, output, pb_utils
-from moonpool.stub.calls import Calls
+from moonpool.stub import output, pb_utils
 from moonpool.stub.coroutines import Coroutines
-from moonpool.stub.execute import RELEASE_RESCHEDULE
-from moonpool.stub.forks import Door
-from moonpool.stub.lent_region import CutShort
+from moonpool.stub.handshake import Handshake
+from moonpool.stub.hosts.calls import Calls
+from moonpool.stub.hosts.forks import ForkBroker
+from moonpool.stub.hosts.runtime_host import StubHost
 from moonpool.stub.loader import LoadError
-from moonpool.stub.model import load_model
-from moonpool.stub.peer import Peer
-from moonpool.stub.peers import Peers
-from moonpool.stub.readiness import Readiness
+from moonpool.stub.model import Inherited, Model, Readiness, load_model
+from moonpool.stub.pb_utils import host, logger
+from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
+from moonpool.stub.peers.answer import Answer
+from moonpool.stub.peers.peer import Peer, Peers
+from moonpool.stub.peers.regions import CutShort
 from moonpool.stub.report import describe, traceback_of
-from moonpool.stub.stub_host import StubHost
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from moonpool.stub.answer import Answer
-    from moonpool.stub.handshake import Handshake
-    from moonpool.stub.model import Model
-    from moonpool.stub.request import InferenceRequest
+from moonpool.stub.sandbox.denials import denials
 
 _EXECUTE = int(Kind.EXECUTE)
 
 
 class Stub:
-    """One model instance. Everything here runs on the main thread of the process."""
+    """Serves one model instance. Its methods run on the main thread, but for those that say otherwise."""
 
-    def __init__(self, handshake: Handshake) -> None:
-        # Before the control channel may tell of others.
+    def __init__(self, handshake: Handshake, inherited: Inherited | None = None) -> None:
+        # Before the control thread may change them.
         logger.set_levels(*handshake.start["log"])
         self._handshake = handshake
+        self._inherited = inherited
         start = handshake.start
         self._main = main = Peer(handshake.conversation, handshake.control, start, is_main=True)
         for region_id, (fd, size_bytes, writer) in handshake.announced.fds.items():
@@ -55,13 +75,15 @@ class Stub:
         self._readiness = Readiness(start["instance"], main.control.send, self._coroutines.wait_for)
         main.control.listen(main.regions, main.cancel, self._handle)
         os.register_at_fork(after_in_child=self._peers.leave_to_parent)
+        denials.watch(handshake.policy, start.get("layers", ()))
+        os.register_at_fork(after_in_child=denials.disown)
         self._calls = Calls(handshake.calls, main.regions)
         self._host = StubHost(self._calls, main.regions, main.control, start["instance"])
         host.use(self._host)
-        Door(self._calls.disown)
+        ForkBroker(self._calls.disown)
 
     def _handle(self, fields: list[Any], fds: list[int]) -> None:
-        """What the runtime says beside requests and memory. On the control thread."""
+        """Handle a message that is neither about requests nor about memory. On the control thread."""
         kind = fields[0]
         if kind == Kind.READY:
             self._readiness.ask(fields[1])
@@ -77,10 +99,13 @@ class Stub:
         start = self._handshake.start
         output.prepare()
         logger.set_sink(self._main.control.log)
+        denials.tell(self._main.control.send_packet)
         try:
-            model = load_model(start, self._main.regions, self._handshake.inherited)
+            pb_utils.use_memory(self._main.regions)
+            model = load_model(start, self._inherited)
         except LoadError as error:
-            self._handshake.fail(error.stage, str(error), error.traceback)
+            self._fail(error)
+        denials.flush()
         try:
             if start["mode"] == "complete":
                 self._main.conversation.send(Kind.COMPLETED, model.complete())
@@ -92,9 +117,14 @@ class Stub:
                 self._host.serves = False
             self._finalize(model)
         except LoadError as error:
-            self._handshake.fail(error.stage, str(error), error.traceback)
+            self._fail(error)
         except PeerGone:
             os._exit(1)
+
+    def _fail(self, error: LoadError) -> NoReturn:
+        # A denial may explain the error.
+        denials.flush()
+        self._handshake.fail(error.stage, str(error), error.traceback)
 
     def _facts(self) -> dict[str, object]:
         return {
@@ -114,7 +144,7 @@ class Stub:
         receive, regions, arena = peer.conversation.receive, peer.regions, peer.regions.arena
         batch, responses = peer.batch, peer.responses
         while True:
-            # As `Peer.needs_care` has it, without a call for each batch.
+            # The same condition as `Peer.needs_care`, without a call for each batch.
             if arena.has_grown or batch.kept or responses.replies or regions.devices is not None:
                 peers.ready()
             message = receive()
@@ -123,7 +153,7 @@ class Stub:
             self._execute(model, peer, message)
 
     def _serve_one(self, model: Model, peer: Peer) -> bool:
-        """Execute the batch that a peer has sent; False after FINALIZE."""
+        """Execute the batch that a peer has sent. Returns False after FINALIZE."""
         try:
             message = peer.conversation.receive()
             if message[0] == _EXECUTE:
@@ -132,7 +162,7 @@ class Stub:
                     peer.control.send(Kind.BEGUN, message[1])
                 self._execute(model, peer, message)
             elif not peer.is_main:
-                raise RemoteProtocolError("FINALIZE is not for a front end to say")
+                raise RemoteProtocolError("a front end may not send FINALIZE")
         except MoonpoolError as error:
             if peer.is_main:
                 raise
@@ -146,11 +176,11 @@ class Stub:
         try:
             requests = peer.open(message)
         except CutShort:
-            # Had the client cut its memory a moment later, the kernel would have sent this. The runtime knows its meaning.
+            # If the client had cut its memory a moment later, the kernel would have sent SIGBUS, which the runtime understands.
             signal.raise_signal(signal.SIGBUS)
             raise
         try:
-            # Of its list, as of everything else that it is given, a model may make what it likes.
+            # A copy: the model may change the list that it gets.
             returned = model.execute(requests[:])
             if type(returned) is CoroutineType:
                 self._start(model, answer, returned, requests)
@@ -166,12 +196,12 @@ class Stub:
         if peer.responses.is_forked:
             sys.stderr.write("A process that the model forked came back from execute and ends.\n")
             os._exit(1)
-        peer.conversation.send(*fields)
-        if self._calls.let_go:
+        peer.send(fields)
+        if self._calls.released:
             self._calls.tidy()
 
     def _report(self, model: Model, error: BaseException) -> str:
-        """What the clients of a batch are told; the log gets the traceback as well."""
+        """Log an error with its traceback. Returns the text for the clients of the batch."""
         message = model.failure(describe(error))
         self._main.control.log(logger.ERROR, f"{message}\n{traceback_of(error)}", __file__, 0)
         return message
@@ -185,7 +215,7 @@ class Stub:
         coroutine: CoroutineType[Any, Any, object],
         requests: list[InferenceRequest],
     ) -> None:
-        """Let the responses come when a coroutine of the model has ended."""
+        """Leave the requests open until a coroutine of the model has ended."""
         for request in requests:
             request.reply()
         self._coroutines.start(coroutine, partial(self._ended, model, requests[:]))
@@ -198,7 +228,7 @@ class Stub:
         returned: object,
         error: BaseException | None,
     ) -> None:
-        """On the thread of the coroutines: answer what is not answered yet."""
+        """Answer the requests that are still open. On the thread of the coroutines."""
         try:
             responses = [] if error else model.responses(returned, requests)
         except MoonpoolError as invalid:
@@ -228,7 +258,8 @@ class Stub:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        denials.flush()
         self._peers.finish()
         self._main.conversation.send(Kind.FINALIZED, message, traceback)
-        # Not sys.exit: threads that the model left behind would keep the process.
+        # Not `sys.exit`, which would wait for threads that the model left behind.
         os._exit(0)

@@ -1,54 +1,54 @@
-"""A loaded model as the loop drives it: Triton's class, or moonpool's own kind made to look like one."""
+"""Drives a loaded model, of Triton's kind or moonpool's own: calls it, checks what it returns, asks if it is ready.
+
+Theory of operation. A `Model` belongs to the main thread. `Readiness` alone starts threads: one for each READY of the runtime, because `is_ready`
+may block, and neither batches nor the control thread may wait for it. If `is_ready` is a coroutine function, that thread waits
+while the coroutine runs where the model's others run. A thread still busy at the end of the process ends with it.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from types import CoroutineType
+from typing import Any, NamedTuple
 
-from moonpool.ipc.messages import LARGEST_CONFIG
-from moonpool.ipc.texts import size_of
-from moonpool.stub import loader, logger, pb_utils
-from moonpool.stub.errors import InvalidReturn
-from moonpool.stub.execute import validate_execute_return
+from moonpool.ipc.messages import LARGEST_CONFIG, SHORT, Kind, beginning, size_of
+from moonpool.stub import loader
 from moonpool.stub.loader import LoadError
-from moonpool.stub.model_config import ModelConfig
-from moonpool.stub.native import NativeAdapter, complete_config
+from moonpool.stub.native.model import NativeAdapter, complete_config
+from moonpool.stub.pb_utils import logger
+from moonpool.stub.pb_utils.config import ModelConfig
+from moonpool.stub.pb_utils.errors import InvalidReturn
+from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
+from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.report import describe, traceback_of
-from moonpool.stub.response import InferenceResponse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from moonpool.stub.inherited import Inherited
-    from moonpool.stub.regions import Regions
-    from moonpool.stub.request import InferenceRequest
 
 
 class Model:
-    """The model's class and, when it serves, the one object of it."""
+    """Holds the model's class and, once it is initialized, the one object of it."""
 
     def __init__(self, start: dict[str, Any], model_class: Any) -> None:
         self._class = model_class
         self._object: Any = None
-        # What the model returns: see `responses`; or a coroutine that will. Raises what it raises.
+        # Returns what `responses` takes, or a coroutine for it. Raises what the model raises.
         self.execute: Callable[[list[InferenceRequest]], object] = self._no_execute
         self.become(start)
 
     def become(self, start: dict[str, Any]) -> None:
-        """Be this instance from now on: in a process that was forked from another."""
+        """Serve as the instance of this START. A fork calls it again, with its own."""
         self._start = start
         self._instance = start["instance"]
         self._is_decoupled: bool = start["decoupled"]
         self._reschedules: bool = start["reschedules"]
         if start["copies_gpu_to_numpy"]:
-            from moonpool.stub.device_tensor import DeviceTensor
+            from moonpool.stub.devices.tensor import DeviceTensor
 
             DeviceTensor.copies_to_numpy = True
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there is the object."""
+        """Return whether the object exists."""
         return self._object is not None
 
     def initialize(self) -> None:
@@ -73,7 +73,7 @@ class Model:
     def responses(
         self, returned: object, requests: list[InferenceRequest]
     ) -> list[InferenceResponse | None]:
-        """What was returned as one response for each request, None where it comes otherwise.
+        """Return one response for each request, None for requests that the model answers in another way.
 
         Raises `InvalidReturn`.
         """
@@ -92,9 +92,9 @@ class Model:
     def _validated(
         self, returned: object, requests: list[InferenceRequest]
     ) -> list[InferenceResponse | None]:
-        """As `responses`, where there is more to it than a response to each request."""
+        """Do the same as `responses` for all but the plain case of one response to each request."""
         if type(returned) is not list and isinstance(returned, list):
-            returned = list(returned)  # its methods are the model's
+            returned = list(returned)  # a subclass may have methods of the model's
         validate_execute_return(
             returned,
             requests,
@@ -108,17 +108,17 @@ class Model:
 
     @property
     def is_ready(self) -> Callable[[], object] | None:
-        """The model's own function of that name, if it has one."""
+        """Return the model's `is_ready`, if it has one."""
         return getattr(self._object, "is_ready", None)
 
     def failure(self, described: str) -> str:
-        """What each client of a batch is told when `execute` raised."""
+        """Return the error text for the clients of a batch in which `execute` raised."""
         return (
             f"Failed to process the request(s) for model '{self._instance}', message: {described}"
         )
 
     def complete(self) -> str:
-        """The configuration as the model completes it, in JSON. Raises `LoadError`."""
+        """Return the configuration as the model completes it, in JSON. Raises `LoadError`."""
         config: dict[str, Any] = self._start["config"]
         try:
             if self._start["kind"] == "native":
@@ -150,18 +150,24 @@ class Model:
         return result
 
     def finalize(self) -> None:
-        """Call the model's `finalize`, if it has one. Raises what that raises."""
+        """Call the model's `finalize`, if it has one. Raises what the model raises."""
         if hasattr(self._object, "finalize"):
             self._object.finalize()
 
 
-def load_model(start: dict[str, Any], regions: Regions, inherited: Inherited | None) -> Model:
-    """Import the model and, unless it is only to complete its configuration, initialize it.
+class Inherited(NamedTuple):
+    """Holds a model that a template has imported and, perhaps, initialized."""
 
-    What was inherited from a template is not done again. Raises `LoadError` with the stage, the text for the
-    client and the traceback for the log.
+    model: Model
+    # Does in the fork what the template could not do. Raises `LoadError`.
+    catch_up: Callable[[], None]
+
+
+def load_model(start: dict[str, Any], inherited: Inherited | None) -> Model:
+    """Import the model and, unless START asks only for its configuration, initialize it.
+
+    Skips what a template has done already. Raises `LoadError` with the stage, the text for the client and the traceback for the log.
     """
-    pb_utils.use_memory(regions)
     if inherited is None:
         model = Model(start, import_class(start))
     else:
@@ -171,15 +177,128 @@ def load_model(start: dict[str, Any], regions: Regions, inherited: Inherited | N
     logger.adopt_logging()
     if start["mode"] == "serve" and not model.is_initialized:
         model.initialize()
-        # The libraries that the model imported may have brought `logging` with them only now.
+        # `initialize` may have imported libraries, and these `logging`.
         logger.adopt_logging()
     return model
 
 
 def import_class(start: dict[str, Any]) -> Any:
-    """The class of the model, or the function that is one. Raises `LoadError`."""
+    """Load the class of the model, or the function that is one. Raises `LoadError`."""
     if start["kind"] == "native":
         return loader.load_native(start["file"], start["class_name"])
     return loader.load_triton(
         start["file"], start["version_dir"], start["model_dir"], start["backend_dir"]
     )
+
+
+def validate_execute_return(
+    returned: object,
+    requests: Sequence[InferenceRequest],
+    instance_name: str,
+    *,
+    decoupled: bool,
+    reschedules: bool,
+) -> None:
+    """Raise InvalidReturn, with Triton's texts, unless `returned` is a valid answer to `requests`.
+
+    None is valid, for all requests or for one of them: the model answers in another way.
+    """
+    if decoupled:
+        if returned is not None:
+            raise InvalidReturn(
+                f"Python model '{instance_name}' is using the decoupled mode and the execute "
+                "function must return None."
+            )
+    elif returned is not None:
+        _validate_list(returned, requests)
+    if not reschedules and any(r._release_flags == RELEASE_RESCHEDULE for r in requests):
+        raise InvalidReturn(
+            "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is "
+            "not configured to handle such a flag."
+        )
+
+
+def _validate_list(returned: object, requests: Sequence[InferenceRequest]) -> None:
+    if not isinstance(returned, list):
+        raise InvalidReturn(
+            f"Expected a list in the execute return, found type '{type(returned)}'."
+        )
+    if len(returned) != len(requests):
+        raise InvalidReturn(
+            "Number of InferenceResponse objects do not match the number of InferenceRequest "
+            f"objects. InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) "
+            f"size is:{len(returned)}\n"
+        )
+    for response, request in zip(returned, requests):
+        _validate_entry(response, request)
+
+
+def _validate_entry(response: object, request: InferenceRequest) -> None:
+    rescheduled = request._release_flags == RELEASE_RESCHEDULE
+    if response is None:
+        return
+    if rescheduled:
+        raise InvalidReturn(
+            "Expected a None object in the execute function return list for reschduled request, "
+            f"found type '{type(response)}'."
+        )
+    if not isinstance(response, InferenceResponse):
+        raise InvalidReturn(
+            "Expected an 'InferenceResponse' object in the execute function return list, found "
+            f"type '{type(response)}'."
+        )
+    reply = request._reply
+    if reply is not None and (reply.count or reply.is_closed):
+        raise InvalidReturn(
+            "Unable to send response. Non-decoupled model cannot send more than one response."
+        )
+
+
+class Readiness:
+    """Asks a model's `is_ready` on its own thread, so that nothing else waits for the model."""
+
+    def __init__(
+        self,
+        instance: str,
+        send: Callable[..., None],
+        wait_for: Callable[[Coroutine[Any, Any, object]], object],
+    ) -> None:
+        """Take `send`, which sends a control message, and `wait_for`, which runs a coroutine beside the model's others."""
+        self._instance = instance
+        self._send = send
+        self._wait_for = wait_for
+        # The model's function, if it has one.
+        self.check: Callable[[], object] | None = None
+
+    def ask(self, question: int) -> None:
+        """Begin to answer a question of the runtime. READINESS follows later."""
+        thread = threading.Thread(
+            target=self._answer, args=(question,), name="moonpool-ready", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._send(Kind.READINESS, question, self._refusal(error))
+
+    def _answer(self, question: int) -> None:
+        self._send(Kind.READINESS, question, self.why_not())
+
+    def why_not(self) -> str | None:
+        """Ask the model and wait. Returns None if it is ready, else the reason."""
+        if self.check is None:
+            return None
+        try:
+            is_ready = self.check()
+            if isinstance(is_ready, CoroutineType):
+                is_ready = self._wait_for(is_ready)
+        except BaseException as error:  # a model may raise anything, SystemExit included
+            return self._refusal(error)
+        if not isinstance(is_ready, bool):
+            return "is_ready() must return a boolean value"
+        if not is_ready:
+            return f"Model '{self._instance}' is not ready (user-defined check failed)."
+        return None
+
+    def _refusal(self, error: BaseException) -> str:
+        text = f"Model '{self._instance}' is not ready: {describe(error)}"
+        return beginning(text, SHORT)

@@ -1,24 +1,27 @@
-"""What to tell people of an exception: one text for the client, one for the log."""
+"""Turns an exception of the model into texts: one for the client, one for the log, with advice.
+
+The advice is a clause that names the option which would have prevented the error. All errors of a model pass here, whether it fails in its
+import, in `initialize` or in a request, and in whichever server it runs: only the process of the model has the exception itself.
+Whatever the runtime withholds from models, or limits, gets its sentence from a function in `_ADVISERS`.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Callable
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.ipc.limits import limit_behind
+from moonpool.ipc.policy import MEMORY, Policy, limit_behind, reached
+from moonpool.stub.sandbox.denials import denials
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
-# What this process is limited to, as in its policy: an error that comes of it says so.
-limits: dict[str, int] = {}
-
-# A model chooses these texts, and a client has to carry them.
+# The model chooses these texts, and clients have to carry them.
 MAX_TEXT = 32_768
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-# Frames of these are of no use to whoever wrote the model.
+# Frames of these files do not help the author of a model.
 _OWN_FOLDERS = (
     _HERE + os.sep,
     os.path.join(os.path.dirname(_HERE), "ipc") + os.sep,
@@ -28,13 +31,13 @@ _OWN_FOLDERS = (
 
 
 def describe(error: BaseException) -> str:
-    """What a client is told: type and message, and where in the model's files, innermost first.
+    """Return the text for a client: type, message, and the places in the model's files, innermost first.
 
-    moonpool's own errors speak for themselves and are given as they are.
+    Errors of moonpool's own are complete sentences and stay as they are.
     """
     if isinstance(error, MoonpoolError):
         return _cut(str(error))
-    text = f"{_name(error)}: {_message(error)}{limit_hint(error)}"
+    text = summary(error)
     frames = _model_frames(error.__traceback__)
     if frames:
         text += "\n\nAt:\n" + "".join(
@@ -45,27 +48,27 @@ def describe(error: BaseException) -> str:
     return _cut(text)
 
 
-def limit_hint(error: BaseException) -> str:
-    """`; the instance reached its …` where an error comes of one of its limits, else nothing."""
-    limit = limit_behind(error, _message(error), limits) if limits else ""
-    return f"; the instance {limit}" if limit else ""
+def summary(error: BaseException) -> str:
+    """Return type and message of an exception, and advice if there is any."""
+    message = _message(error)
+    return f"{_name(error)}: {message}{advice(error, message)}"
 
 
 def traceback_of(error: BaseException) -> str:
-    """The whole Python traceback, causes included, that starts where the model's code starts."""
+    """Return the Python traceback with all causes, from the first frame of the model's code on."""
     frames = _model_frames(error.__traceback__)
     start = frames[0] if frames else None
     try:
-        import traceback  # Where something has failed already, to keep the start quick.
+        import traceback  # Imported only after a failure, to keep the start quick.
 
         return _cut("".join(traceback.format_exception(type(error), error, start)))
     except BaseException:
-        # The model's exception classes can break any of this, and so can a limit that it has reached.
+        # Exception classes of the model may break any of this, and so may a limit that it has reached.
         return describe(error) + "\n"
 
 
 def _name(error: BaseException) -> str:
-    # As a class's own attributes can, its name can be anything's.
+    # A class may define `__name__` itself, as anything.
     return str(type.__getattribute__(type(error), "__name__"))
 
 
@@ -76,12 +79,12 @@ def _message(error: BaseException) -> str:
         if isinstance(notes, list) and notes:
             text += f"\n__notes__ (len={len(notes)}):"
             text += "".join(f"\n{note!s:.1000}" for note in notes)
-    except BaseException as second:  # these are methods of the model's
+    except BaseException as second:  # the model wrote these methods
         return (
             "<MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>\n\n"
             f"MESSAGE UNAVAILABLE DUE TO EXCEPTION: {_name(second)}"
         )
-    # What a socket or a log takes must have a UTF-8 form.
+    # A socket and a log take only texts that have a UTF-8 form.
     return text.encode("utf-8", "backslashreplace").decode() or "<EMPTY MESSAGE>"
 
 
@@ -98,3 +101,121 @@ def _cut(text: str) -> str:
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:MAX_TEXT]}… ({len(text) - MAX_TEXT} more characters)"
+
+
+Adviser = Callable[[BaseException, str, Policy], str]
+
+
+# The restrictions of this process. A process that is no stub, as in tests of models, has none.
+policy: Policy | None = None
+
+# Exceptions may refer to each other in a circle.
+_MOST_CAUSES = 8
+# The model chooses the names in its exceptions.
+_MOST_NAME = 100
+# OpenBLAS asks for so much in one piece. If the kernel refuses it, the memory of the process counts as used up.
+_PIECE_BYTES = 32 << 20
+# Libraries that get no memory and have no error for it raise one of these.
+_VAGUE = (ImportError, OSError, RuntimeError, SystemError)
+
+
+def advice(error: BaseException, text: str) -> str:
+    """Return `; …` with the option that prevents this error, or "". `text` is the message of the error."""
+    return _first_of(_ADVISERS, error, text)
+
+
+def limit_advice(error: BaseException, text: str) -> str:
+    """Return advice about the limits of the instance only; "" if none of them is the reason."""
+    return _first_of((_about_limits,), error, text)
+
+
+def _first_of(advisers: Sequence[Adviser], error: BaseException, text: str) -> str:
+    if policy is None:
+        return ""
+    try:
+        for each in _with_causes(error):
+            said = text if each is error else str(each)
+            for adviser in advisers:
+                found = adviser(each, said, policy)
+                if found:
+                    return f"; {found}"
+    except BaseException:
+        # The model wrote the methods of its exceptions; and there may be no memory for any of this.
+        return ""
+    return ""
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """List the exception and its causes, explicit or not."""
+    current: BaseException | None = error
+    for _ in range(_MOST_CAUSES):
+        if current is None:
+            return
+        yield current
+        context = None if current.__suppress_context__ else current.__context__
+        current = current.__cause__ or context
+
+
+def _about_limits(error: BaseException, text: str, policy: Policy) -> str:
+    limits = policy.limits
+    limit = limit_behind(error, text, limits)
+    if not limit and _is_vague(error):
+        name = next((name for name in MEMORY if name in limits), None)
+        if name is not None and not _is_memory_left():
+            limit = reached(name, limits[name])
+    return f"the instance {limit}" if limit else ""
+
+
+def _is_vague(error: BaseException) -> bool:
+    """Return whether a lack of memory may be the reason. Errors with an errno, and of missing modules, have other reasons."""
+    has_reason = isinstance(error, ModuleNotFoundError) or getattr(error, "errno", None) is not None
+    return isinstance(error, _VAGUE) and not has_reason
+
+
+def _is_memory_left() -> bool:
+    try:
+        import mmap
+
+        mmap.mmap(-1, _PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (ImportError, MemoryError, OSError):
+        return False
+    return True
+
+
+def _about_modules(error: BaseException, text: str, policy: Policy) -> str:  # noqa: ARG001
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    name = f"{error.name or 'it'}".partition(".")[0][:_MOST_NAME]
+    return (
+        f"install {name} for {sys.executable}, under which the model runs, or name an environment that has it in "
+        "EXECUTION_ENV_PATH"
+    )
+
+
+def _about_variables(error: BaseException, text: str, policy: Policy) -> str:
+    if not isinstance(error, KeyError) or not _comes_of_environ(error):
+        return ""
+    name = text.strip("'")[:_MOST_NAME]
+    if policy.is_contained:
+        return (
+            f"a model in the sandbox '{policy.level}' sees {name} only if the runtime has it and MOONPOOL_ENVIRONMENT "
+            "names it"
+        )
+    return f"set {name} for the runtime, whose environment the model has"
+
+
+def _comes_of_environ(error: BaseException) -> bool:
+    """Return whether `os.environ` raised the error, for a variable that is not set."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    own = type(os.environ)
+    readers = (own.__getitem__.__code__, own.__delitem__.__code__)
+    return frame is not None and frame.tb_frame.f_code in readers
+
+
+def _about_refusals(error: BaseException, text: str, policy: Policy) -> str:  # noqa: ARG001
+    return denials.advice(error)
+
+
+_ADVISERS = (_about_refusals, _about_limits, _about_modules, _about_variables)

@@ -1,14 +1,25 @@
-"""A process that is no instance of its model, but has it imported, and forks the instances when it is asked to.
+"""Forks the instances of a model: a template imports the model once and serves no request itself.
 
     runtime                                    template                         stub
     START (mode "template")         ──▶   import, perhaps initialize
                                     ◀──   LOADED
-    FORK with descriptors           ──▶   fork                       ──▶   leave what is the template's
-    a byte on one of them           ◀───────────────────────────────────   and the kernel's word for its pid
+    FORK with descriptors           ──▶   fork                       ──▶   close the channels of the template
+    a byte on one of them           ◀───────────────────────────────────   with the pid, which the kernel adds
     SANDBOX, REGION, REGION, START  ◀──────────────────────────────────▶   the handshake of any stub
 
-It has one thread, whose every fork is safe: no lock is held by a thread that the fork does not have. So it has none of
-what makes a stub: it maps no region, and serves no request.
+Theory of operation. A fork has only the thread that forked. A lock that another thread held at that moment would stay locked
+in the fork for ever. So a template has one thread, and none of what starts threads: no control thread, no thread that reports denials, no
+threads of PyTorch, no mapped regions. Some libraries end their threads right before a fork. `_quieten` forks once before LOADED,
+so that the runtime, which counts the threads, sees only those that would stay.
+
+The template does not handle signals differently from a stub. It reaps only the forks that it made (`_reap`), because other children
+belong to the model. The runtime learns of an end from the pidfd and asks for the exit code with REAP. FORK goes before FINALIZE when
+both wait to be read: what was asked for first still happens.
+
+In a fork nothing may go back to the loop of the template, so whatever raises there ends the process. A fork first leaves the session
+and the channels of the template, so the template and its siblings are out of reach. Then it sends a byte with its credentials, which the kernel
+fills in: the runtime believes that pid and no other. Metrics that the model made in the template exist only on paper: `TemplateHost`
+records them, and every fork repeats them at its own host.
 """
 
 from __future__ import annotations
@@ -19,35 +30,70 @@ import select
 import socket
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Callable, NoReturn
 
 import numpy as np
 
 from moonpool.ipc.codec import compile_checks, control_codec, encode
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
-from moonpool.ipc.texts import beginning, end
-from moonpool.stub import forked_libraries, host, logger, output
+from moonpool.ipc.policy import Policy
+from moonpool.stub import output
 from moonpool.stub.boot import die_with_parent
-from moonpool.stub.handshake import shake_hands
-from moonpool.stub.inherited import Inherited, TemplateHost
+from moonpool.stub.handshake import Handshake, shake_hands
 from moonpool.stub.loader import LoadError
-from moonpool.stub.model import Model, import_class
+from moonpool.stub.model import Inherited, Model, import_class
+from moonpool.stub.pb_utils import host, logger
+from moonpool.stub.pb_utils.errors import TritonModelException
+from moonpool.stub.pb_utils.host import Host
 from moonpool.stub.sandbox import layers
-from moonpool.stub.sandbox.applied import Applied
+from moonpool.stub.sandbox.denials import denials
+from moonpool.stub.sandbox.outcome import Applied
 
-if TYPE_CHECKING:
-    from typing import NoReturn
 
-    from moonpool.ipc.policy import Policy
-    from moonpool.stub.handshake import Handshake
+class TemplateHost(Host):
+    """Hosts a model in a template. Records what the model does to metrics, so that each fork can repeat it."""
 
-# Both fit into a packet.
-_LOGGED_BYTES, _FILE_BYTES = 8192, 1024
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._metrics = 0
+
+    def new_metric(
+        self,
+        name: str,
+        description: str,
+        kind: int,
+        labels: Mapping[str, str] | None,
+        buckets: Sequence[float] | None,
+    ) -> int:
+        self._calls.append(("new_metric", (name, description, kind, labels, buckets)))
+        # The runtime numbers the metrics of a stub in the same way.
+        self._metrics += 1
+        return self._metrics
+
+    def change_metric(self, metric: int, operation: int, value: float) -> None:
+        self._calls.append(("change_metric", (metric, operation, value)))
+
+    def drop_metric(self, metric: int) -> None:
+        self._calls.append(("drop_metric", (metric,)))
+
+    def refusal(self, doing: str) -> TritonModelException:
+        return TritonModelException(
+            f"Failed to {doing}: a template process has no runtime to ask; set MOONPOOL_PREFORK to "
+            "imports, or to no."
+        )
+
+    def repeat(self, other: Host) -> None:
+        """Repeat the recorded calls at another host. Raises TritonModelException."""
+        for method, arguments in self._calls:
+            do: Callable[..., object] = getattr(other, method)
+            do(*arguments)
 
 
 class Template:
-    """The life of a template. Everything here runs on the only thread of the process."""
+    """Runs a template. Everything happens on the only thread of the process."""
 
     def __init__(self, handshake: Handshake) -> None:
         self._handshake = handshake
@@ -57,20 +103,21 @@ class Template:
         for fd, _, _ in handshake.announced.fds.values():
             os.close(fd)
 
-    def run(self) -> Handshake:
-        """Load the model and fork until FINALIZE, which ends the process. Returns in each fork, as it is to go on."""
+    def run(self) -> tuple[Handshake, Inherited]:
+        """Load the model and fork until FINALIZE, which ends the process. Returns only in forks, which serve then."""
         output.prepare()
         logger.set_levels(*self._handshake.start["log"])
         logger.set_sink(self._log)
+        denials.watch(self._handshake.policy, self._handshake.start.get("layers", ()))
         inherited = self._load()
+        self._send_denials()
         try:
             self._quieten()
             self._handshake.conversation.send(Kind.LOADED, self._facts())
             while True:
                 handshake = self._next()
                 if handshake is not None:
-                    handshake.inherited = inherited
-                    return handshake
+                    return handshake, inherited
         except PeerGone:
             os._exit(1)
 
@@ -81,18 +128,25 @@ class Template:
         try:
             model = Model(start, import_class(start))
             logger.adopt_logging()
-            allow_threads = forked_libraries.compute_alone()
+            allow_threads = _compute_alone()
             if start["initializes"]:
                 model.initialize()
                 logger.adopt_logging()
         except LoadError as error:
+            self._send_denials()
             self._handshake.fail(error.stage, str(error), error.traceback)
-        return Inherited(model, asked, allow_threads)
+        return Inherited(model, partial(_catch_up, asked, allow_threads))
+
+    def _send_denials(self) -> None:
+        """Report the denials, without the thread that does it in other stubs."""
+        packet = denials.take()
+        if packet:
+            self._handshake.control.send_waiting(packet)
 
     def _quieten(self) -> None:
-        """Let libraries end the threads that they end before a fork, so that those which remain can be counted.
+        """Fork once, before which libraries end their threads, so that the runtime can count those that remain.
 
-        What is there now is shared: a collection of garbage is not to write to all of it, in every fork.
+        Freezes all objects: forks share the pages, and a collection of garbage in each would write to all of them.
         """
         pid = os.fork()
         if not pid:
@@ -110,16 +164,16 @@ class Template:
         }
 
     def _log(self, level: int, message: str, file: str, line: int) -> None:
-        text, where = beginning(message, _LOGGED_BYTES), end(file, _FILE_BYTES)
-        self._handshake.control.send_waiting(encode(Kind.LOG, level, text, where, line))
+        packet = encode(*logger.log_message(level, message, file, line))
+        self._handshake.control.send_waiting(packet)
 
     def _next(self) -> Handshake | None:
-        """Wait for something to do, and do it; a handshake in a fork."""
+        """Wait for a message and handle it. Returns a handshake in a fork, None in the template."""
         work, control = self._handshake.conversation.channel, self._handshake.control
         poll = select.poll()
         poll.register(work.fileno(), select.POLLIN)
         poll.register(control.fileno(), select.POLLIN)
-        # What the runtime wants forked goes before its end.
+        # FORK on the control channel goes before FINALIZE on the work channel.
         if control.fileno() not in [fd for fd, _ in poll.poll()]:
             self._end()
         packet, fds = control.receive_with_fds()
@@ -127,7 +181,7 @@ class Template:
         if fields[0] == Kind.FORK:
             return self._fork(fields[1], fds)
         if fields[0] == Kind.REAP:
-            self._tell_end(fields[1])
+            self._send_end(fields[1])
         elif fields[0] == Kind.LOGGING:
             logger.set_levels(*fields[1:])
         else:
@@ -135,7 +189,7 @@ class Template:
         return None
 
     def _end(self) -> NoReturn:
-        # The model's `finalize` is for its instances.
+        # Without the model's `finalize`, which only instances call.
         self._handshake.conversation.receive()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -163,15 +217,15 @@ class Template:
             return None
         try:
             return self._become(name, fds, parent_pid)
-        except BaseException:  # it must not go on as the template
+        except BaseException:  # the fork must not go on as the template
             try:
                 traceback.print_exc()
             finally:
                 os._exit(1)
 
     def _become(self, name: str, fds: list[int], parent_pid: int) -> Handshake:
-        """In a fork: be a process of its own."""
-        work_fd, control_fd, calls_fd, output_fd, birth_fd = fds
+        """Become a process of its own, in a fork: leave the session, the channels and the output of the template."""
+        work_fd, control_fd, calls_fd, output_fd, handshake_fd = fds
         os.setsid()
         die_with_parent(parent_pid)
         mine = self._handshake
@@ -182,13 +236,13 @@ class Template:
         os.dup2(output_fd, 1)
         os.dup2(output_fd, 2)
         os.close(output_fd)
-        forked_libraries.reseed()
-        with socket.socket(fileno=birth_fd) as birth:
-            birth.send(b"\0")
+        _reseed()
+        with socket.socket(fileno=handshake_fd) as handshake:
+            handshake.send(b"\0")
         return shake_hands(name, work_fd, control_fd, calls_fd, apply=_confine)
 
     def _reap(self) -> None:
-        """Reap the forks that have ended. No other children: they are the model's."""
+        """Reap the forks that have ended. Other children belong to the model."""
         for pid in self._forks.copy():
             self._wait_for(pid, os.WNOHANG)
 
@@ -198,7 +252,7 @@ class Template:
             self._forks.discard(pid)
             self._exit_codes[pid] = os.waitstatus_to_exitcode(status)
 
-    def _tell_end(self, pid: int) -> None:
+    def _send_end(self, pid: int) -> None:
         if pid in self._forks:
             self._wait_for(pid, 0)
         code = self._exit_codes.pop(pid, 0)
@@ -206,8 +260,44 @@ class Template:
 
 
 def _confine(policy: Policy) -> Applied:
-    """In a fork, where the layers of the template hold, which the runtime knows."""
+    """Put on a fork only what it does not inherit from the template, whose layers the runtime has checked."""
     if not policy.is_contained:
         return layers.apply(policy)
     layers.tighten(policy)
     return Applied()
+
+
+def _catch_up(asked: TemplateHost, allow_threads: Callable[[], object]) -> None:
+    """Let libraries have threads again, and repeat at the host of this fork what the template's host recorded.
+
+    Raises `LoadError`.
+    """
+    allow_threads()
+    try:
+        asked.repeat(host.current())
+    except TritonModelException as error:
+        raise LoadError("initialize", str(error)) from error
+
+
+def _compute_alone() -> Callable[[], object]:
+    """Keep PyTorch from starting threads, which forks would lack. Returns a function that allows them again."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return _nothing
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return partial(torch.set_num_threads, count)
+
+
+def _reseed() -> None:
+    """Give a fork its own random numbers. Python's `random` reseeds itself after a fork."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
+
+
+def _nothing() -> None:
+    """Allow nothing: PyTorch is not imported."""

@@ -1,22 +1,25 @@
-"""moonpool's own threads in a stub: none of them ends unnoticed."""
+"""Starts moonpool's own threads in a stub, and ends the process when one of them fails.
+
+Theory of operation. Other threads, and the runtime, wait for what these threads do, without a deadline of their own. A thread that
+died without a word would leave them waiting for ever, and there may be no memory left to send an error. So the
+process ends with the traceback as its last output. The runtime then sees the death, fails the requests, and
+starts the stub again. All threads are daemons: none keeps the process at its end.
+"""
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import traceback
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 
 def end_process() -> NoReturn:
-    """End with the exception that is handled as the last words.
+    """Print the exception that is being handled, and end the process. Any thread may call this.
 
-    For what others wait for and will not come, as where there is no memory: the runtime tells them, and starts the
-    stub anew. Any thread may call it.
+    For failures that leave others waiting, as when memory runs out: the runtime fails their requests and starts the stub again.
     """
     try:
         traceback.print_exc()
@@ -25,9 +28,9 @@ def end_process() -> NoReturn:
 
 
 def start(work: Callable[[], object], name: str) -> threading.Thread:
-    """Do this on a thread that does not keep the process; the process ends if it raises.
+    """Run `work` on a daemon thread. The process ends if `work` raises.
 
-    Raises RuntimeError where there is no thread to be had.
+    Raises RuntimeError if the machine has no thread to spare.
     """
 
     def run() -> None:
@@ -39,3 +42,15 @@ def start(work: Callable[[], object], name: str) -> threading.Thread:
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def start_bare(work: Callable[[], object]) -> None:
+    """Start a thread without the locks of `threading`, which the interrupted code below the caller may hold."""
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException:
+            end_process()
+
+    _thread.start_new_thread(run, ())

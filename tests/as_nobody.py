@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from moonpool.ipc.policy import Policy
-from moonpool.stub.sandbox import identity, mounts, namespaces
+from moonpool.stub.sandbox import granted, identity, mounts, namespaces
 
 NOBODY = 65534
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,13 +27,13 @@ def command(program: list[str]) -> list[str]:
 
 
 def become_nobody() -> None:
-    """For this process and its children, for good. Raises OSError where this root may not do that."""
+    """Give up root's rights in this process and its children, for good. Raises OSError if this root may not."""
     policy = Policy(
         read=[str(ROOT), sys.prefix, sys.base_prefix],
-        write=[tempfile.gettempdir(), "/dev/shm", "/proc"],
+        granted=[(path, True) for path in (tempfile.gettempdir(), "/dev/shm", "/proc")],
     )
     namespaces.enter(network=True)
-    mounts.rearrange(policy, NOBODY)
+    mounts.rearrange(policy, NOBODY, granted.opened(policy.granted, NOBODY))
     identity.become(NOBODY)
 
 

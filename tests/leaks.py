@@ -36,7 +36,7 @@ ON_A_CARD = ("anon_inode:[eventfd]",)
 
 
 class Holdings:
-    """What this process holds at one moment; `lasting` is what else may stay open."""
+    """The files, processes and memory of this process at one moment. `lasting` may stay open."""
 
     def __init__(self, lasting: tuple[str, ...] = ()) -> None:
         self.lasting = lasting
@@ -94,7 +94,7 @@ def _command(pid: int) -> str:
 
 
 def _is_used_elsewhere(name: str) -> bool:
-    """Whether another program on this machine has the entry open or mapped: then it is that program's."""
+    """Return true if another program on this machine has the entry open or mapped. Then the entry is not ours."""
     for process in os.listdir("/proc"):
         if process.isdigit() and int(process) != os.getpid():
             # Processes end while they are being listed, and other users' are closed to us.
@@ -108,12 +108,12 @@ def _is_used_elsewhere(name: str) -> bool:
 
 
 def left_since(before: Holdings) -> list[str]:
-    """What the process holds that it did not hold before, after all had GRACE_S to end."""
+    """Return the things that this process did not hold before and still holds after GRACE_S."""
     lasting = before.lasting
     if not Holdings(lasting).beyond(before):
         return []
     gc.collect()
-    # What programs that run beside this one have there is nothing to wait for.
+    # Do not wait for entries of programs that run beside this one.
     others = {name for name in _shm_names() - before.names if _is_used_elsewhere(name)}
     deadline = Deadline(GRACE_S)
     with suppress(AssertionError):

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 VARIABLE = "MOONPOOL_TEST_ENVIRONMENTS"
-# What `bash .ci/run interpreters` makes.
+# The folder that `bash .ci/run interpreters` fills.
 USUAL = Path(__file__).parents[1] / ".venv-others"
 WHY_NONE = f"{USUAL.name} is not here, and {VARIABLE} names no environments"
 
 
 def made() -> list[Path]:
-    """Those that the variable names, separated by colons, or else the usual ones."""
+    """Return the environments that the variable names, separated by colons, or else the usual ones."""
     named = os.environ.get(VARIABLE)
     if named is None:
         return sorted(USUAL.glob("*"))

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from moonpool.ipc.policy import BEST_EFFORT, LEVELS, STRICT
-from moonpool.runtime.config_options import ModelOptions
+from moonpool.runtime.model.config.options import ModelOptions
 
 if TYPE_CHECKING:
-    from moonpool.runtime.config import ModelConfig
+    from moonpool.runtime.model.config.model import ModelConfig
 
-_PACKAGES = (str(Path(np.__file__).parents[1]), False)
+_PACKAGES = (str(Path(np.__file__).resolve().parents[1]), False)
 # Paths, and whether they may be written to: of the test that runs.
 _shared: list[tuple[str, bool]] = []
 # What no model has at `best-effort` and `strict` unless it was granted.
@@ -33,6 +33,7 @@ WITHHELD = {
     "paths in errors": "an error of a model has no paths where others read it",
     "a limit that is not named": "an error for want of memory names the limit",
     "a folder of the test": "models that a run loads once may write to no folder of a later test",
+    "no denials": "a stub may tell what its model was refused",
     "shared memory": "a model gets copies of what others have, and they of what it has",
 }
 
@@ -87,6 +88,6 @@ def _models_share_the_folder_of_a_test(request: pytest.FixtureRequest) -> Iterat
     folder: Path = request.getfixturevalue("tmp_path")
     # Models of root's are users of their own.
     folder.chmod(0o777)
-    _shared.append((str(folder), True))
+    _shared.append((str(folder.resolve()), True))
     yield
     _shared.clear()

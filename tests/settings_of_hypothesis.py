@@ -1,4 +1,4 @@
-"""That what hypothesis tries is the same in every run, however long it takes: a busy machine makes no test fail."""
+"""Settings of hypothesis: every run tries the same examples, and a busy machine fails no test for its time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def load(config: pytest.Config) -> None:
-    """For all tests; `--hypothesis-profile=default` has it look for more."""
+    """Load the profile of this suite; `--hypothesis-profile=default` tries more examples."""
     try:
         from hypothesis import HealthCheck, settings
     except ImportError:  # a machine with a device may lack it, and runs no such test

@@ -38,7 +38,7 @@ QUESTIONS = (
     "triton",
     "gpu",
 )
-# What these measure is not on every machine; then they say so, and there are no figures.
+# Not every machine has the things that these measure. Then they say so, and have no figures.
 DEPENDENT = ("triton", "gpu")
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_a_benchmark_answers_its_question(name: str) -> None:
     assert (first["kind"], first["benchmark"], first["quick"]) == ("run", name, True)
     assert first["machine"].keys() >= {"cpu", "cores", "kernel", "python", "numpy", "date", "load"}  # type: ignore[attr-defined]
     assert last["kind"] == "noise"
-    # What could not be measured says so, instead of a figure.
+    # A case that could not be measured has the reason in place of a figure.
     skipped = [line for line in lines if line["kind"] == "skipped"]
     assert all(line["reason"] for line in skipped)
     assert [line for line in figures if not line["p10"] <= line["median"] <= line["p90"]] == []  # type: ignore[operator]

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
 import importlib.util
+import json
 import os
 import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
+from tests.waiting import wait_until
 
 import moonpool
 
@@ -20,15 +30,26 @@ DOCS = ROOT / "docs"
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="the documents are not in the wheel")
 
 
-def diagrams() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("diagrams", DOCS / "diagrams.py")
+def tool(name: str) -> ModuleType:
+    """A program of the folder docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     if spec is None or spec.loader is None:
-        pytest.fail("docs/diagrams.py is missing")
+        pytest.fail(f"docs/{name}.py is missing")
     module = importlib.util.module_from_spec(spec)
+    # Classes look for their module there.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
+def diagrams() -> ModuleType:
+    return tool("diagrams")
+
+
+@pytest.mark.promise(
+    "The tree",
+    "The drawings in the architecture page, and the tables of the wire, are those of the code.",
+)
 def test_every_drawing_is_current() -> None:
     for path in diagrams().PAGES:
         page = path.read_text(encoding="utf-8")
@@ -43,12 +64,73 @@ def test_every_table_is_drawn() -> None:
     assert drawn == set(diagrams().drawings())
 
 
+def test_the_specification_is_current() -> None:
+    specification = tool("specification")
+    page = specification.PAGE.read_text(encoding="utf-8")
+
+    written = specification.written(page, specification.marks())
+
+    assert written == page, "run python docs/specification.py"
+
+
+MARKED = """
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.promise("A", "The file keeps it.")]
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.promise("B", "One is odd, " "and two is even.")
+@pytest.mark.promise("A", "The file …")
+def test_one(number): ...
+"""
+HEADINGS = "".join(f"## {name}\n\n<!-- promises -->\n<!-- end -->\n" for name in "AB")
+
+
+def specified(folder: Path, source: str, page: str = HEADINGS) -> str:
+    """The page that is made of the marks in one file of tests."""
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_it.py").write_text(source, encoding="utf-8")
+    specification = tool("specification")
+    written: str = specification.written(page, specification.marks(folder / "tests"))
+    return written
+
+
+def test_promises_stand_below_their_sections_with_links_to_the_tests(tmp_path: Path) -> None:
+    one, file = (
+        '[test](../tests/test_it.py "test_one")',
+        '[test](../tests/test_it.py "tests/test_it.py")',
+    )
+
+    assert specified(tmp_path, MARKED) == (
+        f"## A\n\n<!-- promises -->\n- The file keeps it. ({file}, {one})\n<!-- end -->\n"
+        f"## B\n\n<!-- promises -->\n- One is odd, and two is even. ({one})\n<!-- end -->\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (MARKED.replace("The file …", "The box …"), "no sentence of 'A' begin with 'The box'"),
+        (
+            MARKED.replace("The file …", "The file keeps it."),
+            "stands at tests/test_it.py:4 already",
+        ),
+        (MARKED.replace('"B"', '"C"'), "has a heading without marks, or marks have none: B, C"),
+        (MARKED.replace("test_one", "one"), "one is no test"),
+        (MARKED.replace('"B", ', ""), "a section and a sentence"),
+        (MARKED.replace('"B"', "NAME"), "a section and a sentence, as literals"),
+    ],
+    ids=["unknown", "twice", "section", "helper", "one text", "no literal"],
+)
+def test_a_mark_that_cannot_be_in_the_page_is_told(tmp_path: Path, source: str, why: str) -> None:
+    with pytest.raises(Exception, match=re.escape(why)):
+        specified(tmp_path, source)
+
+
 def promises() -> list[tuple[str, str]]:
     """Each line of the tables of promises with the tests that it names."""
-    tables: list[str] = []
-    for name in ("SPECIFICATION.md", "SANDBOX.md"):
-        page = (DOCS / name).read_text(encoding="utf-8")
-        tables += re.findall(r"^\| promise \| test \|\n((?:\|.*\|\n)+)", page, flags=re.MULTILINE)
+    page = (DOCS / "SANDBOX.md").read_text(encoding="utf-8") if DOCS.is_dir() else ""
+    tables = re.findall(r"^\| promise \| test \|\n((?:\|.*\|\n)+)", page, flags=re.MULTILINE)
     rows = re.findall(r"^\| (?!---)(.+?) \| (.+?) \|$", "".join(tables), flags=re.MULTILINE)
     return [
         (promise, where) for promise, tests in rows for where in re.findall(r"`([^`]+)`", tests)
@@ -77,9 +159,163 @@ def test_every_difference_from_triton_has_its_test() -> None:
         assert f"def {name}(" in file.read_text(encoding="utf-8") or not name, f"{row}: no {name}"
 
 
+PAGES = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+EACH_PAGE = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as hosts of code make them."""
+    text = re.sub(
+        r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    words = [re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
+
+
+@EACH_PAGE
+def test_a_link_to_a_heading_leads_to_one(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8"))
+    local = [(page, anchor) for page, anchor in links if "://" not in page]
+
+    assert [
+        f"{page}#{anchor}"
+        for page, anchor in local
+        if anchor not in anchors(path.parent / page if page else path)
+    ] == []
+
+
+def python_complaint(block: str) -> str:
+    ast.parse(block)
+    return ""
+
+
+def toml_complaint(block: str) -> str:
+    tomllib.loads(block)
+    return ""
+
+
+def yaml_complaint(block: str) -> str:
+    yaml.safe_load(block)
+    return ""
+
+
+def shell_complaint(block: str) -> str:
+    checked = subprocess.run(
+        ["bash", "-n"], input=block, capture_output=True, text=True, check=False
+    )
+    return checked.stderr
+
+
+def ini_complaint(block: str) -> str:
+    """Read the sections; if it is a unit of systemd's and systemd is installed, have it checked."""
+    parser = configparser.RawConfigParser()
+    parser.read_string(block)
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None or not parser.has_section("Service"):
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        unit = Path(folder) / "page.service"
+        # The program is not installed where the page says.
+        unit.write_text(re.sub(r"(?m)^(Exec\w+)=/\S+", r"\1=/bin/true", block), encoding="utf-8")
+        command = [analyze, "verify", "--man=no", str(unit)]
+        checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "\n".join(line for line in checked.stderr.splitlines() if unit.name in line)
+
+
+INSTRUCTIONS = (
+    *("ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL"),
+    *("RUN", "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR"),
+)
+
+
+def dockerfile_complaint(block: str) -> str:
+    """Check the instructions, the lists of words in JSON, and what runs in a shell."""
+    text = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", block))
+    for number, line in enumerate(filter(None, text.splitlines())):
+        instruction, _, rest = line.partition(" ")
+        if instruction not in INSTRUCTIONS or not rest.strip():
+            return f"{line!r} is no instruction"
+        if number == 0 and instruction not in ("ARG", "FROM"):
+            return f"it begins with {instruction}"
+        if rest.lstrip().startswith("["):
+            json.loads(rest)
+        elif instruction == "RUN" and (why := shell_complaint(rest)):
+            return why
+    return ""
+
+
+CHECKS = {
+    "python": python_complaint,
+    "toml": toml_complaint,
+    "yaml": yaml_complaint,
+    "ini": ini_complaint,
+    "dockerfile": dockerfile_complaint,
+    "sh": shell_complaint,
+    "bash": shell_complaint,
+}
+
+
+def complaint(language: str, block: str) -> str:
+    """Return what is wrong with a block of code, or nothing."""
+    try:
+        return CHECKS[language](block) if language in CHECKS else ""
+    except (SyntaxError, ValueError, yaml.YAMLError, configparser.Error) as error:
+        return str(error)
+
+
+@EACH_PAGE
+def test_a_block_of_code_can_be_read(path: Path) -> None:
+    blocks = re.findall(
+        r"^```(\w+)\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+
+    assert [(block, why) for language, block in blocks if (why := complaint(language, block))] == []
+
+
+@pytest.mark.parametrize(
+    ("language", "block"),
+    [
+        ("python", "def f(:\n"),
+        ("toml", "port = \n"),
+        ("yaml", "spec:\n  - { name: http\n"),
+        ("yaml", "spec:\n\tports: []\n"),
+        ("ini", "Description=Models\n"),
+        ("ini", "[Service]\nUser=a\nUser=b\n"),
+        ("dockerfile", "RUN pip install moonpool\n"),
+        ("dockerfile", "FROM python:3.12\nCOPPY models /models\n"),
+        ("dockerfile", "FROM python:3.12\nENTRYPOINT ['moonpool']\n"),
+        ("dockerfile", "FROM python:3.12\nRUN (pip install \\\n  moonpool\n"),
+        ("sh", "if true\n"),
+    ],
+)
+def test_a_block_that_cannot_be_read_is_complained_of(language: str, block: str) -> None:
+    assert complaint(language, block)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
+def test_a_setting_that_systemd_does_not_know_is_complained_of() -> None:
+    assert "KillMod" in complaint("ini", "[Service]\nExecStart=/opt/m\nKillMod=mixed\n")
+
+
+def test_every_decision_is_in_their_list() -> None:
+    folder = DOCS / "decisions"
+    headings = {
+        path.name: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        for path in folder.glob("0*.md")
+    }
+    lines = [f"- [{headings[name]}]({name})" for name in sorted(headings)]
+
+    assert "\n".join(lines) in (folder / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_example_of_the_readme_works_when_it_is_pasted(tmp_path: Path) -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    model, program = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    model, program, _ = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "scale.py").write_text(model, encoding="utf-8")
     (tmp_path / "use.py").write_text(program, encoding="utf-8")
     source = str(Path(next(iter(moonpool.__path__))).parent)
@@ -96,3 +332,60 @@ def test_the_example_of_the_readme_works_when_it_is_pasted(tmp_path: Path) -> No
     assert ended.stderr == ""
     doubled = "[[ 0.  2.  4.]\n [ 6.  8. 10.]]\n"
     assert ended.stdout == doubled * 2
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The folder in which the README's lines are typed: with the examples, and moonpool in its own environment."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    program = tmp_path / ".venv" / "bin" / "moonpool"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m moonpool "$@"\n')
+    program.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "The commands and programs in the README's section on hosting untrusted models run as they "
+    "stand.",
+)
+@pytest.mark.timeout(180)
+def test_the_readme_hosts_what_you_do_not_trust_as_it_says(copy: Path) -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = page.split("## Host what you do not trust\n")[1].split("\n## ")[0]
+    (program,) = re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+    (lines,) = re.findall(r"^```sh\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+    check, infer, serve = lines.splitlines()
+    ports = dict.fromkeys(("HTTP", "GRPC", "METRICS"), "0")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(next(iter(moonpool.__path__))).parent),
+        **{f"MOONPOOL_SERVE_{name}_PORT": port for name, port in ports.items()},
+    }
+
+    def said(*command: str) -> str:
+        ended = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    assert said(sys.executable, "-c", program) == "{'COUNT': array([[25]])}\n"
+    assert said("sh", "-c", check).startswith("ok: primes: ")
+    assert "25" in said("sh", "-c", infer)
+    with open(copy / "log", "wb") as log:
+        server = subprocess.Popen(
+            ["sh", "-c", f"exec {serve}"], cwd=copy, env=environment, stdout=log, stderr=log
+        )
+    try:
+        # Some examples need more than is installed here.
+        opened = re.compile(r"\] (Ready|Listening, but not ready)")
+        wait_until(lambda: opened.search((copy / "log").read_text()), 120.0)
+        text = (copy / "log").read_text()
+        assert re.search(r"primes .*READY .*strict", text)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(40.0) == 0
+    finally:
+        server.kill()
+        server.wait()

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -42,7 +43,6 @@ HEAVY = {
     "opentelemetry",
     "orjson",
     "prometheus_client",
-    "starlette",
     "torch",
     "tritonclient",
     "unittest",
@@ -72,7 +72,7 @@ def modules(*folders: str) -> list[str]:
 
 
 def loaded_after_importing(names: list[str], prelude: str = "") -> set[str]:
-    """What a fresh interpreter has loaded after these imports, beyond what numpy loads."""
+    """Return the modules that a fresh interpreter has after these imports, without those that numpy loads."""
     program = (
         "import importlib, json, sys\n"
         f"sys.path[:] = {sys.path!r}\n"
@@ -104,16 +104,133 @@ def test_no_function_is_longer_than_60_lines() -> None:
     ] == []
 
 
-def test_nothing_that_must_hold_is_left_to_assert() -> None:
-    assert [place for place, node in nodes() if isinstance(node, ast.Assert)] == []
-
-
 def imports(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         return [node.module or ""]
     return []
+
+
+def package_of(path: Path) -> str:
+    """The folder of a file, as it is named below the package."""
+    for folder in FOLDERS:
+        base = (PACKAGE / folder).resolve()
+        if path.is_relative_to(base):
+            return str(Path(folder) / path.relative_to(base).parent)
+    raise ValueError(path)
+
+
+def module_of(path: Path) -> str:
+    """The name that the module in a file is imported by."""
+    return f"moonpool.{package_of(path)}.{path.stem}".replace("/", ".")
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The modules that a file may mean by its imports, and names in them."""
+    for node in ast.walk(tree):
+        yield from imports(node)
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_a_package_has_at_most_15_modules() -> None:
+    count = Counter(package_of(path) for path in SOURCES if path.name != "__init__.py")
+
+    assert {package: modules for package, modules in count.items() if modules > 15} == {}
+
+
+# Short modules with one importer that stay apart, with the reason.
+APART = {
+    "moonpool.runtime.cli.completion": "a command each has a file",
+    "moonpool.runtime.cli.triton": "as above",
+    "moonpool.runtime.process.sigterm": "`moonpool` itself offers it to programs",
+    "moonpool.runtime.version": "setup.py reads it without importing the package",
+}
+
+
+def test_no_short_module_has_one_importer() -> None:
+    users = Counter(
+        name for source in SOURCES.values() for name in set(imported(ast.parse(source)))
+    )
+    short = {
+        module_of(path)
+        for path, source in SOURCES.items()
+        if source.count("\n") < 100 and path.name != "__init__.py"
+    }
+
+    assert {name for name in short if users[name] == 1} - APART.keys() == set()
+
+
+# Packages that may be imported for type checkers alone: importing them takes long or is not possible everywhere.
+FOR_TYPES_ALONE = HEAVY | {
+    "IPython",
+    "_typeshed",
+    "curses",  # one command redraws a terminal
+    "moonpool.ipc.cuda",  # nothing of it is imported before there is memory of a device
+    # A server of HTTP alone does not need gRPC's library.
+    "moonpool.runtime.server.grpc",
+    "moonpool.runtime.server.pool.front_grpc",
+    # A model's environment may have a numpy from before 1.21, which has no NDArray.
+    "numpy.typing",
+    "ssl",
+    "typing_extensions",
+    # Few stubs need these, and all would wait for them when they start.
+    "logging",
+    "moonpool.runtime.stubs.devices",  # imports moonpool.ipc.cuda
+    "moonpool.stub.devices",
+}
+
+
+def test_imports_for_types_alone_are_of_heavy_packages() -> None:
+    found = [
+        f"{path}:{node.lineno}: {name}"
+        for path, source in SOURCES.items()
+        for block in ast.walk(ast.parse(source))
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
+        for node in block.body
+        for name in imports(node)
+        if not any(name == heavy or name.startswith(f"{heavy}.") for heavy in FOR_TYPES_ALONE)
+    ]
+
+    assert found == []
+
+
+def test_a_module_with_a_lock_or_a_thread_begins_with_its_theory() -> None:
+    makes = re.compile(r"\b(?:threading\.)?(?:Lock|RLock|Condition|Thread)\(")
+    found = [
+        str(path)
+        for path, source in SOURCES.items()
+        if makes.search(source)
+        and "Theory of operation" not in (ast.get_docstring(ast.parse(source)) or "")
+    ]
+
+    assert found == []
+
+
+def test_docstrings_begin_with_a_verb_or_a_name() -> None:
+    begins = re.compile(r"(What|Who|Whose|Whether|Where|Which|Of|How|When|As|Those|All that)\b")
+    # Either folder may be absent beside an installed package. The models of tests are as users write them.
+    others = {
+        path: path.read_text()
+        for folder in ("tests", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not path.is_relative_to(ROOT / "tests" / "models")
+    }
+    found = [
+        f"{path}: {text.splitlines()[0]}"
+        for path, source in (SOURCES | others).items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for text in [ast.get_docstring(node) or ""]
+        if begins.match(text)
+    ]
+
+    assert found == []
+
+
+def test_nothing_that_must_hold_is_left_to_assert() -> None:
+    assert [place for place, node in nodes() if isinstance(node, ast.Assert)] == []
 
 
 def test_nothing_can_unpickle() -> None:
@@ -150,8 +267,13 @@ def test_importing_moonpool_loads_nothing_heavy() -> None:
     assert loaded_after_importing(["moonpool"]) & HEAVY == set()
 
 
+@pytest.mark.promise(
+    "Models",
+    "A stub imports nothing but the standard library, numpy and msgpack before the model, and "
+    "is readable by Python 3.9.",
+)
 def test_what_runs_beside_a_model_loads_nothing_heavy() -> None:
-    # As `stub/boot.py` does it: the package is there without what its __init__ imports.
+    # Like `stub/boot.py`: the package exists, but its __init__ was not run.
     folder = next(iter(moonpool.__path__))
     prelude = (
         "import types\n"
@@ -246,3 +368,68 @@ def test_no_source_has_an_unfinished_place_or_a_path_of_somebody_s_machine() -> 
         for pattern in patterns
         for match in re.finditer(pattern, source)
     ] == []
+
+
+# Words that `docs/GLOSSARY.md` has another word for, as parts of names.
+OLD_WORDS = {
+    "audience": "sharing",
+    "crew": "workers",
+    "desk": "dispatcher or client",
+    "fleet": "pool",
+    "guest": "attached",
+    "loan": "borrowed",
+    "loans": "borrowed",
+    "outbox": "send queue",
+    "seat": "record",
+    "seats": "records",
+}
+
+
+def words_of(name: str) -> set[str]:
+    """The words of a name, in lower case: `call_desk` and `CallDesk` have the same ones."""
+    return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
+
+
+def names_of(node: ast.AST) -> list[str]:
+    """The names that a node gives or uses."""
+    found = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module")]
+    return [name for name in found if isinstance(name, str)]
+
+
+def test_names_have_the_words_of_the_glossary() -> None:
+    files = {str(path): words_of(path.stem) & OLD_WORDS.keys() for path in SOURCES}
+    assert {path: words for path, words in files.items() if words} == {}
+
+    assert [
+        f"{place}: {name} (say {OLD_WORDS[word]})"
+        for place, node in nodes()
+        for name in names_of(node)
+        for word in words_of(name) & OLD_WORDS.keys()
+    ] == []
+
+
+# Public classes that have one name for a reason.
+SAME_NAMES = {
+    "End": "the ends of two channels, each with the table of its messages",
+    "InferenceRequest": "Triton's name in the stub, and the runtime's side of the same thing",
+    "Metric": "as above",
+    "Model": "the runtime's side of a model, and the stub's",
+    "ModelConfig": "Triton's name in the stub, and the runtime's side of the same thing",
+    "Response": "a client's answer, and the answer of a model under test",
+    "Signature": "a model's signature as its configuration says it, and as its hints do",
+    "Template": "the runtime's side of a template, and the stub's",
+    "Word": "the messages of two channels",
+}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path, source in SOURCES.items():
+        if "backends" in path.parts:
+            continue  # models, each of which has the class that Triton looks for
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(path.name)
+
+    assert len(SAME_NAMES) <= 10
+    assert {name for name, files in found.items() if len(files) > 1} == set(SAME_NAMES)

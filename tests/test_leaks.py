@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.promise(
+    "The tree",
+    "No test leaves a process, descriptor, thread or `/dev/shm` entry behind.",
+)
+
 ROOT = Path(__file__).parent.parent
 
 SUITE = """
@@ -94,7 +99,7 @@ CLEAN = {
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What pytest prints of a suite in which most tests leave something behind."""
+    """The output of pytest for a suite in which most tests leave something behind."""
     folder = tmp_path_factory.mktemp("suite")
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "conftest.py").write_text("import tests.leaks\ntests.leaks.GRACE_S = 0.5\n")

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from moonpool.runtime.extras import EXTRAS, how_to_install
+from moonpool.runtime.process.extras import EXTRAS, how_to_install
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+@pytest.mark.promise("The package", "The package names its license and brings it along.")
 def test_the_license_is_told_and_is_there() -> None:
     assert PROJECT["license"] == "Apache-2.0"
     if (ROOT / "docs").is_dir():
@@ -29,6 +30,7 @@ def test_the_license_is_told_and_is_there() -> None:
         assert text.split()[:4] == ["Apache", "License", "Version", "2.0,"]
 
 
+@pytest.mark.promise("The package", "The package names its license and …")
 def test_an_installed_package_brings_its_license() -> None:
     # One that is installed for editing says what was so when it was installed.
     installed = [
@@ -56,6 +58,11 @@ def test_classifiers_are_for_the_pythons_that_are_required() -> None:
     assert not [each for each in PROJECT["classifiers"] if each.startswith("License ::")]
 
 
+@pytest.mark.promise(
+    "The package",
+    "If an error advises to install something, the command works as pasted: it names the "
+    "packages and the interpreter to install them into.",
+)
 def test_advice_names_the_packages_of_the_extras() -> None:
     declared = PROJECT["optional-dependencies"]
 
@@ -64,6 +71,7 @@ def test_advice_names_the_packages_of_the_extras() -> None:
     assert command == [sys.executable, "-m", "pip", "install", *declared["serve"]]
 
 
+@pytest.mark.promise("The package", "If an error advises to …")
 def test_nobody_is_told_to_install_moonpool_from_the_index() -> None:
     if not (ROOT / "docs").is_dir():
         pytest.skip("only the tests are here, without the documents")
@@ -86,6 +94,11 @@ def test_nobody_is_told_to_install_moonpool_from_the_index() -> None:
     ] == []
 
 
+@pytest.mark.promise(
+    "The package",
+    "A source distribution is the repository, links included, without what builds and tests "
+    "leave. Wheels are built from it, and its tests are run.",
+)
 @pytest.mark.slow
 def test_a_source_distribution_is_the_repository(tmp_path: Path) -> None:
     if not (ROOT / "setup.py").exists():
@@ -95,7 +108,7 @@ def test_a_source_distribution_is_the_repository(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, symlinks=True, ignore=_left_behind)
     expected = _files(tree)
-    # What work leaves in a tree.
+    # Files that work leaves in a tree.
     for litter in ("ipc/__pycache__/x.pyc", "runtime/triton/native/build/x.o", "tests/crash-x"):
         (tree / litter).parent.mkdir(parents=True, exist_ok=True)
         (tree / litter).write_text("")

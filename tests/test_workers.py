@@ -1,4 +1,4 @@
-"""How the suite is divided among workers."""
+"""The suite is divided among workers by file or by shared server."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_a_unit_is_a_file_or_a_folder_that_shares_servers() -> None:
 
 def test_a_unit_of_few_long_tests_comes_before_one_of_many_short_ones() -> None:
     assert seconds_of("tests/test_benchmarks.py", 20) > seconds_of(
-        "tests/runtime/test_config.py", 100
+        "tests/runtime/model/config/test_model.py", 100
     )

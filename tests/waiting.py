@@ -27,7 +27,7 @@ class Deadline:
 
 
 def wait_until(
-    condition: Callable[[], T], timeout_s: float | Deadline = 30.0, what: str = "the condition"
+    condition: Callable[[], T], timeout_s: float | Deadline = 60.0, what: str = "the condition"
 ) -> T:
     """Asks until the answer is true, and returns that answer.
 

@@ -1,4 +1,4 @@
-"""How the suite is divided among the workers of pytest-xdist: a file stays together, and so do files that share servers."""
+"""The suite's division among workers of pytest-xdist: a file stays together, and so do files that share servers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,46 @@ WITH_SERVERS = (
 )
 # Seconds that a unit takes, where its tests are few for that: begun early, it leaves no worker alone in the end.
 SECONDS = {
-    "tests/chaos/test_chaos.py": 25,
+    "tests/chaos/test_chaos.py": 35,
     "tests/chaos/test_chaos_served.py": 15,
-    "tests/e2e/test_abuse_deaths.py": 20,
+    "tests/e2e/test_abuse_deaths.py": 30,
+    "tests/e2e/test_crash_matrix.py": 30,
+    "tests/e2e/test_prefork.py": 25,
     "tests/e2e/test_soak.py": 25,
-    "tests/hostile/test_as_nobody.py": 75,
-    "tests/runtime/cli/test_bench_servers.py": 20,
-    "tests/server/clients": 30,
+    "tests/e2e/test_strange_contents.py": 30,
+    "tests/e2e/test_supervision.py": 25,
+    "tests/gpu/test_card_limits.py": 35,
+    "tests/hostile/test_as_nobody.py": 90,
+    "tests/hostile/test_ends.py": 20,
+    "tests/hostile/test_granted_folders.py": 45,
+    "tests/hostile/test_outliving.py": 20,
+    "tests/runtime/cli/test_bench_servers.py": 30,
+    "tests/runtime/cli/test_main.py": 30,
+    "tests/runtime/devices/test_callers.py": 25,
+    "tests/runtime/triton/test_codec.py": 20,
+    "tests/runtime/triton/test_launcher.py": 25,
+    "tests/server/clients": 45,
+    "tests/server/grpc/test_hostile.py": 30,
+    "tests/server/page/test_hostile_pages.py": 80,
     "tests/server/page/test_page.py": 50,
-    "tests/test_benchmarks.py": 60,
+    "tests/server/page/test_top.py": 25,
+    "tests/server/pool/test_front_ends.py": 80,
+    "tests/server/test_hostile_repository.py": 20,
+    "tests/server/test_serve_options.py": 25,
+    "tests/server/test_serve_requests.py": 25,
+    "tests/test_benchmarks.py": 100,
+    "tests/testing/test_type_information.py": 25,
     "tests/triton/backend": 60,
-    "tests/triton/sanitized/test_hostile_stub.py": 60,
-    "tests/triton/sanitized/test_races.py": 30,
+    "tests/triton/overlay/test_overlay.py": 35,
+    "tests/triton/sanitized/test_hostile_stub.py": 120,
+    "tests/triton/sanitized/test_races.py": 60,
 }
-# Of a test, where nothing else is known.
+# The time of a test that is not listed.
 SECONDS_OF_A_TEST = 0.15
 
 
 def unit_of(nodeid: str) -> str:
-    """What goes to one worker together with this test."""
+    """Return the name of the unit that goes to one worker together with this test."""
     file = nodeid.partition("::")[0]
     folder = file.rpartition("/")[0]
     return folder if folder in WITH_SERVERS else file
@@ -47,7 +68,7 @@ def seconds_of(unit: str, tests: int) -> float:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What `--dist loadfile` gives, but for the units, and that the longest are begun first."""
+    """Schedule as `--dist loadfile` does, but by units, and the longest first."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]

@@ -1,4 +1,4 @@
-"""As `weights.py`, with PyTorch, of which it uses a layer."""
+"""The same model as `weights.py` with PyTorch, of which it uses a layer."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Two processes that only order work on a device: an event each, and a packet that says that it was recorded."""
+"""Two processes that only order work on a device: each has an event, and a packet says that it was recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EventPingPong:
     """The other process, and an order to it and back."""
 
     def __init__(self, here: Device) -> None:
-        """Raises OSError, `CudaError`; TimeoutError where the other process does not come up."""
+        """Raises OSError, `CudaError`; TimeoutError if the other process does not start."""
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end.settimeout(_TIMEOUT_S)
         self._lane = Lane(here)
@@ -50,7 +50,7 @@ def _handle(packet: bytes) -> bytes:
 
 
 def answer(fd: int, ordinal: int) -> None:
-    """In the other process."""
+    """Answer in the other process."""
     end = socket.socket(fileno=fd)
     lane = Lane(device(ordinal))
     with contextlib.closing(end), contextlib.closing(lane):

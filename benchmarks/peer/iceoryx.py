@@ -1,4 +1,4 @@
-"""iceoryx2's request-response with loaned slices, and events to wait on."""
+"""iceoryx2's request-response with borrowed slices, and events to wait on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Service:
         iox = importlib.import_module("iceoryx2")
         iox.set_log_level(iox.LogLevel.Error)
         config = iox.config.default()
-        # What iceoryx2 leaves behind can be told from what others use, and removed.
+        # With a name of its own, files that iceoryx2 leaves behind can be found and removed.
         config.global_cfg.root_path = iox.Path.new(folder)
         config.global_cfg.prefix = iox.FileName.new(_prefix(folder))
         builder = iox.NodeBuilder.new().config(config)
@@ -32,8 +32,8 @@ class Service:
         self._node = builder.create(iox.ServiceType.Ipc)
         payload = iox.Slice[ctypes.c_uint8]
         calls = self._builder(iox, "calls").request_response(payload, payload)
-        # Memory is set aside for the most that could be under way, which by default is hundreds of
-        # payloads, and every one is used before the first is used again.
+        # iceoryx2 reserves memory for the most payloads that could be under way, by default hundreds. It
+        # uses every one of them before it uses the first again.
         for most in ("max_clients", "max_servers", "max_loaned_requests"):
             calls = getattr(calls, most)(1)
         calls = calls.max_nodes(2).max_active_requests_per_client(1).max_response_buffer_size(1)
@@ -48,7 +48,7 @@ class Service:
 
 
 class Iceoryx(Peer):
-    """A client that fills a loaned slice and waits for the event that there is an answer."""
+    """A client that fills a loaned slice and waits for the event of the answer."""
 
     def __init__(self) -> None:
         try:
@@ -80,14 +80,14 @@ class Iceoryx(Peer):
         while (response := pending.receive()) is None:
             self._listener.blocking_wait()
         answer = np.frombuffer(response.payload().as_memory_view(), np.float32)
-        # A response must be given back before long, so its caller copies.
+        # A response must be returned soon, so the caller copies it.
         total, difference = answer[: a.size].copy(), answer[a.size :].copy()
         response.delete()
         pending.delete()
         return total[np.newaxis], difference[np.newaxis]
 
     def close(self) -> None:
-        # A single byte is the end.
+        # A request of a single byte ends the other process.
         self._client.loan_slice_uninit(1).assume_init().send().delete()
         self._notifier.notify()
         self._process.join()
@@ -106,7 +106,7 @@ def _prefix(folder: str) -> str:
 
 
 def serve(folder: str, ready: Any) -> None:
-    """In the other process."""
+    """Serve in the other process."""
     service = Service(folder)
     builder = service.calls.server_builder().initial_max_slice_len(64)
     builder = builder.max_loaned_responses_per_request(1)

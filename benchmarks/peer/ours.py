@@ -26,7 +26,7 @@ class Moonpool(Peer):
 
 
 class MoonpoolInPlace(Moonpool):
-    """`infer` with arrays that were asked for first, so that nothing is copied on the way in."""
+    """`infer` with arrays in shared memory from `empty`, so that nothing is copied on the way in."""
 
     def inputs(self, elements: int) -> tuple[Floats, Floats]:
         a = self._runtime.empty("add_sub", "INPUT0", (1, elements))

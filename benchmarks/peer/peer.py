@@ -1,4 +1,4 @@
-"""What the ways of calling add_sub in another process have in common."""
+"""The common base of the ways to call add_sub in another process."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Unavailable(Exception):
 
 
 class Peer:
-    """Opened when made, which may raise Unavailable; closed by leaving its context."""
+    """A way of calling. The constructor opens it, and may raise Unavailable; leaving the context closes it."""
 
     def call(self, a: Floats, b: Floats) -> tuple[Floats, Floats]:
         """Sum and difference, computed elsewhere. Arrays of one row."""
         raise NotImplementedError
 
     def leave(self) -> None:
-        """This thread makes no more calls."""
+        """Free the resources of this thread, which makes no more calls."""
 
     def close(self) -> None:
-        """End what was started."""
+        """End the processes that were started."""
 
     def times_us(self, elements: int, count: int) -> list[float]:
-        """How long each of `count` calls takes, with that many floats in each of two inputs and outputs."""
+        """Time each of `count` calls, with that many floats in each of two inputs and outputs."""
         a, b = self.inputs(elements)
         total, difference = self.call(a, b)
         if not ((total == 3).all() and (difference == -1).all()):
@@ -44,7 +44,7 @@ class Peer:
         return np.full((1, elements), 1, np.float32), np.full((1, elements), 2, np.float32)
 
     def rate(self, callers: int, total: int) -> float | None:
-        """Calls a second with so many callers at once, for the ways that more than one may use."""
+        """Return calls a second with so many callers at once, for the ways that allow more than one."""
         del callers, total
         return None
 

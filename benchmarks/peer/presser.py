@@ -1,4 +1,4 @@
-"""Who presses a server: perf_analyzer where it is installed, else moonpool's own load generator."""
+"""Load on a server: by perf_analyzer where it is installed, else by moonpool's own load generator."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.bench.desk import desk
-from moonpool.runtime.bench.endpoint import Endpoint
-from moonpool.runtime.bench.load import Concurrency
-from moonpool.runtime.bench.question import Question, Tensor
-from moonpool.runtime.bench.server import Server
+from moonpool.runtime.bench.control_client import control_client
+from moonpool.runtime.bench.request import Endpoint, Question, QuestionTensor
+from moonpool.runtime.bench.server import MeasuredServer
+from moonpool.runtime.bench.windows import Concurrency
 
 VARIABLE = "MOONPOOL_PERF_ANALYZER"
 _USUAL = Path(__file__).parents[2] / ".venv-clients" / "bin" / "perf_analyzer"
@@ -30,7 +29,7 @@ class Failed(Exception):
 
 
 class Case(NamedTuple):
-    """What is asked, and by how many at once. `shapes` are those of the inputs, all of one datatype."""
+    """A request and the number of callers at once. `shapes` are those of the inputs, all of one datatype."""
 
     protocol: str
     model: str
@@ -42,21 +41,23 @@ class Case(NamedTuple):
 
     @property
     def output_bytes(self) -> int:
-        """Of the largest output, which is as large as an input."""
+        """Size of the largest output, which is as large as an input."""
         sizes = {"UINT8": 1, "FP32": 4}
         return max(self.shapes.values()) * sizes[self.datatype]
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[QuestionTensor]:
         """Ones."""
         dtype = {"UINT8": np.uint8, "FP32": np.float32}[self.datatype]
         return [
-            Tensor.of(name, self.datatype, np.ones((1, size) if self.is_batched else size, dtype))
+            QuestionTensor.of(
+                name, self.datatype, np.ones((1, size) if self.is_batched else size, dtype)
+            )
             for name, size in self.shapes.items()
         ]
 
     def check(self, port: int) -> None:
         """Raises Failed unless the server answers: perf_analyzer takes some errors for answers."""
-        asked = desk(Endpoint(self.protocol, "127.0.0.1", port), (), _TIMEOUT_S)
+        asked = control_client(Endpoint(self.protocol, "127.0.0.1", port), (), _TIMEOUT_S)
         try:
             asked.output_sizes(Question(self.model, "", self.tensors()))
         except MoonpoolError as error:
@@ -66,7 +67,7 @@ class Case(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What a window gave."""
+    """The figures of one window."""
 
     requests_per_s: float
     p50_us: float
@@ -79,7 +80,7 @@ class Presser(Protocol):
     words: str
 
     def press(self, case: Case, port: int, seconds: float) -> Sample:
-        """A window of so long against the server at this port."""
+        """Run a window of so many seconds against the server at this port."""
 
 
 class PerfAnalyzer:
@@ -92,8 +93,8 @@ class PerfAnalyzer:
     def press(self, case: Case, port: int, seconds: float) -> Sample:
         # It measures three windows at least, and shows the three together.
         window_ms = max(100, round(seconds * 1000 / 3))
-        with tempfile.TemporaryDirectory(prefix="perf-") as room:
-            found = Path(room) / "found.csv"
+        with tempfile.TemporaryDirectory(prefix="perf-") as scratch:
+            found = Path(scratch) / "found.csv"
             command: list[str | Path] = [self._program, "-m", case.model, "-i", case.protocol]
             command += ["-u", f"127.0.0.1:{port}", "-b", "1", "-f", found]
             command += ["--concurrency-range", f"{case.callers}:{case.callers}"]
@@ -120,7 +121,7 @@ class PerfAnalyzer:
         )
 
     def _environment(self) -> dict[str, str]:
-        """It wants a CUDA runtime, also where nothing is to be done with it."""
+        """Return an environment with a CUDA runtime, which it loads even if it does not use it."""
         environment = self._program.resolve().parents[1]
         found = environment.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib")
         paths = [*map(str, found), os.environ.get("LD_LIBRARY_PATH", "")]
@@ -131,16 +132,16 @@ class Own:
     """`moonpool bench`'s generator; connections are made anew for each window."""
 
     words = "pressed by moonpool bench's generator"
-    # Whether each request is answered by a stream of responses.
+    # True if a stream of responses answers each request.
     is_stream = False
 
-    def tensors(self, case: Case) -> list[Tensor]:
-        """What a request holds."""
+    def tensors(self, case: Case) -> list[QuestionTensor]:
+        """Return the tensors of a request."""
         return case.tensors()
 
     def press(self, case: Case, port: int, seconds: float) -> Sample:
         endpoint = Endpoint(case.protocol, "127.0.0.1", port)
-        server = Server(endpoint, case.model, "", timeout_s=_TIMEOUT_S)
+        server = MeasuredServer(endpoint, case.model, "", timeout_s=_TIMEOUT_S)
         try:
             server.prepare(
                 self.tensors(case),
@@ -162,7 +163,7 @@ class Own:
 
 
 def presser() -> Presser:
-    """The best there is."""
+    """Return the best generator that is installed."""
     named = os.environ.get(VARIABLE) or shutil.which("perf_analyzer")
     program = Path(named) if named else _USUAL
     return PerfAnalyzer(program) if program.exists() else Own()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -16,15 +17,15 @@ from pathlib import Path
 from benchmarks.hosted import MODELS
 from benchmarks.peer.peer import Unavailable
 from benchmarks.peer.triton_files import TritonFiles, triton_python
-from moonpool.runtime.bench.desk import HttpDesk
-from moonpool.runtime.bench.endpoint import Endpoint
+from moonpool.runtime.bench.control_client import HttpControlClient
+from moonpool.runtime.bench.request import Endpoint
 
 _READY_S = 60.0
 _END_S = 30.0
 
 
 class Served:
-    """A server that is ready, with its ports; ended by `close`."""
+    """A server that is ready, with its ports. `close` ends it."""
 
     name = ""
 
@@ -58,20 +59,20 @@ class Served:
             return False
 
     def port(self, protocol: str) -> int:
-        """Of http or grpc."""
+        """Return the port for http or grpc."""
         return self.http_port if protocol == "http" else self.grpc_port
 
     def busy_s(self) -> float:
-        """Time of the processors that the server and its children have taken so far."""
+        """Return the processor time of the server and its children so far."""
         return sum(self.busy_by_process_s().values())
 
     def busy_by_process_s(self) -> dict[int, float]:
-        """As `busy_s`, by the processes that there are; the first is the one that was started."""
+        """Return `busy_s` for each live process. The first is the one that was started."""
         return {pid: _busy_s(pid) for pid in _tree(self._process.pid)}
 
     def answered(self, model: str) -> int:
         """Requests that the server has answered so far, by its own count."""
-        asked = HttpDesk(Endpoint("http", "127.0.0.1", self.http_port), (), _END_S)
+        asked = HttpControlClient(Endpoint("http", "127.0.0.1", self.http_port), (), _END_S)
         statistics = asked.statistics(model, "")
         return int(statistics["inference_stats"]["success"]["count"]) if statistics else 0
 
@@ -84,7 +85,7 @@ class Served:
             self._process.wait()
 
     def close(self) -> None:
-        """End it, orderly if it can."""
+        """End the server, with a signal first, by force if that takes too long."""
         self._end()
 
 
@@ -94,22 +95,22 @@ class MoonpoolServed(Served):
     name = "moonpool"
 
     def __init__(self, models: Sequence[str], options: Sequence[str] = ()) -> None:
-        self._room = tempfile.TemporaryDirectory(prefix="moonpool-")
-        repository = Path(self._room.name) / "models"
+        self._scratch = tempfile.TemporaryDirectory(prefix="moonpool-")
+        repository = Path(self._scratch.name) / "models"
         repository.mkdir()
         for model in models:
             (repository / model).symlink_to(MODELS / model)
         command: list[str | Path] = [sys.executable, "-m", "moonpool", "serve"]
         command += [f"--model-repository={repository}", "--allow-client-shm=true", *options]
         try:
-            super().__init__(command, None, Path(self._room.name) / "log")
+            super().__init__(command, None, Path(self._scratch.name) / "log")
         except BaseException:
-            self._room.cleanup()
+            self._scratch.cleanup()
             raise
 
     def close(self) -> None:
         super().close()
-        self._room.cleanup()
+        self._scratch.cleanup()
 
 
 class TritonServed(Served):
@@ -138,7 +139,7 @@ class TritonServed(Served):
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all that it started, which it may do at any time."""
+    """Return a process and its descendants; it may start more at any time."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -151,7 +152,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _busy_s(pid: int) -> float:
-    """Of all threads that a process has, or had."""
+    """Return the processor time of all threads that a process has or had."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -160,8 +161,16 @@ def _busy_s(pid: int) -> float:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Find free ports outside of the range from which the kernel gives clients theirs."""
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+    least, most = map(int, text.split())
+    candidates = [port for port in range(10_000, 65_536) if not least <= port <= most]
+    ports: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in random.sample(candidates, len(candidates)):
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+                ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise Unavailable(f"there are no {count} free ports beside those of clients")

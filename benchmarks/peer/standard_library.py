@@ -1,4 +1,4 @@
-"""What Python brings along: a pool, a pipe, a pair of queues. All of them pickle."""
+"""The standard library's ways: a pool, a pipe, a pair of queues. All of them pickle."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Pipe(Peer):
 
 
 def serve_pipe(pipe: Connection) -> None:
-    """In the other process."""
+    """Serve in the other process."""
     while (inputs := pipe.recv()) is not None:
         pipe.send(add_sub(*inputs))
 
@@ -80,7 +80,7 @@ class Queues(Peer):
 
 
 def end_queues(process: Any, asked: Any, answered: Any) -> None:
-    """End a process that is asked until it is asked None, and both queues; also those of torch."""
+    """Send None, which ends the process, and close both queues; also for queues of torch."""
     asked.put(None)
     process.join()
     process.close()
@@ -92,6 +92,6 @@ def end_queues(process: Any, asked: Any, answered: Any) -> None:
 def serve_queues(
     asked: Queue[tuple[Floats, Floats] | None], answered: Queue[tuple[Floats, Floats]]
 ) -> None:
-    """In the other process."""
+    """Serve in the other process."""
     while (inputs := asked.get()) is not None:
         answered.put(add_sub(*inputs))

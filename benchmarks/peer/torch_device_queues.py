@@ -10,7 +10,7 @@ from benchmarks.peer.standard_library import end_queues
 
 
 class TorchDeviceQueues:
-    """The other process has its answers all along, so nothing is computed or copied."""
+    """Queues to a process that made its answers beforehand, so nothing is computed or copied."""
 
     def __init__(self, ordinal: int, sizes: list[int]) -> None:
         """Raises Unavailable."""
@@ -28,7 +28,7 @@ class TorchDeviceQueues:
         self._process.start()
 
     def call(self, size: int) -> None:
-        """A tensor of so many bytes there, and one back."""
+        """Send a tensor of so many bytes, and receive one."""
         self._asked.put(self._tensors[size])
         self._answered.get()
 
@@ -38,12 +38,12 @@ class TorchDeviceQueues:
 
 
 def serve(asked: Any, answered: Any, ordinal: int, sizes: list[int]) -> None:
-    """In the other process."""
+    """Serve in the other process."""
     torch: Any = importlib.import_module("torch")
     answers = {size: _bytes(torch, ordinal, size) for size in sizes}
     while (tensor := asked.get()) is not None:
         answered.put(answers[tensor.numel()])
-        # Told back to its owner before the next one comes.
+        # Given back to its owner before the next one comes.
         del tensor
 
 

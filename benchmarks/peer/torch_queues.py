@@ -34,10 +34,10 @@ class TorchQueues(Peer):
 
 
 def serve(asked: Any, answered: Any) -> None:
-    """In the other process. One thread there, too: pools of threads do no good to four floats."""
+    """Serve in the other process, with one thread there, too: pools of threads do not help with four floats."""
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     while (inputs := asked.get()) is not None:
         a, b = inputs
         answered.put((a + b, a - b))
-    # The answers' memory goes with this process; whoever asked has taken it by now.
+    # The answers' memory goes with this process. The caller has read it by now.

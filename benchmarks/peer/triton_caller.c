@@ -2,9 +2,9 @@
  *
  *     triton_caller REPOSITORY BACKENDS
  *
- * Says "ready", then reads lines "ELEMENTS CALLS IN_FLIGHT". It makes CALLS calls with two tensors of
+ * Prints "ready", then reads lines "ELEMENTS CALLS IN_FLIGHT". It makes CALLS calls with two tensors of
  * ELEMENTS floats, IN_FLIGHT at a time, and answers with one line: the nanoseconds that all took together,
- * then, when one is in flight, those of each. The declarations are those of the API's version 1, as far as
+ * then, if one is in flight, those of each. The declarations are those of the API's version 1, as far as
  * they are used; there are no headers in the wheel.
  */
 #include <pthread.h>
@@ -53,7 +53,7 @@ extern Error *TRITONSERVER_ResponseAllocatorNew(
 
 enum { FP32 = 11, CPU = 0, MOST_IN_FLIGHT = 256 };
 
-/* A request that is used again and again, with memory of its own for its outputs. */
+/* A reusable request, with memory of its own for its outputs. */
 typedef struct {
     float *input[2], *output[2];
     size_t output_bytes;

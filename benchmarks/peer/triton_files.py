@@ -25,7 +25,7 @@ print("%d.%d" % sys.version_info[:2])
 
 
 def triton_python() -> Path:
-    """The interpreter beside which nvidia-pytriton is installed: this one, unless another is named or there."""
+    """Find the interpreter beside which nvidia-pytriton is installed: this one, unless another is named."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)
@@ -54,8 +54,8 @@ class TritonFiles:
         stub = wheel / "python_backend_stubs" / version / "triton_python_backend_stub"
         if not stub.is_file():
             raise Unavailable(f"the wheel has no Triton stub for Python {version}")
-        self._room = tempfile.TemporaryDirectory(prefix="triton-")
-        self.folder = Path(self._room.name)
+        self._scratch = tempfile.TemporaryDirectory(prefix="triton-")
+        self.folder = Path(self._scratch.name)
         self.backends, self.repository = self.folder / "backends", self.folder / "models"
         backend = self.backends / "python"
         backend.mkdir(parents=True)
@@ -75,16 +75,16 @@ class TritonFiles:
 
     def environment(self) -> dict[str, str]:
         """Variables under which Triton's stub finds this interpreter's library and packages."""
-        # What is for this interpreter is not for another one's models.
+        # Variables for this interpreter would break another one's models.
         kept = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
         return {
             **kept,
             "LD_LIBRARY_PATH": f"{self._own_libraries}:{self.libraries}",
-            # The stub of the wheel takes whatever `python3` is first.
+            # The stub of the wheel runs the first `python3` on the path.
             "PATH": f"{self._python.parent}:{os.environ.get('PATH', '')}",
             "VIRTUAL_ENV": str(self._python.parents[1]),
         }
 
     def remove(self) -> None:
         """Delete the folder."""
-        self._room.cleanup()
+        self._scratch.cleanup()

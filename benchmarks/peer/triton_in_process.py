@@ -13,7 +13,7 @@ _SOURCE = Path(__file__).with_name("triton_caller.c")
 
 
 class TritonInProcess(Peer):
-    """The caller is a small C program, so that no Python stands between it and the server."""
+    """A caller in C, so that no Python runs between it and the server."""
 
     def __init__(self) -> None:
         self._files = TritonFiles()

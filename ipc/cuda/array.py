@@ -1,4 +1,4 @@
-"""Arrays in device memory: what callers and models hold, and what they pass in."""
+"""Arrays in device memory, as callers and models hold them, and as they pass them in."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from moonpool.ipc import dlpack
 from moonpool.ipc.cuda import driver as api
-from moonpool.ipc.cuda.device import device, device_of
+from moonpool.ipc.cuda.device import Device, device, device_of
 from moonpool.ipc.cuda.lane import order
+from moonpool.ipc.cuda.region import DeviceLease
 from moonpool.ipc.errors import BadTensor, CudaError, OutOfMemory
 from moonpool.ipc.tensors import BF16, DTYPES, NAMES, check_shape, code_of, size_bytes
 
@@ -19,11 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import CapsuleType
 
-    from moonpool.ipc.cuda.device import Device
-    from moonpool.ipc.cuda.region import DeviceLease
-
 _ON_DEVICE = (dlpack.CUDA, dlpack.CUDA_MANAGED)
-# By the package that an array comes from: the stream that its work goes on for a device, and its handle.
+# For the package of an array: a function that returns its current stream on a device, and the attribute with the handle.
 _CURRENT: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     "torch": (lambda torch, ordinal: torch.cuda.current_stream(ordinal), "cuda_stream"),
     "cupy": (lambda cupy, ordinal: cupy.cuda.get_current_stream(ordinal), "ptr"),
@@ -34,8 +32,8 @@ class DeviceArray:
     """A C-contiguous array on a device. cupy, torch and others take it without a copy, by `__dlpack__` or
     `__cuda_array_interface__`, in the order of their own streams.
 
-    Its memory stays valid as long as it or anything made of it lives. A stream that it was handed out on must live until
-    whoever took it there lets go. Thread-safe as far as the bytes are not changed by two threads.
+    Its memory stays valid as long as the array, or anything made of it, lives. A stream on which a library took it must live until
+    the library drops it. Thread-safe as long as two threads do not change the bytes.
     """
 
     __slots__ = (
@@ -54,16 +52,16 @@ class DeviceArray:
         stream: int = 0,
         is_read_only: bool = False,
     ) -> None:
-        """For `over` and `of` alone."""
+        """Called by `over` and `of` only."""
         self.device = device
         self.address = address
-        # The code in `ipc.tensors`, and sizes in elements.
+        # The datatype's code in `ipc.tensors`, and sizes in elements.
         self.datatype = datatype
         self.shape = shape
-        # The block of ours that it lies in; None for memory of somebody else, which `owner` keeps.
+        # The block of ours that it lies in; None for foreign memory, which `owner` keeps alive.
         self.lease = lease
         self.owner = owner
-        # Of foreign memory: the stream that its owner works on; 0 where there is nothing to wait for.
+        # The stream on which the owner of foreign memory works; 0 if there is nothing to wait for.
         self.stream = stream
         self.is_read_only = is_read_only
 
@@ -71,17 +69,17 @@ class DeviceArray:
     def over(
         cls, lease: DeviceLease, offset: int, datatype: int, shape: tuple[int, ...]
     ) -> DeviceArray:
-        """An array in a block of ours, which the caller has checked."""
+        """Return an array in a block of ours, which the caller has checked."""
         return cls(lease.mapping.device, lease.address + offset, datatype, shape, lease=lease)
 
     @classmethod
     def of(cls, source: object, stream: int | None = None) -> DeviceArray | None:
-        """What an object says of its device memory, without a copy; None for one that has none.
+        """Return an array over an object's device memory, without a copy; None if the object has none.
 
         `source` is a `DeviceArray`, has `__dlpack__` or `__cuda_array_interface__`, or is a capsule of DLPack.
-        `stream` is one of ours on which the array will be touched, for sources that want to know it; all the same call
-        `enter` before that is done, and `leave` afterwards. Raises `BadTensor` for what is not C-contiguous or has no datatype of ours,
-        `CudaUnavailable`, and whatever the source raises.
+        `stream` is the stream of ours that will touch the array, for sources that ask for it. In any case, call
+        `enter` before that work, and `leave` after it. Raises `BadTensor` for memory that is not C-contiguous or has no datatype of ours,
+        `CudaUnavailable`, and all that the source raises.
         """
         if isinstance(source, DeviceArray):
             return source
@@ -89,7 +87,7 @@ class DeviceArray:
             kind, ordinal = source.__dlpack_device__()
             if int(kind) not in _ON_DEVICE:
                 return None
-            # PyTorch hands out what lies on its current device alone, which is the one whose context is.
+            # PyTorch exports memory of its current device only, and that is the device of the current context.
             with device(int(ordinal)):
                 capsule = dlpack.capsule_of(source, stream)
             return _of_capsule(capsule, source)
@@ -100,21 +98,21 @@ class DeviceArray:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """The size of the array in bytes."""
         return size_bytes(self.datatype, self.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """As numpy calls it."""
+        """The datatype as numpy's dtype."""
         return DTYPES[self.datatype]
 
     @property
     def is_cpu(self) -> bool:
-        """False: an array in ordinary memory is numpy's."""
+        """Always False. An array in ordinary memory is numpy's."""
         return False
 
     def part(self, offset: int, shape: tuple[int, ...]) -> DeviceArray:
-        """The same memory from `offset` on, in bytes, in another shape; the caller has checked that it lies in this one."""
+        """Return an array of another shape over this memory, from `offset` bytes on. The caller has checked that it fits."""
         return DeviceArray(
             self.device,
             self.address + offset,
@@ -127,18 +125,18 @@ class DeviceArray:
         )
 
     def reshape(self, shape: tuple[int, ...]) -> DeviceArray:
-        """The same memory in another shape; the caller has checked that it is as large."""
+        """Return an array of another shape over the same memory. The caller has checked that it is as large."""
         return self.part(0, shape)
 
     def enter(self, stream: int) -> None:
-        """Let work that is queued on `stream` from now on come after all that was done to the array."""
+        """Let work that is queued on `stream` from now on run after all earlier work on the array."""
         if self.lease is not None:
             self.lease.use(stream)
         elif self.stream:
             self.device.order(self.stream, stream)
 
     def leave(self, stream: int) -> None:
-        """Let what others queue from now on, on the streams that they had the array on, come after what is queued on `stream`."""
+        """Let later work on all streams that use the array run after the work queued on `stream` until now."""
         if self.lease is not None:
             for other in self.lease.streams:
                 order(self.device, stream, other)
@@ -146,9 +144,9 @@ class DeviceArray:
             order(self.device, stream, self.stream)
 
     def to_host(self, into: NDArray[Any] | None = None) -> NDArray[Any]:
-        """A copy in ordinary memory; waits for it, and for all that was done to the array before.
+        """Return a copy in ordinary memory, after all earlier work on the array. Waits for it.
 
-        `into` is an array of the same shape and datatype, without gaps, to be filled and returned.
+        `into` is a contiguous array of the same shape and datatype, which is filled and returned.
         """
         array = np.empty(self.shape, DTYPES[self.datatype]) if into is None else into
         self._reach()
@@ -158,9 +156,9 @@ class DeviceArray:
         return array
 
     def settle(self) -> None:
-        """Wait until all that was done to the array is over: for a user who does not say on which stream he works.
+        """Wait until all earlier work on the array is done. For users whose stream is not known.
 
-        In a block of ours, the default stream counts as one that the block is used on.
+        In a block of ours, the default stream then counts as a user.
         """
         self._reach()
         with self.device.borrowed_stream() as stream:
@@ -170,12 +168,12 @@ class DeviceArray:
             self.lease.note(api.LEGACY_STREAM)
 
     def _reach(self) -> None:
-        """Wait for what another process does to the array. Raises `CudaError` where that died before it was done."""
+        """Wait for another process's work on the array. Raises `CudaError` if that process died before it was done."""
         if self.lease is not None and self.lease.lane is not None:
             self.lease.lane.reach()
 
     def _wait_on(self, stream: int) -> None:
-        """As `enter`, for a stream that is done with the array before anybody else goes on."""
+        """Order work as `enter` does, for a stream whose work the caller waits for."""
         if self.lease is not None:
             self.lease.wait_on(stream)
         elif self.stream:
@@ -189,7 +187,7 @@ class DeviceArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> CapsuleType:
-        """As the array API's standard has it: None and 1 are the default stream, 2 the thread's, -1 waits for nothing."""
+        """Export the array as the array API's standard says: None and 1 are the default stream, 2 the thread's, -1 waits for nothing."""
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(
                 f"The array is on device {self.device.ordinal} and not on {dl_device}."
@@ -213,11 +211,11 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3.
+        """The interface in its version 3.
 
-        It is not known who asks. He is told to wait for the default stream, which waits for what was done to the array; and what he
-        queues there, or on streams that wait for it as those that are not non-blocking do, is waited for. For others there is
-        `__dlpack__`.
+        The interface does not say which stream will use the array. So it names the default stream, which waits for all earlier work on
+        the array. Later users wait for work on the default stream, and so for all streams that are ordered with it. A library that uses
+        a non-blocking stream has to take the array with `__dlpack__`.
         """
         if self.datatype == BF16:
             raise AttributeError("BF16 has no name in __cuda_array_interface__; use __dlpack__")
@@ -236,10 +234,10 @@ class DeviceArray:
 
 
 class _Use:
-    """What a reader of an array in a block of ours keeps until he is done with it.
+    """An object that the consumer of a capsule keeps until it is done with an array in a block of ours.
 
-    What he queued on his stream by then comes before whatever is done to the block next. Who waits for nothing (-1) works on some
-    stream all the same: the default one is assumed.
+    The work on its stream until then runs before the next work on the block. A consumer that waits for nothing (-1) still uses some
+    stream, and the default one is assumed.
     """
 
     __slots__ = ("_array", "_lease", "_stream", "_user")
@@ -310,7 +308,7 @@ def _of_interface(interface: dict[str, Any], source: object) -> DeviceArray | No
     here = device_of(int(address)) if size else device(0)
     if here is None:
         return None
-    # Before version 3 nobody said, and everybody used the default one.
+    # Before version 3 the interface named no stream, and all libraries used the default one.
     stream, kept = _current_stream(_package(source), here)
     named = interface.get("stream")
     return DeviceArray(
@@ -335,9 +333,9 @@ def _check_strides(strides: Any, shape: tuple[int, ...], itemsize: int) -> None:
 
 
 def _current_stream(package: str, where: Device) -> tuple[int, object]:
-    """The stream that a library works on now, and what is to be kept as long as that is named: cupy's go with their objects.
+    """Return a library's current stream, and its object, which must be kept: cupy destroys the stream with it.
 
-    The default one where the library does not say.
+    Returns the default stream if the library does not tell.
     """
     module = sys.modules.get(package)
     if package not in _CURRENT or module is None:

@@ -1,29 +1,44 @@
-"""One device of this process: its context, and what is done on it that has no peer."""
+"""A device as this process sees it: its context, and work on it that no peer takes part in.
+
+Theory of operation. `_lock` makes sure that a process has one `Device` for each number; a lookup of a known device takes no
+lock. `_pinning` makes sure that memory is registered with the driver once. The registration ends in `Map.before_unmap`, in
+the thread that drops the last view, which may be in the middle of a garbage collection and therefore takes no lock.
+
+Events and idle streams are kept in deques. Their `append` and `pop` are atomic, so any thread takes and returns
+one without a lock; a thread that finds none makes one. The same holds for `dying`, to which a finalizer appends: each thread that calls
+`tidy` pops a mapping, tries to unmap it, and appends it again if queued work may still touch it.
+
+The current context belongs to a thread. `with device` pushes the context and pops it, so a model's own choice stays.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from ctypes import byref, c_int, c_size_t, c_void_p
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable, Protocol
 
 import numpy as np
 
 from moonpool.ipc.cuda import driver as api
 from moonpool.ipc.errors import CudaError, CudaUnavailable, OutOfMemory
+from moonpool.ipc.memory import Region
 from moonpool.ipc.region import Map
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from typing import Callable
-
     from numpy.typing import NDArray
 
-    from moonpool.ipc.cuda.mapping import Mapping
-    from moonpool.ipc.memory import Region
+
+class Dying(Protocol):
+    """Memory at an address of this process that nobody refers to any more: a `region.Mapping`."""
+
+    def end(self) -> bool:
+        """Unmap it, and return True, unless queued work may still touch it. Never waits."""
+
 
 _lock = threading.Lock()
 _pinning = threading.Lock()
@@ -31,7 +46,7 @@ _devices: dict[int, Device] = {}
 
 
 def device_count() -> int:
-    """How many devices this process sees; 0 where none can be used. Makes no context."""
+    """Return the number of devices that this process sees; 0 if none can be used. Makes no context."""
     try:
         driver = api.load()
     except CudaUnavailable:
@@ -42,7 +57,7 @@ def device_count() -> int:
 
 
 def device(ordinal: int) -> Device:
-    """The device of that number, the same object at each call; the first one makes or shares its context.
+    """Return the device of that number, the same object at each call. The first call makes its context, or shares it.
 
     Thread-safe. Raises `CudaUnavailable`.
     """
@@ -56,7 +71,7 @@ def device(ordinal: int) -> Device:
 
 
 def device_of(address: int) -> Device | None:
-    """The device that memory at an address lies on; None for memory that no device holds.
+    """Return the device of the memory at an address; None for memory that is on no device.
 
     Raises `CudaUnavailable`.
     """
@@ -70,24 +85,24 @@ def device_of(address: int) -> Device | None:
     except CudaError as error:
         if (
             error.number != api.INVALID_VALUE
-        ):  # what the driver says of addresses that it does not know
+        ):  # the driver's error for addresses that it does not know
             raise
         return None
     return device(ordinal.value)
 
 
 def _nothing() -> None:
-    """What is to be done before memory is unmapped that could not be pinned."""
+    """Do nothing before memory is unmapped that could not be pinned."""
 
 
 class Device:
     """A device and its primary context, which torch and cupy use as well. Thread-safe.
 
-    `with device:` makes its context the thread's current one for that long. The context stays until the process ends.
+    `with device:` makes its context the thread's current one inside the block. The context stays until the process ends.
     """
 
     def __init__(self, ordinal: int) -> None:
-        """For `device` alone: a process has one for each number."""
+        """Called by `device` only, as a process has one object for each number."""
         self.driver = driver = api.load()
         self.ordinal = ordinal
         number, name, context = c_int(), ctypes.create_string_buffer(256), c_void_p()
@@ -102,14 +117,14 @@ class Device:
             ) from error
         self.name = name.value.decode(errors="replace")
         self.context = context.value
-        # Whether regions are shared by descriptor, and by the older handle where they are not.
+        # True if regions are shared by descriptor, False if by the older handle.
         self.has_descriptors = self._has(api.HAS_VIRTUAL_MEMORY) and self._has(api.HAS_DESCRIPTORS)
         self.granularity_bytes = self._granularity() if self.has_descriptors else 1 << 21
-        # Events that are free to be recorded: taken and given back by any thread.
+        # Events that are free to be recorded.
         self._events: deque[int] = deque()
         self._streams: deque[int] = deque()
-        # Mappings that nobody refers to any more, and that work in flight may still touch.
-        self.dying: deque[Mapping] = deque()
+        # Mappings without references that queued work may still touch.
+        self.dying: deque[Dying] = deque()
 
     def __enter__(self) -> Device:
         self.driver.cuCtxPushCurrent_v2(self.context)
@@ -122,38 +137,38 @@ class Device:
         return f"<Device {self.ordinal}, {self.name}>"
 
     def memory_info(self) -> tuple[int, int]:
-        """Bytes that are free, and all."""
+        """Return the free bytes, and all bytes."""
         free, total = c_size_t(), c_size_t()
         with self:
             self.driver.cuMemGetInfo_v2(byref(free), byref(total))
         return free.value, total.value
 
     def rounded(self, size_bytes: int) -> int:
-        """The size of the smallest region that has so many bytes."""
+        """Return the size of the smallest region that has so many bytes."""
         granularity = self.granularity_bytes
         return (size_bytes + granularity - 1) // granularity * granularity or granularity
 
     def order(self, first: int, then: int) -> None:
-        """Let what is queued on the stream `then` from now on wait for what is queued on `first` by now.
+        """Let work queued later on the stream `then` wait for work queued until now on `first`. Does not wait itself.
 
-        `first` is a stream of this device, `then` of any. Nobody waits here.
+        `first` is a stream of this device, `then` of any device.
         """
         if first != then:
             with self:
                 self.order_within(first, then)
 
     def order_within(self, first: int, then: int) -> None:
-        """As `order` of two streams, for whoever is within `with device` already."""
+        """Order two different streams as `order` does. The caller is inside `with device`."""
         event = self._take_event()
         try:
             self.driver.cuEventRecord(event, first)
-            # What is waited for is settled in the call, so that the event may be recorded again at once.
+            # The call notes the work to wait for, so the event may be recorded again at once.
             self.driver.cuStreamWaitEvent(then, event, 0)
         finally:
             self._events.append(event)
 
     def finish(self, stream: int) -> None:
-        """Wait until all that is queued on a stream by now is done. The processor sleeps meanwhile."""
+        """Wait until all work queued on a stream until now is done. The processor sleeps meanwhile."""
         event = self._take_event()
         with self:
             self.driver.cuEventRecord(event, stream)
@@ -161,14 +176,14 @@ class Device:
         self._events.append(event)
 
     def new_stream(self) -> int:
-        """A stream that waits for no other one."""
+        """Make a stream that does not wait for any other."""
         stream = c_void_p()
         with self:
             self.driver.cuStreamCreate(byref(stream), api.NON_BLOCKING)
         return stream.value or 0
 
     def close_stream(self, stream: int) -> None:
-        """What is queued there is done all the same."""
+        """Destroy a stream. The driver still does the work queued on it."""
         with self:
             self.driver.cuStreamDestroy_v2(stream)
 
@@ -179,9 +194,9 @@ class Device:
                 self.driver.cuMemcpyAsync(target, source, size_bytes, stream)
 
     def pin(self, region: Region) -> bool:
-        """Let copies to and from a region of ordinary memory run without a detour, until it is unmapped.
+        """Register a region of ordinary memory with the driver until it is unmapped, so that copies run without a detour.
 
-        May be called many times. False where it cannot be pinned: copies work all the same.
+        May be called many times. Returns False if it cannot be pinned; copies work all the same.
         """
         memory = region.buffer
         if not isinstance(memory, Map):
@@ -201,13 +216,13 @@ class Device:
         return partial(self._unregister, address)
 
     def _unregister(self, address: int) -> None:
-        # A device that has failed has let go of it.
+        # A device that has failed has released it already.
         with suppress(CudaError), self:
             self.driver.cuMemHostUnregister(address)
 
     @contextmanager
     def borrowed_stream(self) -> Iterator[int]:
-        """A stream for something that is waited for before this ends: to make one takes longer than most of such work."""
+        """Lend a stream for work that is done when the block ends. To make a stream takes longer than most such work."""
         try:
             stream = self._streams.pop()
         except IndexError:
@@ -218,14 +233,14 @@ class Device:
             self._streams.append(stream)
 
     def fill(self, address: int, value: int, size_bytes: int) -> None:
-        """Set all bytes there, and wait for it. Ordered after nothing, as `write` and `read` are."""
+        """Set all bytes in a range, and wait. Waits for no other stream, and neither does `write`."""
         with self.borrowed_stream() as stream:
             with self:
                 self.driver.cuMemsetD8Async(address, value, size_bytes, stream)
             self.finish(stream)
 
     def write(self, address: int, array: NDArray[Any]) -> None:
-        """Copy a C-contiguous array to an address on the device, and wait for it."""
+        """Copy a C-contiguous array to an address on the device, and wait until it is done."""
         if array.nbytes:
             source = array.__array_interface__["data"][0]
             with self.borrowed_stream() as stream:
@@ -234,7 +249,7 @@ class Device:
                 self.finish(stream)
 
     def read(self, array: NDArray[Any], address: int, stream: int) -> None:
-        """Copy into a C-contiguous array from an address on the device, after what is queued on `stream`, and wait for it."""
+        """Copy from an address on the device into a C-contiguous array, after the work queued on `stream`, and wait."""
         if array.nbytes:
             target = array.__array_interface__["data"][0]
             with self:
@@ -242,7 +257,7 @@ class Device:
             self.finish(stream)
 
     def mark(self, streams: Iterable[int]) -> list[int]:
-        """Events that stand for what is queued on these streams by now; they go back with `are_done`."""
+        """Return events for the work queued on these streams until now. `are_done` takes them back."""
         events = []
         with self:
             for stream in streams:
@@ -252,7 +267,7 @@ class Device:
         return events
 
     def are_done(self, events: list[int]) -> bool:
-        """Whether all that these events stand for is done. Takes back those of which it is. Never waits."""
+        """Return True if all work before these events is done, and take back the events that are done. Never waits."""
         with self:
             while events:
                 try:
@@ -265,7 +280,7 @@ class Device:
         return True
 
     def tidy(self) -> None:
-        """Unmap what was let go of and is no longer in use. Never waits."""
+        """Unmap memory that nobody refers to and no queued work touches. Never waits."""
         for _ in range(len(self.dying)):
             try:
                 mapping = self.dying.popleft()
@@ -274,7 +289,7 @@ class Device:
             try:
                 is_done = mapping.end()
             except CudaError:
-                # The context is broken, as whoever works there next is told; what it has goes with the process.
+                # The context is broken, and the next call on it raises. Its memory ends with the process.
                 continue
             if not is_done:
                 self.dying.append(mapping)

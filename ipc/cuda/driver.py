@@ -1,12 +1,15 @@
 """The functions of NVIDIA's driver that we use, by the names in its header, with errors in words.
 
-The driver itself and no toolkit: `libcuda.so.1` comes with every driver, so nothing has to be installed, and
-what is here runs in the interpreter of any model. Names and meanings: CUDA Driver API,
+It uses the driver and no toolkit. `libcuda.so.1` comes with every driver, so nothing has to be installed, and
+this module works in the interpreter of any model. Names and meanings: CUDA Driver API,
 https://docs.nvidia.com/cuda/cuda-driver-api/.
 
-Every function raises `OutOfMemory` where the device has no memory left and `CudaError` for every other refusal.
-All may be called by any thread, and let other threads of the interpreter run meanwhile. Those for which
-NVIDIA's text asks for a current context are to be called within `with device`.
+Every function raises `OutOfMemory` if the device has no memory left, and `CudaError` for every other refusal.
+Any thread may call them, and other threads of the interpreter run meanwhile. If NVIDIA's text asks for a current context,
+call the function inside `with device`.
+
+Theory of operation. `_lock` makes sure that the library is loaded and initialized once. The process in which that happened is kept
+beside it, because the driver cannot be used in a fork of that process: there, `load` raises an error.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ HANDLE_BYTES = 64
 
 # CUresult
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_HANDLE, NOT_READY = 1, 2, 400, 600
-# Streams that have no object of their own: the default one, and each thread's.
+# Streams without an object: the default one, and each thread's.
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
 # CUdevice_attribute
 HAS_UNIFIED_ADDRESSES, HAS_VIRTUAL_MEMORY, HAS_DESCRIPTORS = 41, 102, 103
@@ -91,13 +94,13 @@ class Access(ctypes.Structure):
 
 
 def device_properties(ordinal: int) -> AllocationProperties:
-    """Of memory on that device which can be shared by descriptor."""
+    """Return the properties of memory on that device that can be shared by descriptor."""
     location = Location(_ON_DEVICE, ordinal)
     return AllocationProperties(type=_PINNED, handle_types=DESCRIPTOR, location=location)
 
 
 def device_access(ordinal: int) -> Access:
-    """Reading and writing from that device."""
+    """Return the access for reading and writing from that device."""
     return Access(Location(_ON_DEVICE, ordinal), READ_WRITE)
 
 
@@ -105,7 +108,7 @@ _POINTER_OUT = POINTER(c_void_p)
 _ADDRESS_OUT = POINTER(_ADDRESS)
 _INT_OUT = POINTER(c_int)
 _SIZE_OUT = POINTER(c_size_t)
-# Each function with its arguments. The suffix is part of the name in the library: the header's macros add it.
+# Each function with its arguments. A suffix such as `_v2` is part of the name in the library; the header's macros add it.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (_INT_OUT,),
@@ -164,7 +167,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Driver:
-    """The library: each function of the table above is an attribute, and raises where it fails."""
+    """The library. Each function of the table above is an attribute, and raises if it fails."""
 
     def __init__(self, library: Any) -> None:
         self._names = library.cuGetErrorName
@@ -200,15 +203,15 @@ class Driver:
 
 
 _lock = threading.Lock()
-# The library, and the process that it was loaded in.
+# The library, and the process in which it was loaded.
 _loaded: tuple[Driver, int] | None = None
 
 
 def load() -> Driver:
-    """The driver, initialised, the same at each call.
+    """Return the initialized driver, the same at each call.
 
-    Raises `CudaUnavailable`, which says why and what to do: no driver on this machine, no device in this
-    container, or a process that was forked from one that had used the driver.
+    Raises `CudaUnavailable`, which says why and what to do, if there is no driver on this machine, no device in this
+    container, or if this process was forked from one that had used the driver.
     """
     global _loaded
     with _lock:

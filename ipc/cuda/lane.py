@@ -1,76 +1,82 @@
-"""What happens to device memory between this process and one peer, in order.
+"""Orders the work on device memory of this process and one peer.
 
-Theory of operation. A *lane* is a stream of our own for one peer on one device, and an event that the peer can wait for. All that
-crosses is ordered through the stream:
+Theory of operation. A *lane* is a stream of our own for one peer on one device, with an event for which the peer can wait. All
+blocks that cross between the two processes are ordered through the stream:
 
-- Before a message names blocks on the device, or gives them back, `publish` makes the lane wait for the streams that
+- Before a message names blocks on the device, or releases them, `publish` makes the lane wait for the streams that
   touch them, and records the event.
-- After a message that names or gives back such blocks, `receive` makes the lane wait for the peer's event.
-- Whoever touches a block on a stream of his own lets that stream wait for the lane first (`DeviceLease.use`, `enter`). When he
-  is done with it, or with the next `publish` that names the stream, the lane waits for him.
+- After a message that names or releases such blocks, `receive` makes the lane wait for the peer's event.
+- Before code touches a block on its own stream, that stream waits for the lane (`DeviceLease.use`, `enter`). When the code
+  is done with the block, or with the next `publish` that names the stream, the lane waits for that stream.
 
-Nobody waits on the processor for any of it. An event that is recorded again only ever stands for more, so one for each
-direction is enough. There is a lane for each peer, and not one for all, because what waits for a slow or dead peer must
-hold up nobody else. One that has no peer orders what callers do with memory of their own.
+None of this blocks a thread: the device waits. Each direction needs only one event, although it is recorded again and again. A
+later record covers all work before it, so a peer that waits for the event after a second record waits for more than it
+has to, and never for less. There is one lane for each peer, because work that waits for a slow or dead peer must
+not delay other work. A lane without a peer orders the work of callers on memory of their own.
 
-Where the two processes cannot share events (each may find that out when it opens the other's), both wait for their own
+If the two processes cannot share events (each may detect that when it opens the other's), both wait for their own
 work before they send: `publish` returns when the work is done.
+
+A peer may die before the device has come to its event, and then the event may never come. `close` notes that in `_missed`, and the lane is
+*lost*: no other stream may wait for it (`enter` raises, `order` leaves it out), and a thread that waits for its work does so
+by looking again and again (`reach`), so that it can give up.
+
+No method takes a lock. Lanes are found in a dictionary by weak reference, and the deque of kept objects is used by
+`append` and `popleft`, which are atomic. If two threads release at the same time, one of them finds it empty.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import byref, c_void_p
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from moonpool.ipc.cuda import driver as api
+from moonpool.ipc.cuda.device import Device
 from moonpool.ipc.errors import CudaError, OutOfMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
 
-    from moonpool.ipc.cuda.device import Device
 
-
-# How long work of a process that is gone may still take.
+# The seconds that work of a process may take after the process has ended.
 _GRACE_S = 1.0
 _lanes: WeakValueDictionary[int, Lane] = WeakValueDictionary()
 
 
 def lane_of(stream: int) -> Lane | None:
-    """The lane that a stream belongs to, if it is one's."""
+    """Return the lane of a stream, or None if the stream is no lane's."""
     return _lanes.get(stream)
 
 
 def order(device: Device, first: int, then: int) -> None:
-    """`Device.order`, where `first` is a stream of that device, or of a lane on any."""
+    """Order two streams as `Device.order` does. `first` is a stream of that device, or of a lane on any device."""
     lane = _lanes.get(first)
     if lane is not None and lane.is_lost:
-        return  # what its peer was at ended with it
+        return  # the work of its peer ended with the peer
     (device if lane is None else lane.device).order(first, then)
 
 
 class Lane:
-    """Thread-safe. Raises `CudaError` where the driver refuses.
+    """A stream and an event for one peer on one device. Thread-safe. Raises `CudaError` if the driver refuses.
 
-    The stream lives as long as anything refers to the lane, also after `close`.
+    The stream lives as long as the lane is referred to, even after `close`.
     """
 
     def __init__(self, device: Device, *, shares_events: bool = True) -> None:
         self.device = device
         self.stream = device.new_stream()
         _lanes[self.stream] = self
-        # What is needed until work on the lane is done, with the events that say so.
+        # Objects that must live until work on the lane is done, each with the events of that work.
         self._kept: deque[tuple[list[int], object]] = deque()
         self._own = self._peers = 0
-        # The event of a peer that has gone before the device came to it, which it may never do.
+        # The event of a peer that died before the device came to the event, which may never happen.
         self._missed = 0
-        # For EVENT; empty where events cannot be shared.
+        # The handle for EVENT; empty if events cannot be shared.
         self.handle = b""
         if shares_events:
             self._make_event()
@@ -88,9 +94,9 @@ class Lane:
             self.handle = bytes(handle)
 
     def meet(self, handle: bytes) -> None:
-        """Take in the peer's EVENT. Raises `CudaError` where it cannot be opened: then `meet(b"")`, and tell the peer so.
+        """Accept the peer's EVENT. Raises `CudaError` if it cannot be opened; then call `meet(b"")`, and send the peer an empty handle.
 
-        An empty handle: from now on `publish` waits itself, and `receive` has nothing to do. `handle` is empty then, too.
+        After an empty handle, `publish` waits itself, and `receive` does nothing. `handle` is then empty, too.
         """
         if not handle:
             self._drop_own()
@@ -104,9 +110,9 @@ class Lane:
         self._peers = event.value or 0
 
     def publish(self, streams: Iterable[int] = ()) -> None:
-        """To be called right before a message that names blocks or gives them back.
+        """Order all work until now before the peer's. Call it right before a message that names or releases blocks.
 
-        The peer sees what was queued on these streams, and on the lane, by now.
+        The peer sees the work queued until now on these streams and on the lane.
         """
         device = self.device
         with device:
@@ -117,16 +123,16 @@ class Lane:
         if not self._own:
             device.finish(self.stream)
         if self._kept:
-            self.let_go()
+            self.release()
 
     def receive(self) -> None:
-        """To be called right after a message that names blocks or gives them back."""
+        """Let the lane wait for the peer's work. Call it right after a message that names or releases blocks."""
         if self._peers:
             with self.device:
                 self.device.driver.cuStreamWaitEvent(self.stream, self._peers, 0)
 
     def enter(self, stream: int) -> None:
-        """Let a stream wait for all that was received or queued on the lane by now."""
+        """Let a stream wait for all that was received or queued on the lane until now."""
         if stream == self.stream:
             return
         if self.is_lost:
@@ -134,11 +140,11 @@ class Lane:
         self.device.order(self.stream, stream)
 
     def follow(self, other: Lane) -> None:
-        """Let this lane wait for another one: what one peer made is handed to another."""
+        """Let this lane wait for another one, when one peer's output goes to another peer."""
         other.enter(self.stream)
 
     def _wait_for(self, stream: int) -> None:
-        """Within `with self.device`."""
+        """Let the lane wait for a stream. The caller is inside `with self.device`."""
         owner = _lanes.get(stream)
         if owner is not None and owner.is_lost:
             return
@@ -152,9 +158,9 @@ class Lane:
         self.device.copy(target, source, size_bytes, self.stream)
 
     def to_host(self, array: NDArray[Any], address: int, *, wait: bool = True) -> None:
-        """Copy device memory into an array, which is C-contiguous. Fast where the array is pinned (`Device.pin`).
+        """Copy device memory into a C-contiguous array. Fast if the array is pinned (`Device.pin`).
 
-        Returns when the copy is done; without `wait`, it is done after `finish`, and the array must live until then.
+        Returns when the copy is done. Without `wait`, it is done after `finish`, and the array must live until then.
         """
         device = self.device
         if array.nbytes:
@@ -166,7 +172,7 @@ class Lane:
                 device.finish(self.stream)
 
     def from_host(self, address: int, array: NDArray[Any], *, wait: bool = True) -> None:
-        """Copy a C-contiguous array to device memory, as `to_host` does: the array may be written to again afterwards."""
+        """Copy a C-contiguous array to device memory, and wait as `to_host` does. Then the array may be written to again."""
         device = self.device
         if array.nbytes:
             with device:
@@ -177,21 +183,21 @@ class Lane:
                 device.finish(self.stream)
 
     def keep(self, thing: object) -> None:
-        """Hold on to something until all that is queued on the lane by now is done: the source of a copy, say."""
-        self.let_go()
+        """Keep an object, such as the source of a copy, until all work queued on the lane until now is done."""
+        self.release()
         self._kept.append((self.device.mark([self.stream]), thing))
 
     @property
     def keeps(self) -> bool:
-        """Whether there is something that `let_go` may find to be done with."""
+        """True if `release` may have something to drop."""
         return bool(self._kept)
 
-    def let_go(self) -> None:
-        """Of what was kept, until work that is done by now. Never waits."""
+    def release(self) -> None:
+        """Drop the kept objects whose work is done. Never waits."""
         while self._kept:
             try:
                 events, thing = self._kept.popleft()
-            except IndexError:  # another thread lets go, too
+            except IndexError:  # another thread releases, too
                 return
             if not self.device.are_done(events):
                 self._kept.appendleft((events, thing))
@@ -199,13 +205,13 @@ class Lane:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the peer is gone, and what it was at may never be done: nobody is to wait for this lane."""
+        """True if the peer is gone and its work may never be done. Nothing may wait for such a lane."""
         return bool(self._missed)
 
     def reach(self) -> None:
-        """Wait until all that was received or queued by now is done.
+        """Wait until all that was received or queued until now is done.
 
-        Unlike `finish`, it ends where the peer does: raises `CudaError` if what the peer was at when it died does not come.
+        Unlike `finish`, it gives up after the peer's death: it raises `CudaError` if the peer's last work is not done soon.
         """
         events = self.device.mark([self.stream])
         pause_s = waited_s = 0.0
@@ -217,12 +223,12 @@ class Lane:
             time.sleep(pause_s)
 
     def finish(self) -> None:
-        """Wait until all that is queued on the lane is done."""
+        """Wait until all work queued on the lane is done."""
         self.device.finish(self.stream)
 
     def close(self) -> None:
-        """The peer is gone. Arrays that were received stay valid. May be called many times."""
-        # What a device has that has failed goes with the process.
+        """Close the events after the peer has gone. Received arrays stay valid. May be called many times."""
+        # The events of a device that has failed end with the process.
         with suppress(CudaError):
             self._drop_own()
         peers, self._peers = self._peers, 0

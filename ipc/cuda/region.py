@@ -1,44 +1,103 @@
 """Regions in device memory, and leases on blocks of them.
 
-The memory contract is that of `ipc.memory`; what differs is that a lease is no array but an address, that bytes are copied
-by `write` and `read`, and that whoever lets go of a lease may have queued work that still touches the block. So a lease knows
-the streams that it was handed out on, and its lane waits for them before anybody else touches the block.
+The memory contract is that of `ipc.memory`, with three differences: a lease has an address and is no array, `write` and `read` copy
+bytes, and when a lease ends, queued work may still touch the block. So a lease knows
+the streams on which it is used, and its lane waits for them before the next user touches the block.
 
-A region is made by the runtime and shared by descriptor, as a memfd is: it has no name, cannot be guessed, and works for any
-user and in any namespace. Where the device has no such descriptors, `handle` has the 64 bytes of the older way: whoever has read
-them can open the memory (same user and PID namespace), and its maker may close such a region only when every process that it
-was sent to has ended. Why: docs/decisions/0019-device-memory-by-descriptor.md.
+The runtime makes a region and shares it by descriptor, as it does with a memfd: it has no name, cannot be guessed, and works for any
+user and in any namespace. If the device has no such descriptors, `handle` has the 64 bytes of the older way. A process that has read
+them can open the memory (same user and PID namespace), and the runtime may close such a region only after every process to which
+it was sent has ended. Why: docs/decisions/0019-device-memory-by-descriptor.md.
+
+Theory of operation. As in `ipc.region`, `_sharing` guards the descriptor between the thread that sends it and the thread that closes
+it. The address is harder: to unmap memory that a kernel on the device still touches breaks the context of the whole process, and waiting
+for the device is not possible in a finalizer, which takes no lock and must not block. So memory ends in two steps. When nobody refers to
+a `Mapping` any more, its finalizer puts it on the device's list. `Device.tidy`, which is called when regions are made and closed,
+then asks the driver if all streams that had used the memory are done, and unmaps it only then.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import byref, c_int, c_ulonglong, c_void_p
-from typing import TYPE_CHECKING
+from enum import IntEnum
 
 import numpy as np
 
 from moonpool.ipc.cuda import driver as api
-from moonpool.ipc.cuda.lane import lane_of, order
-from moonpool.ipc.cuda.mapping import Mapping, Origin
+from moonpool.ipc.cuda.device import Device
+from moonpool.ipc.cuda.lane import Lane, lane_of, order
 from moonpool.ipc.errors import Closed, CudaError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.memory import Region
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from moonpool.ipc.cuda.device import Device
-    from moonpool.ipc.cuda.lane import Lane
+class Origin(IntEnum):
+    """The way by which the memory was obtained. It decides how the memory is freed."""
+
+    MAPPED = 1
+    ALLOCATED = 2
+    OPENED = 3
+
+
+class Mapping:
+    """Device memory at an address of this process. It is unmapped after the last reference and the last queued work."""
+
+    def __init__(self, device: Device, address: int, size_bytes: int, origin: Origin) -> None:
+        self.device = device
+        self.address = address
+        self.size_bytes = size_bytes
+        self._origin = origin
+        # All lanes of its leases.
+        self.lanes: set[Lane] = set()
+        # Events for the work of users of leases without a lane, with their devices.
+        self._marked: deque[tuple[Device, list[int]]] = deque()
+        self._is_marked = False
+
+    def wait_for(self, stream: int, lane: Lane | None) -> None:
+        """Keep the memory mapped until the work queued on a stream until now is done. Raises `CudaError`.
+
+        The stream is the device's, or on the device of `lane`.
+        """
+        device = self.device if lane is None else lane.device
+        self._marked.append((device, device.mark([stream])))
+
+    def end(self) -> bool:
+        """Unmap it, and return True, unless queued work may still touch it. For `Device.tidy`."""
+        device = self.device
+        if not self._is_marked:
+            self._is_marked = True
+            for lane in self.lanes:
+                self.wait_for(lane.stream, lane)
+        if not all(where.are_done(events) for where, events in self._marked):
+            return False
+        driver = device.driver
+        with device:
+            if self._origin is Origin.MAPPED:
+                driver.cuMemUnmap(self.address, self.size_bytes)
+                driver.cuMemAddressFree(self.address, self.size_bytes)
+            elif self._origin is Origin.ALLOCATED:
+                driver.cuMemFree_v2(self.address)
+            else:
+                driver.cuIpcCloseMemHandle(self.address)
+        self.lanes.clear()
+        return True
+
+    def __del__(self) -> None:
+        # The list keeps it alive, and Python calls a finalizer once.
+        if hasattr(self, "_is_marked"):
+            self.device.dying.append(self)
 
 
 class DeviceLease:
-    """One block on a device, until the last reference to this is gone.
+    """One block on a device, until the last reference to this object is gone.
 
-    `give_back` is called with `token` once, as that of `ipc.memory.Lease` is: it must not block nor take a lock. The lane waits for
-    the streams that used the block before that. A stream must live as long as it is named here: to the driver, the handle of one
-    that was destroyed is any address.
+    `give_back` is called with `token` once, and must neither block nor take a lock, as in `ipc.memory.Lease`. Before that, the lane
+    is made to wait for the streams that used the block. A stream must live as long as it is named here: the driver takes the handle
+    of a destroyed stream for any address.
     """
 
     __slots__ = (
@@ -54,42 +113,42 @@ class DeviceLease:
         token: object,
         lane: Lane | None,
     ) -> None:
-        """For `DeviceRegion.lease` alone."""
+        """Called by `DeviceRegion.lease` only."""
         self.mapping = region.open()
         self.region = region
-        # Where it lies, and how many bytes it has.
+        # Its address, its offset in the region, and its bytes.
         self.address = self.mapping.address + offset
         self.offset = offset
         self.size = size_bytes
-        # What orders it, which may be set later; None where nobody else touches the region.
+        # The lane that orders it, which may be set later; None if no peer touches the region.
         self.lane = lane
-        # By who uses it there: the streams that may touch it, each with its lane where it is one's; that of the lease's own lane is
-        # not among them.
+        # For each user: the stream that may touch the block, with its lane if it belongs to one. The stream of the lease's own lane
+        # is not among them.
         self.users: dict[object, tuple[int, Lane | None]] = {}
         self.give_back = give_back
         self.token = token
 
     def use(self, stream: int, user: object = None) -> None:
-        """From now on, work that is queued on `stream` may touch the block: it comes after all that was there before.
+        """Let work that is queued on `stream` from now on touch the block. It runs after all earlier work on the block.
 
-        Until `done` with the same `user`; without one, as long as the lease lives.
+        It ends with `done` for the same `user`; without a user, with the lease.
         """
         self.wait_on(stream)
         self.note(stream, user)
 
     def note(self, stream: int, user: object = None) -> None:
-        """As `use`, for work that waits for nothing."""
+        """Note a use of the block by work that waits for nothing."""
         if self.lane is None or stream != self.lane.stream:
             self.users[stream if user is None else user] = stream, lane_of(stream)
 
     def done(self, user: object) -> None:
-        """What that user queued by now is all that he did. Raises `CudaError`."""
+        """End a use: the work queued until now is all. Raises `CudaError`."""
         found = self.users.pop(user, None)
         if found is not None:
             self._order(*found)
 
     def wait_on(self, stream: int) -> None:
-        """Let `stream` wait for all that was done to the block, without being one that uses it."""
+        """Let `stream` wait for all work on the block, without counting as a user."""
         if self.lane is not None:
             self.lane.enter(stream)
         for other in self.streams:
@@ -97,11 +156,11 @@ class DeviceLease:
 
     @property
     def streams(self) -> set[int]:
-        """Those that may touch it; not that of its own lane."""
+        """The streams that may touch it, without that of its own lane."""
         return {stream for stream, _ in list(self.users.values())}
 
     def _order(self, stream: int, lane: Lane | None) -> None:
-        """Let whoever has the block next wait for what is queued on a stream by now."""
+        """Let the next user of the block wait for the work queued on a stream until now."""
         if self.lane is None:
             self.mapping.wait_for(stream, lane)
         else:
@@ -110,7 +169,7 @@ class DeviceLease:
     def __del__(self) -> None:
         try:
             give_back = self.give_back
-        except AttributeError:  # it never came to be
+        except AttributeError:  # its __init__ raised
             return
         if self.lane is not None:
             self.mapping.lanes.add(self.lane)
@@ -122,21 +181,21 @@ class DeviceLease:
 
 
 class DeviceRegion(Region):
-    """A piece of device memory. Never resized: growth is another region. It has no `buffer`."""
+    """A piece of device memory of fixed size. It has no `buffer`."""
 
     __slots__ = ("_mapping", "_sharing", "device", "fd", "handle", "is_private")
 
-    # Whether nobody but its two ends may see it.
+    # True if no process but its two ends may see it.
     is_private: bool
 
     def __init__(
         self, region_id: int, size_bytes: int, mapping: Mapping, fd: int, handle: bytes
     ) -> None:
-        """For `create` and `adopt` alone."""
+        """Called by `create` and `adopt` only."""
         self.id = region_id
         self.size_bytes = size_bytes
         self.device = mapping.device
-        # The descriptor to be sent, -1 where there is none, and what stands for it where the device has none.
+        # The descriptor to send, -1 for none, and the handle that replaces it if the device has no descriptors.
         self.fd = fd
         self.handle = handle
         self.is_private = False
@@ -146,11 +205,11 @@ class DeviceRegion(Region):
 
     @classmethod
     def create(cls, region_id: int, size_bytes: int, device: Device) -> DeviceRegion:
-        """A new region, all zeros, of `device.rounded(size_bytes)` bytes. Raises `OutOfMemory`, `CudaError`."""
+        """Make a new region of `device.rounded(size_bytes)` bytes, all zeros. Raises `OutOfMemory`, `CudaError`."""
         device.tidy()
         size_bytes = device.rounded(size_bytes)
         try:
-            # Whether virtual memory needs a current context NVIDIA's text leaves open.
+            # NVIDIA's text does not say if virtual memory needs a current context.
             with device:
                 if device.has_descriptors:
                     mapping, fd = _create(device, size_bytes)
@@ -165,7 +224,7 @@ class DeviceRegion(Region):
                 f"bytes are free ({error})"
             ) from error
         try:
-            # What others left in the memory is nobody's to see.
+            # The memory may have bytes of other processes, which a model must not see.
             device.fill(mapping.address, 0, size_bytes)
         except BaseException:
             region.close()
@@ -176,9 +235,9 @@ class DeviceRegion(Region):
     def adopt(
         cls, region_id: int, size_bytes: int, device: Device, fd: int, handle: bytes
     ) -> DeviceRegion:
-        """A region that the peer made and sent. Owns `fd` (-1: none) at once, also when it raises.
+        """Map a region that the peer made and sent. Owns `fd` (-1 for none) at once, even if it raises.
 
-        Raises `RemoteProtocolError` where it is no memory of that device and size.
+        Raises `RemoteProtocolError` if it is no memory of that device and size.
         """
         try:
             device.tidy()
@@ -197,7 +256,7 @@ class DeviceRegion(Region):
         return cls(region_id, size_bytes, mapping, -1, b"")
 
     def open(self) -> Mapping:
-        """The memory at its address. Raises `Closed` after `close`."""
+        """Return the mapped memory. Raises `Closed` after `close`."""
         if self._mapping is None:
             raise Closed(f"region {self.id} was closed")
         return self._mapping
@@ -208,11 +267,11 @@ class DeviceRegion(Region):
 
     @property
     def address(self) -> int:
-        """Where it begins. Raises `Closed` after `close`."""
+        """The address of its first byte. Raises `Closed` after `close`."""
         return self.open().address
 
     def memory(self) -> memoryview:
-        """Raises TypeError: the processor cannot look at it."""
+        """Raise TypeError, because the processor cannot read the memory of a device."""
         raise TypeError(
             f"region {self.id} lies on device {self.device.ordinal}: use read and write"
         )
@@ -225,9 +284,9 @@ class DeviceRegion(Region):
         token: object,
         lane: Lane | None = None,
     ) -> DeviceLease:
-        """A lease on a block, which the lane orders. The memory stays mapped while the lease lives, also after `close`.
+        """Return a lease on a block, which the lane orders. The memory stays mapped while the lease lives, even after `close`.
 
-        Raises TypeError for what does not lie in the region, and `Closed` after `close`.
+        Raises TypeError if the block does not lie in the region, and `Closed` after `close`.
         """
         if not 0 <= offset <= offset + size_bytes <= self.size_bytes:
             raise TypeError(
@@ -236,16 +295,16 @@ class DeviceRegion(Region):
         return DeviceLease(self, offset, size_bytes, give_back, token, lane)
 
     def write(self, offset: int, array: np.ndarray) -> None:
-        """Copy the bytes of an array, in C order, to `offset`, which the caller has checked; waits for the copy.
+        """Copy the bytes of an array, in C order, to `offset`, which the caller has checked, and wait for the copy.
 
-        Ordered after nothing. Raises `Closed` after `close`.
+        Waits for no other stream. Raises `Closed` after `close`.
         """
         mapping = self.open()
         whole = np.ascontiguousarray(array)
         self.device.write(mapping.address + offset, whole)
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Copy bytes out, which the caller has checked; waits for the copy. Ordered after nothing.
+        """Return a copy of bytes at `offset`, which the caller has checked; wait for the copy, and for no other stream.
 
         Raises `Closed` after `close`.
         """
@@ -256,9 +315,9 @@ class DeviceRegion(Region):
         return array.tobytes()
 
     def share(self, send: Callable[[DeviceRegion], object]) -> bool:
-        """Let `send` hand `fd` or `handle` to a peer; False, and nothing is done, after `close` and `forget_fd`.
+        """Call `send`, which sends `fd` or `handle` to a peer. After `close` or `forget_fd`, does nothing and returns False.
 
-        `send` must not block: nobody can close the region meanwhile.
+        `send` must not block, because the region cannot be closed meanwhile.
         """
         with self._sharing:
             if self.fd < 0 and not self.handle:
@@ -267,7 +326,7 @@ class DeviceRegion(Region):
             return True
 
     def forget_fd(self) -> None:
-        """Close the descriptor and keep the memory: nobody else is to be sent this region."""
+        """Close the descriptor and keep the memory. The region can no longer be sent."""
         with self._sharing:
             fd, self.fd, self.handle = self.fd, -1, b""
             if fd >= 0:
@@ -293,7 +352,7 @@ def _create(device: Device, size_bytes: int) -> tuple[Mapping, int]:
             os.close(fd.value)
         raise
     finally:
-        # The memory lives as long as it is mapped somewhere or a descriptor of it is open.
+        # The memory lives as long as it is mapped in some process, or a descriptor of it is open.
         driver.cuMemRelease(allocation)
 
 

@@ -1,23 +1,35 @@
-"""Callers in this process: how long their calls take, and how many there are in a second."""
+"""Callers in this process: threads or tasks that call a model again and again, and the times of their calls.
+
+Theory of operation. `measure` starts one thread for each caller. All of them and the caller of `measure` meet at a barrier,
+so that nobody calls before all threads exist. Each thread keeps its own times and adds them at its end, so that callers
+share nothing while they measure. The event `stop` ends them: when the time is over, when one of them fails, or when the user
+interrupts. If a thread cannot be started, the barrier is aborted, because the others would wait at it for ever.
+"""
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.bench.window import Window
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+from moonpool.runtime.bench.result import digests_of_configuration
+from moonpool.runtime.bench.windows import PARTS, Concurrency, Load, ModelLoad, Window, between
+from moonpool.runtime.observe.another_instance import InstanceLoad as ModelsLoad
+from moonpool.runtime.observe.another_instance import advice, decide, largest_batch
+from moonpool.runtime.process.usage import Reading, reading, spare_cores, usage_of
+from moonpool.runtime.runtime import Runtime
 
 
 def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Window:
-    """Call from so many threads for so long. Errors of moonpool are counted, others raised."""
+    """Call from `concurrency` threads for `seconds`. Count the errors of moonpool, and raise any other error."""
     latencies_ns: list[int] = []
     errors: Counter[str] = Counter()
     barrier = threading.Barrier(concurrency + 1)
@@ -52,7 +64,6 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
         begin_s = time.perf_counter()
         stop.wait(seconds)
     except BaseException as error:
-        # Those that wait for all the others would wait for ever.
         barrier.abort()
         if not isinstance(error, RuntimeError):
             raise
@@ -60,7 +71,6 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
             f"this machine has no room for {concurrency} threads of callers: {error}"
         ) from error
     finally:
-        # Also when the user has had enough.
         stop.set()
         for thread in started:
             thread.join()
@@ -73,8 +83,8 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
 async def measure_async(
     call: Callable[[], Awaitable[object]], concurrency: int, seconds: float
 ) -> Window:
-    """As `measure`, with tasks of one event loop."""
-    # Commands that have none import this, too.
+    """Measure like `measure`, with tasks of one event loop instead of threads."""
+    # Commands without an event loop import this file, too.
     import asyncio
 
     latencies_ns: list[int] = []
@@ -93,3 +103,133 @@ async def measure_async(
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
     return Window(time.perf_counter() - begin_s, np.array(latencies_ns, np.int64), errors)
+
+
+_ECHO = (
+    "import socket, sys\n"
+    "end = socket.socket(fileno=int(sys.argv[1]))\n"
+    "while packet := end.recv(4096): end.send(packet)\n"
+)
+
+
+class PingPong:
+    """The floor under any call into another process: a packet there and back, and nothing else.
+
+    Two Python processes with a SEQPACKET socket between them. A context manager.
+    """
+
+    def __init__(self, size_bytes: int = 64) -> None:
+        self._packet = bytes(size_bytes)
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            command = [sys.executable, "-I", "-S", "-c", _ECHO, str(other.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[other.fileno()])
+        self()  # when it answers, it has started
+
+    @property
+    def pid(self) -> int:
+        """The process number of the other process."""
+        return self._process.pid
+
+    def __call__(self) -> None:
+        """Send a packet and wait until it comes back."""
+        self._socket.send(self._packet)
+        self._socket.recv(4096)
+
+    def __enter__(self) -> PingPong:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The other process ends when its socket does.
+        self._socket.close()
+        self._process.wait()
+
+
+class InProcess:
+    """A model in this process's runtime, called from threads or from tasks of an event loop."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: str,
+        inputs: Mapping[str, NDArray[np.generic]],
+        *,
+        is_async: bool,
+        timeout_s: float,
+    ) -> None:
+        self.where = f"in process, {'asyncio' if is_async else 'threads'}"
+        self._runtime = runtime
+        self._model = model
+        self._inputs = inputs
+        self._is_async = is_async
+        self._timeout_s = timeout_s
+
+    def window(self, load: Load, seconds: float) -> Window:
+        if not isinstance(load, Concurrency):
+            raise ValueError("callers in this process ask again when they were answered")
+        before = self._runtime.statistics(self._model)
+        used, machine = self._used_s(), _machine()
+        if self._is_async:
+            import asyncio
+
+            found = asyncio.run(measure_async(self._acall, load.callers, seconds))
+        else:
+            found = measure(self.call, load.callers, seconds)
+        found.split = between(before, self._runtime.statistics(self._model))
+        found.model = self._model_load(used, machine)
+        return found
+
+    def _used_s(self) -> dict[int, float]:
+        """Return the processor time of each instance so far, by its process number."""
+        pids = [each["pid"] for each in self._runtime.instances(self._model)]
+        found = {pid: usage_of(pid) for pid in pids if pid is not None}
+        return {pid: usage.cpu_s for pid, usage in found.items() if usage is not None}
+
+    def _model_load(self, before: Mapping[int, float], machine: Reading | None) -> ModelLoad | None:
+        after, now = self._used_s(), _machine()
+        if machine is None or now is None or not after or after.keys() != before.keys():
+            return None
+        cpus = self._runtime.registry.find(self._model).model.options.cpus
+        used_s = sum(after[pid] - before[pid] for pid in after)
+        spare_s = spare_cores(machine, now, cpus) * (now.at_s - machine.at_s)
+        return ModelLoad(len(after), used_s, spare_s)
+
+    def advice(self, whole: Window) -> dict[str, object] | None:
+        config = self._runtime.config(self._model)
+        model, split = whole.model, whole.split
+        if model is None or split is None or config.sequence_batching is not None:
+            return None
+        batch = largest_batch(
+            config.max_batch_size, has_batching=config.dynamic_batching is not None
+        )
+        instances = self._runtime.registry.find(self._model).supervisor.records
+        compute_us = sum(split.mean_us(part) for part in PARTS if part != "queue")
+        load = ModelsLoad(
+            model.instances,
+            cores=model.used_s / whole.seconds / model.instances,
+            # Requests of a batch share its time, so batches are counted.
+            executing=compute_us * split.executions / 1e6 / whole.seconds / model.instances,
+            waiting=split.sums_ns["queue"] / 1e9 / whole.seconds / batch,
+            spare_cores=model.spare_s / whole.seconds,
+            is_on_gpu=any(record.instance.kind == "GPU" for record in instances),
+        )
+        reason = decide(load)
+        return None if reason is None else advice(reason, load, config.instance_groups, batch)
+
+    def configuration_fields(self) -> dict[str, str]:
+        return digests_of_configuration(self._runtime.config(self._model).raw)
+
+    def call(self) -> object:
+        """Send one request and wait for its answer."""
+        return self._runtime.infer(self._model, self._inputs, timeout_s=self._timeout_s)
+
+    async def _acall(self) -> object:
+        return await self._runtime.ainfer(self._model, self._inputs, timeout_s=self._timeout_s)
+
+
+def _machine() -> Reading | None:
+    """Read how long the processors were idle until now; None if the kernel does not say."""
+    try:
+        return reading()
+    except (OSError, ValueError, LookupError):
+        return None

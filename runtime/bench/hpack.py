@@ -1,8 +1,8 @@
-"""Headers of HTTP/2 (RFC 7541): writing without compression, reading what a peer without a table sends."""
+"""Headers of HTTP/2 (RFC 7541): writes them without compression, and reads them from a peer that keeps no table."""
 
 from __future__ import annotations
 
-from moonpool.runtime.bench.wire import WireError
+from moonpool.runtime.bench.engine import WireError
 
 # The static table's names that matter here.
 PATH, AUTHORITY, CONTENT_TYPE, USER_AGENT = 4, 1, 31, 58
@@ -11,7 +11,7 @@ _STATUS = b":status"
 _STATIC_ENTRIES = 61
 _END_OF_STRING = 256
 
-# Bits of the code of each byte, and of the end; the codes themselves follow from them.
+# The length in bits of the code of each byte, and of the end. The codes themselves follow from the lengths.
 _CODE_LENGTHS = (
     "13 23 28*7 24 30 28 28 30 28*8 30 28*9 6 10 10 12 13 6 8 11 10 10 8 11 8 6 6 6 5 5 5 6*7 7 8 15 "
     "6 12 10 13 6 7*22 8 7 8 13 19 13 14 6 15 5 6 5 6 5 6 6 6 5 7 7 6 6 6 5 6 7 6 5 5 6 7*5 15 11 14 "
@@ -23,7 +23,7 @@ _CODE_LENGTHS = (
 
 
 def _symbols() -> dict[tuple[int, int], int]:
-    """Bytes by length and value of their codes, which count up through each length."""
+    """Return bytes by length and value of their codes. Codes of one length are consecutive numbers."""
     lengths: list[int] = []
     for word in _CODE_LENGTHS.split():
         length, _, times = word.partition("*")
@@ -41,7 +41,7 @@ _SYMBOLS: dict[tuple[int, int], int] = {}
 
 
 def text_of(data: bytes) -> bytes:
-    """What a string in Huffman's code says. Raises `WireError`."""
+    """Decode a string in Huffman's code. Raises `WireError`."""
     if not _SYMBOLS:
         _SYMBOLS.update(_symbols())
     text, code, length = bytearray(), 0, 0
@@ -61,7 +61,7 @@ def text_of(data: bytes) -> bytes:
 
 
 def literal(name: int | bytes, value: bytes) -> bytes:
-    """A header as it is; `name` may be its place in the static table."""
+    """Write a header without compression; `name` may be its number in the static table."""
     if isinstance(name, int):
         return _integer(name, 4) + _string(value)
     return b"\0" + _string(name) + _string(value)
@@ -84,9 +84,9 @@ def _integer(value: int, bits: int) -> bytes:
 
 
 def headers_of(block: bytes) -> dict[bytes, bytes]:
-    """The headers that have a name of their own, and `:status`. Raises `WireError`.
+    """Return the headers that are written with their names, and `:status`. Raises `WireError`.
 
-    Only for a peer that was told to keep no table.
+    The peer must have got a setting that allows it no table.
     """
     reader = _Reader(block)
     found = {}
@@ -97,7 +97,7 @@ def headers_of(block: bytes) -> dict[bytes, bytes]:
             if index in _STATUSES:
                 found[_STATUS] = _STATUSES[index]
             if not 0 < index <= _STATIC_ENTRIES:
-                raise WireError("a header is from a table that a server was told not to keep")
+                raise WireError("a header is from a table that the client has forbidden")
         elif first & 0xE0 == 0x20:
             reader.integer(5)
         else:

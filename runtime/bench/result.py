@@ -1,46 +1,237 @@
-"""The file of a measurement: `docs/BENCH.md` says what stands in it."""
+"""The result of a measurement: its files, its digests, and the comparison of two results. `docs/BENCH.md` describes them."""
 
 from __future__ import annotations
 
 import csv
 import datetime
+import hashlib
 import io
 import json
 import math
 import os
 import platform
-from typing import TYPE_CHECKING, Any
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.bench.comparison import matching, ratios
-from moonpool.runtime.bench.split import PARTS
-from moonpool.runtime.bench.window import PERCENTILES, percentile_us
+from moonpool.runtime.bench.request import QuestionTensor
+from moonpool.runtime.bench.windows import PARTS, PERCENTILES, Point, Window, percentile_us
 from moonpool.runtime.version import VERSION
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+# Long enough that no two of a person's results agree by chance.
+_LENGTH = 16
 
-    import numpy as np
-    from numpy.typing import NDArray
 
-    from moonpool.runtime.bench.sweep import Point
-    from moonpool.runtime.bench.window import Window
+def digest_of_requests(inputs: Iterable[QuestionTensor]) -> str:
+    """Compute a digest of the names, datatypes, shapes and bytes of a request's inputs."""
+    digest = hashlib.sha256()
+    for tensor in inputs:
+        head = [tensor.name, tensor.datatype, list(tensor.shape), len(tensor.data)]
+        digest.update(json.dumps(head).encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()[:_LENGTH]
 
-# Grows when an older reader would misunderstand a file.
+
+def digests_of_configuration(configuration: Mapping[str, Any]) -> dict[str, str]:
+    """Compute a digest of each field of a model's configuration, except its name and fields at their defaults.
+
+    A server writes the same configuration differently over HTTP and gRPC, and may send fields at their defaults. So the
+    configuration is first read as Triton's protobuf message. Raises ValueError if it does not fit that message.
+    """
+    from google.protobuf import json_format
+    from tritonclient.grpc import model_config_pb2
+
+    message = model_config_pb2.ModelConfig()
+    try:
+        json_format.ParseDict(dict(configuration), message, ignore_unknown_fields=True)
+    except json_format.Error as error:
+        raise ValueError(f"no configuration of a model: {error}") from error
+    fields = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    fields.pop("name", None)
+    return {name: _of_json(value) for name, value in sorted(fields.items())}
+
+
+def digest_of_fields(fields: Mapping[str, str]) -> str:
+    """Compute one digest of all fields."""
+    return _of_json(dict(fields))
+
+
+def _of_json(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The median of ratios, the smallest and the largest."""
+
+    median: float
+    least: float
+    most: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {"median": self.median, "least": self.least, "most": self.most}
+
+
+class Incomparable(MoonpoolError):
+    """Two results were measured with different requests."""
+
+    code = "INVALID_ARG"
+
+
+# The figures that are compared: a name, and the keys that lead to it in the figures of a window.
+_COMPARED = {
+    "requests_per_s": ("requests_per_s",),
+    "p50": ("latency_us", "p50"),
+    "p99": ("latency_us", "p99"),
+}
+
+
+def ratios(
+    ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], *, in_turns: bool
+) -> dict[str, Ratio]:
+    """Compute ratios of rate, p50 and p99 of two lists of windows.
+
+    Windows that were measured in turns are compared pair by pair, others each with the median of the other side. A
+    figure that a side lacks is left out.
+    """
+    found = {}
+    for name, path in _COMPARED.items():
+        left, right = _values(ours, path), _values(theirs, path)
+        if not in_turns and any(right):
+            right = [statistics.median(value for value in right if value)] * len(left)
+        quotients = [a / b for a, b in zip(left, right, strict=False) if a and b]
+        if quotients:
+            found[name] = Ratio(statistics.median(quotients), min(quotients), max(quotients))
+    return found
+
+
+def _values(windows: Sequence[Mapping[str, Any]], path: Sequence[str]) -> list[float | None]:
+    values = []
+    for window in windows:
+        value: Any = window
+        for name in path:
+            value = value[name]
+        values.append(value)
+    return values
+
+
+def matching(point: Mapping[str, Any], series: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the point of the series with the same load, if there is one."""
+    keys = ("concurrency", "request_rate", "distribution")
+    for other in series:
+        if all(point.get(key) == other.get(key) for key in keys):
+            return other
+    return None
+
+
+# The circumstances of a measurement. Two results may differ in one on purpose.
+_CIRCUMSTANCES = {
+    "model": "the model",
+    "model_version": "the version",
+    "shared_memory": "shared memory",
+    "streaming": "streaming",
+    "json_tensors": "tensors as JSON",
+    "processes": "processes of the generator",
+    "instances": "instances",
+    "window_s": "seconds of a window",
+    "machine": "the machine",
+    "cores": "cores",
+}
+
+
+def check_requests(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> None:
+    """Raise `Incomparable` unless both results have the same requests; `name` is the other result's."""
+    here, there = ours["inputs"], theirs.get("inputs")
+    if here != there:
+        what = f"{described(there)} there, {described(here)} here"
+    elif "requests_digest" in theirs and theirs["requests_digest"] != ours["requests_digest"]:
+        what = f"{described(here)} with other values"
+    else:
+        return
+    raise Incomparable(
+        f"{name} was measured with other requests: {what}. Give the same --input, --shape and --batch, or measure it anew"
+    )
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """List the circumstances in which two results differ, each in a few words."""
+    found = [
+        f"{words} ({_shown(ours[field])} and {_shown(theirs[field])})"
+        for field, words in _CIRCUMSTANCES.items()
+        if field in ours and field in theirs and ours[field] != theirs[field]
+    ]
+    if "requests_digest" not in theirs:
+        found.append("maybe the values of the inputs, which the older file does not tell")
+    here, there = ours.get("configuration_fields"), theirs.get("configuration_fields")
+    if here is None or there is None:
+        if here is not there or "configuration_fields" not in theirs:
+            found.append("maybe the model's configuration, which one of them does not tell")
+    elif here != there:
+        fields = sorted(
+            name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
+        )
+        found.append(f"the model's configuration ({', '.join(fields)})")
+    return found
+
+
+def names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str]:
+    """Name two results by their first difference: by label, address, a circumstance, or date."""
+    if ours.get("label") or theirs.get("label"):
+        left, right = (each.get("label") or each["where"] for each in (ours, theirs))
+        if left != right:
+            return left, right
+    if ours["where"] != theirs["where"]:
+        return ours["where"], theirs["where"]
+    for field, words in _CIRCUMSTANCES.items():
+        if ours.get(field) != theirs.get(field):
+            return f"{words}: {_shown(ours.get(field))}", f"{words}: {_shown(theirs.get(field))}"
+    return f"of {ours['date']}", f"of {theirs['date']}"
+
+
+def _shown(value: object) -> str:
+    """Show a value of `_CIRCUMSTANCES`."""
+    return "the model's choice" if value in (None, "") else str(value)
+
+
+def described(inputs: object) -> str:
+    """Write inputs as `NAME DATATYPE [SHAPE]`, from the form in a result."""
+    if not isinstance(inputs, dict) or not inputs:
+        return "no inputs"
+    return ", ".join(f"{name} {kind} {list(shape)}" for name, (kind, *shape) in inputs.items())
+
+
+# For each figure, True if more is better.
+_MORE_IS_BETTER = {"requests_per_s": True, "p50": False, "p99": False}
+
+
+def verdict(name: str, ratio: Mapping[str, float]) -> str:
+    """Return "better" or "worse" if all ratios of a figure are; otherwise "alike"."""
+    if ratio["least"] <= 1 <= ratio["most"]:
+        return "alike"
+    return "better" if (ratio["least"] > 1) == _MORE_IS_BETTER[name] else "worse"
+
+
+# The number of the format. It grows when an older version would misread a file.
 FORMAT = 1
 # The endings of the files of one result.
 SUFFIXES = (".json", ".csv", ".png")
 
 
 class BadResult(MoonpoolError):
-    """A file that is no result, or of another format."""
+    """A file is not a result, or has another format."""
 
     code = "INVALID_ARG"
 
 
 def result(about: Mapping[str, object], points: Sequence[Point]) -> dict[str, Any]:
-    """`about` says what was measured: model, where, inputs and so on."""
+    """Make a result. `about` has the model, its address, inputs and so on."""
     return {
         "format": FORMAT,
         "moonpool": VERSION,
@@ -54,6 +245,7 @@ def result(about: Mapping[str, object], points: Sequence[Point]) -> dict[str, An
                 **point.load.as_dict(),
                 "stable": point.stable,
                 **_figures(point.whole),
+                "advice": None if point.advice is None else dict(point.advice),
                 "windows": [_figures(window) for window in point.windows],
             }
             for point in points
@@ -96,7 +288,7 @@ def _times(times_ns: NDArray[np.int64]) -> dict[str, float | None]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result that was written earlier. Raises `BadResult` and OSError."""
+    """Read a result from its file. Raises `BadResult` and OSError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -127,6 +319,9 @@ def _missing(found: Mapping[str, Any]) -> str | None:
         lacking = [name for name in _NEEDED if not isinstance(point, dict) or name not in point]
         if lacking:
             return f"a point of `series` has no `{lacking[0]}`"
+        advice = point.get("advice") or {"text": "", "line": ""}
+        if not isinstance(advice, dict) or not {"text", "line"} <= advice.keys():
+            return "the `advice` of a point has no `text` or no `line`"
     return None
 
 
@@ -137,7 +332,7 @@ _NEEDED = (
 
 
 def compare(found: dict[str, Any], *, in_turns: bool) -> None:
-    """Add `ratios` to each point that has its like in `against`, if that is there."""
+    """Add `ratios` to each point for which `against` has a point of the same load."""
     if "against" not in found:
         return
     for point in found["series"]:
@@ -160,9 +355,9 @@ def check_free(folder: Path, name: str) -> None:
 def write(
     folder: Path, name: str, found: Mapping[str, Any], *, overwrite: bool = False
 ) -> list[Path]:
-    """NAME.json and NAME.csv in the folder, which is made; returns their paths. Raises OSError.
+    """Write NAME.json and NAME.csv to the folder, which is made if needed; return their paths. Raises OSError.
 
-    Files that are there already are left alone, unless `overwrite`: then FileExistsError is raised.
+    Raises FileExistsError if a file exists, unless `overwrite` is true.
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts = {".json": json.dumps(found, indent=1) + "\n", ".csv": as_csv(found)}
@@ -193,7 +388,7 @@ _COLUMNS = (
 
 
 def as_csv(found: Mapping[str, Any]) -> str:
-    """A line for each load, the same figures as in `series`; what was not measured is empty."""
+    """Write one line for each load, with the figures of `series`. Figures that were not measured are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     times = ("latency_us", "first_response_us", "between_responses_us")

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-from moonpool.runtime.bench import digests
+import numpy as np
+from numpy.typing import NDArray
+
 from moonpool.runtime.bench import result as results
-from moonpool.runtime.bench.comparison import check_requests, differences
-from moonpool.runtime.bench.subject import InProcess
-from moonpool.runtime.bench.sweep import Point, sweep
+from moonpool.runtime.bench.callers import InProcess
+from moonpool.runtime.bench.control_client import Interface
+from moonpool.runtime.bench.request import Endpoint, QuestionTensor
+from moonpool.runtime.bench.result import check_requests, differences
+from moonpool.runtime.bench.server import MeasuredServer
+from moonpool.runtime.bench.windows import Load, Point, Subject, Window, sweep
 from moonpool.runtime.cli import bench_options
 from moonpool.runtime.cli.bench_options import Options
-from moonpool.runtime.cli.bench_table import show, show_requests, warnings
-from moonpool.runtime.cli.inputs import as_arrays, made_up
-from moonpool.runtime.cli.plot import can_plot, save_plot
-from moonpool.runtime.cli.session import UsageError, session
-from moonpool.runtime.extras import how_to_install
-from moonpool.runtime.output import harmless
-from moonpool.runtime.terminal import Terminal
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping, Sequence
-    from typing import Any
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from moonpool.runtime.bench.endpoint import Endpoint
-    from moonpool.runtime.bench.interface import Interface
-    from moonpool.runtime.bench.load import Load
-    from moonpool.runtime.bench.question import Tensor
-    from moonpool.runtime.bench.server import Server
-    from moonpool.runtime.bench.subject import Subject
-    from moonpool.runtime.bench.window import Window
-    from moonpool.runtime.cli.inputs import TakesInputs
+from moonpool.runtime.cli.bench_report import can_plot, save_plot, show, show_requests, warnings
+from moonpool.runtime.cli.inputs import TakesInputs, as_arrays, made_up
+from moonpool.runtime.cli.shared import UsageError, session
+from moonpool.runtime.process.extras import how_to_install
+from moonpool.runtime.process.terminal import Terminal, harmless
 
 NAME = "bench"
 HELP = "measure latency and throughput of a model by load"
@@ -134,9 +122,6 @@ class _Asked:
 
 
 def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
-    # Imported here: it would make the start of every command a fifth longer.
-    from moonpool.runtime.bench.question import Tensor
-
     servers = [
         _server(stack, options, endpoint)
         for endpoint in (options.endpoint, options.against)
@@ -148,7 +133,7 @@ def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
         subjects: list[Subject] = []
     else:
         runtime = stack.enter_context(
-            session(options.repository, options.backend_directory, verbose=options.verbose)
+            session(options.repository, options.hosting, verbose=options.verbose)
         )
         runtime.load(options.model, instances=options.instances)
         interface = runtime.config(options.model)
@@ -164,21 +149,19 @@ def _asked(stack: contextlib.ExitStack, options: Options) -> _Asked:
         subject.call()
         subjects = [subject]
     datatypes = {tensor.name: tensor.datatype for tensor in interface.inputs}
-    tensors = [Tensor.of(name, datatypes[name], array) for name, array in arrays.items()]
+    tensors = [QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()]
     for server in servers:
         _prepare(server, options, tensors)
     return _Asked(
         [*subjects, *servers],
         {name: [datatypes[name], *array.shape] for name, array in arrays.items()},
-        digests.of_requests(tensors),
+        results.digest_of_requests(tensors),
         sum(len(tensor.data) for tensor in tensors),
     )
 
 
-def _server(stack: contextlib.ExitStack, options: Options, endpoint: Endpoint) -> Server:
-    from moonpool.runtime.bench.server import Server
-
-    server = Server(
+def _server(stack: contextlib.ExitStack, options: Options, endpoint: Endpoint) -> MeasuredServer:
+    server = MeasuredServer(
         endpoint,
         options.model,
         options.version,
@@ -195,7 +178,7 @@ def _inputs(options: Options, interface: TakesInputs) -> dict[str, NDArray[np.ge
     return made_up(interface, options.batch, options.shapes)
 
 
-def _prepare(server: Server, options: Options, tensors: Sequence[Tensor]) -> None:
+def _prepare(server: MeasuredServer, options: Options, tensors: Sequence[QuestionTensor]) -> None:
     found: Interface = server.interface()
     if found.decoupled and not options.is_stream:
         raise UsageError(
@@ -228,7 +211,7 @@ def _about(options: Options, asked: _Asked, subject: Subject) -> dict[str, Any]:
         "window_s": options.seconds,
         "inputs": asked.inputs,
         "requests_digest": asked.requests_digest,
-        "configuration_digest": None if fields is None else digests.of_fields(fields),
+        "configuration_digest": None if fields is None else results.digest_of_fields(fields),
         "configuration_fields": fields,
     }
 

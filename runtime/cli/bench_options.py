@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from moonpool.runtime.bench.endpoint import BadAddress, Endpoint
-from moonpool.runtime.bench.load import DISTRIBUTIONS, Concurrency, Load, Rate
+from moonpool.runtime.bench.request import BadAddress, Endpoint
+from moonpool.runtime.bench.windows import DISTRIBUTIONS, Concurrency, Load, Rate
 from moonpool.runtime.cli.inputs import parse_inputs
-from moonpool.runtime.cli.session import UsageError
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
+from moonpool.runtime.cli.shared import UsageError, add_hosting, check_no_hosting, hosting_of
 
 _CONCURRENCY = "1,2,4,16"
-# It becomes a part of a file's name.
+# A label becomes a part of a file's name.
 _LABEL = re.compile(r"[\w.+=@, -]{1,60}")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What fits together: a repository or an endpoint is there, and rates only for endpoints."""
+    """Options that fit together: there is either a repository or an endpoint, and rates only for endpoints."""
 
     repository: str | None
-    backend_directory: str | None
+    # How the models of the repository are hosted.
+    hosting: dict[str, Any]
     model: str
     version: str
     endpoint: Endpoint | None
@@ -62,7 +61,7 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # The list of all would hide what is wrong with a command line.
+    # The list of all options would hide the error about the command line.
     parser.usage = "moonpool bench REPO MODEL [--FLAG VALUE ...]\n       moonpool bench MODEL --url URL [--FLAG VALUE ...]"
     add = parser.add_argument
     add("repository", metavar="REPO", nargs="?", help="the directory of the models, without --url")
@@ -108,11 +107,7 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
         default=60.0,
         help="for an answer; default %(default)s",
     )
-    add(
-        "--backend-directory",
-        metavar="DIR",
-        help="in process: where Python-based backends are, each as DIR/NAME/model.py",
-    )
+    add_hosting(group)
     add("--instances", metavar="N", type=int, help="in process: instead of what the model says")
     add(
         "--async",
@@ -210,7 +205,7 @@ def checked(arguments: argparse.Namespace) -> Options:
         raise UsageError("--shape is for made-up inputs; leave it out with --input")
     return Options(
         repository=arguments.repository,
-        backend_directory=arguments.backend_directory,
+        hosting=hosting_of(arguments),
         model=arguments.model,
         version=arguments.model_version,
         endpoint=endpoint,
@@ -269,7 +264,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> None:
-    """Options of one way are refused where the other is meant, rather than ignored."""
+    """Refuse options for servers without --url, and options for this process with it, rather than ignore them."""
     if endpoint is None and arguments.repository is None:
         raise UsageError("say where the model is: REPO MODEL, or MODEL --url URL")
     if endpoint is not None and arguments.repository is not None:
@@ -289,10 +284,10 @@ def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> 
     local = {
         "--async": arguments.is_async,
         "--instances": arguments.instances is not None,
-        "--backend-directory": arguments.backend_directory,
     }
     if given := [name for name, is_given in local.items() if is_given]:
         raise UsageError(f"{given[0]} is for models in this process, not for --url")
+    check_no_hosting(arguments)
     if arguments.streaming and endpoint.scheme != "grpc":
         raise UsageError(
             "--streaming needs grpc://: a stream of HTTP has no requests of the protocol"
@@ -310,7 +305,7 @@ def _against(text: str | None) -> tuple[Endpoint | None, Path | None]:
 
 
 def parse_endpoint(option: str, text: str) -> Endpoint:
-    """The address that an option gives. Raises `UsageError`."""
+    """Read the address in an option. Raises `UsageError`."""
     try:
         return Endpoint.parse(text)
     except BadAddress as error:
@@ -360,7 +355,7 @@ def _shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def parse_header(text: str) -> tuple[str, str]:
-    """`NAME=VALUE` of an option --header. Raises `UsageError`."""
+    """Read `NAME=VALUE` of an option --header. Raises `UsageError`."""
     name, equals, value = text.partition("=")
     if not (name and equals) or not (text.isascii() and text.isprintable()) or " " in name:
         raise UsageError(f"--header must be NAME=VALUE, not {text!r}")

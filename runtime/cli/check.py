@@ -1,36 +1,34 @@
-"""`moonpool check`: what is wrong with the models of a repository, before anybody needs them."""
+"""`moonpool check`: finds mistakes in the models of a repository before they are served."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.ipc.policy import LEVELS, is_contained
-from moonpool.runtime.cli.session import UsageError, add_repository, session
-from moonpool.runtime.config import ConfigError, ModelConfig, unused_fields
-from moonpool.runtime.config_limits import ConfigLimits
-from moonpool.runtime.config_options import ModelOptions
-from moonpool.runtime.environment_error import BadEnvironment
-from moonpool.runtime.errors import LoadFailed
-from moonpool.runtime.loading import HostingRules
-from moonpool.runtime.output import harmless
-from moonpool.runtime.repository import ModelDirectory, ModelRepository
-from moonpool.runtime.sandbox.hints import closed_files
-from moonpool.runtime.terminal import Terminal
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
-    from moonpool.runtime.runtime import Runtime
+from moonpool.ipc.policy import is_contained
+from moonpool.runtime.cli.shared import UsageError, add_repository, hosting_of, session
+from moonpool.runtime.errors import BadEnvironment, LoadFailed
+from moonpool.runtime.isolation.hints import closed_files
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.limits import ConfigLimits
+from moonpool.runtime.model.config.model import ModelConfig, unused_fields
+from moonpool.runtime.model.config.source import ConfigError
+from moonpool.runtime.process.terminal import Terminal, harmless
+from moonpool.runtime.repository.grants import Grants, as_argument, as_flag, asks, paste
+from moonpool.runtime.repository.loading import HostingRules, Wanted, prepare
+from moonpool.runtime.repository.repository import ModelDirectory, ModelRepository
+from moonpool.runtime.runtime import Runtime
 
 NAME = "check"
-HELP = "say what is wrong with the models of a repository"
+HELP = "find mistakes in the models of a repository"
 DESCRIPTION = """\
 Check each model of a repository: read its configuration, import it in its own environment, start its
 instances and end them again. One line a finding:
@@ -44,10 +42,10 @@ examples:
   moonpool check models
   moonpool check models add_sub normalise
   moonpool check models --allow-missing      # on a machine that lacks some environments
-  moonpool check models --sandbox strict     # as `moonpool serve --sandbox strict` would load them
+  moonpool check models --sandbox strict     # as `moonpool serve --sandbox strict` would load them, and what to grant
 """
 
-# So many closed files of a model are named.
+# The most closed files of a model that are named.
 _MOST_CLOSED = 5
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 # A place in a model's own file, as the texts of failed loads name it.
@@ -80,18 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an environment or a package that is not on this machine is a warning, not an error",
     )
     parser.add_argument(
-        "--sandbox",
-        choices=LEVELS,
-        help="the least level of the models' sandboxes, as of a server with that option",
-    )
-    parser.add_argument(
-        "--sandbox-grants",
-        metavar="MODEL",
-        action="append",
-        default=[],
-        help="let this model have what its configuration gives it beside its sandbox; may be given many times",
-    )
-    parser.add_argument(
         "--model-config-limit",
         metavar="LIMIT=NUMBER",
         action="append",
@@ -110,11 +96,12 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(f"--model-config-limit {error}") from error
     with session(
-        options.repository, options.backend_directory, verbose=options.verbose, quiet=True
+        options.repository, hosting_of(options), verbose=options.verbose, quiet=True
     ) as runtime:
-        runtime.registry.rules = HostingRules(
-            options.sandbox, grants=frozenset(options.sandbox_grants), limits=limits
-        )
+        runtime.registry.rules = replace(runtime.registry.rules, limits=limits)
+        for text in runtime.registry.rules.about_none_of(repository.models()):
+            counts["warning"] += 1
+            terminal.line(str(Finding("warning", "", _shown(repository.path), text)))
         for name in names:
             for finding in findings(runtime, repository, name, options.allow_missing):
                 counts[finding.level] += 1
@@ -129,11 +116,15 @@ def run(options: argparse.Namespace) -> int:
 def findings(
     runtime: Runtime, repository: ModelRepository, name: str, allow_missing: bool
 ) -> Iterator[Finding]:
-    """What there is to say about a model: its warnings, then that it is ok, or the first error."""
+    """Yield the findings about a model: its warnings, then `ok` or the first error."""
     try:
         directory = repository.find(name)
         yield from _configuration(directory, runtime.registry.rules)
-        yield from _closed(directory, runtime.registry.rules)
+        models = _with_all_granted(runtime, name)
+        yield from _closed(directory, models[0].options.sandbox)
+        if refused := list(_ungranted(runtime.registry.rules, models)):
+            yield from refused
+            return
         begin_s = time.monotonic()
         runtime.load(name)
         took_s = time.monotonic() - begin_s
@@ -161,11 +152,41 @@ def _configuration(directory: ModelDirectory, rules: HostingRules) -> Iterator[F
         yield Finding("warning", directory.name, _shown(directory.path / ignored), what)
 
 
-def _closed(directory: ModelDirectory, rules: HostingRules) -> Iterator[Finding]:
-    """What instances could not read because they are users of their own, where root starts them."""
-    raw, source = directory.read_config(rules.limits)
-    config = ModelConfig.from_dict(raw, source=source, partial=True)
-    level = rules.level_of(config, ModelOptions.from_parameters(config))
+def _with_all_granted(runtime: Runtime, name: str) -> list[Model]:
+    """Return the versions of a model as a load makes them, with whatever they ask for."""
+    registry = runtime.registry
+    free = replace(registry.rules, grants=Grants([name]))
+    prepared = prepare(Wanted(name), registry.repositories, registry.backends.locate, free)
+    prepared.discard()
+    return prepared.models
+
+
+def _ungranted(rules: HostingRules, models: list[Model]) -> Iterator[Finding]:
+    """List everything that a model asks for and is not granted, then the grant to paste."""
+    name = models[0].name
+    said = rules.said_of(Wanted(name))
+    if not is_contained(rules.floor_of(said) or "off") or name in rules.grants.whole:
+        return
+    # The versions have one configuration; their links are their own.
+    found = list(dict.fromkeys(ask for model in models for ask in asks(model, said)))
+    refused = [ask for ask in found if not rules.grants.covers(name, ask)]
+    source = models[0].config.source
+    for ask in refused:
+        place = _shown(source.file, source.line(ask.field)) if source.file else ""
+        what = f"asks for {ask.what}, beyond its sandbox"
+        yield Finding("error", name, place, what)
+    if not refused:
+        return
+    if all(ask.is_pastable for ask in found):
+        grant, what = paste(name, found), "to grant this and no more"
+    else:
+        grant, what = name, "to grant whatever its configuration says, now and later"
+    advice = f"{what}: {as_flag(grant)}; in Python: {as_argument(grant)}"
+    yield Finding("error", name, "", advice)
+
+
+def _closed(directory: ModelDirectory, level: str) -> Iterator[Finding]:
+    """Yield files that instances could not read. If root starts them, they are users of their own."""
     if os.geteuid() != 0 or not is_contained(level):
         return
     closed = list(closed_files(directory.path))
@@ -178,7 +199,7 @@ def _closed(directory: ModelDirectory, rules: HostingRules) -> Iterator[Finding]
 
 
 def _is_missing(error: Exception) -> bool:
-    """Whether the model may well be right, on another machine."""
+    """Return True if the model may be right on another machine."""
     text = str(error)
     if isinstance(error, BadEnvironment):
         return text.startswith("Failed to get the canonical path")
@@ -196,7 +217,7 @@ def _as_finding(
         )
     if isinstance(error, BadEnvironment):
         return Finding(level, name, _environment_line(folder, limits), _joined(text))
-    # The innermost place in the model's own files; below that it is somebody else's code.
+    # The innermost place in the model's own files. Deeper places are in libraries.
     places = [
         (within, line) for file, line in _PLACE.findall(text) if (within := _within(file, folder))
     ]
@@ -210,7 +231,7 @@ def _as_finding(
 
 
 def _within(file: str, folder: Path) -> Path | None:
-    """A file of the folder by the folder's own name, as Python may tell where it really is."""
+    """Return the path of a file in the folder. Python may have resolved the folder's links."""
     for parent in (folder, folder.resolve()):
         if Path(file).is_relative_to(parent):
             return folder / Path(file).relative_to(parent)
@@ -224,7 +245,7 @@ def _environment_line(folder: Path, limits: ConfigLimits) -> str:
 
 
 def _shown(path: str | os.PathLike[str], line: int | None = None) -> str:
-    """A path as it is shortest to type from here, with its line."""
+    """Return the shorter of relative and absolute path, with the line."""
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     shown = absolute if relative.startswith("..") else relative
@@ -232,5 +253,5 @@ def _shown(path: str | os.PathLike[str], line: int | None = None) -> str:
 
 
 def _joined(text: str) -> str:
-    """Several lines as one."""
+    """Join lines into one."""
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())

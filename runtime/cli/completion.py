@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.extras import how_to_install
-
-if TYPE_CHECKING:
-    import argparse
+from moonpool.runtime.process.extras import how_to_install
 
 NAME = "completion"
 HELP = "print a script that lets a shell complete commands, options and names of models"
@@ -75,7 +73,7 @@ def _completer_of(action: argparse.Action) -> Any:
 
 def _models(parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """The names of the models in the repository that the line names so far."""
-    from moonpool.runtime.repository import ModelRepository
+    from moonpool.runtime.repository.repository import ModelRepository
 
     # If REPO is optional, as with --url, the only word of an unfinished line is taken for MODEL.
     repository = getattr(parsed_args, "repository", None) or getattr(parsed_args, "model", None)

@@ -1,7 +1,12 @@
-"""`moonpool demo`: what moonpool is for, shown on real models with figures taken on this machine."""
+"""`moonpool demo`: a walk through moonpool on real models, with figures of this machine.
+
+Theory of operation. While a measurement runs, a thread calls a second model, to show that it still answers. The thread counts
+alone; the demo reads the counts after it has stopped and joined the thread.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
@@ -11,24 +16,18 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.bench.callers import measure
-from moonpool.runtime.cli.ping_pong import PingPong
-from moonpool.runtime.cli.session import UsageError, session
-from moonpool.runtime.cli.table import figure, table
-from moonpool.runtime.terminal import Terminal
+from moonpool.runtime.bench.callers import PingPong, measure
+from moonpool.runtime.cli.shared import UsageError, figure, session, table
+from moonpool.runtime.process.terminal import Terminal
+from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.version import VERSION
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
-    from moonpool.runtime.runtime import Runtime
 
 NAME = "demo"
 HELP = "a walk through moonpool in under a minute, with figures of this machine"
@@ -175,7 +174,7 @@ class Demo:
             ask()
             recovered_s = time.monotonic() - begin_s
         self._say(
-            "crashes was just told to read address 0, which ends its process. The caller whose "
+            "crashes was just asked to read address 0, which ends its process. The caller whose "
             "request was inside got an error; the next request waited for the new process; nobody "
             "else noticed."
         )
@@ -200,7 +199,7 @@ class Demo:
         answer()
         recovered_s = time.monotonic() - begin_s
         self._say(
-            "hangs was told to sleep for an hour. Its configuration gives a batch 0.5 s "
+            "hangs was asked to sleep for an hour. Its configuration gives a batch 0.5 s "
             "(MOONPOOL_EXECUTE_TIMEOUT_S); then the process is ended and replaced."
         )
         self._show(
@@ -256,7 +255,7 @@ class Demo:
 
 
 def verdict(gain: float, cores: int) -> str:
-    """What to make of it that two instances did `gain` times the work of one."""
+    """Explain that two instances did `gain` times the work of one."""
     if cores == 1:
         return (
             "This machine has one core for us, so two instances cannot do more than one; where there "
@@ -327,7 +326,9 @@ def _failure(call: Callable[[], object]) -> tuple[MoonpoolError, float]:
         call()
     except MoonpoolError as error:
         return error, time.monotonic() - begin_s
-    raise MoonpoolError("the example model did not do what it was told; is it the original?")
+    raise MoonpoolError(
+        "the example model did not do what its input asked for; is it the original?"
+    )
 
 
 def _rates(ways: Sequence[tuple[Callable[[], object], int]], seconds: float) -> list[float]:
@@ -360,6 +361,6 @@ def _ms(seconds: float) -> str:
 
 
 def _shortest(path: Path) -> str:
-    """As it can be typed here."""
+    """Return the path in the form that is shortest to type from here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli.bench_options import parse_endpoint, parse_header
 from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
-from moonpool.runtime.cli.session import UsageError, add_repository, session
-from moonpool.runtime.output import harmless
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.cli.shared import (
+    UsageError,
+    add_repository,
+    check_no_hosting,
+    hosting_of,
+    session,
+)
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.process.terminal import harmless
 
 # The wait for a server's answer if the command line names no time.
 _PATIENCE_S = 60.0
 
 NAME = "infer"
-HELP = "send one request to a model and print what it answers"
+HELP = "send one request to a model and print its answer"
 DESCRIPTION = """\
 Send one request to a model, and print its outputs or write them to files. With REPO the model is loaded for it; with
 --url it is asked at any server that speaks the KServe v2 protocol.
@@ -81,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         outputs, datatypes = _ask(options, values)
         _deliver(options, outputs, datatypes)
         return 0
-    with session(options.repository, options.backend_directory, verbose=options.verbose) as runtime:
+    with session(options.repository, hosting_of(options), verbose=options.verbose) as runtime:
         runtime.load(options.model)
         config = runtime.config(options.model, options.version)
         outputs = runtime.infer(
@@ -104,28 +106,26 @@ def _check_place(options: argparse.Namespace) -> None:
         return
     if options.repository is not None:
         raise UsageError("with --url the server has the model: leave out the repository")
-    if options.backend_directory is not None:
-        raise UsageError("--backend-directory is for models in this process, not for --url")
+    check_no_hosting(options)
 
 
 def _ask(
     options: argparse.Namespace, values: Mapping[str, object]
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """Ask a server's model; return its outputs by name, and their datatypes."""
-    from moonpool.runtime.bench.desk import desk, understood
-    from moonpool.runtime.bench.interface import interface
-    from moonpool.runtime.bench.question import Question, Tensor
+    from moonpool.runtime.bench.control_client import control_client, interface, understood
+    from moonpool.runtime.bench.request import Question, QuestionTensor
 
     endpoint = parse_endpoint("--url", options.url)
     headers = [parse_header(text) for text in options.header]
     version = "" if options.version is None else str(options.version)
-    asked = desk(endpoint, headers, options.timeout or _PATIENCE_S)
+    asked = control_client(endpoint, headers, options.timeout or _PATIENCE_S)
     try:
         with understood(f"what {endpoint.url} says of model '{options.model}'"):
             taken = interface(asked, options.model, version, with_optional=True)
         arrays = as_arrays(values, taken)
         datatypes = {tensor.name: tensor.datatype for tensor in taken.inputs}
-        inputs = [Tensor.of(name, datatypes[name], array) for name, array in arrays.items()]
+        inputs = [QuestionTensor.of(name, datatypes[name], array) for name, array in arrays.items()]
         with understood(f"the answer of {endpoint.url}"):
             outputs = asked.infer(Question(options.model, version, inputs))
             found = {output.name: output.array() for output in outputs}

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.ipc.tensors import CODES, DTYPES
-from moonpool.runtime.cli.session import UsageError
+from moonpool.runtime.cli.shared import UsageError
 from moonpool.runtime.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from moonpool.runtime.config_types import TensorConfig
+from moonpool.runtime.model.config.model import TensorConfig
 
 # What JSON may hold for a datatype, as numpy's kinds.
 _FITTING_KINDS = {"B": "b", "U": "iu", "I": "iu", "F": "iuf"}
@@ -24,7 +20,7 @@ _WORDS = {"B": "true and false", "U": "whole numbers", "I": "whole numbers", "F"
 
 
 class TakesInputs(Protocol):
-    """As much of a configuration as its inputs need."""
+    """The part of a configuration that making inputs needs."""
 
     @property
     def name(self) -> str: ...

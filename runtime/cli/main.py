@@ -1,7 +1,7 @@
-"""The command `moonpool`: its arguments, and from any end of a command to an exit code.
+"""The command `moonpool`: it parses arguments, runs a command, and turns its end into an exit code.
 
-0 is success, 1 failure (the command line was right, what it asked for did not work), 2 a wrong command line,
-128 + n the end by signal n.
+0 is success, 1 a failure (the command line was right, but the work failed), 2 a wrong command line, and 128 + n the end
+by signal n.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli import (
@@ -27,17 +28,37 @@ from moonpool.runtime.cli import (
     top,
     triton,
 )
-from moonpool.runtime.cli.command_parser import CommandParser
 from moonpool.runtime.cli.completion import offer_completions
-from moonpool.runtime.cli.session import UsageError
-from moonpool.runtime.config_shape import suggestion
-from moonpool.runtime.output import harmless
-from moonpool.runtime.sigterm import exit_on_sigterm
-from moonpool.runtime.terminal import Terminal
+from moonpool.runtime.cli.shared import UsageError
+from moonpool.runtime.model.config.schema import suggestion
+from moonpool.runtime.process.sigterm import exit_on_sigterm
+from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.version import VERSION
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of argparse that accepts options anywhere: `check REPO --strict MODEL` means `check REPO MODEL --strict`.
+
+    argparse gives all positional arguments their values at the first one that it meets. Its intermixed parsing reads the
+    options first.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._is_intermixing = False
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        # The intermixed parsing of some versions of argparse calls this method again.
+        if self._is_intermixing:
+            return super().parse_known_args(args, namespace)
+        self._is_intermixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_intermixing = False
+
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 
@@ -51,9 +72,9 @@ example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code, or raises SystemExit as argparse does."""
+    """Run a command and return its exit code. Raises SystemExit as argparse does."""
     for stream in (sys.stdout, sys.stderr):
-        # A µ or an … that the terminal cannot show is no reason to fail.
+        # A terminal that cannot show a µ or an … must not make a command fail.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     parser = make_parser()
@@ -65,8 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     try:
         with exit_on_sigterm():
+            # The parent may have ignored SIGCHLD or blocked signals. Then the kernel would keep no exit codes of stubs, or
+            # no signal would end the command. SIGINT, SIGQUIT and SIGHUP stay ignored, as in every background job.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
             code: int = options.run(options)
-            # Also what is still in the buffer may meet a reader that has gone.
+            # Flush here, so that a reader that has gone raises BrokenPipeError below.
             sys.stdout.flush()
             return code
     except UsageError as error:
@@ -77,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Terminal(sys.stderr).line("moonpool: interrupted")
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # Nobody reads our output any more, as in `moonpool … | head`; Python would flush once more.
+        # The reader of our output has gone, as in `moonpool … | head`. Python flushes once more at exit, to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (MoonpoolError, OSError) as error:
@@ -95,7 +120,7 @@ def _nearest(unknown: Sequence[str], options: argparse.Namespace) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moonpool",
-        description="Serve models from sealed processes, over shared memory.",
+        description="Run Python models in isolated processes, with requests through shared memory.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -129,14 +154,14 @@ def _text_of(error: MoonpoolError | OSError) -> str:
 
 
 def _complain_more(error: BaseException) -> None:
-    """The traceback: the model's own if it was the model, else that of this program."""
+    """Show the traceback of the model if the model has raised, else that of this program."""
     text = getattr(error, "traceback", "") or "".join(traceback.format_exception(error))
     for line in text.rstrip().split("\n"):
         Terminal(sys.stderr).line(f"  {harmless(line)}")
 
 
 def _complain(text: str) -> None:
-    """Say what is wrong on stderr: the first line marked, the rest below it."""
+    """Write an error to stderr: its first line is marked, the others are below it."""
     terminal = Terminal(sys.stderr)
     first, *rest = [harmless(line) for line in text.rstrip().split("\n")]
     terminal.line(f"moonpool: {terminal.paint('error:', 'red', 'bold')} {first}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
@@ -9,21 +10,16 @@ import pdb
 import sys
 import traceback
 from bdb import BdbQuit
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from moonpool.runtime.cli.infer import datatypes_of, plain, show
 from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
-from moonpool.runtime.cli.session import UsageError, logged_to
-from moonpool.runtime.output import harmless
-from moonpool.runtime.terminal import Terminal
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.cli.shared import UsageError, logged_to
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.process.terminal import Terminal, harmless
 
 NAME = "run-model"
 HELP = "run a model in this process, for debugging it"
@@ -69,12 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    # Not before it is needed: the other commands have no model in their own process.
+    # Imported here, because no other command has a model in its own process.
     from moonpool import testing
 
     values = parse_inputs(options.input)
     models = _models(options.models)
-    # No time is too long while somebody looks at variables.
+    # While a person debugs, no time is too long.
     timeout_s = None if options.debug else 30.0
     level = logging.DEBUG if options.verbose else logging.INFO
     try:
@@ -104,7 +100,7 @@ def _print(outputs: dict[str, NDArray[Any]], config: ModelConfig, *, as_json: bo
 
 
 def _models(arguments: Sequence[str]) -> dict[str, str]:
-    """`NAME=DIR` as directories by name. Raises `UsageError`."""
+    """Read `NAME=DIR` arguments into directories by name. Raises `UsageError`."""
     models: dict[str, str] = {}
     for argument in arguments:
         name, equals, directory = argument.partition("=")
@@ -116,11 +112,11 @@ def _models(arguments: Sequence[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _debugged(*, enabled: bool) -> Iterator[None]:
-    """Inside, what the model raises is shown, and its variables can be looked at, before it goes on."""
+    """Start the debugger where the model raised, if `enabled`, before the error goes on."""
     try:
         yield
     except Exception as error:
-        # What moonpool raises of its own accord has no cause, and there is nothing to look at.
+        # An error of moonpool's own has no cause, and there is nothing to debug.
         cause = error.__cause__
         if enabled and cause is not None and not isinstance(error, BdbQuit):
             traceback.print_exception(cause)
@@ -129,7 +125,7 @@ def _debugged(*, enabled: bool) -> Iterator[None]:
 
 
 class _Handler(logging.Handler):
-    """What the model logs, on stderr."""
+    """Writes the model's log to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         for line in self.format(record).split("\n"):

@@ -1,15 +1,15 @@
-"""`moonpool serve`: a server of the KServe v2 protocol, where tritonserver stood for Python models."""
+"""`moonpool serve`: runs a server of the KServe v2 protocol, in place of a tritonserver for Python models."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli.session import UsageError
-from moonpool.runtime.extras import EXTRAS, how_to_install, name_of
-from moonpool.runtime.server.option_sources import (
+from moonpool.runtime.cli.shared import UsageError
+from moonpool.runtime.process.extras import EXTRAS, how_to_install, name_of
+from moonpool.runtime.server.options.sources import (
     CONFIG,
     CONFIG_VARIABLE,
     BadOption,
@@ -17,11 +17,7 @@ from moonpool.runtime.server.option_sources import (
     given,
     read_options,
 )
-
-if TYPE_CHECKING:
-    import argparse
-
-    from moonpool.runtime.server.options import ServerOptions
+from moonpool.runtime.server.options.table import ServerOptions
 
 NAME = "serve"
 HELP = "serve the models of repositories over HTTP and gRPC"
@@ -86,12 +82,12 @@ def _serve(options: ServerOptions, without_effect: dict[str, str]) -> int:
     # Imported here, so that no server is made if it is missing.
     import uvloop  # noqa: F401
 
-    from moonpool.runtime.event_loop import run
-    from moonpool.runtime.progress import Progress
-    from moonpool.runtime.server.descriptors import raise_limit
-    from moonpool.runtime.server.log_lines import LogOptions, ServerLog, logged
-    from moonpool.runtime.server.server import Server
-    from moonpool.runtime.terminal import Terminal
+    from moonpool.runtime.hosting.progress import Progress
+    from moonpool.runtime.process.event_loop import run
+    from moonpool.runtime.process.terminal import Terminal
+    from moonpool.runtime.server.listening import raise_limit
+    from moonpool.runtime.server.log import LogOptions, ServerLog, logged
+    from moonpool.runtime.server.process import Server
 
     raise_limit()
     progress = Progress() if Terminal(sys.stderr).is_terminal and not options.log_file else None

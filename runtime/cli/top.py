@@ -1,36 +1,223 @@
-"""`moonpool top`: what goes on in a server, in a terminal."""
+"""`moonpool top`: shows the state of a server in a terminal."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import locale
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.cli.overview_lines import Line, cut, overview_lines
-from moonpool.runtime.cli.session import UsageError
-from moonpool.runtime.output import harmless
-from moonpool.runtime.terminal import Terminal
+from moonpool.runtime.cli.shared import UsageError, figure
+from moonpool.runtime.process.terminal import Terminal, harmless
 
 if TYPE_CHECKING:
-    import argparse
     import curses
 
+Shown = Mapping[str, Any]
+_TITLES = ("STATE", "INST", "REQ/S", "LATENCY", "QUEUE", "FAILED", "RST", "MEMORY")
+_ALIGN = "<>>>>>>>"
+_WIDTHS = (11, 5, 7, 7, 5, 6, 3, 8)
+_LEAST_NAME = 12
+_MOST_ERRORS = 8
+_MOST_DENIALS = 3
+_USUAL_LEVEL = "standard"
+_STYLES = {"READY": "", "FAILED": "red", "UNAVAILABLE": "dim", "STOPPED": "dim"}
+
+
+class Line(NamedTuple):
+    """A line without its end; `style` is one of `Terminal.paint` or ""."""
+
+    text: str
+    style: str = ""
+
+
+def overview_lines(shown: Shown, url: str, width: int, *, instances: bool = True) -> list[Line]:
+    """Return the overview of a server as lines that are at most `width` wide. Texts of models are made harmless."""
+    lines = [
+        *_head(shown, url),
+        Line(""),
+        *_table(shown["models"], width, instances=instances),
+        Line(""),
+        *_errors(shown["errors"]),
+    ]
+    return [Line(cut(line.text, width), line.style) for line in lines]
+
+
+def cut(text: str, width: int) -> str:
+    """Cut text to one line of at most `width` columns."""
+    text = harmless(text).replace("\t", " ")
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def _head(shown: Shown, url: str) -> list[Line]:
+    server, models = shown["server"], shown["models"]
+    recent = [model["recent"] for model in models if "recent" in model]
+    ready = sum(model["state"] == "READY" and not model["reason"] for model in models)
+    processes = [i for model in models for i in model["instances"] if i["pid"] is not None]
+    memory = sum(instance["rss_bytes"] or 0 for instance in processes)
+    rate = sum(each["requests_per_s"] for each in recent)
+    queued = sum(model.get("queued", 0) for model in models)
+    return [
+        Line(
+            f"moonpool {server['version']} at {url}, up {_span(server['uptime_s'])}, "
+            f"pid {server['pid']}",
+            "bold",
+        ),
+        Line(
+            f"{ready} of {_plural(len(models), 'version')} ready, "
+            f"{_plural(len(processes), 'process', 'processes')} with {_size(memory)}, "
+            f"{figure(rate)} requests/s, {queued} queued"
+        ),
+    ]
+
+
+def _table(models: Sequence[Shown], width: int, *, instances: bool) -> list[Line]:
+    room = max(_LEAST_NAME, width - sum(_WIDTHS) - len(_WIDTHS))
+    lines = [Line(_row("MODEL", _TITLES, room), "dim")]
+    for model in models:
+        is_troubled = model["state"] == "READY" and bool(model["reason"])
+        style = "red" if is_troubled else _STYLES.get(model["state"], "yellow")
+        lines.append(Line(_row(_name(model), _cells(model), room), style))
+        if model["reason"] and model["reason"] != "unloaded":
+            lines.append(Line(f"  {_first_line(model['reason'])}", style))
+        if advice := model.get("advice"):
+            lines.append(Line(f"  {_first_line(advice['text'])}", "yellow"))
+            lines.append(Line(f"  in config.pbtxt: {_first_line(advice['line'])}", "yellow"))
+        if instances:
+            lines += [line for each in model["instances"] for line in _instance(each)]
+    if not models:
+        lines.append(Line("no model is loaded, and the repository has none"))
+    return lines
+
+
+def _name(model: Shown) -> str:
+    return f"{model['name']}:{model['version']}" if model["version"] else str(model["name"])
+
+
+def _cells(model: Shown) -> tuple[str, ...]:
+    instances, recent = model["instances"], model.get("recent")
+    ready = sum(each["state"] == "READY" for each in instances)
+    memory = sum(each["rss_bytes"] or 0 for each in instances)
+    if recent is None:
+        return (model["state"], *[""] * (len(_TITLES) - 1))
+    return (
+        model["state"],
+        f"{ready}/{len(instances)}",
+        figure(recent["requests_per_s"]),
+        _duration(recent["latency_us"]),
+        str(model["queued"]),
+        str(model["failure"]),
+        str(sum(each["restarts"] for each in instances)),
+        _size(memory) if memory else "",
+    )
+
+
+def _row(name: str, cells: Sequence[str], room: int) -> str:
+    columns = [
+        f"{cell:{side}{width}}" for cell, side, width in zip(cells, _ALIGN, _WIDTHS, strict=True)
+    ]
+    return f"{cut(name, room):<{room}} {' '.join(columns)}".rstrip()
+
+
+def _instance(instance: Shown) -> list[Line]:
+    facts = [instance["name"], instance["state"]]
+    if instance["kind"] == "GPU":
+        facts.append(f"GPU {instance['device_id']}")
+    if instance["pid"] is not None:
+        facts.append(f"pid {instance['pid']}")
+    if instance["rss_bytes"] is not None:
+        facts.append(_size(instance["rss_bytes"]))
+    if instance["restarts"]:
+        facts.append(_plural(instance["restarts"], "restart"))
+    if instance["state"] != "READY":
+        facts.append(_first_line(instance["because"]))
+    lines = [Line("  " + "  ".join(facts), _STYLES.get(instance["state"], "yellow") or "dim")]
+    if instance["pid"] is not None and instance["sandbox"] is not None:
+        lines += _sandbox(instance["sandbox"])
+    return lines + _denials(instance.get("denials"))
+
+
+def _sandbox(sandbox: Shown) -> list[Line]:
+    """Show a sandbox that differs from the usual one."""
+    if sandbox["level"] == _USUAL_LEVEL:
+        return []
+    facts = [f"sandbox {sandbox['level']}: {', '.join(sandbox['layers'])}"]
+    if sandbox["user"] is not None:
+        facts.append(f"user {sandbox['user']}")
+    if sandbox["granted"]:
+        facts.append(f"granted: {', '.join(sandbox['granted'])}")
+    missing = [Line(f"    left out: {sentence}", "yellow") for sentence in sandbox["left_out"]]
+    return [Line("    " + "; ".join(facts), "dim"), *missing]
+
+
+def _denials(denials: Shown | None) -> list[Line]:
+    """Show the counts by kind, and the latest denials. An older server sends none."""
+    if not denials or not denials["counts"]:
+        return []
+    counts = ", ".join(f"{count} {kind}" for kind, count in denials["counts"].items())
+    lines = [Line(f"    refused by the sandbox: {counts}", "yellow")]
+    for each in denials["latest"][:_MOST_DENIALS]:
+        option = f": {each['option']} would allow it" if each["option"] else ""
+        lines.append(Line(f"      {each['kind']} {each['text']}".rstrip() + option, "yellow"))
+    return lines
+
+
+def _errors(errors: Sequence[Shown]) -> list[Line]:
+    if not errors:
+        return [Line("no errors since the server started", "dim")]
+    lines = [Line("LATEST ERRORS", "dim")]
+    for error in errors[:_MOST_ERRORS]:
+        at = time.strftime("%H:%M:%S", time.localtime(error["last_ms"] / 1000))
+        times = f" ({_plural(error['requests'], 'request')})" if error["requests"] else ""
+        lines.append(Line(f"{at} {error['model']}{times}: {_first_line(error['text'])}", "red"))
+    return lines
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _plural(count: int, word: str, many: str = "") -> str:
+    return f"{count} {word if count == 1 else many or word + 's'}"
+
+
+def _duration(us: float | None) -> str:
+    if us is None:
+        return "-"
+    if us < 1000:
+        return f"{figure(us)} µs"
+    return f"{figure(us / 1e3)} ms" if us < 1e6 else f"{figure(us / 1e6)} s"
+
+
+def _size(count_bytes: int) -> str:
+    mib = count_bytes / 2**20
+    return f"{figure(mib)} MiB" if mib < 1000 else f"{figure(mib / 1024)} GiB"
+
+
+def _span(seconds: float) -> str:
+    for name, unit_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{int(seconds // unit_s)} {name}"
+    return f"{int(seconds)} s"
+
+
 NAME = "top"
-HELP = "show what goes on in a server: models, instances, rates, errors"
+HELP = "show the models, instances, rates and errors of a server"
 DESCRIPTION = """\
-Show the models of a moonpool server, their instances, rates and latest errors, and keep that up to date.
-It is what the page at the server's address shows. Where there is no terminal it is shown once.
+Show the models of a moonpool server, their instances, rates and latest errors, and keep them up to date.
+The page at the server's address shows the same. Without a terminal the overview is shown once.
 
 Keys: q ends, i shows or hides instances, arrows, Page Up and Page Down scroll.
 """
 EXAMPLES = """\
 examples:
   moonpool top
-  moonpool top http://gpu-box:8000 --interval 5
+  moonpool top --url http://gpu-box:8000 --interval 5
   moonpool top --once
 """
 
@@ -40,16 +227,16 @@ _MOST_BYTES = 64 << 20
 
 
 class NoOverview(MoonpoolError):
-    """Nobody is there, or somebody else."""
+    """No server answers, or it is not moonpool's."""
 
     code = "UNAVAILABLE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "url", metavar="URL", nargs="?", default=_URL, help="the server; default %(default)s"
-    )
-    parser.add_argument("--once", action="store_true", help="show it once and end")
+    parser.add_argument("--url", metavar="URL", help=f"the server; default {_URL}")
+    # The address without --url, as in older versions.
+    parser.add_argument("address", metavar="URL", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--once", action="store_true", help="show the overview once and end")
     parser.add_argument(
         "--interval", metavar="S", type=float, default=1.0, help="seconds; default %(default)g"
     )
@@ -58,11 +245,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if not options.interval >= 0.1:
         raise UsageError(f"--interval must be at least 0.1 seconds, not {options.interval:g}")
-    url = options.url.rstrip("/")
+    if options.url is not None and options.address is not None:
+        raise UsageError("give one address")
+    given = options.url or options.address or _URL
+    url = given.rstrip("/")
     if "://" not in url:
         url = f"http://{url}"
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"URL must begin with http:// or https://, not be {options.url!r}")
+        raise UsageError(f"URL must begin with http:// or https://, not be {given!r}")
     shown = fetch(url)
     terminal = Terminal(sys.stdout)
     if options.once or not (terminal.is_terminal and sys.stdin.isatty()):
@@ -83,7 +273,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def fetch(url: str) -> dict[str, Any]:
-    """The overview of the server at this address. Raises `NoOverview`, which says what is there instead."""
+    """Get the overview of the server at this address. Raises `NoOverview` with the reason."""
     answer = _get(f"{url}/v2/moonpool/overview")
     if isinstance(answer, dict) and "models" in answer:
         try:
@@ -102,7 +292,7 @@ def fetch(url: str) -> dict[str, Any]:
 
 
 def _get(url: str) -> object:
-    """The JSON there, None where it is something else."""
+    """Get JSON; None if the answer is something else."""
     import http.client
     import urllib.error
     import urllib.request
@@ -126,7 +316,7 @@ def _get(url: str) -> object:
 
 
 class _Screen:
-    """The terminal while it is watched."""
+    """The terminal, redrawn until the user quits."""
 
     def __init__(self, window: curses.window, url: str, interval_s: float) -> None:
         self._window = window
@@ -139,14 +329,14 @@ class _Screen:
         window.keypad(True)
 
     def watch(self, shown: dict[str, Any]) -> None:
-        """Until somebody presses q."""
+        """Redraw until q is pressed."""
         due_s = time.monotonic() + self._interval_s
         while True:
             self._draw(shown)
             self._window.timeout(max(0, int((due_s - time.monotonic()) * 1000) + 1))
             key = self._window.getch()
             if key == -1:
-                # At once, where the terminal is gone.
+                # If the terminal is gone, getch returns at once.
                 time.sleep(max(0.0, due_s - time.monotonic()))
             if key in (ord("q"), ord("Q")):
                 return
@@ -173,7 +363,7 @@ class _Screen:
             self._instances = not self._instances
 
     def _draw(self, shown: dict[str, Any]) -> None:
-        """Only what differs from what the terminal shows is sent to it."""
+        """Draw all lines. curses sends only the differences to the terminal."""
         import curses
 
         height, width = self._window.getmaxyx()
@@ -184,7 +374,7 @@ class _Screen:
         self._window.erase()
         for row, line in enumerate([*visible, *[Line("")] * (height - 1 - len(visible)), foot]):
             text = _writable(cut(line.text, width))
-            # The last column of the last row cannot be left, and the window may have shrunk.
+            # curses fails at the last column of the last row, and if the window has shrunk.
             with contextlib.suppress(curses.error):
                 self._window.addstr(row, 0, text, self._styles[line.style])
         self._window.refresh()
@@ -214,6 +404,6 @@ def _styles() -> dict[str, int]:
 
 
 def _writable(text: str) -> str:
-    """What the terminal's encoding has no place for is replaced."""
+    """Replace characters that the terminal's encoding lacks."""
     encoding = locale.getpreferredencoding()
     return harmless(text).encode(encoding, "replace").decode(encoding)

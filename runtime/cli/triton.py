@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moonpool.runtime.cli.session import UsageError
-from moonpool.runtime.cli.table import table
-from moonpool.runtime.output import harmless
-from moonpool.runtime.terminal import Terminal
-from moonpool.runtime.triton import installation
-
-if TYPE_CHECKING:
-    import argparse
+from moonpool.runtime.cli.shared import UsageError, table
+from moonpool.runtime.process.terminal import Terminal, harmless
+from moonpool.runtime.triton import install
 
 NAME = "triton"
 HELP = "run models in a tritonserver, as one of its backends"
@@ -61,27 +56,24 @@ def run(options: argparse.Namespace) -> int:
         return _check(backends, options.library, options.server)
     terminal = Terminal(sys.stdout)
     if options.action == "uninstall":
-        removed = installation.uninstall(backends)
+        removed = install.uninstall(backends)
         for folder in removed:
             terminal.line(harmless(f"removed {folder}"))
         if not removed:
             terminal.line(harmless(f"there is nothing of moonpool's for {backends}"))
         return 0
-    library = options.library or installation.find_library()
+    library = options.library or install.find_library()
     if options.action == "install":
-        folder = installation.install(backends, library)
+        folder = install.install(backends, library)
         terminal.line(f'models with  backend: "moonpool"  are run by {harmless(str(folder))}')
     else:
         into = options.into and options.into.absolute()
-        terminal.line(str(installation.overlay(backends, library, into)))
+        terminal.line(str(install.overlay(backends, library, into)))
     return 0
 
 
 def _check(backends: Path, library: Path | None, server: Path | None) -> int:
-    # Not for those who only infer.
-    from moonpool.runtime.triton.check import findings
-
-    found = list(findings(backends, library, server))
+    found = list(install.findings(backends, library, server))
     rows = [[each.subject, _SHOWN[each.works][0], harmless(each.what)] for each in found]
     terminal = Terminal(sys.stdout)
     for line, finding in zip(table(rows, align="<<<"), found, strict=True):

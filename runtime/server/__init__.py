@@ -1,1 +1,1 @@
-"""The process behind `moonpool serve`: its options, its log, its beginning and its end."""
+"""A KServe v2 server with Triton's extensions: a service, the protocols that speak for it, and the process."""

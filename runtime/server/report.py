@@ -1,27 +1,31 @@
-"""What a server says of its models once they are loaded: Triton's table."""
+"""Tables and remarks for the log of a server that starts, in Triton's form where it has one."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 
 from moonpool.ipc.policy import STANDARD
-from moonpool.runtime.frontend.metadata import EXTENSIONS
-from moonpool.runtime.output import harmless
-from moonpool.runtime.server.descriptors import connections
+from moonpool.runtime.hosting.model_statuses import ModelStatus
+from moonpool.runtime.model.states import ModelState
+from moonpool.runtime.process.terminal import harmless, one_line
+from moonpool.runtime.server.listening import connections
+from moonpool.runtime.server.metadata import EXTENSIONS
+from moonpool.runtime.server.options.table import ServerOptions
 from moonpool.runtime.version import VERSION
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from moonpool.runtime.model_statuses import ModelStatus
-    from moonpool.runtime.server.options import ServerOptions
-
+# The most models, and characters of a reason, in one line of the log.
+_MOST_MODELS, _MOST_REASON = 8, 300
+_END = "\n"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def model_table(statuses: Mapping[str, ModelStatus]) -> str:
-    """A line for each version: model, version, status with the reason; and its sandbox, if not all have the usual one."""
+    """Return a table with a line for each version: model, version, status with the reason.
+
+    It has a column for the sandbox if not all models have the usual one.
+    """
     rows = []
     for name, status in sorted(statuses.items()):
         for version in status.versions:
@@ -29,14 +33,14 @@ def model_table(statuses: Mapping[str, ModelStatus]) -> str:
             rows.append([name, str(version.version), f"{version.state}{reason}", version.sandbox])
         if not status.versions and status.failure is not None:
             rows.append([name, "-", f"Not loaded: {status.failure}", ""])
-    # Triton's table, which whoever does not ask for another sandbox shall find as it is there.
+    # Triton's table has three columns. If no sandbox is set, the table stays as it is.
     columns = 3 if {row[3] for row in rows} <= {"", STANDARD} else 4
     head = ["Model", "Version", "Status", "Sandbox"]
     return ascii_table(head[:columns], [row[:columns] for row in rows])
 
 
 def option_table(options: ServerOptions) -> str:
-    """What server this is, in Triton's words."""
+    """Return a table of the server's options, in Triton's words."""
     paths = {
         f"model_repository_path[{number}]": path
         for number, path in enumerate(options.model_repository)
@@ -55,14 +59,14 @@ def option_table(options: ServerOptions) -> str:
 
 
 def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
-    """What whoever starts a server should know; each with its level."""
+    """List remarks for the person who starts the server, each with its level."""
     if options.load_model and options.model_control_mode != "explicit":
         yield logging.WARNING, "--load-model has no effect without --model-control-mode=explicit"
-    room = connections(options)
-    if options.allow_http and room.http < options.http_max_connections:
-        yield logging.INFO, _no_room("http", options.http_max_connections, room.http)
-    if options.allow_grpc and room.grpc < options.grpc_max_connections:
-        yield logging.INFO, _no_room("grpc", options.grpc_max_connections, room.grpc)
+    allowed = connections(options)
+    if options.allow_http and allowed.http < options.http_max_connections:
+        yield logging.INFO, _too_few_files("http", options.http_max_connections, allowed.http)
+    if options.allow_grpc and allowed.grpc < options.grpc_max_connections:
+        yield logging.INFO, _too_few_files("grpc", options.grpc_max_connections, allowed.grpc)
     if options.frontends > 1 and any("summary_latencies=true" in e for e in options.metrics_config):
         what = (
             "with --frontends, latency summaries have only requests that the main process answers"
@@ -79,17 +83,46 @@ def remarks(options: ServerOptions) -> Iterator[tuple[int, str]]:
     elif options.model_control_mode == "explicit" and not options.control_token_file:
         yield (
             logging.WARNING,
-            "Whoever reaches the server can have it load models, which is to run code on this machine; "
-            "--control-token-file asks them for a token.",
+            "A client that reaches the server can make it load models, and so run code on this machine; "
+            "--control-token-file makes the server require a token.",
         )
 
 
-def _no_room(protocol: str, wanted: int, room: int) -> str:
-    return f"--{protocol}-max-connections is {wanted}, and the limit of open files (ulimit -n) has room for {room}"
+def not_ready(missing: Sequence[tuple[str, int, str]]) -> str:
+    """Say that the server listens and is not ready, with the reasons. `missing` is that of `Metadata`."""
+    named = [
+        f"model '{one_line(name)}' version {version} is not: {one_line(reason.partition(_END)[0][:_MOST_REASON])}"
+        for name, version, reason in missing[:_MOST_MODELS]
+    ]
+    if len(missing) > _MOST_MODELS:
+        named.append(f"{len(missing) - _MOST_MODELS} more are not")
+    return (
+        f"Listening, but not ready: {'; '.join(named)}. With --strict-readiness=false, models that could not be loaded do "
+        "not count."
+    )
+
+
+def not_all_loaded(options: ServerOptions, statuses: Mapping[str, ModelStatus]) -> str:
+    """Say in Triton's words that the server ends, and how to serve the models that could be loaded."""
+    text = "creating server: Internal - failed to load all models; see the table above for the reasons. "
+    loaded = sorted(
+        name
+        for name, status in statuses.items()
+        if any(version.state is ModelState.READY for version in status.versions)
+    )
+    text += "To serve the others, add --exit-on-error=false"
+    if options.model_control_mode != "explicit" and 0 < len(loaded) <= _MOST_MODELS:
+        names = " ".join(f"--load-model={shlex.quote(name)}" for name in loaded)
+        text += f"; to load no others, --model-control-mode=explicit {names}"
+    return f"{one_line(text)}."
+
+
+def _too_few_files(protocol: str, wanted: int, allowed: int) -> str:
+    return f"--{protocol}-max-connections is {wanted}, and the limit of open files (ulimit -n) allows {allowed}"
 
 
 def ascii_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with lines around it; a cell may have several lines."""
+    """Draw a table with lines around it. A cell may have several lines."""
     cells = [[_lines(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(line) for row in cells for line in row[at]) for at in range(len(head))]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"

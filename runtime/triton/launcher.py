@@ -1,10 +1,10 @@
-"""Starts the stubs of one backend of a tritonserver, watches them, starts them again. Run by path:
+"""The program of a launcher, which starts the stubs of one backend of a tritonserver. It is run by path:
 
     python -I .../runtime/triton/launcher.py FD [NAME]
 
-FD is the channel to the library inside the server, which started this process; `messages.py` is what is said there. NAME is the
-backend's, for who looks at the machine's processes. The
-interpreter needs numpy and msgpack, and moonpool need not be installed in it. This process ends with the server.
+FD is the channel to the library inside the server, which started this process; `messages.py` has its messages. NAME is the
+backend's name, which makes the process easy to find among others. The interpreter needs numpy and msgpack. moonpool need
+not be installed in it, so nothing of moonpool is imported before `make_importable`. This process ends with the server.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ _OLDEST = (3, 11)
 _FIRST_FD = 3
 # The most seconds for another Python to print its version.
 _ANSWER_S = 10.0
-# Of the signals that are ignored: those that every Python ignores.
-_PYTHONS_OWN = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 def make_importable(name: str, folder: str) -> None:
-    """Make the one package importable without adding what lies beside it to the path."""
+    """Make one package importable without adding its neighbours to the path."""
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [folder]
 
 
 def why_not() -> str | None:
-    """Why this interpreter cannot run a launcher, if so."""
+    """Return the reason why this interpreter cannot run a launcher, if there is one."""
     if sys.version_info < _OLDEST:
         version = ".".join(map(str, sys.version_info[:3]))
         return f"it is Python {version}, and moonpool needs 3.11 or newer; models may have an older one"
@@ -47,20 +45,19 @@ def why_not() -> str | None:
 
 
 def leave_server(channel_fd: int) -> None:
-    """Give up what a child of the server has of it beside the channel: open files and signals."""
+    """Give up everything inherited from the server but the channel: open files, process group and signals."""
+    from moonpool.ipc import signals
+
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd >= _FIRST_FD and fd != channel_fd:
-            # The list's own is closed already.
+            # The descriptor of the listing itself is closed already.
             with contextlib.suppress(OSError):
                 os.close(fd)
     os.set_inheritable(channel_fd, False)
-    # What ends a server's process group is not for this process: it ends with the server's channel.
+    # A signal to the server's process group is not for this process, which ends with the channel.
     os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in signal.valid_signals() - _PYTHONS_OWN:
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    # Whoever ends the server by them gives it time to end its models.
+    signals.use_defaults()
+    # A server that gets these ends its models in order, and needs this process for that.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -95,14 +92,14 @@ def is_servers_version() -> bool:
 def main() -> int:
     """Launch until the server ends; returns the exit code."""
     channel_fd = int(sys.argv[1])
+    here = os.path.dirname(os.path.realpath(__file__))
+    make_importable("moonpool", os.path.dirname(os.path.dirname(here)))
     leave_server(channel_fd)
     leave_servers_python()
     reason = why_not()
     if reason is not None:
         sys.stderr.write(f"moonpool cannot be run by {sys.executable}: {reason}\n")
         return 1
-    here = os.path.dirname(os.path.realpath(__file__))
-    make_importable("moonpool", os.path.dirname(os.path.dirname(here)))
     from moonpool.runtime.triton.launching import launch
 
     launch(channel_fd)
@@ -111,5 +108,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # Not sys.exit: threads that wait for more to do would keep the process.
+    # sys.exit would wait for threads that are idle.
     os._exit(code)

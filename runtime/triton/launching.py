@@ -1,4 +1,15 @@
-"""What a launcher does: models, their instances and their deaths, as the shim asks for them."""
+"""The launcher's work: it loads models, starts and ends their instances, and reports deaths, as the shim asks.
+
+Theory of operation. The main thread reads the shim's messages and does what is quick itself. Loading and unloading a model,
+starting and ending an instance, and making memory each get a thread, because a slow model must not delay another one.
+`_models` and `_instances` are changed by the main thread and by those threads, one key at a time, and the shim never uses a
+number again, so they need no lock. A message about an instance that is gone is ignored, or refused if it asks for something.
+
+The launcher is the parent of all stubs of its backend, so a tritonserver, with its many threads and GPU libraries, starts only
+one process itself. If the launcher dies, the kernel kills its stubs (PR_SET_PDEATHSIG), and the shim sees the end of the
+channel. If the server dies, the channel ends here; then `run` ends all instances without letting them finalize, finalizes
+the models, and returns.
+"""
 
 from __future__ import annotations
 
@@ -7,44 +18,39 @@ import mmap
 import os
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION
-from moonpool.runtime.failures import as_load_failure, missing_file_line
-from moonpool.runtime.model_registry import ModelRegistry
-from moonpool.runtime.parallel import in_parallel
-from moonpool.runtime.public_text import scrubbed
-from moonpool.runtime.python_based import BackendDirectory
-from moonpool.runtime.triton.error_codes import code_of
-from moonpool.runtime.triton.lent_backend import LentBackend
-from moonpool.runtime.triton.lent_instance import LentInstance
-from moonpool.runtime.triton.messages import LAUNCHER_VERSION, End, Word
+from moonpool.runtime.hosting.backends import BackendDirectory
+from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.isolation.public_text import scrubbed
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.process.parallel import in_parallel
+from moonpool.runtime.schedule.failures import as_load_failure, missing_file_line
+from moonpool.runtime.triton.launcher_channel import LauncherChannel
+from moonpool.runtime.triton.lent import LentBackend, LentInstance
+from moonpool.runtime.triton.messages import LAUNCHER_VERSION, End, Word, code_of
 from moonpool.runtime.triton.models import ServedModel, refusal, rules_of
 from moonpool.runtime.triton.notes import Notes
-from moonpool.runtime.triton.post import Post
 from moonpool.runtime.version import VERSION
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from moonpool.runtime.backend import Model
-
 _log = logging.getLogger("moonpool")
-# The receiver of all memory that this process gives.
+# The name under which allotments note memory that this process gives to the shim.
 _SHIM = "shim"
 _UNAVAILABLE = CODES.index("UNAVAILABLE")
 
 
 class Launcher:
-    """Hears on one thread; what takes long has a thread of its own."""
+    """Reads messages on one thread; slow work has threads of its own."""
 
-    def __init__(self, post: Post) -> None:
-        self._post = post
-        # For what a runtime's stubs share. Nobody loads models there.
+    def __init__(self, peer: LauncherChannel) -> None:
+        self._peer = peer
+        # The registry brings what stubs share: reactor, metrics, log levels. It holds no models.
         self._registry = ModelRegistry(None, [], BackendDirectory(), 0.0, False, None)
         self._registry.is_controllable = False
         self._stubs = self._registry.stubs
@@ -68,11 +74,11 @@ class Launcher:
         }
 
     def run(self) -> None:
-        """Do what is asked for until nobody asks any more, and end all that is left then."""
-        self._post.tell(Word.HELLO, LAUNCHER_VERSION, PROTOCOL_VERSION, VERSION, os.getpid())
+        """Serve the shim until the channel ends; then end all instances and models."""
+        self._peer.send(Word.HELLO, LAUNCHER_VERSION, PROTOCOL_VERSION, VERSION, os.getpid())
         try:
             while True:
-                (word, *fields), _ = self._post.hear()
+                (word, *fields), _ = self._peer.receive()
                 self._heard[word](*fields)
         except PeerGone:
             _log.debug("the server has ended, or needs this backend no more")
@@ -88,7 +94,7 @@ class Launcher:
 
     def _begin(self, name: str, directory: str, config: str, server: str) -> None:
         _log.debug("backend '%s' of %s in %s", name, server, directory)
-        # Where the models of every backend here may import from, as in Triton.
+        # As in Triton, models of every backend may import from the folder of the backend `python`.
         folder = Path(directory).parent / "python"
         self._backend = LentBackend(self._stubs, name, str(folder))
         self._directory, self._config = directory, config
@@ -122,14 +128,14 @@ class Launcher:
             self._backend.model_initialize(served.model)
         except Exception as error:
             failure = as_load_failure(error, f"model '{name}'")
-            told = refusal(failure, f"model '{name}':", model)
+            reason = refusal(failure, f"model '{name}':", model)
             if (line := missing_file_line(failure)) is not None:
                 _log.info("%s", line)
-            self._post.tell(Word.REFUSED, number, code_of(failure), told)
+            self._peer.send(Word.REFUSED, number, code_of(failure), reason)
             return
         served.warn()
         self._models[number] = served
-        self._post.tell(Word.MODEL_READY, number, *served.facts())
+        self._peer.send(Word.MODEL_READY, number, *served.facts())
 
     def _unload(self, number: int) -> None:
         served = self._models.pop(number)
@@ -137,7 +143,7 @@ class Launcher:
 
     def _unload_apart(self, number: int, served: ServedModel) -> None:
         self._backend.model_finalize(served.model)
-        self._post.tell(Word.ENDED, number)
+        self._peer.send(Word.ENDED, number)
 
     # Instances
 
@@ -150,7 +156,7 @@ class Launcher:
             name,
             kind,
             device_id,
-            self._post,
+            self._peer,
             self._stubs.reactor,
         )
         _apart("moonpool-start", self._start_apart, number, instance)
@@ -177,12 +183,12 @@ class Launcher:
 
     def _enlarge(self, question: int, number: int, *wanted: int) -> None:
         if number in self._instances:
-            # Setting memory aside takes a millisecond for every few megabytes.
+            # Allocating the pages takes a millisecond for every few megabytes.
             instance = self._instances[number]
             _apart("moonpool-grow", self._enlarge_apart, question, instance, *wanted)
         else:
-            # It did not start, and its process may still ask.
-            self._post.tell(Word.REFUSED, question, _UNAVAILABLE, "the instance has ended")
+            # The instance did not start, and its process may still ask.
+            self._peer.send(Word.REFUSED, question, _UNAVAILABLE, "the instance has ended")
 
     def _enlarge_apart(
         self,
@@ -199,19 +205,19 @@ class Launcher:
             memory = instance.memory(generation, writer)
             size_bytes, fd = memory.give_elsewhere(_SHIM, region, present_bytes, needed_bytes)
         except MoonpoolError as error:
-            self._post.tell(Word.REFUSED, question, code_of(error), str(error))
+            self._peer.send(Word.REFUSED, question, code_of(error), str(error))
             instance.check_wear(generation)
         else:
-            self._post.tell(Word.SET_ASIDE, question, size_bytes, fds=(fd,))
+            self._peer.send(Word.SET_ASIDE, question, size_bytes, fds=(fd,))
 
     def _take_back(self, number: int, generation: int, writer: int, region: int) -> None:
         if number in self._instances:
-            with suppress(MoonpoolError):  # that process is gone, and its memory with it
+            with suppress(MoonpoolError):  # the process has ended, and its memory is free
                 self._instances[number].memory(generation, writer).take_back(_SHIM, region)
 
     def _scrub(self, question: int, number: int, text: str) -> None:
-        told = self._models[number].scrubbed(text) if number in self._models else scrubbed(text)
-        self._post.tell(Word.SCRUBBED, question, told)
+        public = self._models[number].scrubbed(text) if number in self._models else scrubbed(text)
+        self._peer.send(Word.SCRUBBED, question, public)
 
     def _end(self, number: int) -> None:
         _apart("moonpool-end", self._instances.pop(number).end)
@@ -222,14 +228,14 @@ def _apart(name: str, act: Callable[..., None], *arguments: Any) -> None:
 
 
 def launch(channel_fd: int) -> None:
-    """Launch until the end of file on this socket, which this owns."""
-    post = Post(Channel(socket.socket(fileno=channel_fd)), End.LAUNCHER)
-    notes = Notes(post)
+    """Run a launcher on this socket until its end of file. Owns the socket."""
+    peer = LauncherChannel(Channel(socket.socket(fileno=channel_fd)), End.LAUNCHER)
+    notes = Notes(peer)
     _log.addHandler(notes)
     _log.setLevel(logging.INFO)
     _log.propagate = False
     try:
-        Launcher(post).run()
+        Launcher(peer).run()
     finally:
         _log.removeHandler(notes)
-        post.close()
+        peer.close()

@@ -1,8 +1,8 @@
-"""What the library inside tritonserver (the *shim*) and its launcher tell each other, on one SEQPACKET socket.
+"""Messages between the library inside tritonserver (the *shim*) and its launcher, on one SEQPACKET socket.
 
-Theory of operation. There is one launcher for each backend of a server. It says HELLO, the shim BACKEND; from then on
-any message may come after any other from its one allowed sender. The shim numbers models, instances and what else it asks, and
-never uses a number again; all that concerns one instance is in order. Every question has one answer, in its own time:
+Theory of operation. There is one launcher for each backend of a server. It sends HELLO, the shim sends BACKEND. From then on
+any message may follow any other from its one allowed sender. The shim numbers models, instances and its other questions, and
+never uses a number again. Messages about one instance are in order. Every question gets one answer, which may take time:
 
     MODEL     →  MODEL_READY or REFUSED
     INSTANCE  →  BORN, then STARTED; or REFUSED, perhaps after BORN
@@ -12,17 +12,16 @@ never uses a number again; all that concerns one instance is in order. Every que
     MEMORY    →  SET_ASIDE or REFUSED
     SCRUB     →  SCRUBBED
 
-A *generation* is one process of an instance, counted from 1; also a start that fails uses one up. With BORN the shim becomes the
-runtime of that stub on the control and calls channels: a model logs, makes metrics and asks for other models
-while it initializes. With STARTED, when the model is initialized, it becomes so on the work channel, in the state after
-LOADED, until it says RENEW or END: to finalize the model is for the launcher. From STARTED on it allocates in the request
-region. When one of the channels or the process ends after
-STARTED, or the stub breaks the protocol at any time after BORN, the shim says LOST, once for each generation; the launcher
-ends what is left of the process and finds out why. What the shim says of a generation that is over already is
-passed by.
+A *generation* is one process of an instance, counted from 1. A start that fails uses one up, too. With BORN the shim takes the
+place of the stub's runtime on the control and calls channels, because a model logs, makes metrics and asks for other models
+while it initializes. With STARTED, when the model is initialized, it does so on the work channel, in the state after
+LOADED, until it sends RENEW or END; then the launcher lets the model finalize. From STARTED on the shim allocates in the
+request region. If one of the channels or the process ends after STARTED, or if the stub breaks the protocol at any
+time after BORN, the shim sends LOST, once for each generation. The launcher then ends the process and finds out why it
+died. It ignores messages about a generation that is over.
 
-A message that is longer than a packet lies in a file: the packet is LONG, and the file's descriptor is the first that
-comes with it, before those of the message. Whoever gets a descriptor owns it.
+A message that is longer than a packet lies in a file. The packet is LONG, and the file's descriptor comes with it, before
+those of the message. The receiver owns the descriptors.
 
 The launcher ends at the end of file, and so do its stubs.
 """
@@ -32,22 +31,22 @@ from __future__ import annotations
 from enum import IntEnum
 
 from moonpool.ipc.codec import Codec
-from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, Text
-from moonpool.ipc.messages import Message
+from moonpool.ipc.errors import CODES, MoonpoolError
+from moonpool.ipc.messages import Flag, Int, ListOf, Maybe, Message, Text
 
-# Raised by one with every change of what follows: both ends must come from one moonpool.
-LAUNCHER_VERSION = 5
+# It grows by one with every change of the messages. Both ends must come from one moonpool.
+LAUNCHER_VERSION = 6
 
 
 class End(IntEnum):
-    """Who sends."""
+    """The sender of a message."""
 
     SHIM = 1
     LAUNCHER = 2
 
 
 class Word(IntEnum):
-    """What a message is for."""
+    """The kind of a message."""
 
     # From either.
     LONG = 60
@@ -78,9 +77,9 @@ class Word(IntEnum):
     SCRUBBED = 92
 
 
-# Of a message that lies in a file.
+# The most bytes of a message in a file.
 MAX_MESSAGE_BYTES = 1 << 26
-# The launcher may send the stub more memory while it starts, with smaller numbers.
+# The first number of a region that the shim makes. The launcher may give a starting stub regions with smaller numbers.
 FIRST_REGION = 1 << 32
 _MAX_TENSORS = 65_536
 _MAX_PATTERNS = 4096
@@ -101,13 +100,13 @@ LAUNCHER: dict[IntEnum, Message] = {
     Word.BACKEND: Message(
         _SHIM, {"name": _NAME, "directory": _NAME, "config": _CONFIG, "server": _NAME}
     ),
-    # Which levels of the log are wanted from now on, as in LOGGING of the control channel. Stubs that run
-    # are for the shim to tell.
+    # The wanted levels of the log from now on, as in LOGGING of the control channel. The shim itself sends them to
+    # stubs that run.
     Word.LOGGING: Message(
         _SHIM, {"info": Flag(), "warning": Flag(), "error": Flag(), "verbose": Flag()}
     ),
-    # A version of a model. `directory` is the model's own, with its versions in it; `config` is the JSON text of
-    # TRITONBACKEND_ModelConfig; `completes`: whether the model is to be asked to complete it.
+    # Load a version of a model. `directory` is the model's own, with its versions in it; `config` is the JSON text of
+    # TRITONBACKEND_ModelConfig; `completes`: the model shall complete it.
     Word.MODEL: Message(
         _SHIM,
         {
@@ -119,9 +118,9 @@ LAUNCHER: dict[IntEnum, Message] = {
             "completes": Flag(),
         },
     ),
-    # `config`: what is to be given to TRITONBACKEND_ModelSetConfig; nil where nothing has changed.
-    # `inputs` and `outputs`: names in the order of their numbers on the work channel; those of a sequence's controls come
-    # last. `reschedules`: its requests may be answered with RESCHEDULED. Of the limits nil is none.
+    # `config`: the argument for TRITONBACKEND_ModelSetConfig; nil if nothing has changed.
+    # `inputs` and `outputs`: names in the order of their numbers on the work channel, a sequence's controls
+    # last. `reschedules`: its requests may be answered with RESCHEDULED. A limit of nil is no limit.
     Word.MODEL_READY: Message(
         _LAUNCHER,
         {
@@ -132,18 +131,19 @@ LAUNCHER: dict[IntEnum, Message] = {
             "inputs": ListOf(_NAME, _MAX_TENSORS),
             "outputs": ListOf(_NAME, _MAX_TENSORS),
             "execute_timeout_ms": Maybe(_MILLISECONDS),
-            # Whether what its model says of errors is to be scrubbed, and its memory is not for other stubs.
+            # True if its errors have to be scrubbed, and if other stubs must not get its memory.
             "is_private": Flag(),
-            # Of what its instances log, in each of them; the rest is counted and left out.
+            # The most lines that each instance may log in a second; the rest is counted and left out.
             "log_lines_per_s": _ID,
-            # After so many requests an instance is to be renewed.
+            # Renew an instance after this many requests.
             "recycle_requests": Maybe(Int(1)),
-            # Which other models it may ask for, load and unload: patterns as of fnmatch(3); nil: all.
+            # The models that it may ask for, load and unload: patterns as of fnmatch(3); nil: all.
             "may_ask": Maybe(ListOf(_NAME, _MAX_PATTERNS)),
+            # True if a request may have no response, or several.
+            "is_decoupled": Flag(),
         },
     ),
-    # What was asked for under this number is not to be had. Of a model, or an instance whose first start failed, nothing
-    # is left.
+    # The question of this number failed. Nothing is left of a model, or of an instance whose first start failed.
     Word.REFUSED: Message(_LAUNCHER, {"number": _ID, "code": _CODE, "message": _TEXT}),
     # `kind` is CPU, GPU, MODEL or AUTO, `device` the GPU's number or 0.
     Word.INSTANCE: Message(
@@ -165,14 +165,14 @@ LAUNCHER: dict[IntEnum, Message] = {
             "response_size": _ID,
         },
     ),
-    # Comes with one descriptor, the work channel. `has_is_ready`: whether READY is to be asked. `sandbox`: how the
-    # process is confined, for people.
+    # Comes with one descriptor, the work channel. `has_is_ready`: the stub answers READY. `sandbox`: a text for people
+    # about the confinement of the process.
     Word.STARTED: Message(
         _LAUNCHER,
         {"instance": _ID, "generation": Int(1), "has_is_ready": Flag(), "sandbox": _TEXT},
     ),
-    # Another region for this process, of at least `needed` bytes. `present` bytes are in use in regions with the same
-    # writer, a `Side` of `ipc.messages`.
+    # Allocate another region for this process, of at least `needed` bytes. `present` bytes are in use in regions of the
+    # same writer, a `Side` of `ipc.messages`.
     Word.MEMORY: Message(
         _SHIM,
         {
@@ -185,18 +185,18 @@ LAUNCHER: dict[IntEnum, Message] = {
             "needed": _ID,
         },
     ),
-    # Nothing lies in a region any more that MEMORY asked for. A contained process may have kept it: then it goes on
-    # counting, and the next MEMORY may get it again.
+    # A region from MEMORY is empty now. If a contained process may have kept it, it still counts, and the next MEMORY may
+    # get it again.
     Word.RETURNED: Message(
         _SHIM, {"instance": _ID, "generation": Int(1), "writer": Int(1, 2), "region": _ID}
     ),
     # Comes with one descriptor, of a sealed memfd of this size with all its pages.
     Word.SET_ASIDE: Message(_LAUNCHER, {"question": _ID, "size": Int(1)}),
-    # What a model that is private says of an error: it comes back as it may be told, and what that leaves out is logged.
+    # Scrub the error text of a private model: SCRUBBED has the text for clients, and the launcher logs the rest.
     Word.SCRUB: Message(_SHIM, {"question": _ID, "model": _ID, "text": _TEXT}),
     Word.SCRUBBED: Message(_LAUNCHER, {"question": _ID, "text": _TEXT}),
-    # `is_executing`: it had requests. `why`: how it broke the protocol, "" where it just ended. `is_shortage`: the server
-    # has no descriptor, memory or thread for it, as `why` says, which is no fault of the model's.
+    # `is_executing`: it had requests. `why`: how it broke the protocol, "" if it just ended. `is_shortage`: the server
+    # has no descriptor, memory or thread for it; `why` says which, and the model is not to blame.
     Word.LOST: Message(
         _SHIM,
         {
@@ -207,15 +207,15 @@ LAUNCHER: dict[IntEnum, Message] = {
             "why": _TEXT,
         },
     ),
-    # It takes longer than `execute_timeout_ms` for a batch: end it. LOST is still to be said when it ends.
+    # A batch takes longer than `execute_timeout_ms`: end the process. LOST still follows when it has ended.
     Word.OVERDUE: Message(_SHIM, {"instance": _ID, "generation": Int(1)}),
-    # Its process has more memory than it may keep: the instance is to be renewed.
+    # The process has more memory than it may keep: renew the instance.
     Word.GROWN: Message(_LAUNCHER, {"instance": _ID, "generation": Int(1)}),
-    # It has executed so many requests, which is enough, and has none now. LOST is not said of it.
+    # The process has executed enough requests, `served`, and has none now. LOST does not follow.
     Word.RENEW: Message(_SHIM, {"instance": _ID, "generation": Int(1), "served": _ID}),
-    # Why the process ended, or could not be started again: the error of the requests that it had. It is started again
-    # after so many milliseconds; nil: it was given up and is started again after a rest, and until the next message about
-    # it `message` is that of later requests, too.
+    # The process has ended, or could not be started again. Its requests fail with this error. It is started again after
+    # `restarts_in_ms`. Nil: it was given up and starts again after a rest, and later requests get the same error until the
+    # next message about it.
     Word.DIED: Message(
         _LAUNCHER,
         {
@@ -226,23 +226,28 @@ LAUNCHER: dict[IntEnum, Message] = {
             "restarts_in_ms": Maybe(_MILLISECONDS),
         },
     ),
-    # Nobody needs the instance any more.
+    # End the instance.
     Word.END: Message(_SHIM, {"instance": _ID}),
-    # Its instances have ended.
+    # Unload the model. Its instances have ended.
     Word.END_MODEL: Message(_SHIM, {"model": _ID}),
-    # The instance's process is gone, or nothing is left of the model.
+    # The instance's process has ended, or the model is unloaded.
     Word.ENDED: Message(_LAUNCHER, {"number": _ID}),
     # The launcher can start stubs. `version` is LAUNCHER_VERSION, `protocol` PROTOCOL_VERSION.
     Word.HELLO: Message(
         _LAUNCHER, {"version": _ID, "protocol": _ID, "moonpool": Text(64), "pid": Int(1)}
     ),
-    # For the server's log: level as in LOG of the control channel.
+    # A line for the server's log, with a level as in LOG of the control channel.
     Word.NOTE: Message(
         _LAUNCHER, {"level": Int(0, 3), "message": _TEXT, "file": _NAME, "line": Int(0, 2**31)}
     ),
 }
 
 
+def code_of(error: BaseException) -> int:
+    """Return the TRITONSERVER_Error_Code of an error; INTERNAL for errors that are not moonpool's."""
+    return CODES.index(error.code if isinstance(error, MoonpoolError) else MoonpoolError.code)
+
+
 def codec(us: End) -> Codec:
-    """The messages as `us` receives them."""
+    """Return the codec of the messages that `us` receives."""
     return Codec(LAUNCHER, us)

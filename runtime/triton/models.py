@@ -1,34 +1,34 @@
-"""A model as tritonserver describes it, as one of moonpool's."""
+"""Makes a model of moonpool's from tritonserver's description of it."""
 
 from __future__ import annotations
 
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.messages import beginning
 from moonpool.ipc.policy import LEVELS, is_contained
-from moonpool.ipc.texts import beginning
-from moonpool.runtime.backend import Model
-from moonpool.runtime.config import ConfigError, ModelConfig, Source
-from moonpool.runtime.config_defaults import MODEL_FILENAME
-from moonpool.runtime.config_limits import ConfigLimits
-from moonpool.runtime.config_options import ModelOptions
-from moonpool.runtime.config_schema import MESSAGES
 from moonpool.runtime.errors import LoadFailed
-from moonpool.runtime.loading import HostingRules
-from moonpool.runtime.output import Budget, harmless, one_line
-from moonpool.runtime.public_text import scrubbed
-from moonpool.runtime.repository_files import check_no_loop
-from moonpool.runtime.source import ModelSource, of_file
-from moonpool.runtime.start import input_names, output_names
+from moonpool.runtime.isolation.public_text import scrubbed
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.limits import ConfigLimits
+from moonpool.runtime.model.config.model import MODEL_FILENAME, ModelConfig, Source
+from moonpool.runtime.model.config.options import ModelOptions
+from moonpool.runtime.model.config.schema import MESSAGES
+from moonpool.runtime.model.config.source import ConfigError
+from moonpool.runtime.model.source import ModelSource, of_file
+from moonpool.runtime.process.files import check_no_loop
+from moonpool.runtime.process.terminal import harmless, one_line
+from moonpool.runtime.repository.grants import Grants, quoted
+from moonpool.runtime.repository.loading import HostingRules
+from moonpool.runtime.stubs.output import Budget
+from moonpool.runtime.stubs.start_message import input_names, output_names
 from moonpool.runtime.triton.notes import AS_IT_IS, MAX_BYTES
 
-if TYPE_CHECKING:
-    from moonpool.ipc.errors import MoonpoolError
-
 _log = logging.getLogger("moonpool")
-# What a model may complete.
+# The fields that a model may complete.
 _COMPLETED = (
     "max_batch_size",
     "input",
@@ -37,18 +37,18 @@ _COMPLETED = (
     "dynamic_batching",
     "sequence_batching",
 )
-# Of an error that is logged, and of each of its lines.
+# The most lines of an error that is logged, and the most characters of each.
 _MOST_LINES, _MOST_CHARACTERS = 100, 8192
-# Options that the server itself would have to act on: of all models, and of those that keep something from one
-# request of a sequence to the next.
+# Options without effect, because only the server could act on them: of all models, and of those that keep state
+# between the requests of a sequence.
 _WITHOUT_EFFECT = ("retry",)
 _WITHOUT_EFFECT_IN_SEQUENCES = ("recycle_requests", "recycle_rss_bytes")
 
 
 def rules_of(backend: str, backend_config: str) -> HostingRules:
-    """What `--backend-config=python,sandbox=strict` and its like say. Raises `ConfigError`.
+    """Read options such as `--backend-config=python,sandbox=strict`. Raises `ConfigError`.
 
-    `backend_config` is the JSON text of TRITONBACKEND_BackendConfig; what it says besides is for others.
+    `backend_config` is the JSON text of TRITONBACKEND_BackendConfig. Its other options are ignored.
     """
     options = _object(backend_config, "the configuration of the backend").get("cmdline", {})
     level = options.get("sandbox")
@@ -57,23 +57,29 @@ def rules_of(backend: str, backend_config: str) -> HostingRules:
             f"must be one of {', '.join(LEVELS)}, not {level!r:.80}",
             field="--backend-config sandbox",
         )
-    names = str(options.get("sandbox-grants", "")).split(",")
+    granted = str(options.get("sandbox-grants", ""))
+    # The values of single grants have commas.
+    texts = granted.split(";" if ":" in granted else ",")
     usual = ConfigLimits(option=f"--backend-config={backend},config-limits={{}}")
     try:
         raised = str(options.get("config-limits", "")).split(",")
         limits = usual.raised(filter(None, raised))
     except ValueError as error:
         raise ConfigError(str(error), field="--backend-config config-limits") from error
+    try:
+        grants = Grants(filter(None, texts))
+    except ValueError as error:
+        raise ConfigError(str(error), field="--backend-config sandbox-grants") from error
     return HostingRules(
         sandbox=level,
-        grants=frozenset(filter(None, names)),
-        grant_option=f"--backend-config={backend},sandbox-grants=",
+        grants=grants,
+        grant_form=lambda text: f"--backend-config={backend},sandbox-grants={quoted(text)}",
         limits=limits,
     )
 
 
 class ServedModel:
-    """A version of a model, and its configuration as the server has it."""
+    """A version of a model, and the server's configuration of it."""
 
     def __init__(
         self,
@@ -98,13 +104,13 @@ class ServedModel:
         self._budget = Budget(self.model.options.log_lines_per_s)
 
     def scrubbed(self, text: str) -> str:
-        """What clients are told of an error in the model's own words; the log has what they are not told.
+        """Return the part of a model's error text that clients may see. If that is not all, log the whole text.
 
-        A model that says too much is logged in part, as ever. For one thread.
+        The budget of lines for the log holds here, too. For one thread.
         """
-        told = scrubbed(text)
-        if told == text:
-            return told
+        public = scrubbed(text)
+        if public == text:
+            return public
         lines, dropped = text.splitlines()[:_MOST_LINES], self._budget.dropped
         if self._budget.spend(len(lines)):
             if dropped:
@@ -112,10 +118,10 @@ class ServedModel:
                 _log.warning("model '%s': %d errors were left out here", self.model.name, dropped)
             for line in lines:
                 _log.error("model '%s': %s", self.model.name, harmless(line[:_MOST_CHARACTERS]))
-        return told
+        return public
 
     def completed(self) -> str | None:
-        """The configuration with what the model has completed, for TRITONBACKEND_ModelSetConfig; None if it is as it was."""
+        """Return the completed configuration for TRITONBACKEND_ModelSetConfig; None if nothing has changed."""
         after = self.model.config.raw
         changes = {
             name: after[name] for name in _COMPLETED if after.get(name) != self._before.get(name)
@@ -125,7 +131,7 @@ class ServedModel:
         return json.dumps({**self._given, **changes}, ensure_ascii=False)
 
     def facts(self) -> tuple[Any, ...]:
-        """The fields of MODEL_READY, after the number."""
+        """Return the fields of MODEL_READY after the number."""
         config, options = self.model.config, self.model.options
         sequences = config.sequence_batching
         is_private = is_contained(options.sandbox)
@@ -140,10 +146,11 @@ class ServedModel:
             options.log_lines_per_s,
             None if sequences is not None else options.recycle_requests,
             list(options.sandbox_models) if is_private else None,
+            config.decoupled,
         )
 
     def warn(self) -> None:
-        """Log which of the model's options nobody acts on here."""
+        """Log the model's options that have no effect here."""
         usual = ModelOptions()
         has_sequences = self.model.config.sequence_batching is not None
         for attribute in _WITHOUT_EFFECT + _WITHOUT_EFFECT_IN_SEQUENCES * has_sequences:
@@ -155,8 +162,8 @@ class ServedModel:
 def refusal(failure: MoonpoolError, subject: str, model: Model | None) -> str:
     """Log the traceback of a load that failed, and return the error for the server, which logs it.
 
-    Triton's own backend gives all lines of an error, and so does this for a model that is not contained. A contained model
-    could forge lines of the server's log so, and gets one line; so does a model of which nothing is known yet (None).
+    Triton's own backend logs all lines of an error, and so does this for a model that is not contained. A contained model
+    could forge lines of the server's log that way, so it gets one line. So does a model that is not known yet (None).
     """
     is_trusted = model is not None and not is_contained(model.options.sandbox)
     if isinstance(failure, LoadFailed) and failure.traceback:
@@ -175,7 +182,7 @@ def _source(config: ModelConfig, directory: Path, version: int, backend: Path) -
         check_no_loop(each, f"model '{config.name}'")
     runtime = config.raw["runtime"]
     if runtime.endswith(".py"):
-        # A backend that is a Python file, which serves all models that name it.
+        # The backend is a Python file, which serves all models that name it.
         file = backend / runtime
         if not file.is_file():
             raise LoadFailed(f"Python backend file not found in '{file}'", stage="find")
@@ -195,9 +202,9 @@ def _object(text: str, subject: str) -> dict[str, Any]:
 
 
 def _known(kind: str, message: Any, path: str) -> Any:
-    """Without fields that only a newer server knows; those that are set are said in the log."""
+    """Leave out fields that only a newer server knows, and log those that are set."""
     if not isinstance(message, dict):
-        return message  # which the check of the configuration refuses
+        return message  # the check of the configuration will refuse it
     schema = MESSAGES[kind]
     known: dict[str, Any] = {}
     for name, value in message.items():

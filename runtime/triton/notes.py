@@ -1,37 +1,34 @@
-"""The launcher's log, as lines of the server's.
+"""The launcher's log, as lines of the server's log.
 
-A note is one line whatever is in it, as in the log of moonpool's own server. The exception is a load's traceback of a
-model that is not contained: it stays as readable as that of Triton's own backend, and such a model could write to the
-server's log anyway.
+A note is always one line, as in the log of moonpool's own server. The exception is the traceback of a failed load of a
+model that is not contained. It keeps its lines, as in Triton's own backend; such a model could write to the server's log
+anyway.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
 
-from moonpool.ipc.texts import beginning
-from moonpool.runtime.output import one_line
+from moonpool.ipc.messages import beginning
+from moonpool.runtime.process.terminal import one_line
+from moonpool.runtime.triton.launcher_channel import LauncherChannel
 from moonpool.runtime.triton.messages import Word
 
-if TYPE_CHECKING:
-    from moonpool.runtime.triton.post import Post
-
-# Of what goes into the server's log at once.
+# The most bytes of a note.
 MAX_BYTES = 1 << 16
-# Of a record that may take several lines of the log.
+# `extra` of a record that may take several lines of the log.
 AS_IT_IS = {"is_as_it_is": True}
 _OUTPUT = "moonpool.stub"
 _LEVELS = {logging.WARNING: 1, logging.ERROR: 2, logging.CRITICAL: 2, logging.DEBUG: 3}
 
 
 class Notes(logging.Handler):
-    """Sends what moonpool logs to the server; what models print goes where the server's own output goes."""
+    """Sends moonpool's log to the server. The output of models goes to the standard error of the server."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, peer: LauncherChannel) -> None:
         super().__init__()
-        self._post = post
+        self._peer = peer
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -44,6 +41,6 @@ class Notes(logging.Handler):
                 sys.stderr.flush()
             else:
                 level = _LEVELS.get(record.levelno, 0)
-                self._post.tell(Word.NOTE, level, text, record.filename, record.lineno)
+                self._peer.send(Word.NOTE, level, text, record.filename, record.lineno)
         except Exception:
             self.handleError(record)

@@ -1,28 +1,37 @@
-"""Writes `native/wire.h`: for the library inside tritonserver, all that the tables of messages say.
+"""Writes `native/wire.h`, the tables of messages for the library inside tritonserver.
 
-Run it with `python -m moonpool.runtime.triton.wire_header` after a change to a table. What the library receives
-becomes a struct that is read from a packet; what it sends it encodes by the kind, which knows its number of fields. Rows of
-plain values it writes, too.
+Run it with `python -m moonpool.runtime.triton.wire_header` after a change to a table. A message that the library receives
+becomes a struct, which is read from a packet. A message that it sends is encoded by its kind, which knows the number of
+fields. Rows of plain values can be encoded, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
-from moonpool.ipc import bounds, channel, messages, metric_kinds
-from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
-from moonpool.ipc.tensors import ITEMSIZE
-from moonpool.runtime import budgets, output
+from moonpool.ipc import channel, codec, denials, memory, messages
+from moonpool.ipc.messages import (
+    Flag,
+    Int,
+    ListOf,
+    Maybe,
+    Message,
+    OneOf,
+    Packed,
+    Raw,
+    Real,
+    Row,
+    Spec,
+    Table,
+    Text,
+)
+from moonpool.ipc.tensors import ITEMSIZE, LENGTH_BYTES, MAX_ELEMENTS
+from moonpool.runtime.model import budgets
+from moonpool.runtime.process import terminal
 from moonpool.runtime.triton import messages as launcher
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from enum import IntEnum
-    from types import ModuleType
-
-    from moonpool.ipc.fields import Spec
-    from moonpool.ipc.messages import Message
 
 HEADER = Path(__file__).parent / "native" / "wire.h"
 
@@ -103,7 +112,7 @@ void encode(Writer& writer, const Fields&... fields) {
 
 
 def header() -> str:
-    """The whole text."""
+    """Return the whole text of the header."""
     rows = Rows()
     structs = [rows.message(kind, message) for kind, message in received().items()]
     specs = _Specs()
@@ -127,7 +136,7 @@ def header() -> str:
 
 
 def received() -> dict[IntEnum, Message]:
-    """What the library is sent, each kind once."""
+    """Return the messages that the library receives, each kind once."""
     return {
         kind: message
         for _, table in _TABLES.values()
@@ -146,7 +155,7 @@ def _all(enum: type[IntEnum]) -> dict[IntEnum, Message]:
 
 
 def camel(name: str) -> str:
-    """`NEW_METRIC` as `NewMetric`."""
+    """Turn `NEW_METRIC` into `NewMetric`."""
     return "".join(word.capitalize() for word in name.strip("_").split("_"))
 
 
@@ -156,7 +165,7 @@ def _enumeration(name: str, enum: type[IntEnum]) -> str:
 
 
 def _kinds(name: str, enum: type[IntEnum]) -> str:
-    """The enumeration, with the fields of each."""
+    """Write the enumeration of a table, with the fields of each message."""
     table = _all(enum)
     lines = [f"enum class {name} : uint8_t {{"]
     lines += [f"  {kind.name} = {int(kind)},  // {', '.join(table[kind].fields)}" for kind in enum]
@@ -165,7 +174,7 @@ def _kinds(name: str, enum: type[IntEnum]) -> str:
 
 
 def _numbers(module: ModuleType) -> dict[str, int]:
-    """The module's own numbers."""
+    """Return the numbers that a module itself defines."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -176,10 +185,12 @@ def _numbers(module: ModuleType) -> dict[str, int]:
 def _constants() -> str:
     numbers = {
         **_numbers(messages),
-        **_numbers(metric_kinds),
         **_numbers(launcher),
         **_numbers(budgets),
         "MAX_PACKET_BYTES": channel.MAX_PACKET_BYTES,
+        "ALIGNMENT": memory.ALIGNMENT,
+        "MAX_ELEMENTS": MAX_ELEMENTS,
+        "LENGTH_BYTES": LENGTH_BYTES,
     }
     lines = [
         f"constexpr {'uint64_t' if value >= 0 else 'int64_t'} k{camel(name)} = {value};"
@@ -190,7 +201,7 @@ def _constants() -> str:
         "// Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none."
     )
     lines.append(f"constexpr std::array<uint8_t, {max(ITEMSIZE) + 1}> kItemBytes = {{{sizes}}};")
-    ranges = _ranges(output.SHOWN_CODES)
+    ranges = _ranges(terminal.SHOWN_CODES)
     pairs = ", ".join(f"{{{first}, {last}}}" for first, last in ranges)
     lines.append(
         "// Characters that a line of the log shows as escapes, from the first to the last."
@@ -198,12 +209,40 @@ def _constants() -> str:
     lines.append(
         f"constexpr std::array<std::array<uint32_t, 2>, {len(ranges)}> kShownCodes = {{{{{pairs}}}}};"
     )
-    lines.append(f'static_assert(kMaxValues == {bounds.MAX_ITEMS}, "as in ipc/bounds.py");\n')
+    lines += _denials()
+    lines.append(f'static_assert(kMaxValues == {codec.MAX_ITEMS}, "as in ipc/codec.py");\n')
+    lines += [
+        "// How many messages one counts as, beside its size.",
+        "constexpr double cost_of(Kind kind) {",
+    ]
+    lines += ["  switch (kind) {"]
+    lines += [
+        f"    case Kind::{messages.Kind(kind).name}: return {cost};"
+        for kind, cost in budgets.COSTS.items()
+    ]
+    lines += ["    default: return 1;", "  }", "}\n"]
     return "\n".join(lines)
 
 
+def _denials() -> list[str]:
+    """Write the words for refusals of the sandbox, and the clause that names the option, without its value."""
+    kinds = range(len(denials.KINDS))
+    words = [denials.in_words(kind, "") for kind in kinds]
+    options = [denials.would_allow(kind, "") for kind in kinds]
+    rows = (("Words", words), ("Options", options))
+    return [
+        f"constexpr uint64_t kFork = {denials.FORK};",
+        *(
+            f"constexpr std::array<std::string_view, {len(texts)}> kDenial{name} = {{"
+            + ", ".join(f'"{text}"' for text in texts)
+            + "};"
+            for name, texts in rows
+        ),
+    ]
+
+
 def _ranges(codes: Sequence[int]) -> list[tuple[int, int]]:
-    """Codes in order, as the first and the last of those that stand in a row."""
+    """Turn ordered codes into ranges, each with its first and its last code."""
     found: list[tuple[int, int]] = []
     for code in codes:
         first = found.pop()[0] if found and found[-1][1] == code - 1 else code
@@ -212,11 +251,11 @@ def _ranges(codes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class Rows:
-    """The structs: those of messages are asked for, those of rows are made as they are met."""
+    """The structs. Those of messages are made on request, those of rows when a message has them."""
 
     def __init__(self) -> None:
         self.structs: list[str] = []
-        # The names of what is in each.
+        # The names of the fields of each struct.
         self.fields: dict[str, list[str]] = {}
         self._names: dict[Row, str] = {}
         self._known = {
@@ -227,7 +266,7 @@ class Rows:
         }
 
     def message(self, kind: IntEnum, message: Message) -> str:
-        """The struct of a message, which is read from where its fields begin."""
+        """Make the struct of a message, which is read from the place where its fields begin."""
         name = camel(kind.name)
         lines = self._members(name, message.fields)
         names = ", ".join(message.fields)
@@ -258,7 +297,7 @@ class Rows:
         ]
 
     def type(self, spec: Spec, where: str) -> str:
-        """What a value of this is in the library; a row that has no name of its own is named by where it is."""
+        """Return the C++ type of a value. A row without a name of its own gets one from its place."""
         if isinstance(spec, Int):
             return "int64_t" if spec.low < 0 else "uint64_t"
         if isinstance(spec, Table):
@@ -275,14 +314,14 @@ class Rows:
 
 
 class _Specs:
-    """The array of all specs; those that something is made of stand in a row, and equal ones once."""
+    """The array of all specs. The parts of a spec stand in a row, and equal rows appear once."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._places: dict[tuple[tuple[str, Spec], ...], int] = {}
 
     def placed(self, specs: list[tuple[str, Spec]]) -> int:
-        """Where these stand."""
+        """Return the place of these specs in the array, and add them if they are new."""
         key = tuple(specs)
         if key not in self._places:
             first = self._places[key] = len(self._lines)
@@ -312,7 +351,7 @@ class _Specs:
         )
 
     def table(self, name: str, enum: type[IntEnum], table: dict[IntEnum, Message]) -> str:
-        """The rows of a channel."""
+        """Write the rows of a channel."""
         lines = []
         for kind, message in table.items():
             first = self.placed(list(message.fields.items()))
@@ -324,7 +363,7 @@ class _Specs:
         return "\n".join([head, *lines, "}}, kSpecs};\n"])
 
     def text(self) -> str:
-        """The array itself."""
+        """Write the array."""
         return "\n".join(["inline constexpr Spec kSpecs[] = {", *self._lines, "};\n"])
 
 

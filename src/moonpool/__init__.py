@@ -41,19 +41,19 @@ from moonpool.errors import (
     SequenceLost as SequenceLost,
     StubDied as StubDied,
 )
-from moonpool.runtime.allocator import ResponseAllocator as ResponseAllocator
-from moonpool.runtime.backend import (
+from moonpool.runtime.model.request import ResponseAllocator as ResponseAllocator
+from moonpool.runtime.model.backend import (
     Backend as Backend,
     Model as Model,
     ModelInstance as ModelInstance,
 )
-from moonpool.runtime.progress import Progress
-from moonpool.runtime.request import Response
+from moonpool.runtime.hosting.progress import Progress
+from moonpool.runtime.model.request import Response
 from moonpool.runtime.runtime import Runtime
-from moonpool.runtime.sigterm import exit_on_sigterm
-from moonpool.runtime.stream import ResponseStream
+from moonpool.runtime.process.sigterm import exit_on_sigterm
+from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.version import VERSION
-from moonpool.stub.hints import Outputs, TensorType
+from moonpool.stub.native.hints import Outputs, TensorType
 
 __version__ = VERSION
 
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 
     Batch: TypeAlias = NDArray[Any]
 else:
-    from moonpool.stub.hints import (
+    from moonpool.stub.native.hints import (
         Batch,
         Bool,
         Bytes,

@@ -13,22 +13,23 @@ Each carries one of Triton's codes in `.code`:
 """
 
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory
-from moonpool.runtime.batcher import QueueFull, QueueTimeout
-from moonpool.runtime.config import ConfigError
-from moonpool.runtime.environment_error import BadEnvironment
 from moonpool.runtime.errors import (
+    BadEnvironment,
     ExecuteTimedOut,
     InvalidRequest,
     LoadFailed,
     ModelError,
     ModelNotFound,
     ModelUnavailable,
+    QueueFull,
+    QueueTimeout,
     RequestTimedOut,
     RuntimeClosed,
     SequenceLost,
     StubDied,
 )
-from moonpool.runtime.repository import RepositoryError
+from moonpool.runtime.model.config.model import ConfigError
+from moonpool.runtime.repository.repository import RepositoryError
 
 # From a load to the end, in the order in which a program meets them.
 __all__ = [  # noqa: RUF022

@@ -1,1 +1,1 @@
-"""What a stub gives up before anything foreign is imported: layers that it puts on itself, in order."""
+"""The sandbox: layers of restrictions that a stub puts on itself before it imports foreign code."""

@@ -1,11 +1,23 @@
-"""The layers of `best-effort` and `strict`, for models of strangers, in the order in which they are put on.
+"""Puts on the layers of `best-effort` and `strict`, for models that may be hostile, in order.
 
-Namespaces and a user of its own are a second line, and are left out where the kernel does not allow them. Of the
-others, `strict` goes without none, and `best-effort` without those that are refused. What was left out is said.
+Namespaces and a private user are a second line. They are left out if the kernel does not allow them. `strict` needs all
+other layers. `best-effort` leaves out those that the kernel refuses. The runtime logs each layer that was left out.
 
-The order matters: mounts and users take rights that are given up after them, a change of user takes off what
-should follow the parent's death, Landlock hides files that later imports would need, and the filter for
-system calls forbids all the rest of it.
+The order, and its reasons:
+
+1. *Limits* come before rights are given up, because a priority over other processes needs them.
+2. *Namespaces and mounts* need the rights of root, or of a user namespace, so they come before rights are given up. Granted folders are
+   opened inside the new mount namespace, because a mount can only be copied in the namespace in which it is.
+3. *User and capabilities* are given up next. Tasks are limited only for a private user or in a user namespace: the kernel counts the
+   tasks of a user, and would count the runtime's otherwise. A change of user clears the signal at the parent's death, so `die_with` is
+   called again after it.
+4. *Paths are checked* as the final user, which alone shows if its rights are enough.
+5. *no_new_privs* comes before Landlock and the filter, because a process without capabilities may install neither without it.
+6. *Landlock* comes after the mounts, because its rules belong to the files that the paths lead to at this moment. It
+   holds for the thread that puts it on and for its children only, so there must be no other thread yet.
+7. *seccomp* is last, because it forbids the calls by which all other layers were put on.
+
+Each module of these layers is imported before the first layer is on: Landlock hides files that a later import might need.
 """
 
 from __future__ import annotations
@@ -13,12 +25,13 @@ from __future__ import annotations
 import os
 import select
 import selectors
-import stat
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from moonpool.ipc.policy import STRICT
+from moonpool.ipc import syscalls
+from moonpool.ipc.policy import STRICT, Policy
 from moonpool.stub.sandbox import (
+    granted,
     identity,
     kernel,
     landlock,
@@ -27,46 +40,55 @@ from moonpool.stub.sandbox import (
     namespaces,
     rules,
     seccomp,
-    syscalls,
 )
-from moonpool.stub.sandbox.files import pinned_files, usual_files
-from moonpool.stub.sandbox.refused import SandboxRefused, refusing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from moonpool.ipc.policy import Policy
-    from moonpool.stub.sandbox.applied import Applied
+from moonpool.stub.sandbox.landlock import pinned_files, usual_files
+from moonpool.stub.sandbox.outcome import Applied, SandboxRefused, refusing
 
 _SECOND_LINE = ("namespaces", "own_user", "no_capabilities")
 _MACHINES = " or ".join(syscalls.ARCHITECTURES)
 
 
 class Contained:
-    """The way through the layers."""
+    """Puts on the layers one after the other, and keeps the facts that later layers depend on."""
 
     def __init__(self, policy: Policy, applied: Applied, *, launches: bool) -> None:
-        """`launches` is as for `layers.apply`."""
+        """`launches` has the meaning that it has in `layers.apply`."""
         self._policy = policy
         self._launches = launches
         self._applied = applied
         self._parent_pid = os.getppid()
         self._user: int | None = None
         self._has_mounts = self._has_user_namespace = False
-        # Whether the files of others cannot be changed, whatever their modes are.
+        # True if the process cannot change files of other users, whatever their modes are.
         self._others_are_safe = False
+        self._granted: list[granted.Granted] = []
 
     def put_on(self) -> None:
-        """Put them on, and note which. Raises `SandboxRefused`."""
+        """Put the layers on, and note them. Raises `SandboxRefused`."""
+        try:
+            self._put_on()
+        finally:
+            # The descriptors lead past the mounts that were put over the paths.
+            for each in self._granted:
+                each.close()
+
+    def _put_on(self) -> None:
         self._limit()
         with self._optional():
             self._choose_user()
+        own = granted.owned(self._policy.granted)
         with self._optional():
             self._enter_namespaces()
+        # A copy of a mount is made in the namespace that the mount is in.
+        self._granted = granted.opened(self._policy.granted, self._user, own)
         with self._optional():
             self._rearrange_mounts()
         with self._optional():
             self._give_up_rights()
+        for each in self._granted:
+            each.check()
+        if self._is_lent:
+            self._applied.on.append(granted.LAYER)
         if self._policy.scratch:
             with refusing(
                 "scratch", "set TMPDIR to a folder of the runtime's that others may pass"
@@ -87,7 +109,7 @@ class Contained:
 
     @contextmanager
     def _optional(self) -> Iterator[None]:
-        """Go on without where a layer of the second line is refused."""
+        """Leave a layer of the second line out if the kernel refuses it."""
         try:
             yield
         except SandboxRefused as refused:
@@ -97,16 +119,22 @@ class Contained:
 
     @contextmanager
     def _required(self, layer: str, name: str = "") -> Iterator[None]:
-        """Note that a layer is on; at `best-effort` alone, go on without where it is refused."""
+        """Note that a layer is on. If the kernel refuses it, only `best-effort` leaves it out."""
         try:
             with refusing(layer):
                 yield
         except SandboxRefused as refused:
-            if self._policy.level == STRICT:
+            # Without the filter, a model with the rights of an owner could make programs there that give them to everybody.
+            if self._policy.level == STRICT or (layer == "seccomp" and self._is_lent):
                 raise
             self._applied.left_out.append(str(refused))
         else:
             self._applied.on.append(name or layer)
+
+    @property
+    def _is_lent(self) -> bool:
+        """True if the instance has the rights of another user in a granted folder."""
+        return any(each.is_lent for each in self._granted)
 
     def _limit(self) -> None:
         policy = self._policy
@@ -144,14 +172,14 @@ class Contained:
     def _rearrange_mounts(self) -> None:
         if self._has_mounts:
             with refusing("namespaces", "allow mounts in them to have a scratch folder in memory"):
-                self._others_are_safe = mounts.rearrange(self._policy, self._user)
+                self._others_are_safe = mounts.rearrange(self._policy, self._user, self._granted)
 
     def _give_up_rights(self) -> None:
         policy = self._policy
         if "tasks" in policy.limits and (self._has_user_namespace or self._user is not None):
             limits.limit_tasks(policy.limits["tasks"])
         if os.geteuid() == 0 and identity.may_drop_bounding_set():
-            # Others get nothing from it, as they get no new privileges.
+            # Without the right to do so, the set stays full. It gives nothing to a process that gets no new privileges.
             with refusing("no_capabilities"):
                 identity.drop_bounding_set()
         if self._user is not None:
@@ -164,7 +192,7 @@ class Contained:
             self._check_paths(self._user)
 
     def _become(self, user: int) -> None:
-        # Not of the second line any more: the mounts are this user's already.
+        # Required from here on, because the mounts were made for this user.
         with self._required("own_user"):
             identity.become(user)
         if os.geteuid() == user:
@@ -173,8 +201,8 @@ class Contained:
             self._user = None
 
     def _check_paths(self, user: int) -> None:
-        """Say which of the granted paths its user cannot reach."""
-        for path in (*self._policy.read, *self._policy.write):
+        """Raise `SandboxRefused` for a needed path that the instance's user cannot read."""
+        for path in self._policy.read:
             wanted = os.X_OK if os.path.isdir(path) else os.R_OK
             if not os.access(path, wanted) and not _is_absent(path):
                 raise SandboxRefused(
@@ -211,35 +239,36 @@ class Contained:
         landlock.restrict(version, self._rights(), self._policy.ports)
 
     def _lack(self, why: str, what_to_do: str) -> None:
-        """Note what Landlock does not do here, which `strict` cannot do without."""
+        """Note a missing ability of Landlock. `strict` refuses to go without it."""
         refused = SandboxRefused("landlock", why, what_to_do)
         if self._policy.level == STRICT:
             raise refused
         self._applied.left_out.append(str(refused))
 
     def _pin_files(self) -> None:
-        """Hold the files that have to stay the same ones, as long as this process lives."""
+        """Keep files open whose rules would be lost if the kernel made them anew, as long as this process lives."""
         for path in pinned_files(gpu=bool(self._policy.devices)):
             if os.path.exists(path):
                 fd = os.open(path, os.O_PATH)
                 if self._launches:
                     os.set_inheritable(fd, True)
 
-    def _rights(self) -> list[tuple[str, int]]:
+    def _rights(self) -> list[tuple[str | int, int]]:
         policy = self._policy
         read = landlock.READ
         if self._launches or {"execve", "execveat"} & set(policy.syscalls):
             read |= landlock.EXECUTE
-        writable = [*policy.write, *([policy.scratch] if policy.scratch else [])]
         return [
             *usual_files(network=bool(policy.ports), gpu=bool(policy.devices)),
             *((path, landlock.USE_DEVICE) for path in policy.devices),
             *((path, read) for path in policy.read),
-            *((path, _writing(path)) for path in writable),
+            *((each.fd, read) for each in self._granted),
+            *((each.fd, _writing(each)) for each in self._granted if each.writes),
+            *([(policy.scratch, landlock.CHANGE)] if policy.scratch else []),
         ]
 
     def _check_calls(self) -> None:
-        """A grant that is misspelled is an error at all levels, and no reason to go without the filter."""
+        """Refuse a misspelled grant at all levels. It must not lead to a process without the filter."""
         machine = syscalls.this_machine()
         unknown = set(self._policy.syscalls) - kernel.NUMBERS.keys() - rules.GRANTED_TOGETHER
         if unknown and machine in syscalls.ARCHITECTURES:
@@ -247,6 +276,14 @@ class Contained:
                 "seccomp",
                 f"there is no system call {min(unknown)} on {machine}",
                 "take it out of MOONPOOL_SANDBOX_SYSCALLS",
+            )
+        hiding = set(self._policy.syscalls) & rules.HIDING_MODES
+        if hiding and self._is_lent:
+            raise SandboxRefused(
+                "seccomp",
+                f"with {min(hiding)}, which no filter looks into, a model could make programs in a granted folder that give "
+                "everybody the rights of its owner",
+                "take it out of MOONPOOL_SANDBOX_SYSCALLS, or grant no folder of another user",
             )
 
     def _filter_calls(self, *, scoped: bool) -> None:
@@ -266,22 +303,23 @@ class Contained:
 
 
 def tighten(policy: Policy) -> None:
-    """Put on again what an exec takes off, and no longer allow one. Raises `SandboxRefused`."""
+    """Put on again what an exec takes off, and forbid another exec. Raises `SandboxRefused`."""
     try:
         with refusing("not_dumpable"):
             identity.forbid_looking_inside()
         if syscalls.this_machine() in syscalls.ARCHITECTURES:
             with refusing("seccomp"):
-                # The first filter holds on, so what that one decides is decided.
+                # The first filter stays on, and the kernel takes the stricter answer of the two. So conditions that
+                # the first one decides are left open here.
                 _install_filter(policy, others_are_safe=True, scoped=True)
     except SandboxRefused:
-        # What `best-effort` goes without was said when the layers were put on.
+        # `best-effort` reported the layer when it was left out the first time.
         if policy.level == STRICT:
             raise
 
 
 def _choose_selector() -> None:
-    """Have event loops use `poll` if the filter refuses epoll. `selectors` chose epoll before the filter was on."""
+    """Make event loops use `poll` if the filter refuses epoll. `selectors` chose epoll before the filter was on."""
     try:
         select.epoll().close()
     except OSError:
@@ -305,10 +343,9 @@ def _install_filter(
     seccomp.install(seccomp.program(machine, table, rules.KILLED, rules.ABSENT))
 
 
-def _writing(path: str) -> int:
-    """The rights of who may write to what is there."""
-    is_device = os.path.exists(path) and stat.S_ISCHR(os.stat(path).st_mode)
-    return landlock.USE_DEVICE if is_device else landlock.CHANGE
+def _writing(path: granted.Granted) -> int:
+    """Return the rights of a process that may write to this path."""
+    return landlock.USE_DEVICE if path.is_device else landlock.CHANGE
 
 
 def _is_absent(path: str) -> bool:

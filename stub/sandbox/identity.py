@@ -1,4 +1,4 @@
-"""Who a process is and what it may do beside that: user, capabilities, and whether it outlives the runtime.
+"""Changes the user and the capabilities of this process, and ties its life to the runtime's.
 
 Source: `capabilities(7)`, `prctl(2)`.
 """
@@ -19,7 +19,7 @@ _CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP = 6, 7, 8
 
 
 def drop_bounding_set() -> None:
-    """Have no program that is started later get a capability. Before the user is changed. Raises OSError."""
+    """Take from all programs that are started later the way to capabilities. Call it before the user changes. Raises OSError."""
     with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
         last = int(file.read())
     for capability in range(last + 1):
@@ -27,21 +27,21 @@ def drop_bounding_set() -> None:
 
 
 def become(user: int) -> None:
-    """Be that user, in the group of the same number and in no other. Raises OSError."""
+    """Become a user, in the group of the same number and in no other. Raises OSError."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def drop_capabilities() -> None:
-    """Have none, and none to pass on. Raises OSError."""
+    """Give up all capabilities, and those that programs would inherit. Raises OSError."""
     kernel.prctl(_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL)
     nothing = struct.pack("=6I", 0, 0, 0, 0, 0, 0)
     kernel.call("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), nothing)
 
 
 def die_with(parent_pid: int) -> None:
-    """End when the parent does, and at once if it has already. A change of user takes that off."""
+    """End this process when its parent ends, and at once if that has happened. A change of user undoes it."""
     kernel.prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -52,7 +52,7 @@ def forbid_new_privileges() -> None:
 
 
 def forbid_looking_inside() -> None:
-    """Let no process of the same user trace this one or read its memory, and write no core. An exec takes it off."""
+    """Forbid processes of the same user to trace this one or read its memory, and write no core dumps. An exec undoes it."""
     kernel.prctl(_SET_DUMPABLE, 0)
 
 

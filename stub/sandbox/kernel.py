@@ -1,4 +1,4 @@
-"""System calls for which Python has no function, by name."""
+"""Makes system calls for which Python has no function, by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 
-from moonpool.stub.sandbox import syscalls
+from moonpool.ipc import syscalls
 
 # Not ctypes.util, which starts programs to find a library.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -16,7 +16,7 @@ NUMBERS = syscalls.numbers(syscalls.this_machine())
 
 
 def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Make a system call. Raises OSError, with ENOSYS where the number is not known for this machine.
+    """Make a system call. Raises OSError, with ENOSYS if its number is not known for this machine.
 
     Numbers are passed as whole words: a plain int would leave the upper half of a register as it was.
     """
@@ -32,7 +32,7 @@ def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None
 
 
 def prctl(option: int, argument: int = 0, second: int = 0) -> None:
-    """`prctl(2)`; the other arguments are zero. Raises OSError."""
+    """Call `prctl(2)` with zero for the other arguments. Raises OSError."""
     if _libc.prctl(option, argument, second, 0, 0) == -1:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -1,30 +1,24 @@
-"""The layers of a sandbox: what each level puts on.
+"""Puts on the layers of each level of the sandbox.
 
-`off` keeps everything but that the stub dies with its runtime. `standard` is for models that one trusts not to
+`off` has only one layer: the stub dies with its runtime. `standard` is for models that one trusts not to
 be malicious: no new privileges, no core dumps with tensors in them, limits. The runtime has already given the
-stub its own session, closed descriptors and an environment of allowed variables. What `best-effort` and
-`strict` are is in `contained.py`.
+stub its own session, closed descriptors and selected variables. The layers of `best-effort` and
+`strict` are in `contained.py`, which is imported only for them, to keep the start of other stubs short.
 
-A layer that is required and refused ends the stub: it never goes on without.
+If the kernel refuses a required layer, the stub ends. It never goes on without.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from moonpool.ipc.policy import OFF
+from moonpool.ipc.policy import OFF, Policy
 from moonpool.stub.sandbox import identity, limits
-from moonpool.stub.sandbox.applied import Applied
-from moonpool.stub.sandbox.refused import refusing
-
-if TYPE_CHECKING:
-    from moonpool.ipc.policy import Policy
+from moonpool.stub.sandbox.outcome import Applied, refusing
 
 
 def apply(policy: Policy, *, launches: bool = False) -> Applied:
-    """Put the layers on that `policy` asks for. Raises `SandboxRefused`.
+    """Put on the layers that `policy` asks for. Raises `SandboxRefused`.
 
-    `launches`: this process is to become another program, which may be found at the paths that it may read.
+    With `launches`, this process may still become another program, at a path that it may read.
     """
     applied = Applied()
     if policy.is_contained:
@@ -45,7 +39,7 @@ def apply(policy: Policy, *, launches: bool = False) -> Applied:
 
 
 def tighten(policy: Policy) -> None:
-    """After this process has become the program that `apply` let it become: take the right to do so again.
+    """Take the right to become another program, after this process has become the one that `apply` allowed.
 
     Raises `SandboxRefused`. Does nothing below `best-effort`.
     """

@@ -1,15 +1,12 @@
-"""What a process may take of the machine, as far as the kernel counts it for one process: `setrlimit(2)`."""
+"""Limits the resources that the kernel counts for one process: `setrlimit(2)`."""
 
 from __future__ import annotations
 
 import os
 import resource
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from moonpool.stub.sandbox.refused import SandboxRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from moonpool.stub.sandbox.outcome import SandboxRefused
 
 _LIMITS = {
     "memory_bytes": resource.RLIMIT_AS,
@@ -19,14 +16,14 @@ _LIMITS = {
 }
 _PENDING_SIGNALS = 1024
 _LOCKED_BYTES = 8 << 20
-# For messages that outlive a process, and for a place before all other processes.
+# Message queues, which outlive a process, and priorities over all other processes.
 _NEVER = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Set those that are given, where the process does not have tighter ones. Raises `SandboxRefused`.
+    """Set the given limits, unless the process has tighter ones. Raises `SandboxRefused`.
 
-    `tasks` is not among them: see `limit_tasks`.
+    Leaves `tasks` to `limit_tasks`.
     """
     for name, which in _LIMITS.items():
         if name in limits:
@@ -34,7 +31,7 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def forbid_core_dumps() -> None:
-    """Have no tensors written to a disk when the process crashes."""
+    """Forbid core dumps, which would write tensors to a disk when the process crashes."""
     _limit(resource.RLIMIT_CORE, 0, "core dumps")
 
 
@@ -44,14 +41,14 @@ def forbid_what_outlives() -> None:
 
 
 def limit_what_is_shared() -> None:
-    """Limit what the kernel counts for all processes of the user, and locked memory, so that others have some left."""
+    """Limit resources that the kernel counts for all processes of the user, and locked memory, so that others have some left."""
     # The kernel counts timers as pending signals.
     _limit(resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS, "pending signals")
     _limit(resource.RLIMIT_MEMLOCK, _LOCKED_BYTES, "locked memory")
 
 
 def limit_tasks(tasks: int) -> None:
-    """At most so many processes and threads of this user in this user namespace; root is not counted."""
+    """Limit the processes and threads of this user in this user namespace. The kernel does not count root's."""
     _limit(resource.RLIMIT_NPROC, tasks, "tasks")
 
 
@@ -68,7 +65,7 @@ def _limit(which: int, value: int, name: str) -> None:
 
 
 def share_processors(cpus: Sequence[int], nice: int) -> None:
-    """Run on these processors alone, where any are named, and be so nice to others. Raises `SandboxRefused`."""
+    """Run on these processors only, if any are given, and with this niceness. Raises `SandboxRefused`."""
     if cpus:
         try:
             os.sched_setaffinity(0, cpus)

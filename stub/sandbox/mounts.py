@@ -1,8 +1,12 @@
-"""What a stub's own mount namespace shows: everything read-only but what it may write, and closed folders opened.
+"""Rearranges a stub's own mount namespace: all is read-only but the places to write to, and closed folders are covered.
 
-A user of its own cannot pass a folder that is closed to others, such as somebody's home, to the files that were
-granted below it. So the topmost closed folder is covered by an empty one, and what was granted is put back at the
-places where it was.
+A private user cannot pass a folder that is closed to others, such as a home, to the files below it that it
+needs. So the topmost closed folder is covered by an empty one, and the needed files are mounted again at their
+places. Granted paths have mounts of their own (`granted.py`).
+
+The order matters. The mounts of granted paths are copied first, because later mounts may cover their places. Then closed folders are
+covered, and the scratch folder is mounted. Then everything is made read-only. Last, the copies that stay writable are attached, outer
+ones before inner ones.
 
 Source: `mount(2)`, `mount_setattr(2)`, `open_tree(2)`, `move_mount(2)`, `tmpfs(5)`.
 """
@@ -13,86 +17,84 @@ import errno
 import os
 import stat
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from operator import itemgetter
 
+from moonpool.ipc.policy import Policy
 from moonpool.stub.sandbox import kernel
-from moonpool.stub.sandbox.files import OWN_THREADS
-from moonpool.stub.sandbox.refused import SandboxRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from moonpool.ipc.policy import Policy
+from moonpool.stub.sandbox.granted import Granted, closed_above
+from moonpool.stub.sandbox.landlock import OWN_THREADS
+from moonpool.stub.sandbox.outcome import SandboxRefused
 
 _RDONLY, _NOSUID, _NODEV = 1, 2, 4
 _BIND, _REC, _PRIVATE = 4096, 16384, 1 << 18
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 # OPEN_TREE_CLONE, and MOVE_MOUNT_F_EMPTY_PATH.
 _CLONE, _FROM_FD = 1, 4
-# A file of nothing takes a page's worth of the kernel's memory.
+# An empty file takes about a page of the kernel's memory.
 _BYTES_PER_FILE = 4096
 _FEWEST_FILES = 1024
+# `covers` recognizes the empty folders by this size.
+_COVER_BYTES = 1 << 20
 
 
-def rearrange(policy: Policy, user: int | None) -> bool:
-    """Make the mounts what `policy` grants, for `user` where the process is to become another one.
+def rearrange(policy: Policy, user: int | None, granted: Sequence[Granted]) -> bool:
+    """Arrange the mounts as `policy` says, and attach `granted`. If the process will change its user, it becomes `user`.
 
-    Returns whether everything else is read-only now, which takes Linux 5.12. Raises OSError where the kernel
-    allows no mounts, and `SandboxRefused` where a path stays out of reach.
+    Returns True if everything else is read-only now, which takes Linux 5.12. Raises OSError if the kernel
+    allows no mounts, and `SandboxRefused` if a path stays out of reach.
     """
     _mount("none", "/", "", _REC | _PRIVATE)
     umask = os.umask(0o022)
     try:
-        if user is not None:
-            _open_up([*policy.read, *policy.write], policy.scratch, user)
-        if policy.scratch:
-            _own_scratch(policy.scratch, policy.scratch_bytes, user)
+        with ExitStack() as held:
+            for each in granted:
+                # Before another mount covers the path.
+                each.copy_mount()
+            if user is not None:
+                _open_up(policy.read, granted, policy.scratch, user)
+            if policy.scratch:
+                _own_scratch(policy.scratch, policy.scratch_bytes, user)
+            attached = [(each.path, each.attach) for each in granted]
+            for path in filter(None, (policy.scratch, OWN_THREADS if policy.devices else "")):
+                fd = _copied(path)
+                held.callback(os.close, fd)
+                attached.append((path, partial(_attach, path, fd)))
+            is_read_only = _forbid_writing()
+            # Outer ones first, because a folder hides the mounts in it when it is attached.
+            for _, attach in sorted(attached, key=itemgetter(0)):
+                attach()
     finally:
         os.umask(umask)
-    written = [*policy.write, *([OWN_THREADS] if policy.devices else [])]
-    return _forbid_writing([*written, *([policy.scratch] if policy.scratch else [])])
+    return is_read_only
 
 
-def _forbid_writing(kept: Iterable[str]) -> bool:
-    """Make all read-only but what is at these paths, which stays as it is; False where the kernel does not know how."""
-    copies: dict[str, int] = {}
+def _forbid_writing() -> bool:
+    """Make all mounts read-only. Returns False if the kernel does not know how."""
+    attributes = struct.pack("=QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
     try:
-        for path in kept:
-            copies[path] = _copied(path)
-        attributes = struct.pack("=QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
         _call("mount_setattr", "/", _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
-        for path, fd in copies.items():
-            _call("move_mount", path, fd, b"", _AT_FDCWD, os.fsencode(path), _FROM_FD)
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
         return False
-    finally:
-        for fd in copies.values():
-            os.close(fd)
     return True
 
 
+def _attach(path: str, fd: int) -> None:
+    _call("move_mount", path, fd, b"", _AT_FDCWD, os.fsencode(path), _FROM_FD)
+
+
 def _copied(path: str) -> int:
-    """A descriptor of what is mounted at `path` and below, as it is: what is read-only there, nobody makes writable."""
+    """Return the descriptor of a copy of the mounts at `path` and below. Mounts that are read-only stay so."""
     flags = _CLONE | _AT_RECURSIVE | os.O_CLOEXEC
     return _call("open_tree", path, _AT_FDCWD, os.fsencode(path), flags)
 
 
-def closed_above(path: str, user: int) -> str:
-    """The topmost folder above `path` that `user`, who is in no group, cannot pass; "" for none."""
-    place = "/"
-    for part in path.split("/")[1:]:
-        status = os.stat(place)
-        bit = stat.S_IXUSR if status.st_uid == user else stat.S_IXOTH
-        if not status.st_mode & bit:
-            return place
-        place = os.path.join(place, part)
-    return ""
-
-
-def _open_up(paths: Iterable[str], scratch: str, user: int) -> None:
-    """Cover the closed folders above `paths` and `scratch`, and put back what is at `paths`."""
+def _open_up(paths: Iterable[str], granted: Iterable[Granted], scratch: str, user: int) -> None:
+    """Cover the closed folders above `paths`, `granted` and `scratch`, and mount `paths` again."""
     found: dict[str, list[tuple[str, int]]] = {}
     fds: list[int] = []
     try:
@@ -101,31 +103,57 @@ def _open_up(paths: Iterable[str], scratch: str, user: int) -> None:
             if cover:
                 fds.append(os.open(path, os.O_PATH | os.O_CLOEXEC))
                 found.setdefault(cover, []).append((path, fds[-1]))
-        if scratch:
-            found.setdefault(closed_above(scratch, user), [])
+        places = [(each.path, closed_above(each.path, user), each.fd) for each in granted]
+        for cover in (
+            closed_above(scratch, user) if scratch else "",
+            *(cover for _, cover, _ in places),
+        ):
+            found.setdefault(cover, [])
         found.pop("", None)
         for cover, below in found.items():
             if cover == "/":
                 raise SandboxRefused("own_user", "/ is closed to others", "chmod o+x /")
-            _mount("tmpfs", cover, "tmpfs", _NOSUID | _NODEV, "mode=0755,size=1m")
+            options = f"mode=0755,size={_COVER_BYTES}"
+            _mount("tmpfs", cover, "tmpfs", _NOSUID | _NODEV, options)
             for path, fd in below:
-                _make_place(path, is_folder=stat.S_ISDIR(os.fstat(fd).st_mode))
+                _make_place(path, fd)
                 _mount(f"/proc/self/fd/{fd}", path, "", _BIND | _REC)
+        for path, cover, fd in places:
+            if cover:
+                _make_place(path, fd)
     finally:
         for fd in fds:
             os.close(fd)
 
 
-def _make_place(path: str, *, is_folder: bool) -> None:
-    if os.path.exists(path):  # inside another one that was put back
+def covers(paths: Iterable[str]) -> list[str]:
+    """Find the empty folders that cover closed ones above these paths, inside the namespace."""
+    above: set[str] = set()
+    for path in paths:
+        while path != "/":
+            path = os.path.dirname(path)
+            above.add(path)
+    return [path for path in above if os.path.ismount(path) and _size_of(path) == _COVER_BYTES]
+
+
+def _size_of(path: str) -> int:
+    status = os.statvfs(path)
+    return status.f_blocks * status.f_frsize
+
+
+def _make_place(path: str, fd: int) -> None:
+    """Make a folder or a file at `path`, of the kind that the descriptor has."""
+    if os.path.exists(path):  # inside another path that was mounted again
         return
+    is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
     os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
     if not is_folder:
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        # O_EXCL, because another process may have put a link there by now.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
 
 def _own_scratch(path: str, size_bytes: int, user: int | None) -> None:
-    """A file system of its own, which goes with the process and cannot grow beyond its size."""
+    """Mount a file system in memory, which ends with the process and cannot grow beyond its size."""
     os.makedirs(path, exist_ok=True)
     owner = os.geteuid() if user is None else user
     group = os.getegid() if user is None else user
@@ -140,7 +168,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _call(name: str, path: str, *arguments: int | bytes) -> int:
-    """A system call that is about `path`. Raises OSError, which says so."""
+    """Make a system call about `path`. Raises OSError with that path."""
     try:
         return kernel.call(name, *arguments)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Namespaces: a network without interfaces, and mounts, IPC objects and a host name of its own.
+"""Enters new namespaces: a network without interfaces, and private mounts, IPC objects and host name.
 
 Source: `unshare(2)`, `user_namespaces(7)`.
 """
@@ -21,10 +21,10 @@ _FLAGS = {
 
 
 def enter(*, network: bool) -> list[str]:
-    """Leave the namespaces of the runtime; returns the names of those that are new. Raises OSError.
+    """Leave the namespaces of the runtime, and return the names of the new ones. The kernel makes all or none. Raises OSError.
 
-    Without root's rights that takes a user namespace, in which this user is who it was. `network` says whether
-    the network is to stay the runtime's. All happens or nothing.
+    Without root's rights, that takes a user namespace, in which this user keeps its id. With `network`, the process stays in the
+    runtime's network.
     """
     names = ["mnt", "ipc", "uts", "cgroup"] if network else ["mnt", "net", "ipc", "uts", "cgroup"]
     if os.geteuid() != 0:
@@ -45,7 +45,7 @@ def _enter(names: list[str]) -> None:
     uid, gid = os.geteuid(), os.getegid()
     kernel.call("unshare", sum(_FLAGS[name] for name in names))
     if "user" in names:
-        # The kernel wants it forbidden before groups are mapped by somebody without rights over them.
+        # Without rights over groups, a process may map its group only after it has given up setgroups.
         _write("setgroups", "deny")
         _write("uid_map", f"{uid} {uid} 1")
         _write("gid_map", f"{gid} {gid} 1")

@@ -1,29 +1,35 @@
-"""Which system calls a contained model may make, and with which arguments.
+"""The table of system calls that a contained model may make, with conditions on their arguments.
 
-What is not named here fails with EPERM, which libraries take as they take it in any container. A call that only
-an attack makes ends the process, so that the runtime hears of it. Numbers that are newer than the tables fail
-with ENOSYS, upon which libc turns to older calls.
+Other calls fail with EPERM, which libraries handle as they do in any container. A call that only
+an attack makes ends the process, so that the runtime learns of it. Numbers that are newer than the tables fail
+with ENOSYS, and libc then uses older calls.
 
-Arguments are compared as 32 bits: each of those that are compared is an int for the kernel, which does not look at
+Arguments are compared as 32 bits: for the kernel, each argument with a condition is an int, and it does not look at
 the rest of the word.
 
-F_SETFL and FIONBIO are allowed, for O_NONBLOCK alone. The channels are socket pairs, of which each end has its own
-flags, and so has the end of the output pipe that is the stub's; the runtime does not block on its own ends
-whatever the stub does. Shared with the runtime are only the descriptions of regions, where O_NONBLOCK means
-nothing. O_APPEND, which would, is not allowed, nor is anything by which a file sends signals to others.
+The attacks behind the conditions fall into four kinds:
+
+- *to reach other processes*: to trace them, read their memory, take their descriptors or signal them (`_ATTACKS`, the pids in
+  `_conditional`), and to learn which exist (`_OF_A_PROCESS`, clocks of processes, `capget`, F_GETLK);
+- *to leave the sandbox*: to make namespaces and mounts (`_ATTACKS`, the flags of `clone`), to open sockets past Landlock's
+  ports (MSG_FASTOPEN, other protocols, TCP_ULP), to leave programs with set-ID bits behind (`_WITHOUT_SET_IDS`);
+- *to take memory away from under the runtime*: to punch holes into regions (`fallocate`, MADV_REMOVE);
+- *to use up what the kernel counts for the whole user, or not at all*: epoll, descriptors in sockets, sizes of pipes and sockets, locks.
+
+F_SETFL and FIONBIO are allowed for O_NONBLOCK only. Each end of a channel has its own
+flags, and so has the stub's end of the output pipe. The runtime does not block on its own ends,
+whatever the stub does. Only the file descriptions of regions are shared with the runtime, and O_NONBLOCK means
+nothing there. O_APPEND would have an effect there, so it is forbidden, and so are all ways to make a file send signals.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    # An argument, a mask and what may be left of the argument under it.
-    Condition = tuple[int, int, Iterable[int]]
-    # Allowed where all conditions of one of them hold; an empty tuple is without condition.
-    Alternatives = tuple[tuple[Condition, ...], ...]
+# The number of an argument, a mask, and the values that the masked argument may have.
+Condition = tuple[int, int, Iterable[int]]
+# A call is allowed if all conditions of one alternative hold. An empty tuple allows it without condition.
+Alternatives = tuple[tuple[Condition, ...], ...]
 
 ALL_BITS = 0xFFFFFFFF
 
@@ -35,19 +41,25 @@ getdents getdents64 getcwd chdir fchdir mkdir mkdirat rmdir unlink unlinkat rena
 link linkat symlink symlinkat truncate ftruncate umask
 getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
 """
-# Landlock does not look at these, so they are for those to whom the files of others are closed anyhow.
+# Landlock does not restrict these, so they are only for processes that cannot change files of others anyway.
 _METADATA = """
-chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
+chown fchown lchown fchownat utime utimes futimesat utimensat
 setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 """
+# The place of the mode among the arguments.
+_CHANGES_OF_MODE = {"chmod": 1, "fchmod": 1, "fchmodat": 2, "fchmodat2": 2}
+_MAKES_OF_FILES = {"mknod": 1, "mknodat": 2}
+_OPENINGS = {"open": (1, 2), "openat": (2, 3)}
+# Calls whose modes lie in memory, where a filter cannot read them, and calls that make such calls.
+HIDING_MODES = frozenset(["openat2", "io_uring_setup"])
 # Without epoll: its watches are counted for all processes of the user, and a process can have as many as the square of
 # its descriptors. If the user has none left, the runtime cannot take another connection. Python's event loops use
 # `poll` instead.
 _WAITING = """
 poll ppoll select pselect6 eventfd eventfd2 pipe pipe2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4
 """
-# On the channels, and on what `socketpair` made: nothing else is a socket here. Without `sendmsg`, which takes descriptors
-# along: those that wait in a socket are counted for all processes of the user, the runtime included (unix(7)).
+# For the channels, and for pairs from `socketpair`; there are no other sockets. Without `sendmsg`, which can send descriptors:
+# the kernel counts those that wait in a socket for all processes of the user, the runtime included (unix(7)).
 _SOCKETS = """
 sendto recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt
 """
@@ -67,7 +79,7 @@ _TIME = """
 nanosleep gettimeofday time times getitimer setitimer alarm
 timer_settime timer_gettime timer_getoverrun timer_delete
 """
-# Without `capget`, whose pid lies in memory, where no filter sees it: it tells which processes exist.
+# Without `capget`, whose pid lies in memory, where a filter cannot read it. It would tell which processes exist.
 _ABOUT_ITSELF = """
 getpid getppid gettid getpgrp getuid geteuid getresuid getgid getegid getresgid getgroups
 getrlimit setrlimit getrusage sysinfo uname getrandom
@@ -88,13 +100,13 @@ fsopen fsconfig fsmount fspick mount_setattr open_by_handle_at init_module finit
 kexec_load kexec_file_load reboot swapon swapoff acct quotactl quotactl_fd iopl ioperm modify_ldt
 """
 KILLED = frozenset(_ATTACKS.split())
-# May be granted like a call: processes of its own, in whatever way libc begins them.
+# May be granted like a call: all calls by which libc starts processes.
 FORK = "fork"
-# May be granted, too: locks on parts of files, with which SQLite keeps its own.
+# May be granted, too: locks on parts of files, which SQLite uses.
 LOCKS = "locks"
 GRANTED_TOGETHER = frozenset([FORK, LOCKS])
-# These fail with ENOSYS where they are refused. The flags of `clone3` lie in memory, which no filter sees; libc uses
-# `clone` instead. `pthread_getattr_np` asks for the processors of its thread, and goes on without them after ENOSYS.
+# These fail with ENOSYS if they are refused. The flags of `clone3` lie in memory, which a filter cannot read; libc then uses
+# `clone`. `pthread_getattr_np` asks for the processors of its thread, and goes on without them after ENOSYS.
 ABSENT = frozenset(["clone3", "sched_getaffinity"])
 
 _CLONE_THREAD = 0x00010000
@@ -117,18 +129,23 @@ def allowed(
     signals_are_scoped: bool = False,
     launches: bool = False,
 ) -> dict[str, Alternatives]:
-    """What the process `pid` may call.
+    """Return the calls that the process `pid` may make.
 
-    `ports`: whether it may open TCP connections. `granted`: names without any condition, `fork` for
-    processes of its own, and `locks` for those on parts of files. `gpu`: whether it talks to the driver of GPUs. `metadata`: whether it may change modes and times of the files it can reach.
-    `forks`: whether it is a template. `signals_are_scoped`: whether Landlock keeps signals inside.
-    `launches`: whether it is to become another program, which puts on a filter of its own.
+    - `ports`: it may open TCP connections.
+    - `granted`: names of calls, `fork` for processes of its own, `locks` for locks on parts of files.
+    - `gpu`: it talks to the driver of GPUs.
+    - `metadata`: it may change modes and times of the files that it can reach.
+    - `forks`: it is a template.
+    - `signals_are_scoped`: Landlock keeps its signals inside the sandbox.
+    - `launches`: it will become another program, which installs its own filter.
     """
     granted = set(granted)
     table: dict[str, Alternatives] = dict.fromkeys(_USUAL, ())
     table.update(_conditional(pid))
+    table.update(_WITHOUT_SET_IDS)
     if metadata:
         table.update(dict.fromkeys(_METADATA.split(), ()))
+        table.update(_CHANGES_WITHOUT_SET_IDS)
     if ports:
         table.update(_TCP)
     if gpu:
@@ -136,11 +153,11 @@ def allowed(
             table[name] = (*table.get(name, ()), *alternatives)
     if forks or FORK in granted:
         table.update(dict.fromkeys(("fork", "vfork"), ()))
-        # What is forked asks for things over a socket that it hands to its parent.
+        # A forked process makes its calls over a socket that it sends to its parent.
         table.setdefault("sendmsg", ())
         table["clone"] = (((0, _CLONE_FORBIDDEN, (0,)),),)
         if signals_are_scoped:
-            # Those of a child have another pid than the one that is known here.
+            # A child has another pid than the one that is known here.
             table.update(dict.fromkeys(("kill", "tgkill"), ()))
     if forks:
         table["setsid"] = ()
@@ -151,6 +168,9 @@ def allowed(
     if LOCKS in granted:
         table["fcntl"] = (*table["fcntl"], *_one_of(1, _LOCKING))
     table.update(dict.fromkeys(granted - GRANTED_TOGETHER, ()))
+    # A granted call keeps these conditions.
+    conditions = _WITHOUT_SET_IDS | _CHANGES_WITHOUT_SET_IDS | _MAKES_WITHOUT_SET_IDS
+    table.update({name: conditions[name] for name in granted & conditions.keys()})
     return table
 
 
@@ -172,7 +192,7 @@ def _conditional(pid: int) -> dict[str, Alternatives]:
             ),
         ),
         "personality": _one_of(0, (0xFFFFFFFF,)),
-        # Mode 0 only sets memory aside; others could take it away from under the runtime.
+        # Mode 0 only allocates memory; other modes could take it away from under the runtime.
         "fallocate": _one_of(1, (0,)),
         "madvise": _one_of(2, _ADVICE),
         "ioctl": _one_of(1, _IOCTLS),
@@ -182,11 +202,11 @@ def _conditional(pid: int) -> dict[str, Alternatives]:
         ),
         "prctl": (
             *_one_of(0, _PRCTLS),
-            # As they are already: an exec takes the second one off.
+            # To the values that they have already; an exec resets the second one.
             ((0, ALL_BITS, (1,)), (1, ALL_BITS, (9,))),  # PR_SET_PDEATHSIG, SIGKILL
             ((0, ALL_BITS, (4,)), (1, ALL_BITS, (0,))),  # PR_SET_DUMPABLE, no
         ),
-        # AF_UNIX; SOCK_STREAM and SOCK_SEQPACKET, which cannot send to anybody but each other.
+        # AF_UNIX with SOCK_STREAM or SOCK_SEQPACKET, which can only send to each other.
         "socketpair": (((0, ALL_BITS, (1,)), (1, _SOCK_TYPE, (1, 5))),),
         "setsockopt": (_options(1, _SOCKET_OPTIONS),),
     }
@@ -204,14 +224,33 @@ def _one_of(argument: int, values: Iterable[int]) -> Alternatives:
     return (((argument, ALL_BITS, values),),)
 
 
-# MADV_* but REMOVE, which punches holes, MERGEABLE, by which memory of others can be guessed, and what poisons pages.
+# All users of the machine run a program with the set-user-ID or set-group-ID bit as the owner of its file. In a
+# granted folder, that may be root. If a call only opens a file, the mode is whatever the register holds, so it is not compared.
+_SET_IDS = 0o6000
+_MAKING = 0o100 | 0o20000000  # O_CREAT, and O_TMPFILE without O_DIRECTORY
+_WITHOUT_SET_IDS: dict[str, Alternatives] = {
+    "creat": _one_of_bits(1, _SET_IDS, 0),
+    **{
+        name: (*_one_of_bits(flags, _MAKING, 0), *_one_of_bits(mode, _SET_IDS, 0))
+        for name, (flags, mode) in _OPENINGS.items()
+    },
+}
+_CHANGES_WITHOUT_SET_IDS: dict[str, Alternatives] = {
+    name: _one_of_bits(mode, _SET_IDS, 0) for name, mode in _CHANGES_OF_MODE.items()
+}
+_MAKES_WITHOUT_SET_IDS: dict[str, Alternatives] = {
+    name: _one_of_bits(mode, _SET_IDS, 0) for name, mode in _MAKES_OF_FILES.items()
+}
+
+
+# MADV_* without REMOVE, which punches holes, MERGEABLE, by which memory of others can be guessed, and those that poison pages.
 _ADVICE = (0, 1, 2, 3, 4, 8, 10, 11, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 25)
 # FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, TCGETS, TCGETS2, TIOCGWINSZ
 _IOCTLS = (0x541B, 0x5421, 0x5451, 0x5450, 0x5401, 0x802C542A, 0x5413)
-# Those of NVIDIA's driver are of the type 'F'; those of its unified memory are small numbers without a type, and two
-# that begin and end its use. Which devices they reach Landlock decides. CUDA does not start without `memfd_create`, nor without
-# a socket of AF_UNIX and SOCK_SEQPACKET with an abstract name, at which other processes could ask it for a descriptor:
-# it may listen, but `accept` is refused, and `connect` where no ports are granted.
+# The requests of NVIDIA's driver have the type 'F'; those of its unified memory are small numbers without a type, and two
+# that begin and end its use. Landlock decides which devices they reach. CUDA does not start without `memfd_create`, nor without
+# a socket of AF_UNIX and SOCK_SEQPACKET with an abstract name, on which other processes could ask it for a descriptor.
+# It may listen, but `accept` is refused, and so is `connect` if no ports are granted.
 _GPU: dict[str, Alternatives] = {
     "ioctl": (
         *_one_of(1, (0x30000001, 0x30000002)),
@@ -224,20 +263,20 @@ _GPU: dict[str, Alternatives] = {
     "listen": (),
 }
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS. No locks on parts of files: a process may
-# hold any number of them, each takes kernel memory that no limit counts, and F_GETLK tells pids. `flock` locks
-# a whole file, once for each descriptor. No F_SETPIPE_SZ: the sizes of pipes are counted for all processes of the user.
+# hold any number of them, each takes kernel memory that no limit counts, and F_GETLK tells pids. `flock` is bounded: it locks
+# a whole file, once for each descriptor. No F_SETPIPE_SZ: the kernel counts the sizes of pipes for all processes of the user.
 _FCNTLS = (0, 1, 2, 3, 1030, 1032, 1034)
 # F_GETLK, F_SETLK, F_SETLKW, and the same for open file descriptions.
 _LOCKING = (5, 6, 7, 36, 37, 38)
 # PR_GET_PDEATHSIG, GET_DUMPABLE, SET_NAME, GET_NAME, GET_SECCOMP, CAPBSET_READ, SET and GET_TIMERSLACK,
 # SET and GET_NO_NEW_PRIVS, SET and GET_THP_DISABLE, SVE_GET_VL, GET_TAGGED_ADDR_CTRL, SME_GET_VL, SET_VMA
 _PRCTLS = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 51, 56, 64, 0x53564D41)
-# SO_REUSEADDR, KEEPALIVE, LINGER, RCVTIMEO and SNDTIMEO. Not those that hand a program to the kernel. Not SO_SNDBUF and
+# SO_REUSEADDR, KEEPALIVE, LINGER, RCVTIMEO and SNDTIMEO. None that gives a program to the kernel. Neither SO_SNDBUF nor
 # RCVBUF: no limit counts the memory that a socket holds.
 _SOCKET_OPTIONS = (2, 9, 13, 20, 21, 66, 67)
 # Of sockets of TCP also SO_BROADCAST, OOBINLINE, PRIORITY, REUSEPORT.
 _TCP_SOCKET_OPTIONS = (*_SOCKET_OPTIONS, 6, 10, 12, 15)
-# IPPROTO_TCP or the family's own: other protocols of streams are none of Landlock's.
+# IPPROTO_TCP or the family's default, because Landlock does not restrict other stream protocols.
 _TCP: dict[str, Alternatives] = {
     "socket": (((0, ALL_BITS, (2, 10)), (1, _SOCK_TYPE, (1,)), (2, ALL_BITS, (0, 6))),),
     "connect": (),
@@ -247,10 +286,10 @@ _TCP: dict[str, Alternatives] = {
         _options(0, (1, 2, 10, 11)),
         _options(41, (25, 26, 67)),
         # TCP_NODELAY, MAXSEG, CORK, KEEPIDLE, KEEPINTVL, KEEPCNT, SYNCNT, LINGER2, DEFER_ACCEPT, WINDOW_CLAMP, QUICKACK,
-        # USER_TIMEOUT, NOTSENT_LOWAT; not TCP_ULP, by which the kernel speaks other protocols itself.
+        # USER_TIMEOUT, NOTSENT_LOWAT; not TCP_ULP, with which the kernel itself speaks other protocols.
         _options(6, (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 18, 25)),
     ),
-    # With that flag it connects, past Landlock.
+    # With this flag the call connects, past Landlock.
     "sendto": (((3, _MSG_FASTOPEN, (0,)),),),
     "sendmsg": (((2, _MSG_FASTOPEN, (0,)),),),
     "sendmmsg": (((3, _MSG_FASTOPEN, (0,)),),),

@@ -1,4 +1,9 @@
-"""The filter for system calls: a program for the kernel's classic BPF, from rules.
+"""Compiles rules for system calls into a program for the kernel's classic BPF, and installs it as a filter.
+
+The program first checks the architecture. A process can switch to the 32-bit table of the processor, in which the same
+numbers mean other calls; so calls of another table end the process. Then the program finds the range of the call's number by halving,
+and compares arguments if the range has conditions. It reads registers only: a filter cannot follow a pointer, because another
+thread could change the memory after the check.
 
 Source: `Documentation/userspace-api/seccomp_filter.rst` and `seccomp(2)`.
 """
@@ -8,22 +13,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import struct
+from collections.abc import Collection, Iterable, Mapping
 from itertools import starmap
-from typing import TYPE_CHECKING
 
-from moonpool.stub.sandbox import kernel, syscalls
-from moonpool.stub.sandbox.rules import ALL_BITS
+from moonpool.ipc import syscalls
+from moonpool.stub.sandbox import kernel
+from moonpool.stub.sandbox.rules import ALL_BITS, Alternatives
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from moonpool.stub.sandbox.rules import Alternatives
-
-    # Instructions: operation, how far to jump if true, if false, operand.
-    Code = list[tuple[int, int, int, int]]
+# Instructions: operation, how far to jump if true, if false, operand.
+Code = list[tuple[int, int, int, int]]
 
 _LOAD, _AND, _JUMP, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
-# Where the fields of `struct seccomp_data` are; the lower half of an argument comes first on both machines.
+# The offsets of the fields of `struct seccomp_data`. The lower half of an argument comes first on both machines.
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 # `struct sock_filter`
 _INSTRUCTION = struct.Struct("=HBBI")
@@ -46,10 +47,10 @@ def program(
     killed: Iterable[str] = (),
     absent: Collection[str] = (),
 ) -> bytes:
-    """The filter for `machine`. What it allows wins over what it kills; other machines' calls kill.
+    """Return the filter for `machine`. `allowed` wins over `killed`. A call of another machine's table ends the process.
 
     If a call is both allowed and absent, it fails with ENOSYS when its conditions refuse it.
-    Names of calls that the machine does not have are passed over. Raises KeyError for an unknown machine.
+    Names of calls that the machine does not have are skipped. Raises KeyError for an unknown machine.
     """
     numbers = syscalls.numbers(machine)
     judged = [_REFUSE] * (max(numbers.values()) + 1)
@@ -72,7 +73,7 @@ def program(
 
 
 def install(filter_program: bytes) -> None:
-    """Have the kernel run it on every call of every thread of this process from now on. Raises OSError."""
+    """Install a filter for every call of every thread of this process from now on. Raises OSError."""
     code = ctypes.create_string_buffer(filter_program, len(filter_program))
     header = struct.pack("@HP", len(filter_program) // 8, ctypes.addressof(code))
     thread = kernel.call("seccomp", _SET_MODE_FILTER, _TSYNC, header)
@@ -94,7 +95,7 @@ def _checking(alternatives: Alternatives, otherwise: Code) -> Code:
 
 
 def _comparing(argument: int, mask: int, values: list[int], rest: int) -> Code:
-    """Go on behind these instructions where the argument is one of the values, else behind the `rest` too."""
+    """Continue after these instructions if the argument is one of the values, else after the `rest` as well."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument)]
     if mask != ALL_BITS:
         code.append((_AND, 0, 0, mask))
@@ -104,7 +105,7 @@ def _comparing(argument: int, mask: int, values: list[int], rest: int) -> Code:
 
 
 def _ranges(judged: list[Code]) -> list[tuple[int, Code]]:
-    """First number and code of each range of numbers that are judged alike, up to all numbers."""
+    """Return the first number and the code of each range of numbers with the same code. The last range has no end."""
     ranges = [(0, judged[0])]
     for number, code in enumerate(judged):
         if code is not ranges[-1][1]:
@@ -113,7 +114,7 @@ def _ranges(judged: list[Code]) -> list[tuple[int, Code]]:
 
 
 def _searching(ranges: list[tuple[int, Code]]) -> Code:
-    """Look up the number by halving."""
+    """Return code that finds the number's range by halving."""
     if len(ranges) == 1:
         return ranges[0][1]
     middle = len(ranges) // 2

@@ -1,13 +1,14 @@
-"""One layer of the sandbox, put on by a process of its own, which then tries what the layer is to prevent.
+"""Puts one layer of the sandbox on its own process, and then tries the acts that the layer has to prevent.
 
     python -I -S .../stub/sandbox/trial.py LAYER POLICY
 
-Prints one JSON object: `on`, the layer as a stub would name it, or "" where it is not; `detail`, what there is of it;
-`why` it is not on, and what to do. Then the process stays as it is until its input ends, to be looked at.
+Prints one JSON object: `on`, the layer as a stub would name it, or "" if it is not on; `detail`, its parts;
+`why` it is not on, with the advice. Then the process waits until its input ends, so that it can be inspected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -15,34 +16,46 @@ import signal
 import socket
 import sys
 import types
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import Callable
-
-    from moonpool.ipc.policy import Policy
-
-_PATIENCE_S = 10
-# Everybody may read it, in every system; no model needs it.
-_FOREIGN_FILE = "/etc/passwd"
-_LOOPBACK = "127.0.0.1"
-
-
-class NotThere(Exception):
-    """The layer is not on, or does not hold: the text says why, and what to do."""
+from typing import Callable
 
 
 def _make_importable() -> None:
-    """moonpool without what lies beside it, as a stub has it."""
+    """Make moonpool importable without what lies beside it, as a stub has it."""
     package = types.ModuleType("moonpool")
     here = os.path.dirname(os.path.realpath(__file__))
     package.__path__ = [os.path.dirname(os.path.dirname(here))]
     sys.modules["moonpool"] = package
 
 
+if __name__ == "__main__":
+    _make_importable()
+
+from moonpool.ipc import signals, syscalls  # noqa: E402
+from moonpool.ipc.policy import Policy  # noqa: E402
+from moonpool.stub.sandbox import (  # noqa: E402
+    granted,
+    identity,
+    landlock,
+    limits,
+    mounts,
+    namespaces,
+    rules,
+    seccomp,
+)
+from moonpool.stub.sandbox.outcome import SandboxRefused  # noqa: E402
+
+_PATIENCE_S = 10
+# All users may read it on every system, and no model needs it.
+_FOREIGN_FILE = "/etc/passwd"
+_LOOPBACK = "127.0.0.1"
+
+
+class NotThere(Exception):
+    """The layer is not on, or does not hold. The text says why, and what to do."""
+
+
 def _dies_with_runtime(_: Policy) -> tuple[str, str]:
-    """A grandchild lives until its parent ends, and no longer."""
-    from moonpool.stub.sandbox import identity
+    """Check that a grandchild lives until its parent ends, and no longer."""
 
     held_fd, holder_fd = os.pipe()
     parent = os.fork()
@@ -65,8 +78,6 @@ def _dies_with_runtime(_: Policy) -> tuple[str, str]:
 
 
 def _limits(policy: Policy) -> tuple[str, str]:
-    from moonpool.stub.sandbox import limits
-
     limits.set_limits(policy.limits)
     limits.forbid_core_dumps()
     limits.forbid_what_outlives()
@@ -90,8 +101,6 @@ def _limits(policy: Policy) -> tuple[str, str]:
 
 
 def _namespaces(_: Policy) -> tuple[str, str]:
-    from moonpool.stub.sandbox import namespaces
-
     with _listener((_LOOPBACK, 0)) as server:
         address = server.getsockname()
         try:
@@ -114,8 +123,6 @@ def _no_namespaces(error: OSError) -> str:
 
 
 def _own_user(policy: Policy) -> tuple[str, str]:
-    from moonpool.stub.sandbox import identity
-
     user = policy.user
     if user is None:
         raise NotThere(
@@ -137,8 +144,6 @@ def _own_user(policy: Policy) -> tuple[str, str]:
 
 
 def _no_capabilities(_: Policy) -> tuple[str, str]:
-    from moonpool.stub.sandbox import identity
-
     if os.geteuid() == 0:
         identity.drop_bounding_set()
     identity.drop_capabilities()
@@ -151,10 +156,8 @@ def _no_new_privs(_: Policy) -> tuple[str, str]:
 
 
 def _not_dumpable(_: Policy) -> tuple[str, str]:
-    from moonpool.stub.sandbox import identity
-
     identity.forbid_looking_inside()
-    # Then its files belong to root, and so nobody else looks into it.
+    # The files of such a process in /proc belong to root, so other users cannot look into it.
     owner = os.stat("/proc/self/mem").st_uid
     if owner != 0:
         raise NotThere(f"it is on, but /proc/self/mem belongs to user {owner} still")
@@ -162,8 +165,6 @@ def _not_dumpable(_: Policy) -> tuple[str, str]:
 
 
 def _landlock(_: Policy) -> tuple[str, str]:
-    from moonpool.stub.sandbox import landlock
-
     abi = landlock.abi()
     if abi == 0:
         raise NotThere(
@@ -186,8 +187,6 @@ def _landlock(_: Policy) -> tuple[str, str]:
 
 
 def _seccomp(_: Policy) -> tuple[str, str]:
-    from moonpool.stub.sandbox import rules, seccomp, syscalls
-
     allowed = rules.allowed(pid=os.getpid())
     program = seccomp.program(syscalls.this_machine(), allowed, rules.KILLED, rules.ABSENT)
     try:
@@ -202,6 +201,34 @@ def _seccomp(_: Policy) -> tuple[str, str]:
     return "seccomp", f"{len(allowed)} system calls are allowed"
 
 
+def _granted_folders(policy: Policy) -> tuple[str, str]:
+    """Check a granted folder that belongs to the runtime's user and is closed to all others."""
+
+    with contextlib.suppress(OSError):
+        namespaces.enter(network=False)
+    (folder,) = granted.opened(policy.granted, policy.user)
+    with contextlib.suppress(OSError):
+        mounts.rearrange(policy, policy.user, [folder])
+    owner = os.stat(folder.path).st_uid
+    if policy.user is None:
+        folder.check()
+        return granted.LAYER, f"each instance is the runtime's user, {owner}"
+    identity.become(policy.user)
+    if not folder.is_lent:
+        cure = granted.command_to_share("FOLDER")
+        raise NotThere(
+            f"{folder.why_not}; give folders to write to to a user that instances share: {cure}"
+        )
+    folder.check()
+    with open(f"{folder.path}/file", "x", encoding="ascii"):
+        pass
+    where = os.path.dirname(folder.path)
+    return (
+        granted.LAYER,
+        f"an instance writes to a folder as its owner, on the file system of {where}",
+    )
+
+
 _TRIALS: dict[str, Callable[[Policy], tuple[str, str]]] = {
     "dies_with_runtime": _dies_with_runtime,
     "limits": _limits,
@@ -212,11 +239,12 @@ _TRIALS: dict[str, Callable[[Policy], tuple[str, str]]] = {
     "not_dumpable": _not_dumpable,
     "landlock": _landlock,
     "seccomp": _seccomp,
+    "granted_folders": _granted_folders,
 }
 
 
 def _is_refused(what: str, attempt: Callable[[], object], *reasons: int) -> None:
-    """Raises `NotThere` unless the kernel refuses that, for one of the reasons where there are any."""
+    """Raise `NotThere` unless the kernel refuses the attempt, with one of these error numbers if any are given."""
     try:
         attempt()
     except OSError as error:
@@ -241,16 +269,12 @@ def _connect(address: tuple[str, int] | str) -> None:
 
 
 def main() -> None:
-    """Put on the layer that the arguments name, tell what came of it, and wait."""
-    _make_importable()
-    from moonpool.ipc.policy import Policy
-    from moonpool.stub.sandbox import identity
-    from moonpool.stub.sandbox.refused import SandboxRefused
-
+    """Put on the layer that the arguments name, print the outcome, and wait."""
+    signals.use_defaults()
     layer, policy = sys.argv[1], Policy.from_json(sys.argv[2])
     on = detail = why = ""
     try:
-        # The basis of others, and nothing that they could be mistaken for.
+        # Other layers need it, and none of the acts below fails because of it.
         identity.forbid_new_privileges()
         on, detail = _TRIALS[layer](policy)
     except (NotThere, SandboxRefused) as error:

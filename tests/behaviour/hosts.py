@@ -23,7 +23,7 @@ from moonpool import testing
 # The model that runs the code, and those that it asks.
 ASKER = "snippets"
 ASKED = ("sends", "streams", "timed", "timed_fixed", "timed_alone")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 Ask: TypeAlias = Callable[[str], str]
 

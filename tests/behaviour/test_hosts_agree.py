@@ -13,6 +13,11 @@ from tests.behaviour import hosts
 from tests.behaviour.cases import CASES, PRELUDE
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 
+pytestmark = pytest.mark.promise(
+    "Requests between models",
+    "A model behaves the same in a test's process, in a stub, in a server and in a tritonserver.",
+)
+
 Host = Callable[[Path], AbstractContextManager[hosts.Ask]]
 TRITON = pytest.mark.triton, pytest.mark.timeout(240)
 HOSTS: list[Any] = [
@@ -33,6 +38,22 @@ def host(
         yield request.param, ask
 
 
+@pytest.mark.promise(
+    "Requests between models",
+    "A call may have any number of responses, and they come in order. A loop over them that was "
+    "left goes on from there, in the first pass and in later ones. If nothing refers to an "
+    "iterator any more, its request is cancelled.",
+)
+@pytest.mark.promise(
+    "Requests between models",
+    "A coroutine that calls a decoupled model gets its iterator with the first response. Until "
+    "then the event loop goes on.",
+)
+@pytest.mark.promise(
+    "Requests between models",
+    "`cancel` of an iterator only sets the flag that the other model reads: its responses come "
+    "in order, up to its own end.",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_behaves_the_same(host: tuple[Host, hosts.Ask], name: str) -> None:
     case = CASES[name]

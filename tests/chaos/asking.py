@@ -1,4 +1,4 @@
-"""Requests of all kinds with inputs of their own, at once, each answer checked and each outcome counted."""
+"""Callers that send requests of all kinds with distinct inputs, check each answer and count each outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OFTEN = options(**UNTIRING, **LIMITS)
 RETRIED = options(**UNTIRING, **LIMITS, RETRY="yes")
 ECHO = MODELS / "echo.py"
 
-# Name, file, configuration and instances of each.
+# Name, file, configuration and instances of each model.
 CAST: list[tuple[str, str, Config, int]] = [
     *((name, "soak.py", SOAK | kind | OFTEN, 1) for name, kind in MODELS_BY_KIND.items()),
     ("sums", "sequences.py", sequences(2, max_sequence_idle_microseconds=5_000_000) | OFTEN, 1),
@@ -47,14 +47,14 @@ CAST: list[tuple[str, str, Config, int]] = [
         1,
     ),
 ]
-# Which of them no other model asks, and answer with their batches: what they count is what was sent to them.
+# Models that no other model calls, and that answer with their batches: their counts are the requests sent to them.
 COUNTED = ("asker", "sums", "wide", "strings")
 
 Ask = Callable[[random.Random], Awaitable[None]]
 
 
 def load_all(runtime: moonpool.Runtime, seed: int) -> None:
-    """At `standard` and at `strict` in turns; which is which depends on the seed."""
+    """Load models at `standard` and at `strict` in turns; the seed decides which."""
     for number, (name, file, config, instances) in enumerate(CAST, seed):
         level = ("standard", "strict")[number % 2]
         sandbox = options(SANDBOX=level, SANDBOX_MODELS="plain, stream")
@@ -68,13 +68,13 @@ def load_all(runtime: moonpool.Runtime, seed: int) -> None:
 
 
 def few(dice: random.Random) -> NDArray[np.float32]:
-    """Numbers that no other request has, so that an answer is known to be its own."""
+    """Make numbers that no other request has, so that an answer can be checked to be its own."""
     first = dice.randrange(1 << 22)
     return np.arange(first, first + 16, dtype=np.float32)
 
 
 class Crowd:
-    """Callers in threads and in an event loop, from `with` to its end; what they began they finish."""
+    """Callers in threads and in an event loop, from `with` to its end. They finish the requests that they began."""
 
     def __init__(self, runtime: moonpool.Runtime, tally: Tally, seed: int) -> None:
         self._runtime, self._tally, self._seed = runtime, tally, seed
@@ -129,7 +129,7 @@ class Crowd:
         for step in range(steps):
             x = dice.randint(1, 9)
             wanted += x
-            # Longer than a sequence may be idle, and it is over.
+            # Longer than a sequence may be idle, so it has ended.
             pause_s = time.monotonic() - answered_s
             kind = f"step {step} after {pause_s:.3f} s"
             with self._tally.request("sums", kind) as request:
@@ -224,7 +224,7 @@ class Crowd:
                 raise Wrong("other strings")
 
     async def _leave(self, dice: random.Random) -> None:
-        """Before the end, at some point of time."""
+        """Cancel or close the request at some point before its end."""
         model = dice.choice(("plain", "stream"))
         how = "later" if model == "plain" else "until cancelled"
         inputs = soak_inputs(model, how, few(dice))
@@ -250,7 +250,7 @@ class Crowd:
                 async for _ in self._runtime.stream(model, inputs, timeout_s=PATIENCE_S):
                     request.outcome = "lied"
             except moonpool.ModelError as error:
-                # Whatever it says is its own business.
+                # Its answer does not matter.
                 request.outcome = type(error).__name__
 
     async def _hog(self, dice: random.Random) -> None:
@@ -262,7 +262,7 @@ class Crowd:
 
 
 def patience(dice: random.Random) -> tuple[float, bool]:
-    """How long to wait, and whether that is too short to hold it against anybody."""
+    """Choose a timeout. Returns it, and True if it is so short that its end is no failure."""
     if dice.random() < 0.03:
         return dice.choice((0.0005, 0.005, 0.05)), True
     return PATIENCE_S, False

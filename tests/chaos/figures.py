@@ -1,4 +1,4 @@
-"""What a process has that could grow."""
+"""The figures of a process that could grow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STUB = b"triton_python_backend_stub"
 
 
 class Figures(NamedTuple):
-    """Of one process at one moment. A descriptor is counted as a kind: what is restarted has another number."""
+    """The figures of one process at one moment. Descriptors are counted by kind, as a restarted stub has other numbers."""
 
     descriptors: dict[str, int]
     threads: int
@@ -31,7 +31,7 @@ def figures_of(pid: int, open_files: Callable[[], int] | None = None) -> Figures
     """Read the figures of this process, or of another one of ours.
 
     `open_files` is asked for the number of descriptors if the process is closed to us: a server that hosts strict models
-    can be looked into by nobody but root.
+    can be read only by root.
     """
     descriptors: Counter[str] = Counter()
     shared: dict[int, int] = {}
@@ -46,12 +46,12 @@ def figures_of(pid: int, open_files: Callable[[], int] | None = None) -> Figures
         with suppress(FileNotFoundError):
             path = f"/proc/{pid}/fd/{fd}"
             target = os.readlink(path)
-            # What is open for a moment only.
+            # Descriptors that are open for a moment only.
             if target.startswith("/proc/"):
                 continue
             if target.startswith("/memfd:"):
                 found = os.stat(path)
-                # A region that came back from a contained process: empty, and kept to be given to it again.
+                # A region that a contained process gave back: empty, and kept to be given to it again.
                 if not found.st_blocks:
                     continue
                 shared[found.st_ino] = found.st_size
@@ -68,7 +68,7 @@ def figures_of(pid: int, open_files: Callable[[], int] | None = None) -> Figures
 
 
 def rss_bytes(pid: int) -> int:
-    """What lies in memory; of this process without what its allocator keeps for later."""
+    """Return the resident memory; for this process without the memory that its allocator keeps."""
     if pid == os.getpid():
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -76,7 +76,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """Children of all its threads, ended ones that nobody has reaped included."""
+    """Return the children of all its threads, including ended ones that were not reaped."""
     found: list[int] = []
     for thread in os.listdir(f"/proc/{pid}/task"):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -85,7 +85,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def command(pid: int) -> bytes:
-    """Its command line; empty for one that has ended."""
+    """Return its command line; empty if it has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""

@@ -1,4 +1,4 @@
-"""Does harm to stubs at random points of time: kills, stops and starves them, and talks nonsense to them."""
+"""Harms stubs at random times: kills, stops and starves them, and sends them nonsense."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import NamedTuple
 from tests.chaos.figures import STUB, children_of, command
 from tests.waiting import Deadline
 
-# On average; a stub that was killed takes longer than this until it serves again on a busy machine.
+# On average. On a busy machine a stub that was killed takes longer than this until it serves again.
 BETWEEN_HARMS_S = 0.15
 
 
 class Victim(NamedTuple):
-    """A stub. The pidfd is its own whatever became of the number; `relieve` ends what was begun."""
+    """A stub under harm. The pidfd refers to it even if its number was given to another process. `relieve` ends the harm."""
 
     pid: int
     pidfd: int
@@ -42,18 +42,18 @@ class Monkey:
         feed: Callable[[random.Random], bool] | None = None,
         spared: frozenset[int] = frozenset(),
     ) -> None:
-        """`feed` sends a stub something malformed; False where there was none to send it to.
+        """`feed` sends a stub a malformed message, and returns False if there was no stub.
 
-        `spared` are stubs that belong to somebody else in that process.
+        `spared` are stubs of that process that belong to other tests.
         """
         self._pid, self._dice, self._feed = pid, dice, feed
         self._spared = spared
-        # When to relieve what was stopped or starved, and how.
+        # The stubs that are stopped or starved, each with the time and the way to relieve it.
         self._later: list[tuple[float, Callable[[], None], Victim]] = []
         self.harms: Counter[str] = Counter()
 
     def harm_for(self, seconds: float) -> None:
-        """Returns when so much time has passed."""
+        """Do harm for so many seconds."""
         deadline = Deadline(seconds)
         never = threading.Event()
         try:
@@ -91,7 +91,7 @@ class Monkey:
         pid = self._dice.choice(sorted(stubs))
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
-            # It may have ended, and the number be another's by now.
+            # It may have ended, and its number may belong to another process.
             if pid in children_of(self._pid):
                 return Victim(pid, pidfd)
             os.close(pidfd)
@@ -105,7 +105,7 @@ class Monkey:
         self._later.append((until_s, lambda: victim.tell(signal.SIGCONT), victim))
 
     def _starve(self, victim: Victim) -> None:
-        """No more address space than it has, and a little; nothing where the kernel refuses that."""
+        """Limit a stub to little more address space than it has; do nothing if the kernel refuses that."""
         with contextlib.suppress(OSError, ValueError):
             pages = int(Path(f"/proc/{victim.pid}/statm").read_text().split()[0])
             size = pages * resource.getpagesize() + self._dice.randrange(1 << 22)
@@ -114,11 +114,11 @@ class Monkey:
 
             def feed() -> None:
                 with contextlib.suppress(ProcessLookupError):
-                    # Raises where it is gone, and the number may be another's.
+                    # Raises if it is gone, as its number may belong to another process.
                     signal.pidfd_send_signal(victim.pidfd, 0)
                     try:
                         resource.prlimit(victim.pid, resource.RLIMIT_AS, before)
-                    except PermissionError:  # it has become another user since
+                    except PermissionError:  # it has changed its user since
                         victim.tell(signal.SIGKILL)
 
             self._later.append((time.monotonic() + self._dice.random(), feed, victim))

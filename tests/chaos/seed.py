@@ -1,4 +1,4 @@
-"""What is done to whom, and for how long: `--chaos-seed` and `--chaos-seconds`."""
+"""The options of chaos: `--chaos-seed` and `--chaos-seconds`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def draw(config: pytest.Config) -> None:
-    """Once for all processes of a run, which get their options from the first."""
+    """Choose a seed once for all processes of a run, which get their options from the first one."""
     if config.option.chaos_seed is None:
         config.option.chaos_seed = int.from_bytes(os.urandom(4), "big")
 

@@ -1,4 +1,4 @@
-"""What became of every request: one outcome each, counted, and of a kind that is allowed."""
+"""The outcomes of all requests: one each, counted, and of a kind that is allowed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 
 class Wrong(Exception):
-    """An answer that is not what the model must have answered."""
+    """A wrong answer of a model."""
 
 
-# How long a request may take that is not in a hurry: more is a hang.
-PATIENCE_S = 30.0
+# The longest time for a request without a timeout. A longer one is a hang.
+PATIENCE_S = 60.0
 ON_PURPOSE = r"on purpose|the model ended without a last response"
 MEMORY = (
     r"MemoryError|[Cc]annot allocate|Unable to allocate|Memory allocation|cannot set aside"
@@ -22,10 +22,10 @@ MEMORY = (
 )
 DEATH = (
     r"Stub process '\S+' (is not healthy\. It (was killed by SIG(KILL|TERM|SEGV)|closed its channel"
-    # What a client is told, and what the log has beside it.
+    # The error of a client, and the text that the log adds.
     r"|exited with \d (during|while)|exited with \d; its last words were: (moonpool\.ipc\.errors\.RemoteProtocolError: "
     r"|A process of the runtime is not listened to any more: "
-    # The stacks that it writes when it is told to end.
+    # The stacks that it writes on SIGTERM.
     r"|<no Python frame>|File \"))"
     r"|broke the protocol and was ended|took longer than \S+ s to execute a batch and was ended"
     r"|cannot be told anything any more)"
@@ -43,27 +43,27 @@ _NOTHING = "$."
 
 
 class Request:
-    """`outcome` is a word for what it ended with, empty before; set it where that is no answer and no error."""
+    """One request. `outcome` names its end, and is empty before; set it if that is neither an answer nor an error."""
 
     outcome = ""
 
 
 class Tally:
-    """Counts by model. From any thread."""
+    """Counts outcomes by model. Thread-safe."""
 
     def __init__(self, allowed: Mapping[str, str] | None = None) -> None:
-        """`allowed` has by an error's class what its text may be; that of `Runtime` by default."""
+        """`allowed` has the possible texts of errors by their class; those of `Runtime` by default."""
         self._lock = threading.Lock()
         self._allowed = ALLOWED if allowed is None else allowed
         self.sent: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
-        # What must never be, each with the request that it was the outcome of.
+        # Outcomes that must never be, each with its request.
         self.faults: list[str] = []
 
     @contextmanager
     def request(self, model: str, kind: str, *, hurried: bool = False) -> Iterator[Request]:
-        """Around the whole of a request, whose outcome is what it ends with; errors are taken."""
+        """Count the outcome of a request inside; its errors do not go on."""
         request = Request()
         with self._lock:
             self.sent[model] += 1
@@ -88,7 +88,7 @@ class Tally:
                 self.faults.append(fault)
 
     def _fault(self, error: Exception, *, hurried: bool) -> str:
-        """What is wrong with an outcome; nothing with errors that must be expected."""
+        """Return what is wrong with an outcome; "" for an expected error."""
         name, text = type(error).__name__, str(error)
         if name == "RequestTimedOut" and hurried:
             return ""
@@ -96,7 +96,7 @@ class Tally:
         return "" if re.search(allowed, text) else f"{name}: {text}"
 
     def check(self) -> None:
-        """Raises AssertionError where a request has no outcome, or one that must not be."""
+        """Raise AssertionError if a request has no outcome, or one that must not be."""
         assert self.faults == [], "\n".join(self.faults[:20])
         assert self.ended == self.sent
 

@@ -1,4 +1,4 @@
-"""Models of all kinds under load while their stubs are killed, stopped, starved and lied to, and lie."""
+"""Runs models of all kinds under load while their stubs are killed, stopped, starved and sent nonsense, and send nonsense."""
 
 from __future__ import annotations
 
@@ -21,14 +21,22 @@ from tests.waiting import wait_until
 
 import moonpool
 
-# The first lap brings to life what stays: threads, caches, arenas of the allocator.
+pytestmark = pytest.mark.promise(
+    "Chaos",
+    "While stubs are killed, stopped, starved and sent nonsense, and send false messages "
+    "themselves, every request has one outcome of an expected kind within its time, and every "
+    "answer is right. Afterwards there are as many processes, descriptors, threads, regions and "
+    "objects as before.",
+)
+
+# The first lap creates what stays: threads, caches, arenas of the allocator.
 WARM_UP_S = 5.0
 SETTLED_S = 30.0
-# What the allocators of C and Python hold for threads that have ended, of which each death has two; ten laps in
+# Memory that the allocators of C and Python keep for ended threads; each death has two of them. Ten laps in
 # a row grew by 25 MiB in all, while objects stayed what they were.
 GROWTH_BYTES = 32 << 20
 GROWTH_BLOCKS = 10_000
-# What no stub may make of it: all of these begin with a packet that is no message of the tables.
+# Packets that are no messages. A stub must reject all of them.
 MALFORMED = (
     b"\xc1",
     b"\x90",
@@ -40,10 +48,10 @@ MALFORMED = (
 
 
 def feed(runtime: moonpool.Runtime, dice: random.Random) -> bool:
-    """Send some stub what the runtime never sends."""
+    """Send some stub a packet that the runtime never sends."""
     name = dice.choice(CAST)[0]
-    seat = dice.choice(runtime._models.find(name).supervisor.seats)
-    stub = seat.instance.state
+    record = dice.choice(runtime._models.find(name).supervisor.records)
+    stub = record.instance.state
     if not hasattr(stub, "link"):
         return False
     channel = dice.choice((stub.link.conversation.channel, stub.control.channel))
@@ -55,7 +63,7 @@ def feed(runtime: moonpool.Runtime, dice: random.Random) -> bool:
     except OSError:
         return False
     try:
-        # If it is still open, the number was its own when it was copied.
+        # If it is still open, the descriptor was its own when it was copied.
         if channel.fileno() == fd:
             os.write(copy, dice.choice(MALFORMED))
             return True
@@ -67,7 +75,7 @@ def feed(runtime: moonpool.Runtime, dice: random.Random) -> bool:
 
 
 def counted(runtime: moonpool.Runtime, model: str) -> int:
-    """Requests that ended, well or badly, as the model's statistics have it."""
+    """Return the number of requests that ended, from the model's statistics."""
     found = runtime.statistics(model)["inference_stats"]
     return int(found["success"]["count"] + found["fail"]["count"])
 
@@ -75,7 +83,7 @@ def counted(runtime: moonpool.Runtime, model: str) -> int:
 def lap(
     runtime: moonpool.Runtime, seed: int, seconds: float, spared: frozenset[int]
 ) -> tuple[Tally, Monkey]:
-    """As many seconds of everything at once; what became of it is as it must be."""
+    """Do everything at once for so many seconds, and check the outcomes."""
     tally = Tally()
     before = {name: counted(runtime, name) for name in COUNTED}
     monkey = Monkey(os.getpid(), random.Random(seed), partial(feed, runtime), spared)
@@ -87,7 +95,7 @@ def lap(
     ended = {name: counted(runtime, name) - before[name] for name in COUNTED}
     sent = {name: tally.sent[name] for name in COUNTED}
     told = f"counted {ended}, sent {sent}; {tally}"
-    # Of a sequence that is lost already the next request is refused, which nobody counts.
+    # The next request of a sequence that is lost already is refused, and no statistics count that.
     assert 0 <= sent.pop("sums") - ended.pop("sums") <= tally.outcomes["SequenceLost"], told
     assert ended == sent, told
     return tally, monkey
@@ -98,7 +106,7 @@ def is_quiet(runtime: moonpool.Runtime) -> bool:
 
 
 def settled(runtime: moonpool.Runtime) -> Figures:
-    """What there is when every instance serves and nothing is open, nor kept in reserve."""
+    """Return the figures when every instance serves, and nothing is open or kept in reserve."""
 
     def is_settled() -> bool:
         rows = [row for name, *_ in CAST for row in runtime.instances(name)]
@@ -110,7 +118,7 @@ def settled(runtime: moonpool.Runtime) -> Figures:
 
 
 def check_returned(runtime: moonpool.Runtime, wanted: Figures) -> None:
-    """What is kept in reserve is given up after some seconds."""
+    """Wait until the figures are as before: regions in reserve are given up after some seconds."""
     with contextlib.suppress(AssertionError):
         wait_until(lambda: settled(runtime) == wanted, SETTLED_S)
     now = settled(runtime)
@@ -128,7 +136,7 @@ def test_whatever_becomes_of_the_stubs_every_request_has_one_outcome_and_nothing
     caplog.set_level(logging.CRITICAL, "moonpool")
     caplog.set_level(logging.CRITICAL, "moonpool.stub")
     seed, seconds = pytestconfig.option.chaos_seed, pytestconfig.option.chaos_seconds
-    # Other tests may have runtimes in this process that last.
+    # Other tests may have long-lived runtimes in this process.
     others = frozenset(children_of(os.getpid()))
     with moonpool.Runtime() as runtime:
         load_all(runtime, seed)

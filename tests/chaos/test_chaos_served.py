@@ -1,4 +1,4 @@
-"""The same through a real server: both protocols are asked while stubs are killed, stopped and starved."""
+"""Runs chaos through a real server: clients of both protocols ask while stubs are killed, stopped and starved."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from tests.server import repositories
 from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.promise("Chaos", "This holds through a server, too, over HTTP and gRPC.")
+
 WARM_UP_S = 5.0
 SETTLED_S = 30.0
 # Some tenths of a second without a change.
 READINGS = 20
-# As in `test_chaos`, and with what clients of both protocols leave in the allocator.
+# As in `test_chaos`, and the memory that clients of both protocols leave in the allocator.
 GROWTH_BYTES = 32 << 20
 CALLERS = 4
 MODELS = ("standard", "strict")
@@ -42,7 +44,7 @@ Ask = Callable[[str, list[float]], list[float]]
 
 
 class Refused(Exception):
-    """The server answered with an error; `text` is its own."""
+    """The server answered with an error; `text` is its text."""
 
 
 def configuration(level: str) -> str:
@@ -55,7 +57,7 @@ def configuration(level: str) -> str:
 
 @contextlib.contextmanager
 def over_http(server: RunningServer) -> Iterator[Ask]:
-    """One connection, which must live as long as its caller."""
+    """Make one connection, which must live as long as its caller."""
     connection = http.client.HTTPConnection("127.0.0.1", server.ports["http"], timeout=PATIENCE_S)
 
     def ask(model: str, values: list[float]) -> list[float]:
@@ -126,7 +128,7 @@ def lap(server: RunningServer, seed: int, seconds: float) -> tuple[Tally, Monkey
 
 
 def answers(server: RunningServer) -> bool:
-    """Whether a stub of each model is there, and not on its way."""
+    """Return True if a stub of each model runs, and none is starting."""
     values = [1.0, 2.0, 3.0, 4.0]
     with over_http(server) as ask, contextlib.suppress(Refused):
         return all(ask(model, values) == values for model in MODELS)
@@ -134,14 +136,14 @@ def answers(server: RunningServer) -> bool:
 
 
 def open_files(server: RunningServer) -> int:
-    """Return how many descriptors the server says that it has."""
+    """Return the number of descriptors that the server reports."""
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=PATIENCE_S) as page:
         (found,) = re.findall(r"^process_open_fds (\d+)", page.read().decode(), re.MULTILINE)
     return int(found)
 
 
 def settled(server: RunningServer) -> Figures:
-    """What the server has when nothing of it comes or goes any more."""
+    """Return the figures of the server once they do not change any more."""
     wait_until(lambda: answers(server), SETTLED_S)
     readings: list[Figures] = []
 
@@ -154,9 +156,9 @@ def settled(server: RunningServer) -> Figures:
 
 
 def differs(now: Figures, before: Figures) -> bool:
-    """Whether there is more or less than there was.
+    """Return True if the figures are larger or smaller than before.
 
-    A protocol goes on watching the socket of a stub that it waited on, under a descriptor of its own.
+    A protocol goes on watching the socket of a stub that it waited on, under a duplicated descriptor.
     """
     sockets = now.descriptors["socket"] - before.descriptors["socket"]
     same = now._replace(descriptors=now.descriptors | {"socket": before.descriptors["socket"]})

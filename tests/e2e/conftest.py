@@ -1,8 +1,14 @@
-"""What tests of whole runtimes share."""
+"""Fixtures for tests of whole runtimes."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import sys
+import sysconfig
 import threading
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,28 +17,28 @@ import pytest
 from tests.e2e.hosting import ECHO, MODELS, hosted
 
 import moonpool
-from moonpool.runtime.loading import HostingRules
+from moonpool.runtime.repository.loading import HostingRules
 
 
 @pytest.fixture(scope="module")
 def completes() -> bool:
-    """Whether models of `runtime` are asked to complete their configuration, which takes every load another process.
+    """Return True if models of `runtime` complete their configuration, which costs every load another process.
 
-    Modules in which it matters say so with a fixture of their own.
+    Modules in which it matters override this fixture.
     """
     return False
 
 
 @pytest.fixture(scope="module")
 def runtime(completes: bool) -> Iterator[moonpool.Runtime]:
-    """A runtime for the whole module; its tests load and unload their models."""
+    """Make a runtime for the whole module; its tests load and unload their models."""
     with moonpool.Runtime(drain_timeout_s=10.0) as runtime:
         runtime.registry.rules = HostingRules(completes=completes)
         yield runtime
 
 
 class Sibling:
-    """Another model of the same runtime, asked all the time, which must not notice anything."""
+    """Ask another model of the same runtime all the time. It must not notice anything."""
 
     def __init__(self, runtime: moonpool.Runtime) -> None:
         self._runtime = runtime
@@ -45,7 +51,7 @@ class Sibling:
         x = np.arange(4, dtype=np.float32)
         while True:
             try:
-                y = self._runtime.infer("sibling", {"X": x}, timeout_s=30.0)["OUT_X"]
+                y = self._runtime.infer("sibling", {"X": x}, timeout_s=60.0)["OUT_X"]
                 if not np.array_equal(x, y):
                     raise ValueError(f"{x} came back as {y}")
                 self.answers += 1
@@ -74,7 +80,7 @@ def undisturbed(
     runtime: moonpool.Runtime,
     sibling_model: None,  # noqa: ARG001 - to be loaded
 ) -> Iterator[Sibling]:
-    """Fails the test when another model of the runtime was disturbed while it ran."""
+    """Fail the test if another model of the runtime was disturbed while it ran."""
     before = runtime.instances("sibling")
     with Sibling(runtime) as sibling:
         yield sibling
@@ -85,7 +91,7 @@ def undisturbed(
 
 @pytest.fixture
 def model_file(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes the text of a model to a file."""
+    """Write the text of a model to a file."""
 
     def write(text: str) -> Path:
         file = tmp_path / "model.py"
@@ -93,3 +99,72 @@ def model_file(tmp_path: Path) -> Callable[[str], Path]:
         return file
 
     return write
+
+
+def furnish(root: Path) -> None:
+    """Let an environment's interpreter import numpy, and one module that nobody else has."""
+    site_packages = next(root.glob("lib/python*/site-packages"))
+    elsewhere = str(Path(np.__file__).parents[1])
+    # venv-pack refuses a line that is a folder outside of the environment.
+    (site_packages / "elsewhere.pth").write_text(f"import sys; sys.path.append({elsewhere!r})\n")
+    (site_packages / "only_here.py").write_text("WHERE = __file__\n")
+
+
+@pytest.fixture(scope="module")
+def virtual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("virtual") / "env"
+    venv.create(root, with_pip=False, symlinks=True)
+    furnish(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def conda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a directory as conda does: a whole Python with its own prefix, and hard links to a package that conda knows."""
+    folder = tmp_path_factory.mktemp("conda")
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    package = folder / "pkgs" / "python"
+    _make_python(package, version)
+    names = [str(path.relative_to(package)) for path in package.rglob("*") if not path.is_dir()]
+    root = folder / "env"
+    shutil.copytree(package, root, symlinks=True, copy_function=os.link)
+    site_packages = root / "lib" / version / "site-packages"
+    site_packages.mkdir()
+    (root / "lib" / version / "dist-packages").symlink_to(
+        "site-packages"
+    )  # the folder that Debian's Python searches
+    (package / "info").mkdir()
+    (package / "info" / "files").write_text("\n".join(names))
+    record = {
+        "name": "python",
+        "version": version.removeprefix("python"),
+        "url": "",
+        "files": names,
+    }
+    (root / "conda-meta").mkdir()
+    (root / "conda-meta" / "history").touch()
+    (root / "conda-meta" / f"{version}.json").write_text(
+        json.dumps(record | {"link": {"source": str(package), "type": 1}})
+    )
+    furnish(root)
+    return root
+
+
+def _make_python(root: Path, version: str) -> None:
+    """Make a Python that can be moved: program, library and standard library."""
+    unneeded = shutil.ignore_patterns(
+        "site-packages",
+        "dist-packages",
+        "test",
+        "idlelib",
+        "lib2to3",
+        "ensurepip",
+        "config-*",
+        "__pycache__",
+    )
+    shutil.copytree(sysconfig.get_path("stdlib"), root / "lib" / version, ignore=unneeded)
+    (root / "bin").mkdir()
+    shutil.copy(os.path.realpath(sys.executable), root / "bin" / version)
+    (root / "bin" / "python").symlink_to(version)
+    for library in Path(sysconfig.get_config_var("LIBDIR")).glob(f"lib{version}*.so*"):
+        shutil.copy(library, root / "lib", follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""Loading a model file for the length of a test, and looking at its processes."""
+"""Functions to load a model file for the length of a test, and to look at its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tensor(name: str, datatype: str, *dims: int) -> Config:
 
 
 def options(**values: object) -> Config:
-    """Parameters of a configuration: `options(RETRY="yes")` sets `MOONPOOL_RETRY`."""
+    """Make parameters of a configuration: `options(RETRY="yes")` sets `MOONPOOL_RETRY`."""
     parameters = {f"MOONPOOL_{key}": {"string_value": str(v)} for key, v in values.items()}
     return {"parameters": parameters}
 
@@ -37,7 +37,7 @@ def hosted(
     config: Mapping[str, Any],
     instances: int | None = None,
 ) -> Iterator[None]:
-    """The model, loaded, and unloaded in the end."""
+    """Load a model, and unload it in the end."""
     runtime.load(name, source, config=config, instances=instances)
     try:
         yield
@@ -46,14 +46,14 @@ def hosted(
 
 
 def open_to_all(*files: Path) -> None:
-    """Make them, for instances that write to them; at `strict` each of root's is a user of its own."""
+    """Make files that instances may write to: at `strict` under root, each instance is another user."""
     for file in files:
         file.touch()
         file.chmod(0o666)
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended: who reaps orphans takes their time."""
+    """Return True if a process exists and has not ended: an orphan may wait to be reaped for a while."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -61,7 +61,7 @@ def is_running(pid: int) -> bool:
 
 
 def same(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    """The same bits, NaN included, in the same shape and dtype."""
+    """Check that two arrays have the same bits, NaN included, the same shape and the same dtype."""
     if a.dtype == object or b.dtype == object:
         return a.shape == b.shape and a.tolist() == b.tolist()
     return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())

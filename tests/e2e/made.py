@@ -1,4 +1,4 @@
-"""Repositories of models that a program of its own writes, as the libraries for it are heavy."""
+"""Repositories of models that another program writes, as its libraries are heavy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.hosting import MODELS
 
 
 def missing(*modules: str) -> pytest.MarkDecorator:
-    """Skips where one of these is not installed."""
+    """Skip the test if one of these modules is not installed."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(
         bool(absent), reason=f"not installed: {', '.join(absent)} (pip install {' '.join(absent)})"
@@ -20,7 +20,7 @@ def missing(*modules: str) -> pytest.MarkDecorator:
 
 
 def made_by(program: str, folder: Path) -> Path:
-    """The folder, with what the program of `tests/models` writes into it."""
+    """Let a program of `tests/models` write models into the folder, and return it."""
     command = [sys.executable, "-W", "ignore", str(MODELS / program), str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -1,7 +1,7 @@
-"""For modules whose tests have processes restarted: what is left is looked for at the end of the module.
+"""A fixture for modules whose tests restart processes: it looks for leftovers at the end of the module.
 
-A process that is there again is another one, with other descriptors, which the check after each test would
-take for something left behind.
+A restarted process has other descriptors, which the check after each test would
+take for leftovers.
 """
 
 from __future__ import annotations

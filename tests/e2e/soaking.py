@@ -1,4 +1,4 @@
-"""Requests of all kinds, for as long as one likes, each answer checked."""
+"""Callers that send requests of all kinds for any length of time, and check each answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import ModelError
-from moonpool.runtime.scheduler import Scheduler
+from moonpool.runtime.schedule.scheduler import Scheduler
 
 TASKS = 32
 THREADS = 4
@@ -34,7 +34,7 @@ SIGNATURE: Config = {
 
 
 class Soak:
-    """Asks in all ways, and checks each answer."""
+    """Sends requests in all ways, and checks each answer."""
 
     def __init__(self, runtime: moonpool.Runtime) -> None:
         self.runtime = runtime
@@ -101,7 +101,7 @@ class Soak:
             return
 
     def one(self, dice: random.Random) -> tuple[str, Awaitable[None]]:
-        """A request of some kind, and the name of that."""
+        """Choose a kind of request; returns its name and the request."""
         number = dice.randrange(1000)
         kinds: list[tuple[float, str, Callable[[], Awaitable[None]]]] = [
             (300, "default", lambda: self.infer("plain", "ok")),
@@ -171,17 +171,17 @@ def expect(found: object, wanted: object) -> None:
 
 
 def load_all(runtime: moonpool.Runtime, config: Config | None = None) -> None:
-    """The models, each in one instance; `config` is added to theirs."""
+    """Load the models, each in one instance; `config` is added to their configurations."""
     for name, kind in MODELS_BY_KIND.items():
         runtime.load(name, MODELS / "soak.py", config=SIGNATURE | kind | (config or {}))
 
 
 def settle(runtime: moonpool.Runtime) -> None:
-    """Wait until nothing is open any more: what was cancelled ends a little later."""
+    """Wait until no request is open any more: cancelled ones end a little later."""
     for name in MODELS_BY_KIND:
         scheduler = runtime._models.find(name).scheduler
-        wait_until(partial(is_quiet, scheduler), 30.0)
+        wait_until(partial(is_quiet, scheduler), 60.0)
 
 
 def is_quiet(scheduler: Scheduler) -> bool:
-    return not len(scheduler.outcomes.open) and not scheduler.queued and not scheduler._busy
+    return not len(scheduler.open_requests) and not scheduler.queued and not scheduler._busy

@@ -1,4 +1,4 @@
-"""Models that do everything wrong with what they are given: no process dies of it, and nobody waits in vain."""
+"""Tests of models that do everything wrong with tensors and responses: no process dies, and no caller waits in vain."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def wrong(runtime: moonpool.Runtime) -> Iterator[None]:
 
 
 def do(runtime: moonpool.Runtime, code: str) -> Any:
-    return runtime.infer("wrong", {"CODE": [code]}, timeout_s=30.0)["SAID"][0].decode()
+    return runtime.infer("wrong", {"CODE": [code]}, timeout_s=60.0)["SAID"][0].decode()
 
 
 def pid(runtime: moonpool.Runtime) -> object:
     return runtime.instances("wrong")[0]["pid"]
 
 
-# What the model returns, and a piece of what the client is told.
+# The value that the model returns, and a part of the client's error.
 RETURNS: dict[str, str] = {
     "[R([], E.__new__(E))]": "the response cannot be sent: AttributeError",
     "[R.__new__(R)]": "the response cannot be sent: AttributeError",
@@ -62,7 +62,7 @@ RETURNS: dict[str, str] = {
     "requests.append(request); result = [R(), R()]": "InferenceResponse(s) size is:2",
     "(x for x in [R()])": "Expected a list in the execute return, found type '<class 'generator'>'",
     "{0: R()}": "Expected a list in the execute return, found type '<class 'dict'>'",
-    # Exceptions that cannot be described.
+    # Exceptions whose text cannot be made.
     "sys.exit(3)": "SystemExit: 3",
     "raise GeneratorExit": "GeneratorExit",
     "raise StopIteration": "StopIteration",
@@ -78,6 +78,9 @@ RETURNS: dict[str, str] = {
 }
 
 
+@pytest.mark.promise(
+    "Abuse", "If a value that a model returns cannot be sent, its request gets an error."
+)
 @pytest.mark.usefixtures("wrong")
 @pytest.mark.parametrize("code", RETURNS, ids=range(len(RETURNS)))
 def test_what_cannot_be_sent_is_an_error_of_its_request(
@@ -93,7 +96,7 @@ def test_what_cannot_be_sent_is_an_error_of_its_request(
     assert pid(runtime) == before
 
 
-# What is odd, and does no harm.
+# Odd values that do no harm.
 ODD: dict[str, str] = {
     "r = said('ok'); r.output_tensors().append(None); result = [r]": "ok",
     "[R([T(f'N{i}', np.zeros(1)) for i in range(10_000)] + [T('SAID', text)])]": "ok",

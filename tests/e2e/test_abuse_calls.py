@@ -1,4 +1,4 @@
-"""Everything wrong that a model can do with requests to other models: each call ends, and no process dies of it."""
+"""Tests of everything wrong that a model can do with requests to other models: each call ends, and no process dies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def models(runtime: moonpool.Runtime) -> Iterator[None]:
 
 
 def do(runtime: moonpool.Runtime, code: str) -> str:
-    response = runtime.infer("wrong", {"CODE": [ASK + code]}, timeout_s=30.0)
+    response = runtime.infer("wrong", {"CODE": [ASK + code]}, timeout_s=60.0)
     text: Any = response["SAID"][0]
     return str(text.decode())
 
@@ -56,10 +56,10 @@ def pids(runtime: moonpool.Runtime) -> list[object]:
     return [runtime.instances(name)[0]["pid"] for name in ("wrong", "other", "streams")]
 
 
-# What the model does, and a piece of its answer.
+# The code of the model, and a part of its answer.
 CASES: dict[str, str] = {
     "result = [said(text_of(ask()))]": "other",
-    # The other's response is one of its own, and its request's tensor the other's.
+    # The other model's response is used as its own, and a tensor of its request as the other's.
     "result = [ask()]": "other",
     "result = [R(ask().output_tensors() * 1)]": "other",
     "r = ask(); KEPT['r'] = r; result = [r]": "other",
@@ -80,7 +80,7 @@ CASES: dict[str, str] = {
     "result = [said(attempt(lambda: make().exec(3, 4)))]": "TypeError",
     "result = [said(attempt(lambda: make(parameters={'k': 2**70}).exec().error().message()))]": "",
     "result = [said(attempt(lambda: text_of(request.exec())))]": "",
-    # What the other does
+    # Behaviour of the other model
     "result = [said(text_of(ask('1 / 0')))]": "ZeroDivisionError",
     "result = [said(text_of(ask('[R.__new__(R)]')))]": "the response cannot be sent",
     "result = [said(text_of(ask('[R([], E(\"\", E.CANCELLED))]')) or 'empty')]": "empty",
@@ -98,7 +98,7 @@ CASES: dict[str, str] = {
     "its = [make(forever, 'streams').exec(True) for _ in range(300)]; del its; result = [said('many')]": "many",
     "result = [said(text_of(ask(stream, 'streams')))]": "decoupled",
     "result = [said(attempt(lambda: type(make(stream, 'streams').exec(True))()))]": "ResponseIterator",
-    # Elsewhere and at odd times
+    # In other places and at odd times
     "class D:\n def __del__(self): KEPT['d'] = text_of(ask())\nd = D(); del d; result = [said(KEPT.pop('d'))]": "other",
     "class D:\n def __del__(self): KEPT['d'] = text_of(ask())\nd = D(); d.d = d; del d; gc.collect()\n"
     "result = [said(KEPT.pop('d'))]": "other",
@@ -127,6 +127,7 @@ CASES: dict[str, str] = {
 }  # fmt: skip
 
 
+@pytest.mark.promise("Abuse", "A request to another model ends whatever either model does.")
 @pytest.mark.parametrize("code", CASES, ids=range(len(CASES)))
 def test_every_call_ends_and_the_processes_live(runtime: moonpool.Runtime, code: str) -> None:
     before = pids(runtime)

@@ -1,4 +1,4 @@
-"""One side ends in the middle of each exchange: the other side's callers are told, and nothing is left."""
+"""Ends one side in the middle of each exchange: the other side's callers get an error, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -20,10 +20,16 @@ import moonpool
 from moonpool import LoadFailed, MoonpoolError
 from moonpool.ipc.channel import Channel
 
+pytestmark = pytest.mark.promise(
+    "Abuse",
+    "A stub may die, and a runtime may be closed or killed, at any message. The callers get an "
+    "error, and nothing is left behind.",
+)
+
 FILE = MODELS / "dies_at.py"
-# Every message takes minutes; these strides have no common factor with what one exchange takes.
+# All messages would take minutes. These strides have no common factor with the number of messages of an exchange.
 STUB_STRIDE, CLOSE_STRIDE, KILL_STRIDE = 11, 13, 23
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 HOWS = (
     "plain", "log", "large", "large remark", "error", "late", "until cancelled", "ask", "ask late", "ask lost"
 )  # fmt: skip
@@ -45,7 +51,7 @@ def config(marker: Path, at: int = 0) -> Config:
 
 
 def ask(runtime: moonpool.Runtime, how: str) -> list[object]:
-    """The texts of the responses, cut, and the error that ended them."""
+    """Return the shortened texts of the responses, and the error that ended them."""
     taken: list[object] = []
     try:
         stream = runtime.stream("m", {"HOW": [how]}, timeout_s=PATIENCE_S)
@@ -78,24 +84,24 @@ def test_a_stub_may_die_at_any_message(tmp_path: Path) -> None:
             except LoadFailed:
                 runtime.load("m", FILE, config=config(marker))
             everything(runtime)
-            # It may die now, and not a second time.
+            # It may die now, but not a second time.
             answers = [ask(runtime, "plain") for _ in range(3)]
             assert answers.count([b"last"]) >= 2, answers
             runtime.unload("m")
             if not marker.exists():
                 break
             at += STUB_STRIDE
-    # At the least: before and after what is sent and read for each of these.
+    # The least number: one before and one after each message that these send and read.
     assert at > 4 * len(HOWS)
 
 
 def load_other(runtime: moonpool.Runtime) -> None:
-    """The model that the other one asks; nothing happens to it."""
+    """Load the model that the other one asks. Nothing happens to it."""
     runtime.load("other", FILE, config=config(Path(__file__)))
 
 
 class Countdown:
-    """Does something at the n-th message of this process, sent or read."""
+    """Do something at the n-th message of this process, sent or read."""
 
     def __init__(self, count: int, action: Callable[[], object]) -> None:
         self._left = count
@@ -173,7 +179,7 @@ with moonpool.Runtime() as runtime:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that have the mark in their environment."""
+    """Return the processes that have the mark in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -188,7 +194,7 @@ def marked(mark: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_runtime_may_be_killed_at_any_message() -> None:
-    mark = str(uuid.uuid4())  # in the environment of all its stubs
+    mark = str(uuid.uuid4())  # all its stubs have it in their environment
     paths = [str(Path(__file__).parents[2]), *sys.path]
     environment = {
         **os.environ,

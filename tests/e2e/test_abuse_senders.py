@@ -1,4 +1,4 @@
-"""Everything wrong that a decoupled model can do with requests and senders: each stream comes to its end."""
+"""Tests of everything wrong that a decoupled model can do with requests and senders: each stream comes to its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG: Config = {
     "output": [tensor("SAID", "STRING", -1)],
     "model_transaction_policy": {"decoupled": True},
 }
-# Statements are run before `result`, what `execute` returns, is looked at.
+# Statements run first; `execute` then returns `result`.
 SENDER = "result = None; s = request.get_response_sender()\n"
 FINE = SENDER + "s.send(said('fine'), 1)"
 DROPPED = "the model ended without a last response to this request"
@@ -31,7 +31,7 @@ def wrong(runtime: moonpool.Runtime) -> Iterator[None]:
 
 
 def take(stream: moonpool.ResponseStream) -> list[str]:
-    """The responses as their text, or for an error its own."""
+    """Return the text of each response or error."""
     taken = []
     while True:
         try:
@@ -43,14 +43,14 @@ def take(stream: moonpool.ResponseStream) -> list[str]:
 
 
 def do(runtime: moonpool.Runtime, code: str) -> list[str]:
-    return take(runtime.stream("wrong", {"CODE": [code]}, timeout_s=30.0))
+    return take(runtime.stream("wrong", {"CODE": [code]}, timeout_s=60.0))
 
 
 def pid(runtime: moonpool.Runtime) -> object:
     return runtime.instances("wrong")[0]["pid"]
 
 
-# What the model does, and pieces of the responses that it makes.
+# The code of the model, and parts of the responses that it makes.
 CASES: dict[str, list[str]] = {
     "s.send(flags=1)": [],
     "s.send(said('a')); request.get_response_sender().send(said('b'), 1)": ["a", "b"],
@@ -83,7 +83,7 @@ CASES: dict[str, list[str]] = {
     "class D:\n def __del__(self): raise SystemExit\nd = D(); d.s = s": [DROPPED],
     "class D:\n def __del__(self): KEPT['revived'] = self.s\nd = D(); d.s = s; s = d = None\n"
     "gc.collect(); KEPT.pop('revived').send(said('revived'), 1)": ["revived"],
-    # Elsewhere
+    # In other places
     "t = threading.Thread(target=lambda: s.send(said('thread'), 1)); t.start(); t.join()": ["thread"],
     "t = threading.Timer(0.01, lambda: s.send(said('later'), 1)); t.start()": ["later"],
     "threading.Timer(0.01, lambda s=s: sys.exit(3)).start(); s = None": [DROPPED],
@@ -115,6 +115,11 @@ CASES: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.promise(
+    "Abuse",
+    "A stream ends whatever the model does with its sender: used wrongly, lost, in a cycle, in "
+    "a destructor, in a fork, in a dead thread.",
+)
 @pytest.mark.usefixtures("wrong")
 @pytest.mark.parametrize(
     "code",
@@ -164,6 +169,7 @@ for t in threads: t.join()
     assert told == ["1 {'" + CLOSED + "'}"]
 
 
+@pytest.mark.promise("Abuse", "A stream ends whatever the model …")
 @pytest.mark.usefixtures("wrong")
 def test_thousands_of_senders_stay_open_and_are_ended_in_any_order(
     runtime: moonpool.Runtime,
@@ -184,6 +190,10 @@ def test_thousands_of_senders_stay_open_and_are_ended_in_any_order(
     assert do(runtime, FINE) == ["fine"]
 
 
+@pytest.mark.promise(
+    "Abuse",
+    "When a process dies or a model is unloaded, all its open streams end.",
+)
 @pytest.mark.parametrize(
     ("death", "words"),
     [
@@ -210,6 +220,7 @@ def test_a_process_that_dies_ends_all_its_open_streams(
     assert do(runtime, FINE) == ["fine"]
 
 
+@pytest.mark.promise("Abuse", "When a process dies or …")
 def test_unloading_ends_streams_that_the_model_would_not_end() -> None:
     with moonpool.Runtime(drain_timeout_s=0.2) as other:
         other.load("wrong", MODELS / "wrong.py", config=CONFIG)

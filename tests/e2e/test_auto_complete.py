@@ -1,4 +1,4 @@
-"""What `auto_complete_config` may change of a configuration, and what becomes of mistakes in it."""
+"""Tests of `auto_complete_config`: the changes that it may make to a configuration, and its mistakes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 
 import moonpool
+
+pytestmark = pytest.mark.promise(
+    "Backends",
+    "`auto_complete_config` changes tensors, the largest batch, the transaction policy and, "
+    "where none is configured, the scheduler; nothing else.",
+)
 
 MODEL = """
 class TritonPythonModel:
@@ -31,7 +37,7 @@ def runtime() -> Iterator[moonpool.Runtime]:
 
 
 class Completion:
-    """Loads a model that changes its configuration in some way."""
+    """Load a model that changes its configuration in some way."""
 
     def __init__(self, runtime: moonpool.Runtime, folder: Path) -> None:
         self._runtime = runtime
@@ -119,6 +125,7 @@ def test_a_scheduler_of_the_configuration_stays(completion: Completion) -> None:
     assert raw["dynamic_batching"]["preferred_batch_size"] == [4]
 
 
+@pytest.mark.promise("At the limits", "A value that does not fit …")
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -1,4 +1,4 @@
-"""Models that are written wrongly, or treat their process badly: each is told, or borne, and no other one notices."""
+"""Tests of models that are wrong, or treat their process badly: each gets an error or is tolerated, and no other model notices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def completes() -> bool:
     return True
 
 
-# What is wrong with the file
+# Wrong files
 
 FILES = {
     "a syntax error": ("class TritonPythonModel:\n  def execute(self, requests:\n", "SyntaxError"),
@@ -102,11 +102,11 @@ def test_a_model_without_execute_loads_and_says_so_at_each_request(
     with hosted(runtime, "idle", file, Y):
         for _ in range(2):
             with pytest.raises(ModelError) as caught:
-                runtime.infer("idle", {"HOW": ["x"]}, timeout_s=30.0)
+                runtime.infer("idle", {"HOW": ["x"]}, timeout_s=60.0)
             assert str(caught.value) == want
 
 
-# What is wrong with the return
+# Wrong returns
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def no_response(kind: str) -> str:
     )
 
 
-# In Triton's words, byte for byte.
+# Triton's texts, byte for byte.
 WRONG = {
     "text": no_list("str"),
     "a tuple": no_list("tuple"),
@@ -152,17 +152,18 @@ WRONG = {
 }
 
 
+@pytest.mark.promise("Models", "A wrong return value of `execute` is refused with Triton's texts.")
 @pytest.mark.usefixtures("returns")
 @pytest.mark.parametrize("how", WRONG)
 def test_a_wrong_return_is_refused_in_triton_s_words(runtime: moonpool.Runtime, how: str) -> None:
     with pytest.raises(ModelError) as caught:
-        runtime.infer("returns", {"HOW": [how]}, timeout_s=30.0)
+        runtime.infer("returns", {"HOW": [how]}, timeout_s=60.0)
 
     assert str(caught.value) == PREFIX + WRONG[how]
     assert caught.value.code == "INTERNAL"
 
 
-# In moonpool's own.
+# moonpool's own texts.
 REFUSED = {
     "nothing": "the model ended without a last response to this request",
     "a list of nothing": "the model ended without a last response to this request",
@@ -187,10 +188,10 @@ def test_a_response_that_cannot_be_one_is_an_error_of_the_request(
     before = runtime.instances("returns")
 
     with pytest.raises(ModelError) as caught:
-        runtime.infer("returns", {"HOW": [how]}, timeout_s=30.0)
+        runtime.infer("returns", {"HOW": [how]}, timeout_s=60.0)
 
     assert REFUSED[how] in str(caught.value)
-    assert runtime.infer("returns", {"HOW": ["a response"]}, timeout_s=30.0)["Y"].tolist() == [1, 2]
+    assert runtime.infer("returns", {"HOW": ["a response"]}, timeout_s=60.0)["Y"].tolist() == [1, 2]
     assert runtime.instances("returns") == before
 
 
@@ -212,7 +213,7 @@ def test_an_error_of_the_model_keeps_its_text_and_code(
     runtime: moonpool.Runtime, code: str
 ) -> None:
     with pytest.raises(ModelError, match=r"^on purpose$") as caught:
-        runtime.infer("returns", {"HOW": [code]}, timeout_s=30.0)
+        runtime.infer("returns", {"HOW": [code]}, timeout_s=60.0)
 
     assert caught.value.code == code
 
@@ -220,7 +221,7 @@ def test_an_error_of_the_model_keeps_its_text_and_code(
 @pytest.mark.usefixtures("returns")
 def test_what_is_unusual_and_not_wrong_is_passed_on(runtime: moonpool.Runtime) -> None:
     def ask(how: str) -> moonpool.Response:
-        return runtime.request("returns", {"HOW": [how]}, timeout_s=30.0)
+        return runtime.request("returns", {"HOW": [how]}, timeout_s=60.0)
 
     assert ask("no outputs").outputs == {}
     assert ask("an unknown output").outputs == {}
@@ -232,7 +233,7 @@ def test_what_is_unusual_and_not_wrong_is_passed_on(runtime: moonpool.Runtime) -
     assert ask("parameters").parameters == {"x": 1, "y": "z", "w": True}
 
 
-# What is wrong with the process
+# Wrong processes
 
 NUMBER: Config = {"input": [tensor("HOW", "STRING", 1)], "output": [tensor("Y", "INT64", 1)]}
 
@@ -249,7 +250,7 @@ def unruly(runtime: moonpool.Runtime) -> Iterator[None]:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged of the model so far."""
+    """Return the log of the model so far."""
     caplog.set_level(logging.DEBUG, "moonpool.stub")
 
     def messages() -> list[str]:
@@ -259,13 +260,14 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return messages
 
 
+@pytest.mark.promise("Containment", "The output of a model …")
 @pytest.mark.usefixtures("unruly")
 def test_a_model_that_prints_100_mb_is_heard_in_part(
     runtime: moonpool.Runtime, lines: Callable[[], list[str]]
 ) -> None:
     do(runtime, "print_100_mb")
 
-    wait_until(lambda: any("lines were left out: too many a second" in x for x in lines()), 30.0)
+    wait_until(lambda: any("lines were left out: too many a second" in x for x in lines()), 60.0)
     assert do(runtime, "answer") == 0
     assert set(lines()) - {"x" * 99} == {x for x in lines() if "were left out" in x}
 
@@ -283,6 +285,11 @@ def test_a_line_without_end_is_cut_and_half_a_line_is_kept_to_the_end(
     assert any(x.endswith("half a line") for x in lines())
 
 
+@pytest.mark.promise(
+    "Containment",
+    "The output of a model reaches the log line by line. Each line is marked with the instance "
+    "and harmless to a terminal, and the rate of lines is limited.",
+)
 @pytest.mark.usefixtures("unruly")
 def test_what_a_terminal_would_obey_is_shown_and_no_line_is_another_model_s(
     runtime: moonpool.Runtime, lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
@@ -352,6 +359,10 @@ def test_deep_recursion_and_warnings_as_errors_are_the_model_s_own(
     assert do(runtime, "answer") == 0
 
 
+@pytest.mark.promise(
+    "Containment",
+    "The child processes of a model end with it, unless they leave its session.",
+)
 @pytest.mark.needs("processes")
 @pytest.mark.parametrize("how", ["child", "child_with_our_descriptors"])
 @pytest.mark.parametrize("end", ["unload", "death"])
@@ -361,7 +372,7 @@ def test_children_of_a_model_end_with_it(runtime: moonpool.Runtime, how: str, en
         assert is_running(child)
         if end == "death":
             do(runtime, "die_in_a_while")
-            wait_until(lambda: runtime.instances("unruly")[0]["restarts"] == 1, 30.0)
+            wait_until(lambda: runtime.instances("unruly")[0]["restarts"] == 1, 60.0)
             assert do(runtime, "answer") == 0
 
     wait_until(lambda: not is_running(child))

@@ -1,4 +1,4 @@
-"""Requests from models to models: what a model asks, and what becomes of it."""
+"""Tests of requests from models to models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALLEE: Config = {
     "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)],
 }
 SQUARE: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
-# Requests may say how long they wait.
+# Requests may have a timeout.
 HASTY: Config = {
     "max_batch_size": 0,
     "dynamic_batching": {
@@ -43,7 +43,7 @@ WORDS: Config = {
     "output": [tensor("OUT_WORDS", "STRING", -1, -1)],
 }
 X = np.arange(4, dtype=np.float32)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def callee(mode: str) -> Config:
@@ -68,7 +68,7 @@ def models(runtime: moonpool.Runtime) -> Iterator[None]:
 def do(
     runtime: moonpool.Runtime, name: str, x: NDArray[Any] = X, model: str = "caller", **told: Any
 ) -> Any:
-    """What the model says of having done that: words where it has some, else numbers."""
+    """Return the model's report on an action: its text if there is one, else its numbers."""
     asked = {"DO": [name + json.dumps(told)], "X": x}
     outputs = runtime.infer(model, asked, timeout_s=PATIENCE_S)
     return outputs["SAID"][0].decode() if "SAID" in outputs else outputs["Y"].copy()
@@ -78,6 +78,11 @@ def squares(times: int) -> list[float]:
     return [float(sum((x + i) ** 2 for i in range(times))) for x in X]
 
 
+@pytest.mark.promise(
+    "Requests between models",
+    "A model may call other models from `execute`, from coroutines and from its threads, also "
+    "after its batch was answered, and from all of these at the same time.",
+)
 def test_a_model_asks_another_one(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "once").tolist() == [0, 1, 4, 9]
 
@@ -90,6 +95,7 @@ def test_a_model_asks_for_as_long_as_it_likes(runtime: moonpool.Runtime) -> None
     assert do(runtime, "often", times=1000).tolist() == ((X + 999) ** 2).tolist()
 
 
+@pytest.mark.promise("Requests between models", "A model may call other …")
 def test_coroutines_ask_at_the_same_time(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "gathered", times=100).tolist() == squares(100)
 
@@ -105,11 +111,13 @@ def test_threads_of_a_model_ask_at_the_same_time(runtime: moonpool.Runtime) -> N
     ]
 
 
+@pytest.mark.promise("Requests between models", "A model may call other …")
 def test_threads_and_coroutines_share_the_channel(runtime: moonpool.Runtime) -> None:
     expected = [50 * sum(i * i for i in range(3)) + each for each in squares(50)]
     assert do(runtime, "mixed", times=50).tolist() == expected
 
 
+@pytest.mark.promise("Requests between models", "A model may call other …")
 def test_a_thread_asks_after_its_batch_was_answered(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "late", MODELS / "caller.py", CALLER):
         for _ in range(3):
@@ -120,11 +128,17 @@ def test_a_thread_asks_after_its_batch_was_answered(runtime: moonpool.Runtime) -
 # Forks
 
 
+@pytest.mark.promise(
+    "Requests between models",
+    "Processes that the model forked can call models, and so can their children. One that "
+    "dies while it waits harms no other process.",
+)
 @pytest.mark.needs("processes")
 def test_a_pool_of_processes_asks(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "in_pool", processes=4).tolist() == squares(4)
 
 
+@pytest.mark.promise("Requests between models", "Processes that the model forked …")
 @pytest.mark.needs("processes")
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_child_of_a_child_asks(runtime: moonpool.Runtime, depth: int) -> None:
@@ -139,6 +153,7 @@ def test_a_child_has_all_that_its_model_has(runtime: moonpool.Runtime) -> None:
     assert (response, is_ready, shape) == ([0, 1, 4, 9], True, [4])
 
 
+@pytest.mark.promise("Requests between models", "Processes that the model forked …")
 @pytest.mark.needs("processes")
 def test_a_child_that_dies_while_it_waits_harms_nobody(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "dead_child").tolist() == [0, 1, 4, 9]
@@ -147,6 +162,16 @@ def test_a_child_that_dies_while_it_waits_harms_nobody(runtime: moonpool.Runtime
 # Errors
 
 
+@pytest.mark.promise(
+    "Requests between models",
+    "Errors of a call are in its response, with Triton's texts where Triton has some, and with "
+    "their codes.",
+)
+@pytest.mark.promise(
+    "Readiness",
+    "A model that asks a model that does not exist gets the text of Triton 26.x, also in "
+    "tritonserver and in `moonpool.testing`.",
+)
 @pytest.mark.parametrize(
     ("told", "said"),
     [
@@ -183,14 +208,20 @@ def test_an_error_comes_in_the_response_with_its_code(
     assert outputs["SAID"][0].decode() == said
 
 
+@pytest.mark.promise(
+    "Requests between models",
+    "The timeout of a request, from a client or a model, bounds only the time in the queue, and "
+    "only if the queue policy allows it. A model never sees a request that came too late.",
+)
 def test_a_timeout_is_for_the_queue_and_not_for_the_model(runtime: moonpool.Runtime) -> None:
-    # Each takes longer than that: one has no queue policy, the other is idle.
+    # Each takes longer than the timeout: one has no queue policy, the other is idle.
     for model, timeout_us in ("slow", 5), ("hasty", 100_000):
         told = json.dumps({"model": model, "timeout": timeout_us})
         outputs = runtime.infer("caller", {"DO": ["once" + told], "X": X}, timeout_s=PATIENCE_S)
         assert outputs["Y"].tolist() == [0, 1, 4, 9]
 
 
+@pytest.mark.promise("Requests between models", "The timeout of a request, from …")
 def test_a_model_never_sees_a_request_that_comes_too_late(runtime: moonpool.Runtime) -> None:
     before = runtime.statistics("hasty")["inference_stats"]
 
@@ -204,6 +235,7 @@ def test_a_model_never_sees_a_request_that_comes_too_late(runtime: moonpool.Runt
     assert after["compute_infer"] == before["compute_infer"]
 
 
+@pytest.mark.promise("Requests between models", "Errors of a call are …")
 def test_what_the_other_model_raises_is_told(runtime: moonpool.Runtime) -> None:
     asked = {"DO": ['error{"model": "raises"}'], "X": X}
     said = runtime.infer("caller", asked, timeout_s=PATIENCE_S)["SAID"][0].decode()
@@ -239,6 +271,7 @@ def test_a_model_cannot_ask_while_it_finalizes(
     assert "BLS is only supported during the 'execute' function." in caplog.text
 
 
+@pytest.mark.promise("At the limits", "A value that does not fit …")
 def test_what_no_message_has_room_for_is_refused_in_the_response(runtime: moonpool.Runtime) -> None:
     before = runtime.instances("caller")
     said = json.loads(do(runtime, "bad_fields"))
@@ -262,6 +295,11 @@ def test_a_model_asks_itself(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "recursive", depth=1).tolist() == (X + 1).tolist()
 
 
+@pytest.mark.promise(
+    "Requests between models",
+    "Calls of models that wait for themselves end with the timeout, with the client that "
+    "leaves, with an unload and with the end of the runtime.",
+)
 def test_a_model_that_waits_for_itself_is_ended_by_its_timeout(runtime: moonpool.Runtime) -> None:
     # Both instances wait for a third.
     assert do(runtime, "recursive", depth=2, timeout=200_000) == (
@@ -269,6 +307,7 @@ def test_a_model_that_waits_for_itself_is_ended_by_its_timeout(runtime: moonpool
     )
 
 
+@pytest.mark.promise("Requests between models", "Calls of models that wait …")
 def test_models_that_wait_for_each_other_are_let_go_when_the_client_leaves(
     runtime: moonpool.Runtime,
 ) -> None:
@@ -297,12 +336,18 @@ def test_a_reply_is_good_for_the_next_request(runtime: moonpool.Runtime, size: i
     assert do(runtime, "chained", size=size).tolist() == [0, 1, 4, 9]
 
 
+@pytest.mark.promise(
+    "Requests between models",
+    "Large tensors go from model to model without a copy. Responses stay valid after the model "
+    "that sent them is gone.",
+)
 @pytest.mark.needs("shared memory")
 def test_large_memory_that_is_handed_on_and_back_is_the_same(runtime: moonpool.Runtime) -> None:
     assert do(runtime, "echoed", size=1 << 18).tolist() == [8, 8]
     assert do(runtime, "echoed", size=16).tolist() == [7, 8]
 
 
+@pytest.mark.promise("Requests between models", "Large tensors go from model …")
 def test_replies_stay_valid_when_the_model_that_gave_them_is_gone(
     runtime: moonpool.Runtime,
 ) -> None:
@@ -316,10 +361,11 @@ def test_replies_stay_valid_when_the_model_that_gave_them_is_gone(
         assert do(runtime, "kept", model="keeper").tolist() == [9 * 262144.0] * 2
 
 
+@pytest.mark.promise("Requests between models", "Memory does not grow over many calls.")
 def test_memory_does_not_grow_over_many_calls(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "counter", MODELS / "caller.py", CALLER):
-        seat = runtime._models.find("counter").supervisor.seats[0]
-        link = seat.instance.state.link
+        record = runtime._models.find("counter").supervisor.records[0]
+        link = record.instance.state.link
         for size in (100, 50_000):
             x = np.ones(size, np.float32)
             regions = do(runtime, "memory", x, model="counter", times=100)
@@ -333,6 +379,7 @@ def test_memory_does_not_grow_over_many_calls(runtime: moonpool.Runtime) -> None
 # Ends
 
 
+@pytest.mark.promise("Requests between models", "Calls end with the process …")
 def test_a_model_whose_callee_dies_is_told(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "dies", MODELS / "callee.py", callee("dies")):
         asked = {"DO": ['error{"model": "dies"}'], "X": X}
@@ -340,34 +387,45 @@ def test_a_model_whose_callee_dies_is_told(runtime: moonpool.Runtime) -> None:
         assert "Stub process 'dies_0' is not healthy. It exited with 3 during execute" in said
 
 
+@pytest.mark.promise(
+    "Requests between models",
+    "Calls end with the process that made them. A model whose callee dies gets an error. A "
+    "model is unloaded after the models that called it have their answers.",
+)
 def test_a_call_ends_with_the_process_that_made_it(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "short", MODELS / "caller.py", CALLER):
         failed = runtime.submit("short", {"DO": ['once{"model": "slow"}'], "X": X})
-        desk = runtime._models.find("short").supervisor.seats[0].instance.state._desk
-        wait_until(lambda: desk.open_calls == 1)
+        dispatcher = (
+            runtime._models.find("short").supervisor.records[0].instance.state._call_dispatcher
+        )
+        wait_until(lambda: dispatcher.open_calls == 1)
         pid = runtime.instances("short")[0]["pid"]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(moonpool.StubDied):
             failed.result(PATIENCE_S)
-        wait_until(lambda: desk.open_calls == 0)
+        wait_until(lambda: dispatcher.open_calls == 0)
         wait_until(lambda: runtime.is_ready("short"))
     assert do(runtime, "once", model="caller").tolist() == [0, 1, 4, 9]
     assert not is_running(pid)
 
 
+@pytest.mark.promise("Requests between models", "Calls of models that wait …")
 def test_a_runtime_is_closed_while_models_ask_each_other() -> None:
     with moonpool.Runtime(drain_timeout_s=0.2) as runtime:
         runtime.load("caller", MODELS / "caller.py", config=CALLER)
         runtime.load("square", MODELS / "square.py", config=SQUARE)
-        # One instance that waits for itself, without end.
+        # One instance, which waits for itself without end.
         stuck = runtime.submit("caller", {"DO": ['recursive{"depth": 1}'], "X": X})
-        desk = runtime._models.find("caller").supervisor.seats[0].instance.state._desk
-        wait_until(lambda: desk.open_calls == 1)
+        dispatcher = (
+            runtime._models.find("caller").supervisor.records[0].instance.state._call_dispatcher
+        )
+        wait_until(lambda: dispatcher.open_calls == 1)
         pid = runtime.instances("caller")[0]["pid"]
     wait_until(stuck.done)
     assert not is_running(pid)
 
 
+@pytest.mark.promise("Requests between models", "Calls end with the process …")
 def test_a_model_is_unloaded_while_another_asks_it(runtime: moonpool.Runtime) -> None:
     runtime.load("gone", MODELS / "callee.py", config=callee("slow"))
     asked = {"DO": ['once{"model": "gone"}'], "X": X}

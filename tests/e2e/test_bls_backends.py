@@ -1,4 +1,4 @@
-"""Requests from models to models of other backends."""
+"""Tests of requests from models to models of other backends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from tests.runtime.recorder import Recorder, config
 
 from moonpool import Response, Runtime
 
+pytestmark = pytest.mark.promise(
+    "Requests between models",
+    "A value that cannot be sent to another model is an error. The runtime learns that a model "
+    "has released a block, even if the request that would have said so cannot be sent.",
+)
+
 CALLER: Config = {
     "input": [tensor("DO", "STRING", 1), tensor("X", "FP32", -1)],
     "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)],
@@ -20,7 +26,7 @@ CALLER: Config = {
 
 @pytest.mark.usefixtures("undisturbed")
 def test_what_no_model_can_be_given_is_an_error(tmp_path: Path) -> None:
-    """A backend may answer with anything."""
+    """A backend that answers with anything."""
     backend = Recorder(
         execute=lambda _, requests: [Response({"Y": cast(Any, "no array")}) for _ in requests]
     )
@@ -31,5 +37,5 @@ def test_what_no_model_can_be_given_is_an_error(tmp_path: Path) -> None:
         runtime.load("caller", MODELS / "caller.py", config=CALLER)
         asked = {"DO": ['error{"model": "odd"}'], "X": np.zeros(1, np.float32)}
         for _ in range(2):
-            said = runtime.infer("caller", asked, timeout_s=20.0)["SAID"][0].decode()
+            said = runtime.infer("caller", asked, timeout_s=60.0)["SAID"][0].decode()
             assert said.startswith("INTERNAL: ")

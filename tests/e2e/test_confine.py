@@ -1,4 +1,4 @@
-"""An interpreter that came with a model runs nothing before it is confined, and is a stub like any other then."""
+"""Tests of a model's own interpreter: it runs nothing before it is confined, and is an ordinary stub then."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from tests.e2e.hosting import ECHO, Config, hosted
 import moonpool
 from moonpool import LoadFailed
 from moonpool.stub.sandbox import landlock
+
+pytestmark = pytest.mark.promise(
+    "Layers of the sandbox",
+    "An interpreter of a model's environment runs nothing before it is confined, and stays "
+    "confined.",
+)
 
 if landlock.abi() < landlock.KNOWS_TRUNCATE:
     pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)
@@ -39,7 +45,7 @@ class TritonPythonModel:
 
 
 def environment(tmp_path: Path, program: str) -> Config:
-    """A configuration for a strict model with an environment whose interpreter is this program."""
+    """Make a configuration for a strict model with an environment whose interpreter is this program."""
     python = tmp_path / "environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(program)
@@ -80,7 +86,7 @@ def test_it_runs_inside_the_sandbox_from_its_first_instruction_on(
 
     with hosted(runtime, "foreign", model, config):
         x = np.arange(3, dtype=np.float32)
-        answer = runtime.infer("foreign", {"X": x}, timeout_s=30.0)["OUT_X"]
+        answer = runtime.infer("foreign", {"X": x}, timeout_s=60.0)["OUT_X"]
         confinement = str(runtime.instances("foreign"))
 
     assert answer.tolist() == x.tolist()
@@ -90,7 +96,7 @@ def test_it_runs_inside_the_sandbox_from_its_first_instruction_on(
     lib = tmp_path / "environment" / "lib"
     assert f"inside with LD_LIBRARY_PATH={lib}" in caplog.text
     assert re.search(r"and HOME=\S*moonpool-scratch-", caplog.text)
-    # Once it is Python, it is no launcher any more.
+    # Once Python runs, the launcher is gone.
     assert caplog.text.count("] denied") == 3
     assert "MOONPOOL_HANDED_ON" not in caplog.text
 

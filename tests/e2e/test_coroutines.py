@@ -1,4 +1,4 @@
-"""Models whose `execute` is a coroutine."""
+"""Tests of models whose `execute` is a coroutine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def models(runtime: moonpool.Runtime) -> Iterator[None]:
 
 
 def ask(runtime: moonpool.Runtime, how: str) -> int:
-    return int(runtime.infer("coroutines", {"HOW": [how]}, timeout_s=30.0)["Y"][0])
+    return int(runtime.infer("coroutines", {"HOW": [how]}, timeout_s=60.0)["Y"][0])
 
 
 def together(runtime: moonpool.Runtime, how: str, count: int) -> list[int]:
@@ -44,16 +44,22 @@ def together(runtime: moonpool.Runtime, how: str, count: int) -> list[int]:
     return [int(future.result(30.0).outputs["Y"][0]) for future in futures]
 
 
+@pytest.mark.promise(
+    "Responses at any time",
+    "Coroutines of successive batches overlap, up to the allowed number.",
+)
 def test_batches_of_one_instance_overlap(runtime: moonpool.Runtime) -> None:
     ask(runtime, "reset")
     assert max(together(runtime, "meet", 2)) == 2
 
 
+@pytest.mark.promise("Responses at any time", "Coroutines of successive batches overlap …")
 def test_no_more_batches_overlap_than_are_allowed(runtime: moonpool.Runtime) -> None:
     ask(runtime, "reset")
     assert max(together(runtime, "crowd", 20)) == 4
 
 
+@pytest.mark.promise("Responses at any time", "A request whose sender is dropped, …")
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -81,7 +87,7 @@ def test_a_task_that_outlives_execute_may_answer(runtime: moonpool.Runtime) -> N
 
 def test_decoupled_coroutines_take_turns(runtime: moonpool.Runtime) -> None:
     streams = [
-        runtime.stream("streaming", {"N": np.array([n], np.int32)}, timeout_s=30.0)
+        runtime.stream("streaming", {"N": np.array([n], np.int32)}, timeout_s=60.0)
         for n in (200, 3, 100)
     ]
     taken = [[int(r.outputs["Y"][0]) for r in responses] for responses in streams]
@@ -89,7 +95,7 @@ def test_decoupled_coroutines_take_turns(runtime: moonpool.Runtime) -> None:
 
 
 def test_a_decoupled_coroutine_that_raises_ends_its_stream(runtime: moonpool.Runtime) -> None:
-    responses = runtime.stream("streaming", {"N": np.array([-2], np.int32)}, timeout_s=30.0)
+    responses = runtime.stream("streaming", {"N": np.array([-2], np.int32)}, timeout_s=60.0)
     assert [int(next(responses).outputs["Y"][0]) for _ in range(2)] == [0, 1]
     with pytest.raises(ModelError, match="wait_secs cannot be negative"):
         next(responses)

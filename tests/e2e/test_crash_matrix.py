@@ -1,4 +1,4 @@
-"""Where in its life a model ends badly times how it does: what callers, the log and other models see of it."""
+"""Tests of each way to end badly at each point of a model's life: the effect on callers, the log and other models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RAISED = {
     "memory": "Unable to allocate 16.0 GiB",
     "recursion": "RecursionError: maximum recursion depth exceeded",
 }
-# Once is enough of these.
+# One of these is enough.
 RARE_DEATHS = {
     "abort": "was killed by SIGABRT",
     "SIGTERM by default": "was killed by SIGTERM",
@@ -42,7 +42,7 @@ RARE_RAISED = {
 }
 HANGS = ("hang", "spin", "hang in C")
 
-# Places where moonpool's own code is struck.
+# Places in moonpool's own code.
 STRUCK = ("reading the next input", "writing the output", "sending the answer")
 
 
@@ -83,9 +83,9 @@ def execute_cases() -> Iterator[Case]:
         for way in ("SIGSEGV", "_exit 0"):
             yield Case(place, way, StubDied, DEATHS[way])
     for place in ("reading the next input", "sending the answer"):
-        # An exception there is moonpool's own failure, of which the last line tells.
+        # An exception there is moonpool's own failure, which the last line reports.
         yield Case(place, "exception", StubDied, "exited with 1; its last words were: ValueError")
-    # One of writing may come of what the model made of its objects, and is the request's.
+    # A failure in writing may come from the model's objects, so it is an error of the request.
     yield Case("writing the output", "exception", ModelError, "ValueError: on purpose")
     yield Case("sending the answer", "hang", ExecuteTimedOut, "took longer than 1 s to execute")
     for way in ("SIGSEGV", "_exit 3"):
@@ -112,7 +112,7 @@ SIGNATURE: Config = {
     "input": [tensor("COMMAND", "STRING", 1)],
     "output": [tensor("PID", "INT64", 1)],
 }
-# As many deaths as there are cases, each with a restart at once.
+# Allows as many deaths as there are cases, each with a restart at once.
 PATIENT = {"ENVIRONMENT": "FAULT_AT", "RESTART_WINDOW_S": 0.001, "MEMORY_LIMIT_BYTES": "8G"}
 
 
@@ -123,7 +123,7 @@ def completes() -> bool:
 
 @pytest.fixture(scope="module")
 def victims(runtime: moonpool.Runtime) -> Iterator[None]:
-    """The model that is told to die, and the same with a limit to its patience."""
+    """Load the model that dies on command, and the same one with time limits."""
     file = MODELS / "dies.py"
     with (
         hosted(runtime, "victim", file, SIGNATURE | options(**PATIENT)),
@@ -133,11 +133,21 @@ def victims(runtime: moonpool.Runtime) -> Iterator[None]:
 
 
 def command(runtime: moonpool.Runtime, model: str, words: str) -> int:
-    """Gives the model a command; returns the id of the process that answered."""
+    """Give the model a command; returns the id of the process that answered."""
     inputs = {"COMMAND": np.array([words], object)}
-    return int(runtime.infer(model, inputs, timeout_s=30.0)["PID"][0])
+    return int(runtime.infer(model, inputs, timeout_s=60.0)["PID"][0])
 
 
+@pytest.mark.promise(
+    "Containment",
+    "If a model's process ends, in whatever way and at whatever moment of its life, only its "
+    "own requests fail, with a reason. The other instances go on answering.",
+)
+@pytest.mark.promise(
+    "Lifecycle",
+    "A model that hangs in load, execute or finalize is ended at its limit, and the log shows "
+    "where it hung.",
+)
 @pytest.mark.usefixtures("victims")
 @pytest.mark.parametrize("case", [*load_cases(), *execute_cases(), *finalize_cases()], ids=str)
 def test_a_model_that_ends_badly_harms_nobody_else(
@@ -191,8 +201,8 @@ def ends_in_execute(
 
     survives = case.error is ModelError or (case.place == "a thread" and case.error is None)
     if not survives:
-        # Noticed without a request that meets it.
-        wait_until(lambda: runtime.instances(model)[0]["restarts"] == restarts + 1, 30.0)
+        # The runtime notices without a request that meets it.
+        wait_until(lambda: runtime.instances(model)[0]["restarts"] == restarts + 1, 60.0)
         assert case.words in caplog.text
     assert (command(runtime, model, "answer") == before) == survives
 

@@ -1,4 +1,4 @@
-"""Metrics that models make, counted in stubs and kept by the runtime."""
+"""Tests of metrics that models make, which stubs count and the runtime keeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("undisturbed")
 
 @pytest.fixture
 def run(runtime: moonpool.Runtime) -> Iterator[Run]:
-    """Runs code in a model, and returns what it left in `said`."""
+    """Run code in a model, and return what it left in `said`."""
 
     def execute(code: str, model: str = "talks") -> str:
         answer = runtime.infer(model, {"CODE": np.array([code.encode()], np.object_)})
@@ -66,6 +66,11 @@ def test_all_kinds_are_shown(runtime: moonpool.Runtime, run: Run) -> None:
     )
 
 
+@pytest.mark.promise(
+    "Metrics",
+    "When a response arrives, the changes that its model made to metrics are there. A value "
+    "that a model reads includes all changes before it.",
+)
 def test_a_change_is_there_when_the_response_is(runtime: moonpool.Runtime, run: Run) -> None:
     run(f"family = {COUNTER.format('n')}; metric = family.Metric()")
     for count in range(1, 101):
@@ -73,6 +78,7 @@ def test_a_change_is_there_when_the_response_is(runtime: moonpool.Runtime, run: 
         assert lines(runtime, "n") == [f"n {count}"]
 
 
+@pytest.mark.promise("Metrics", "When a response arrives, the …")
 def test_a_value_has_the_changes_that_were_made_before(run: Run) -> None:
     run(f"family = {COUNTER.format('n')}; metric = family.Metric()")
     said = run(
@@ -86,6 +92,7 @@ def test_a_value_has_the_changes_that_were_made_before(run: Run) -> None:
     assert said == repr([True] * 100)
 
 
+@pytest.mark.promise("Metrics", "Changes from threads, finalizers and forks …")
 def test_many_changes_cost_little_and_none_is_lost(runtime: moonpool.Runtime, run: Run) -> None:
     run(f"family = {COUNTER.format('n')}; metric = family.Metric()")
     run("for _ in range(300_000): metric.increment(1)")
@@ -93,6 +100,10 @@ def test_many_changes_cost_little_and_none_is_lost(runtime: moonpool.Runtime, ru
     assert lines(runtime, "n") == ["n 300000"]
 
 
+@pytest.mark.promise(
+    "Metrics",
+    "Instances and models share a metric, which ends with the last family and process that has it.",
+)
 def test_instances_and_models_share_a_metric(runtime: moonpool.Runtime, run: Run) -> None:
     with hosted(runtime, "other", MODELS / "talks.py", CODE):
         code = "family = pb_utils.MetricFamily('n', 'of {0}', pb_utils.COUNTER)\n"
@@ -129,6 +140,7 @@ def test_the_runtimes_own_names_keep_their_kind(runtime: moonpool.Runtime, run: 
     assert shown[mine - 1].startswith("nv_inference_count{model=")
 
 
+@pytest.mark.promise("Metrics", "Instances and models share a metric, …")
 def test_a_metric_ends_with_its_family_and_its_process(runtime: moonpool.Runtime, run: Run) -> None:
     run(f"family = {COUNTER.format('n')}; family.Metric().increment(1)")
     run(f"other = {COUNTER.format('other')}; other.Metric().increment(1)")
@@ -165,6 +177,7 @@ def test_threads_are_heard_while_no_request_runs(runtime: moonpool.Runtime, run:
     assert run("stop.set(); thread.join(); said = metric.value()") == repr(count())
 
 
+@pytest.mark.promise("Metrics", "Changes from threads, finalizers and forks …")
 @pytest.mark.needs("processes")
 def test_forks_count_too_and_their_end_is_not_the_metrics(
     runtime: moonpool.Runtime, run: Run
@@ -200,6 +213,11 @@ def test_a_value_has_all_that_its_thread_changed_before(run: Run) -> None:
     assert said == str([None] * 8)
 
 
+@pytest.mark.promise(
+    "Metrics",
+    "One model cannot use up all metrics. A stub that lies about its metrics is found out, "
+    "and one that floods the runtime with them does not delay others for long.",
+)
 def test_a_model_cannot_have_all_metrics(runtime: moonpool.Runtime, run: Run) -> None:
     said = run(
         f"family = {COUNTER.format('n')}\n"

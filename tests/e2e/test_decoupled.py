@@ -1,4 +1,4 @@
-"""Models that answer with response senders: any number of responses, at any time, from anywhere."""
+"""Tests of models that answer with response senders: any number of responses, at any time, from any thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import InvalidRequest, ModelError, RequestTimedOut, ResponseStream, StubDied
-from moonpool.runtime import supervisor
+from moonpool.runtime.hosting import supervisor
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -30,6 +30,8 @@ RESPONDER: Config = {
     "input": [tensor("HOW", "STRING", 1), tensor("N", "INT32", 1)],
     "output": [tensor("Y", "INT32", -1)],
     "model_transaction_policy": {"decoupled": True},
+    # Some tests have thousands of requests open, and each may have a thread. At `strict` there are 512 at most.
+    "parameters": {"MOONPOOL_TASK_LIMIT": {"string_value": "8192"}},
 }
 
 
@@ -52,9 +54,14 @@ def values(responses: ResponseStream) -> list[int]:
 
 
 def open_requests(runtime: moonpool.Runtime) -> int:
-    return len(runtime._models.find("responder").scheduler.outcomes.open)
+    return len(runtime._models.find("responder").scheduler.open_requests)
 
 
+@pytest.mark.promise(
+    "Responses at any time",
+    "Responses of one sender arrive in the order in which they were sent, from however many "
+    "threads. None arrives after the last.",
+)
 @pytest.mark.parametrize("how", ["count", "last_with_flag", "in_thread"])
 @pytest.mark.parametrize("n", [1, 2, 1000])
 def test_responses_come_in_the_order_in_which_they_were_sent(
@@ -71,6 +78,11 @@ def test_responses_of_several_threads_all_arrive_before_the_last(runtime: moonpo
     assert sorted(values(stream(runtime, "from_threads", 400))) == list(range(400))
 
 
+@pytest.mark.promise(
+    "Responses at any time",
+    "Responses may come before, while and after `execute` returns, also in models that are not "
+    "decoupled.",
+)
 def test_a_response_may_come_after_execute_has_returned(runtime: moonpool.Runtime) -> None:
     first = stream(runtime, "keep")
     assert values(stream(runtime, "release", 7)) == list(range(7))
@@ -95,10 +107,15 @@ def test_memory_for_large_responses_is_given_back(runtime: moonpool.Runtime) -> 
         assert response.outputs["Y"].shape == (1 << 18,)
         assert (response.outputs["Y"] == i).all()
     del response
-    link = runtime._models.find("responder").supervisor.seats[0].instance.state.link
+    link = runtime._models.find("responder").supervisor.records[0].instance.state.link
     wait_until(lambda: link.size_bytes() <= 4 << 20, what="the regions to be given back")
 
 
+@pytest.mark.promise(
+    "Responses at any time",
+    "A request whose sender is dropped, or whose thread, task or coroutine raises, ends with an "
+    "error.",
+)
 @pytest.mark.parametrize("n", [0, 3])
 def test_a_sender_that_is_dropped_ends_its_request_with_an_error(
     runtime: moonpool.Runtime, n: int
@@ -141,6 +158,7 @@ def test_what_execute_raises_ends_the_request_behind_what_was_sent(
         next(responses)
 
 
+@pytest.mark.promise("Responses at any time", "A request whose sender is dropped, …")
 def test_a_thread_that_raises_ends_its_request(runtime: moonpool.Runtime) -> None:
     responses = stream(runtime, "raise_in_thread")
     assert int(next(responses).outputs["Y"][0]) == 0
@@ -171,7 +189,7 @@ def test_an_error_too_long_for_a_packet_arrives(runtime: moonpool.Runtime) -> No
     assert str(caught.value) == "x" * 60_000
 
 
-# Who takes them
+# Those who take them
 
 
 def test_a_stream_can_be_iterated_over_in_an_event_loop(runtime: moonpool.Runtime) -> None:
@@ -191,7 +209,7 @@ def test_one_who_takes_a_single_response_is_told_to_use_a_stream(runtime: moonpo
 
 
 def ends(name: str, responses: ResponseStream) -> None:
-    """Ends a stream before its end."""
+    """End a stream early."""
     if name == "close":
         responses.close()
     elif name == "with":
@@ -203,12 +221,16 @@ def ends(name: str, responses: ResponseStream) -> None:
 
 
 def endless(runtime: moonpool.Runtime, **options: Any) -> ResponseStream:
-    """A stream that ends when the model finds out that nobody takes it."""
+    """Start a stream that ends when the model learns that nobody takes it."""
     responses = stream(runtime, "until_cancelled", **options)
     wait_until(lambda: open_requests(runtime) == 1, what="the request to be open")
     return responses
 
 
+@pytest.mark.promise(
+    "Responses at any time",
+    "If a caller ends a stream early, in whatever way, the model learns it.",
+)
 @pytest.mark.parametrize("how", ["close", "with", "drop"])
 def test_ending_a_stream_early_tells_the_model(runtime: moonpool.Runtime, how: str) -> None:
     responses = endless(runtime)
@@ -219,6 +241,7 @@ def test_ending_a_stream_early_tells_the_model(runtime: moonpool.Runtime, how: s
     assert values(stream(runtime, "was_cancelled")) == [1]
 
 
+@pytest.mark.promise("Responses at any time", "If a caller ends a …")
 def test_a_task_that_is_cancelled_in_a_stream_tells_the_model(runtime: moonpool.Runtime) -> None:
     async def main() -> None:
         async with endless(runtime) as responses:
@@ -231,6 +254,7 @@ def test_a_task_that_is_cancelled_in_a_stream_tells_the_model(runtime: moonpool.
     assert values(stream(runtime, "was_cancelled")) == [1]
 
 
+@pytest.mark.promise("Responses at any time", "If a caller ends a …")
 def test_a_stream_whose_time_is_over_tells_the_model(runtime: moonpool.Runtime) -> None:
     responses = endless(runtime, timeout_s=0.3)
     with pytest.raises(RequestTimedOut):
@@ -259,13 +283,18 @@ def test_a_stream_of_a_model_with_one_response_has_one(runtime: moonpool.Runtime
 # Ends
 
 
+@pytest.mark.promise(
+    "Responses at any time",
+    "When a stub dies, its open requests fail, after all responses that it had sent were "
+    "delivered.",
+)
 def test_open_requests_fail_when_their_stub_dies(runtime: moonpool.Runtime) -> None:
     second = endless(runtime)
     next(second)
     first = stream(runtime, "keep")
     wait_until(lambda: open_requests(runtime) == 2)
     (instance,) = runtime.instances("responder")
-    runtime._models.find("responder").supervisor.seats[0].instance.state.process.kill()
+    runtime._models.find("responder").supervisor.records[0].instance.state.process.kill()
     with pytest.raises(StubDied):
         next(first)
     with pytest.raises(StubDied):
@@ -290,18 +319,23 @@ def test_thousands_of_requests_may_be_open(runtime: moonpool.Runtime) -> None:
     wait_until(lambda: open_requests(runtime) == 0)
 
 
+@pytest.mark.promise(
+    "Responses at any time",
+    "If many callers leave at the same time, the model learns of each one, even if it reads "
+    "slowly.",
+)
 def test_a_model_is_told_of_all_who_leave_at_the_same_time(runtime: moonpool.Runtime) -> None:
-    """More of them than a socket has room for, while the stub does not read."""
+    """Let more callers leave than a socket can hold messages, while the stub does not read."""
     many = 600
     config: Config = {**RESPONDER, "input": [tensor("N", "INT32", 1)]}
 
     def ask(n: int) -> ResponseStream:
-        return runtime.stream("many", {"N": np.array([n], np.int32)}, timeout_s=30.0)
+        return runtime.stream("many", {"N": np.array([n], np.int32)}, timeout_s=60.0)
 
     with hosted(runtime, "many", MODELS / "keeps_senders.py", config):
         streams = [ask(1) for _ in range(many)]
         scheduler = runtime._models.find("many").scheduler
-        wait_until(lambda: len(scheduler.outcomes.open) == many)
+        wait_until(lambda: len(scheduler.open_requests) == many)
         pid = runtime.instances("many")[0]["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:

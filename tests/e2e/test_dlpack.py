@@ -1,4 +1,4 @@
-"""Capsules of inputs in a real stub: they lie in shared memory, which they keep."""
+"""Tests of capsules of inputs in a real stub: they lie in shared memory, and keep it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.hosting import Config, hosted, tensor
 
 import moonpool
 
-# Keeps the capsule of the first input it gets, and shows it when it is told to.
+# Keeps the capsule of the first input that it gets, and shows it on command.
 MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -41,6 +41,10 @@ class TritonPythonModel:
 CONFIG: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
 
 
+@pytest.mark.promise(
+    "DLPack",
+    "A capsule keeps its memory, that of a request included, and can be used once.",
+)
 @pytest.mark.parametrize("size", [0, 4, 100_000])
 def test_a_capsule_keeps_its_request_s_memory_until_it_goes(
     runtime: moonpool.Runtime, model_file: Callable[[str], Path], size: int
@@ -48,7 +52,7 @@ def test_a_capsule_keeps_its_request_s_memory_until_it_goes(
     first = np.arange(size, dtype=np.float32)
 
     def infer(x: NDArray[np.float32]) -> NDArray[np.float32]:
-        return runtime.infer("m", {"X": x}, timeout_s=30.0)["Y"]
+        return runtime.infer("m", {"X": x}, timeout_s=60.0)["Y"]
 
     with hosted(runtime, "m", model_file(MODEL), CONFIG):
         infer(first)

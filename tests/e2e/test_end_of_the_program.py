@@ -1,4 +1,4 @@
-"""What becomes of the stubs when the program that holds the runtime ends, in whatever way."""
+"""Tests of stubs after the program that has the runtime ended, in each way."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ import signal, sys, threading, time
 import numpy as np
 import moonpool
 
-# Whoever runs the tests in the background may have had it ignored.
+# It may be ignored if the tests run in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 config = {
     "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [-1]}],
@@ -76,7 +76,7 @@ BODIES = {
 
 
 class Program:
-    """A program of its own that holds a runtime with two instances."""
+    """Another program, which has a runtime with two instances."""
 
     def __init__(self, folder: Path, body: str) -> None:
         self.folder = folder
@@ -94,24 +94,26 @@ class Program:
         self.stubs = [int(pid) for pid in self.line().split()]
 
     def line(self) -> str:
-        """The next line that it prints."""
+        """Return the next line that the program prints itself, without its models' lines."""
         if self.process.stdout is None:
             raise ValueError("the program has no output")
-        return self.process.stdout.readline()
+        while (line := self.process.stdout.readline()).startswith("[model_"):
+            pass
+        return line
 
     def finalized(self) -> list[int]:
-        """The stubs whose models were finalized."""
+        """Return the stubs whose models were finalized."""
         return sorted(int(path.name.split()[1]) for path in self.folder.glob("finalized *"))
 
     def errors(self) -> str:
         return (self.folder / "errors").read_text()
 
     def is_alone(self) -> bool:
-        """Whether all stubs are gone."""
+        """Return True if all stubs are gone."""
         return not any(is_running(pid) for pid in self.stubs)
 
     def end(self) -> int:
-        """Its exit status, which it has soon."""
+        """Wait for the program's exit status."""
         return self.process.wait(40.0)
 
 
@@ -129,6 +131,11 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
         program.process.communicate()
 
 
+@pytest.mark.promise(
+    "Lifecycle",
+    "No stub outlives a program that was killed. A program that gets a signal to end finalizes "
+    "its models first.",
+)
 def test_no_stub_outlives_a_program_that_was_killed(start: Callable[[str], Program]) -> None:
     program = start("inside with")
 
@@ -140,6 +147,7 @@ def test_no_stub_outlives_a_program_that_was_killed(start: Callable[[str], Progr
     assert program.finalized() == []
 
 
+@pytest.mark.promise("Lifecycle", "No stub outlives a program …")
 @pytest.mark.parametrize(
     ("body", "number", "status"),
     [
@@ -160,6 +168,7 @@ def test_a_program_that_is_told_to_end_finalizes_its_models(
     assert program.is_alone()
 
 
+@pytest.mark.promise("Lifecycle", "No stub outlives a program …")
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -187,7 +196,7 @@ def test_a_request_that_runs_when_the_program_is_told_to_end_is_finished(
 ) -> None:
     program = start(body)
     marker = tmp_path / "errors"
-    wait_until(lambda: any(cpu_s(pid) > 0.3 for pid in program.stubs), 30.0, "an execute")
+    wait_until(lambda: any(cpu_s(pid) > 0.3 for pid in program.stubs), 60.0, "an execute")
 
     program.process.send_signal(signal.SIGTERM)
     (tmp_path / "go").touch()
@@ -199,7 +208,7 @@ def test_a_request_that_runs_when_the_program_is_told_to_end_is_finished(
 
 
 def cpu_s(pid: int) -> float:
-    """How long a process has computed: the model does so while it waits."""
+    """Return the processor time of a process: the model computes while it waits."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:

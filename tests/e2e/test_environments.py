@@ -1,4 +1,4 @@
-"""What a model finds around itself: its interpreter's packages, environment variables, locale, path."""
+"""Tests of a model's environment: packages, environment variables, locale, path."""
 
 from __future__ import annotations
 
@@ -6,33 +6,29 @@ import ast
 import os
 import shutil
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
 
 import moonpool
 from moonpool import BadEnvironment, LoadFailed
-from moonpool.runtime import environment_cache
+from moonpool.runtime.repository import environment
 
 FILE = MODELS / "evaluate.py"
 SIGNATURE: Config = {
     "input": [tensor("CODE", "STRING", -1)],
     "output": [tensor("SAID", "STRING", -1)],
 }
-SITE_PACKAGES = Path(np.__file__).parents[1]
 
 
 def said(runtime: moonpool.Runtime, code: str, model: str = "m") -> Any:
-    """The value of an expression inside the model."""
-    text = runtime.infer(model, {"CODE": [code]}, timeout_s=30.0)["SAID"][0].decode()
+    """Return the value of an expression inside the model."""
+    text = runtime.infer(model, {"CODE": [code]}, timeout_s=60.0)["SAID"][0].decode()
     return ast.literal_eval(text)
 
 
@@ -41,7 +37,7 @@ def env_path(path: object) -> Config:
 
 
 def standard(**parameters: str) -> Config:
-    """These, at `standard` whatever the run's own level is."""
+    """Make parameters for `standard`, whatever level the run has."""
     given = {"MOONPOOL_SANDBOX": "standard", **parameters}
     return {"parameters": {key: {"string_value": text} for key, text in given.items()}}
 
@@ -51,13 +47,13 @@ Ask = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is unpacked does not stay in the cache of whoever runs the tests."""
+    """Unpack into the test's own cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def ask(runtime: moonpool.Runtime) -> Ask:
-    """The value of an expression in a model that is loaded for it."""
+    """Load a model and return the value of an expression in it."""
 
     def ask(code: str, config: Config | None = None) -> Any:
         with hosted(runtime, "m", FILE, SIGNATURE | (config or {})):
@@ -66,41 +62,11 @@ def ask(runtime: moonpool.Runtime) -> Ask:
     return ask
 
 
-def furnish(root: Path) -> None:
-    """Lets an environment's interpreter import numpy, and one module that nobody else has."""
-    site_packages = next(root.glob("lib/python*/site-packages"))
-    (site_packages / "numpy_is_elsewhere.pth").write_text(f"{SITE_PACKAGES}\n")
-    (site_packages / "only_here.py").write_text("WHERE = __file__\n")
-
-
-@pytest.fixture(scope="module")
-def virtual(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("virtual") / "env"
-    venv.create(root, with_pip=False, symlinks=True)
-    furnish(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def conda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory shaped like conda's: a whole Python with its own prefix, and no pyvenv.cfg."""
-    root = tmp_path_factory.mktemp("conda") / "env"
-    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    library = root / "lib" / version
-    unneeded = shutil.ignore_patterns("site-packages", "test", "idlelib", "config-*", "__pycache__")
-    shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=unneeded)
-    (root / "bin").mkdir()
-    (root / "conda-meta").mkdir()
-    shutil.copy(os.path.realpath(sys.executable), root / "bin" / version)
-    (root / "bin" / "python").symlink_to(version)
-    for library_file in Path(sysconfig.get_config_var("LIBDIR")).glob(f"lib{version}*.so*"):
-        shutil.copy(library_file, root / "lib", follow_symlinks=False)
-    (library / "site-packages").mkdir()
-    (library / "dist-packages").symlink_to("site-packages")  # where Debian's Python looks
-    furnish(root)
-    return root
-
-
+@pytest.mark.promise(
+    "Environments",
+    "An environment is a virtual one, a conda one, or either packed as tar or zip; relative and "
+    "model paths lead to it.",
+)
 class TestEnvironments:
     def test_a_virtual_one_runs_with_its_own_packages(self, ask: Ask, virtual: Path) -> None:
         where, path, variable, libraries = ask(
@@ -178,7 +144,13 @@ def pack_zip(root: Path, path: Path) -> None:
                 packed.write(entry, name)
 
 
+@pytest.mark.promise("Environments", "An environment is a virtual one, …")
 class TestPacked:
+    @pytest.mark.promise(
+        "Environments",
+        "A packed environment is unpacked once for all instances, models and runtimes, and "
+        "never used half unpacked.",
+    )
     @pytest.mark.parametrize(
         ("kind", "name", "pack"),
         [
@@ -205,15 +177,20 @@ class TestPacked:
         ):
             places = {said(runtime, "sys.prefix", model) for model in ("one", "other", "one")}
             (place,) = places
-            cache = environment_cache.default_root()
+            cache = environment.default_root()
             assert Path(place).parent == cache
             assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
-            assert environment_cache.EnvironmentCache().remove_unused() == []
+            assert environment.EnvironmentCache().remove_unused() == []
 
-        assert environment_cache.EnvironmentCache().remove_unused() == [Path(place)]
+        assert environment.EnvironmentCache().remove_unused() == [Path(place)]
         assert list(cache.iterdir()) == []
 
 
+@pytest.mark.promise(
+    "Environments",
+    "A model has PYTHONPATH, the user's packages and the locale of the runtime; the directory "
+    "that the runtime was started in is not on its path.",
+)
 class TestPath:
     def test_where_the_runtime_was_started_is_not_on_it(
         self, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +232,7 @@ class TestPath:
         (packages / "from_the_user.py").write_text("HERE = True\n")
         monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
 
-        # In a virtual environment, which this Python may have, there are none.
+        # This Python may be one of a virtual environment, which has none.
         assert ask("__import__('from_the_user').HERE", env_path(conda))
 
     def test_the_stubs_own_files_are_no_modules(self, ask: Ask) -> None:
@@ -267,6 +244,13 @@ class TestPath:
 
 
 class TestVariables:
+    @pytest.mark.promise(
+        "Environments",
+        "A model sees the whole environment of the runtime, as in Triton. One in a sandbox sees "
+        "no variable that may be a secret unless its configuration names it, and the error of a "
+        "model that misses one, in its import or in a request, says how to get it. One line of "
+        "the log lists the names of what it does not see.",
+    )
     @pytest.mark.parametrize("level", ["off", "standard"])
     def test_all_are_seen_as_in_triton(
         self, ask: Ask, monkeypatch: pytest.MonkeyPatch, level: str
@@ -277,6 +261,7 @@ class TestVariables:
 
         assert {name: seen.get(name) for name in os.environ} == dict(os.environ)
 
+    @pytest.mark.promise("Environments", "A model sees the whole environment …")
     @pytest.mark.parametrize("level", ["best-effort", "strict"])
     def test_a_contained_model_sees_none_that_may_be_a_secret_unless_it_was_granted(
         self, ask: Ask, monkeypatch: pytest.MonkeyPatch, level: str
@@ -289,6 +274,7 @@ class TestVariables:
         assert ask(asked, options(SANDBOX=level, ENVIRONMENT="MY_ENV")) == ["secret", None]
         assert ask(asked, options(SANDBOX=level, ENVIRONMENT="MY_*")) == ["secret", "also"]
 
+    @pytest.mark.promise("Environments", "A model sees the whole environment …")
     def test_a_contained_model_that_misses_one_is_told_how_to_get_it(
         self,
         runtime: moonpool.Runtime,
@@ -298,20 +284,76 @@ class TestVariables:
     ) -> None:
         file = model_file("import os\nos.environ['MY_ENV']\nclass TritonPythonModel: pass\n")
         config = SIGNATURE | options(SANDBOX="strict")
-        monkeypatch.delenv("MY_ENV", raising=False)
-        with pytest.raises(LoadFailed) as caught:
-            runtime.load("m", file, config=config)
-        assert "KeyError: 'MY_ENV'" in str(caught.value)
-        assert "MOONPOOL_ENVIRONMENT" not in str(caught.value)
-
-        monkeypatch.setenv("MY_ENV", "there")
+        monkeypatch.setenv("MY_ENV", "its value")
+        words = "sees MY_ENV only if the runtime has it and MOONPOOL_ENVIRONMENT names it"
         with (
-            caplog.at_level("DEBUG", logger="moonpool"),
-            pytest.raises(LoadFailed, match=r"MY_ENV is set for the runtime, but a model in a"),
+            caplog.at_level("INFO", logger="moonpool"),
+            pytest.raises(LoadFailed, match=rf"KeyError: 'MY_ENV'; .* 'strict' {words}"),
         ):
             runtime.load("m", file, config=config)
-        assert any("does not see" in text and "MY_ENV" in text for text in caplog.messages)
+        (line,) = [text for text in caplog.messages if "does not see" in text]
+        assert line.startswith("[m] ")
+        assert "MY_ENV" in line
+        assert line.endswith("; MOONPOOL_ENVIRONMENT can name those that it needs")
+        assert "its value" not in caplog.text
 
+    @pytest.mark.promise("Environments", "A model sees the whole environment …")
+    @pytest.mark.parametrize(
+        ("level", "words"),
+        [
+            ("off", "'MY_ENV'; set MY_ENV for the runtime, whose environment the model has"),
+            ("standard", "'MY_ENV'; set MY_ENV for the runtime, whose environment the model has"),
+            ("strict", "the runtime has it and MOONPOOL_ENVIRONMENT names it"),
+        ],
+    )
+    def test_a_request_that_misses_one_is_told_as_well(
+        self,
+        runtime: moonpool.Runtime,
+        model_file: Callable[[str], Path],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        level: str,
+        words: str,
+    ) -> None:
+        """Check that the line which lists them is limited, and comes once for all instances."""
+        monkeypatch.delenv("MY_ENV", raising=False)
+        for number in range(300):
+            monkeypatch.setenv(f"MY_{number:03}_{'X' * 200}", "")
+        file = model_file(
+            "import os\n"
+            "class TritonPythonModel:\n"
+            "    def execute(self, requests): return os.environ['MY_ENV']\n"
+        )
+        caplog.set_level("INFO", logger="moonpool")
+        config = SIGNATURE | options(SANDBOX=level)
+        with (
+            hosted(runtime, "m", file, config, instances=2),
+            pytest.raises(moonpool.ModelError, match=words),
+        ):
+            said(runtime, "")
+        lines = [text for text in caplog.messages if "does not see" in text]
+        assert len(lines) == (1 if level == "strict" else 0)
+        for line in lines:
+            assert len(line) < 8000
+            assert " more; MOONPOOL_ENVIRONMENT" in line
+
+    @pytest.mark.promise(
+        "Environments",
+        "If a model imports a module that its Python does not have, the error names that Python "
+        "and `EXECUTION_ENV_PATH`.",
+    )
+    def test_a_missing_module_leads_to_the_environment(
+        self, runtime: moonpool.Runtime, model_file: Callable[[str], Path]
+    ) -> None:
+        file = model_file("import scipy_of_another_world\nclass TritonPythonModel: pass\n")
+        words = r"install scipy_of_another_world for /.*, or name an environment .* in EXECUTION_ENV_PATH"
+        with pytest.raises(LoadFailed, match=words):
+            runtime.load("m", file, config=SIGNATURE)
+
+    @pytest.mark.promise(
+        "Environments",
+        "No variable leads a model's own interpreter to the packages of the runtime's.",
+    )
     def test_an_environment_of_its_own_leads_to_no_other_interpreter(
         self, ask: Ask, virtual: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -366,6 +408,7 @@ class TestVariables:
         assert ask(f"(os.environ['{name}'], print('\\u6708'))[0]") == value
 
 
+@pytest.mark.promise("Environments", "A model has PYTHONPATH, the user's …")
 class TestLocale:
     @pytest.mark.parametrize(
         ("value", "expected", "language"),

@@ -1,4 +1,4 @@
-"""Which interpreter runs a model, and what is said where it cannot."""
+"""Tests of the interpreters that run models, and of the errors of those that cannot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moonpool import (
     BadEnvironment,
     LoadFailed,
 )
-from moonpool.runtime import stub_handle
+from moonpool.runtime.stubs import handle as stub_handle
 
 FILE = MODELS / "dies.py"
 SIGNATURE: Config = {
@@ -28,13 +28,13 @@ SIGNATURE: Config = {
 
 
 def ask(runtime: moonpool.Runtime, command: str = "answer") -> int:
-    """Gives the model a command; returns the id of the process that answered."""
+    """Give the model a command; returns the id of the process that answered."""
     inputs = {"COMMAND": [command]}
-    return int(runtime.infer("victim", inputs, timeout_s=30.0)["PID"][0])
+    return int(runtime.infer("victim", inputs, timeout_s=60.0)["PID"][0])
 
 
 def environment(tmp_path: Path, write: Callable[[Path], object]) -> Config:
-    """A configuration with an environment whose interpreter is what `write` makes of its path."""
+    """Make a configuration with an environment whose interpreter `write` makes."""
     python = tmp_path / "environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     write(python)
@@ -75,6 +75,8 @@ def completes() -> bool:
     return True
 
 
+@pytest.mark.promise("Lifecycle", "If a stub does not start, one sentence says why.")
+@pytest.mark.promise("Environments", "If an interpreter cannot run a model, one sentence says why.")
 @pytest.mark.parametrize("name", INTERPRETERS)
 def test_an_interpreter_that_is_none_is_told_in_a_sentence(
     runtime: moonpool.Runtime, tmp_path: Path, name: str
@@ -101,6 +103,7 @@ def python_without_numpy() -> str:
     return python
 
 
+@pytest.mark.promise("Lifecycle", "If a stub does not …")
 def test_an_interpreter_without_numpy_is_told_to_have_none(
     runtime: moonpool.Runtime, tmp_path: Path
 ) -> None:
@@ -123,6 +126,11 @@ def test_two_versions_of_the_protocol_are_told_apart(
 ENVIRONMENTS = made()
 
 
+@pytest.mark.promise(
+    "Environments",
+    "A model runs under any Python from 3.9 up, whichever runs the runtime, with all that "
+    "models can do.",
+)
 @pytest.mark.skipif(not ENVIRONMENTS, reason=WHY_NONE)
 @pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.name)
 def test_a_model_runs_under_another_python(runtime: moonpool.Runtime, path: Path) -> None:
@@ -136,10 +144,11 @@ def test_a_model_runs_under_another_python(runtime: moonpool.Runtime, path: Path
         assert np.int64(ask(runtime)) == pid
 
 
+@pytest.mark.promise("Environments", "A model runs under any Python …")
 @pytest.mark.skipif(not ENVIRONMENTS, reason=WHY_NONE)
 @pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.name)
 def test_all_kinds_of_requests_are_answered_under_another_python(path: Path) -> None:
-    """Batches, senders, streams, coroutines, requests between models, cancellations, errors."""
+    """Check batches, senders, streams, coroutines, requests between models, cancellations and errors."""
     with moonpool.Runtime() as runtime:
         load_all(runtime, {"parameters": {"EXECUTION_ENV_PATH": {"string_value": str(path)}}})
         pids = [row["pid"] for name in MODELS_BY_KIND for row in runtime.instances(name)]

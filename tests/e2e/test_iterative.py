@@ -1,4 +1,4 @@
-"""Requests that their model reschedules, in real processes: the loop of a generation, one batch a step."""
+"""Tests of requests that their model reschedules, in real processes: the loop of a generation, one batch a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool import ResponseStream, SequenceLost
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 FOR_EVER = 10_000_000
 
 NOT_ITERATIVE = (
@@ -35,7 +35,7 @@ def config(*, is_decoupled: bool, **batching: Any) -> dict[str, Any]:
 
 
 class Client:
-    """Asks the model to count down."""
+    """Ask the model to count down."""
 
     def __init__(self, runtime: moonpool.Runtime, folder: Path) -> None:
         self.runtime = runtime
@@ -55,11 +55,11 @@ class Client:
         )
 
     def ask(self, steps: int, request_id: str = "r", **more: Any) -> list[float]:
-        """What each response says."""
+        """Return the content of each response."""
         return [each.outputs["Y"].item() for each in self.send(steps, request_id, **more)]
 
     def steps(self, request_id: str = "r") -> list[tuple[int, int]]:
-        """The correlation id and the flags with which a request came, each time."""
+        """Return the correlation id and the flags with which a request came, each time."""
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         rows = [line.split() for line in lines]
         return [(int(which), int(flags)) for name, which, flags in rows if name == request_id]
@@ -86,6 +86,11 @@ ITERATIVE = [
 every_strategy = pytest.mark.parametrize("batching", ITERATIVE)
 
 
+@pytest.mark.promise(
+    "Sequences",
+    "A rescheduled request goes to the model again, in its slot and with flags 0, until it is "
+    "answered, and shares batches with others.",
+)
 @every_strategy
 def test_a_request_comes_again_until_it_is_answered(serve: Serve, batching: dict[str, Any]) -> None:
     with serve(is_decoupled=False, **batching) as client:
@@ -93,12 +98,13 @@ def test_a_request_comes_again_until_it_is_answered(serve: Serve, batching: dict
         assert client.steps() == [(1, 1), (1, 0), (1, 0)]
         assert client.ask(1, "another") == [0]
         assert client.steps("another") == [(2, 1)]
-        # Every step counts, as in Triton.
+        # Every step is counted, as in Triton.
         statistics = client.runtime.statistics("m")
         assert statistics["inference_stats"]["success"]["count"] == 4
         assert statistics["execution_count"] == 4
 
 
+@pytest.mark.promise("Sequences", "A rescheduled request goes to …")
 @every_strategy
 def test_a_decoupled_model_responds_on_the_way(serve: Serve, batching: dict[str, Any]) -> None:
     with serve(is_decoupled=True, **batching) as client:
@@ -108,6 +114,7 @@ def test_a_decoupled_model_responds_on_the_way(serve: Serve, batching: dict[str,
         assert client.steps("silent") == [(2, 1), (2, 0), (2, 0)]
 
 
+@pytest.mark.promise("Sequences", "A rescheduled request goes to …")
 @every_strategy
 @pytest.mark.parametrize("is_decoupled", [False, True])
 def test_generations_share_batches_and_the_next_one_takes_a_free_slot(
@@ -120,7 +127,7 @@ def test_generations_share_batches_and_the_next_one_takes_a_free_slot(
             found = [each.outputs["Y"].item() for each in stream]
             assert found == (list(range(steps - 1, -1, -1)) if is_decoupled else [0])
             assert [flags for _, flags in client.steps(f"r{steps}")] == [1] + [0] * (steps - 1)
-        # The last response may be here before the answer to its batch.
+        # The last response may arrive before the answer to its batch.
         wait_until(lambda: client.runtime.statistics("m")["inference_count"] == sum(lengths))
         assert client.runtime.statistics("m")["execution_count"] < sum(lengths)
 
@@ -142,9 +149,13 @@ def test_a_generation_is_not_idle_however_long_it_takes(serve: Serve) -> None:
         assert len(client.ask(200)) == 200
 
 
-# Ends before the end
+# Early ends
 
 
+@pytest.mark.promise(
+    "Sequences",
+    "A caller who leaves, a death and an unload each end the loop of a rescheduled request.",
+)
 @every_strategy
 @pytest.mark.parametrize("is_decoupled", [False, True])
 def test_a_client_that_leaves_ends_the_loop_and_frees_the_slot(
@@ -172,6 +183,7 @@ def test_a_client_whose_time_is_over_ends_the_loop(serve: Serve, *, is_decoupled
         wait_until(lambda: not scheduler.executing and not scheduler.queued)
 
 
+@pytest.mark.promise("Sequences", "A caller who leaves, a death …")
 def test_generations_end_with_their_process_and_say_so(serve: Serve) -> None:
     with serve(
         is_decoupled=True, iterative_sequence=True, oldest={"preferred_batch_size": [1]}
@@ -188,6 +200,7 @@ def test_generations_end_with_their_process_and_say_so(serve: Serve) -> None:
         assert client.ask(2) == [1, 0]
 
 
+@pytest.mark.promise("Sequences", "A caller who leaves, a death …")
 def test_unloading_gives_up_what_never_ends(tmp_path: Path) -> None:
     with moonpool.Runtime(drain_timeout_s=0.2) as runtime:
         made = config(is_decoupled=True, iterative_sequence=True)
@@ -201,7 +214,7 @@ def test_unloading_gives_up_what_never_ends(tmp_path: Path) -> None:
                 pass
 
 
-# What is not offered, and what is wrong
+# Features that do not exist, and mistakes
 
 
 @pytest.mark.parametrize("is_decoupled", [False, True])
@@ -256,6 +269,7 @@ class TritonPythonModel:
 """
 
 
+@pytest.mark.promise("Sequences", "A rescheduled request goes to …")
 @every_strategy
 def test_coroutines_reschedule_too(
     runtime: moonpool.Runtime,

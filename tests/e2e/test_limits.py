@@ -1,4 +1,4 @@
-"""Real models at their limits: what is refused, who is ended, and which limit is named."""
+"""Tests of real models at their limits: what is refused or ended, and the limit that the error names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import LoadFailed, ModelError, StubDied
-from moonpool.runtime.limits import bounds, cgroups, watcher
-from moonpool.runtime.limits.cgroups import GROUPS, Groups
+from moonpool.runtime.isolation import bounds, cgroups, watcher
+from moonpool.runtime.isolation.cgroups import GROUPS, Groups
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -32,13 +32,13 @@ MEMORY = 1024 * MIB
 
 
 def ask(runtime: moonpool.Runtime, command: str) -> str:
-    outputs = runtime.infer("greedy", {"COMMAND": [command]}, timeout_s=30.0)
+    outputs = runtime.infer("greedy", {"COMMAND": [command]}, timeout_s=60.0)
     return str(outputs["SAID"][0].decode())
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The model in a directory of its own, which anybody may read."""
+    """Put the model into a new directory that everybody may read."""
     version = tmp_path / "greedy" / "1"
     version.mkdir(parents=True)
     (version / "model.py").write_text(FILE.read_text())
@@ -62,6 +62,12 @@ def is_limited_by_a_group() -> bool:
     return "memory_bytes" in group.limits
 
 
+@pytest.mark.promise(
+    "Limits",
+    "If an instance asks for more memory, descriptors, threads or scratch than its limits "
+    "allow, it does not get them, or it is ended, at `standard` as at `strict`. The error names "
+    "the limit.",
+)
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_a_model_that_wants_too_much_memory_is_told_its_limit_and_serves_on(
     runtime: moonpool.Runtime, folder: Path, level: str
@@ -82,12 +88,13 @@ def test_a_model_that_wants_too_much_memory_is_told_its_limit_and_serves_on(
 def test_a_limit_that_is_too_small_for_a_start_is_named(
     runtime: moonpool.Runtime, folder: Path, limit: int
 ) -> None:
-    """Neither is enough for numpy; with a little more it depends on its threads."""
+    """Neither limit is enough for numpy; with a little more it depends on its threads."""
     with pytest.raises(LoadFailed) as raised:
         runtime.load("greedy", folder, config=greedy(MEMORY_LIMIT_BYTES=limit))
     assert f"memory limit of {limit} bytes (MOONPOOL_MEMORY_LIMIT_BYTES)" in str(raised.value)
 
 
+@pytest.mark.promise("Limits", "If an instance asks for …")
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_a_model_that_opens_too_many_descriptors_is_told_its_limit(
     runtime: moonpool.Runtime, folder: Path, level: str
@@ -100,6 +107,7 @@ def test_a_model_that_opens_too_many_descriptors_is_told_its_limit(
         )
 
 
+@pytest.mark.promise("Limits", "If an instance asks for …")
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_a_model_with_too_many_threads_is_refused_them_or_ended(
     runtime: moonpool.Runtime, folder: Path, level: str, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +120,7 @@ def test_a_model_with_too_many_threads_is_refused_them_or_ended(
         assert limit in str(raised.value)
 
 
+@pytest.mark.promise("Limits", "If an instance asks for …")
 @pytest.mark.parametrize("how", ["one file", "many files"])
 def test_a_model_that_fills_its_scratch_folder_is_refused_or_ended(
     runtime: moonpool.Runtime, folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +134,11 @@ def test_a_model_that_fills_its_scratch_folder_is_refused_or_ended(
         assert f"its scratch limit of {4 * MIB} bytes (MOONPOOL_SCRATCH_BYTES)" in str(raised.value)
 
 
+@pytest.mark.promise(
+    "Limits",
+    "An instance runs on its processors only. Processors that the runtime does not have are "
+    "refused at load.",
+)
 def test_a_model_runs_on_the_processors_that_it_is_given(
     runtime: moonpool.Runtime, folder: Path
 ) -> None:
@@ -134,6 +148,7 @@ def test_a_model_runs_on_the_processors_that_it_is_given(
             assert ask(runtime, "processors") == str(cpu)
 
 
+@pytest.mark.promise("Limits", "An instance runs on its …")
 def test_processors_that_the_runtime_has_not_are_refused(
     runtime: moonpool.Runtime, folder: Path
 ) -> None:
@@ -163,7 +178,7 @@ def test_an_instance_is_the_first_to_go_where_memory_runs_out(
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
-    """Groups with any controller that there is here: most machines of tests have but one to give."""
+    """Make groups with any controller that this machine has: most machines for tests have only one to give."""
     made = Groups()
     monkeypatch.setattr(cgroups, "_WANTED", ("memory", "pids", "cpu", "hugetlb"))
     monkeypatch.setattr(bounds, "GROUPS", made)
@@ -175,6 +190,11 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
         (place.path / "cgroup.subtree_control").write_text("-hugetlb")
 
 
+@pytest.mark.promise(
+    "Limits",
+    "An instance is in its control group before any code of the model runs. The processes that "
+    "it started end with it.",
+)
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_an_instance_is_in_a_group_of_its_own_with_all_that_it_starts(
     runtime: moonpool.Runtime, folder: Path, level: str, groups: Groups
@@ -204,6 +224,11 @@ def test_an_instance_is_in_a_group_of_its_own_with_all_that_it_starts(
 # Recycling
 
 
+@pytest.mark.promise(
+    "Limits",
+    "Under load from four callers, real instances are recycled as often as the option says, and "
+    "every answer is right.",
+)
 @pytest.mark.parametrize("instances", [1, 2])
 def test_instances_are_recycled_under_load_and_every_answer_is_right(
     runtime: moonpool.Runtime, instances: int
@@ -231,17 +256,17 @@ def test_instances_are_recycled_under_load_and_every_answer_is_right(
             thread.join(120.0)
         assert wrong == []
         supervisor = runtime._models.find("recycled").supervisor
-        # 240 requests are six times 40; two instances share them as it comes.
+        # 240 requests are six times 40; the two instances share them in any way.
         least = callers * each_asks // limit if instances == 1 else 1
 
         def all_are_back() -> bool:
-            is_ready = {seat.machine.state for seat in supervisor.seats} == {"READY"}
+            is_ready = {record.machine.state for record in supervisor.records} == {"READY"}
             return is_ready and supervisor.recycling.counts.total() >= least
 
         wait_until(all_are_back, 60.0)
         if instances == 1:
             assert supervisor.recycling.counts.total() == least
-            assert supervisor.seats[0].instance.served == 0
+            assert supervisor.records[0].instance.served == 0
         assert pids != {each["pid"] for each in runtime.instances("recycled")}
         assert [each["restarts"] for each in runtime.instances("recycled")] == [0] * instances
 
@@ -256,10 +281,15 @@ def test_a_recycled_instance_is_forked_from_the_template_where_there_is_one(
         assert [len(set(pids[i : i + 5])) for i in range(0, 20, 5)] == [1] * 4
         assert len(set(pids)) == 4
         counts = runtime._models.find("greedy").supervisor.recycling.counts
-        wait_until(lambda: counts.total() == 4, 30.0)
-        wait_until(lambda: runtime.is_ready("greedy"), 30.0)
+        wait_until(lambda: counts.total() == 4, 60.0)
+        wait_until(lambda: runtime.is_ready("greedy"), 60.0)
 
 
+@pytest.mark.promise(
+    "Limits",
+    "An instance whose resident memory grows over its limit is recycled; one that begins over "
+    "it is not.",
+)
 def test_an_instance_whose_memory_grows_is_recycled(
     runtime: moonpool.Runtime, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +299,7 @@ def test_an_instance_whose_memory_grows_is_recycled(
         assert ask(runtime, f"keep:{64 * MIB}") == "done"
         assert ask(runtime, "pid") == first
         assert ask(runtime, f"keep:{256 * MIB}") == "done"
-        wait_until(lambda: ask(runtime, "pid") != first, 30.0)
+        wait_until(lambda: ask(runtime, "pid") != first, 60.0)
         (instance,) = runtime.instances("greedy")
         assert instance["restarts"] == 0
         assert "MOONPOOL_RECYCLE_RSS_BYTES is 268435456" in instance["because"]

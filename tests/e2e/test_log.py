@@ -1,4 +1,4 @@
-"""What models say reaches the log, as far as it is wanted at that moment."""
+"""Tests of the messages of models: they reach the log at the levels that are set at that moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import moonpool
 CODE: Config = {"input": [tensor("CODE", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 
 Say = Callable[[str], str]
-# Which levels the model's process delivers: info, warning, error, verbose.
+# The levels that the model's process sends: info, warning, error, verbose.
 LEVELS = "said = Logger.log_info.__globals__['_Route'].is_wanted"
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
@@ -31,7 +31,7 @@ def loaded(runtime: moonpool.Runtime) -> Iterator[None]:
 
 @pytest.fixture
 def say(runtime: moonpool.Runtime, loaded: None) -> Iterator[Say]:  # noqa: ARG001 - to be loaded
-    """Runs code in the model, and returns what it left in `said`."""
+    """Run code in the model, and return what it left in `said`."""
 
     def run(code: str) -> str:
         answer = runtime.infer("talks", {"CODE": np.array([code.encode()], np.object_)})
@@ -44,8 +44,8 @@ def say(runtime: moonpool.Runtime, loaded: None) -> Iterator[Say]:  # noqa: ARG0
 
 
 def lines(runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What has reached the log, without what is added to it."""
-    runtime.metrics()  # takes in what the stubs have said until now
+    """Return the messages in the log, without their prefixes."""
+    runtime.metrics()  # takes in what the stubs have sent until now
     messages = [record for record in caplog.records if record.name == "moonpool.stub"]
     caplog.clear()
     return [
@@ -54,6 +54,11 @@ def lines(runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture) -> list[s
     ]
 
 
+@pytest.mark.promise(
+    "Log",
+    "Levels of the log change while models run, for `Logger` and `logging` alike. Stubs that "
+    "start later begin with the levels of that moment.",
+)
 def test_levels_change_while_a_model_runs(
     runtime: moonpool.Runtime, say: Say, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,6 +87,7 @@ def test_levels_change_while_a_model_runs(
     wait_until(lambda: said() == [])
 
 
+@pytest.mark.promise("Log", "Levels of the log change …")
 def test_a_stub_that_is_started_later_has_the_settings_of_that_moment(
     runtime: moonpool.Runtime, say: Say, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,6 +139,11 @@ def _forking(code: str) -> Any:
     return pytest.param(code, id=code, marks=pytest.mark.needs("processes"))
 
 
+@pytest.mark.promise(
+    "Log",
+    "Messages that a model logs in its threads, finalizers and forks reach the log, also "
+    "those of a fork made while a thread logged.",
+)
 @pytest.mark.parametrize(
     "code",
     [
@@ -152,6 +163,10 @@ def test_a_model_is_heard_from_wherever_it_speaks(
     assert lines(runtime, caplog) == ["I heard"]
 
 
+@pytest.mark.promise(
+    "Log",
+    "Messages of any kind, size and number harm neither the log nor other models.",
+)
 def test_messages_of_any_kind_and_size_do_no_harm(
     runtime: moonpool.Runtime, say: Say, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,6 +193,7 @@ def test_messages_of_any_kind_and_size_do_no_harm(
 # The last ones, as they use up the lines that a model has.
 
 
+@pytest.mark.promise("Log", "Messages that a model logs …")
 @pytest.mark.needs("processes")
 def test_a_fork_is_heard_also_if_a_thread_spoke_when_it_was_made(
     runtime: moonpool.Runtime, say: Say, caplog: pytest.LogCaptureFixture
@@ -200,6 +216,7 @@ def test_a_fork_is_heard_also_if_a_thread_spoke_when_it_was_made(
     assert set(heard) >= {"I noise"}
 
 
+@pytest.mark.promise("Log", "Messages of any kind, size and …")
 def test_a_flood_of_messages_is_heard_in_part(
     runtime: moonpool.Runtime, say: Say, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""A template runs the model's code: what it says of its forks is checked, and where it lies there is another way."""
+"""Tests of templates that lie. A template runs the model's code, so its messages about forks are checked."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import StubDied
-from moonpool.runtime import process
-from moonpool.runtime.prefork import template_stub
+from moonpool.runtime.process import child as process
+from moonpool.runtime.stubs import template
 
 pytestmark = [pytest.mark.slow]
 
@@ -41,7 +41,7 @@ CONFIG: Config = {
         FINALIZE_TIMEOUT_S=1,
     ),
 }
-# What is said of each lie.
+# The log line about each lie.
 LIES = {
     "forks nothing": "forked nothing that lived",
     "says nothing": "said nothing for 0.5 s",
@@ -67,7 +67,7 @@ def _instead_of_the_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def ask(runtime: moonpool.Runtime, do: str = "") -> dict[str, int]:
-    said: dict[str, int] = json.loads(runtime.infer("m", {"DO": [do]}, timeout_s=30.0)["SAID"][0])
+    said: dict[str, int] = json.loads(runtime.infer("m", {"DO": [do]}, timeout_s=60.0)["SAID"][0])
     return said
 
 
@@ -75,6 +75,11 @@ def pids(runtime: moonpool.Runtime) -> list[int]:
     return [int(each["pid"]) for each in runtime.instances("m") if each["pid"]]
 
 
+@pytest.mark.promise(
+    "Forked instances",
+    "If a template lies, is silent or dies, an instance is started without it. Its message "
+    "about an end is only a line in the log.",
+)
 @pytest.mark.parametrize(("fault", "words"), LIES.items(), ids=list(LIES))
 def test_where_a_template_lies_an_instance_is_started_without_it(
     runtime: moonpool.Runtime,
@@ -85,7 +90,7 @@ def test_where_a_template_lies_an_instance_is_started_without_it(
 ) -> None:
     monkeypatch.setenv("FAULT_IN_TEMPLATE", fault)
     if fault == "says nothing":
-        monkeypatch.setattr(template_stub, "_FORK_S", 0.5)
+        monkeypatch.setattr(template, "_FORK_S", 0.5)
     before = len(os.listdir("/proc/self/fd"))
 
     with hosted(runtime, "m", FILE, CONFIG):
@@ -97,6 +102,7 @@ def test_where_a_template_lies_an_instance_is_started_without_it(
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
+@pytest.mark.promise("Forked instances", "The kernel tells which process a …")
 def test_one_process_is_not_taken_for_two_instances(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +114,7 @@ def test_one_process_is_not_taken_for_two_instances(
     wait_until(lambda: not any(map(is_running, everybody)))
 
 
+@pytest.mark.promise("Forked instances", "If a template lies, is …")
 def test_a_wrong_exit_code_is_no_more_than_a_wrong_word(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,17 +123,18 @@ def test_a_wrong_exit_code_is_no_more_than_a_wrong_word(
         pid = pids(runtime)[0]
         with pytest.raises(StubDied, match="exited with 77"):
             ask(runtime, "exit 7")
-        wait_until(lambda: pids(runtime) not in ([], [pid]), 30.0)
+        wait_until(lambda: pids(runtime) not in ([], [pid]), 60.0)
         assert ask(runtime)["pid"] != pid
 
 
+@pytest.mark.promise("Forked instances", "If a template lies, is …")
 def test_a_template_that_does_not_tell_an_end_delays_nobody_for_long(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT_IN_TEMPLATE", "never tells an end")
-    monkeypatch.setattr(template_stub, "_REAP_S", 0.2)
+    monkeypatch.setattr(template, "_REAP_S", 0.2)
     with hosted(runtime, "m", FILE, CONFIG):
         pid = pids(runtime)[0]
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: pids(runtime) not in ([], [pid]), 30.0)
+        wait_until(lambda: pids(runtime) not in ([], [pid]), 60.0)
         assert ask(runtime)["pid"] != pid

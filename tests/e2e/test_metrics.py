@@ -1,4 +1,4 @@
-"""Metrics of a runtime with real stubs."""
+"""Tests of the metrics of a runtime with real stubs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ X = {"X": np.ones(4, np.float32)}
 
 
 def of(runtime: moonpool.Runtime, name: str) -> dict[str, float]:
-    """The lines of one name: what is in braces, and the value."""
+    """Return the lines of one name: the labels, and the value."""
     lines = re.findall(rf"^{name}(?:\{{(.*)\}})? (\S+)$", runtime.metrics(), re.MULTILINE)
     return {labels: float(value) for labels, value in lines}
 
 
+@pytest.mark.promise(
+    "Metrics",
+    "Every model has Triton's metrics, and those that models make are shown as Triton shows them.",
+)
 def test_every_model_has_tritons_metrics(
     runtime: moonpool.Runtime, model_file: Callable[[str], Path]
 ) -> None:
@@ -40,7 +44,7 @@ def test_every_model_has_tritons_metrics(
 
         assert of(runtime, "nv_inference_request_success") == {good: 3, bad: 0}
         assert of(runtime, "nv_inference_count") == {good: 3, bad: 0}
-        # What fails was executed, too.
+        # A request that fails was executed, too.
         assert of(runtime, "nv_inference_exec_count") == {good: 3, bad: 3}
         assert of(runtime, "nv_inference_pending_request_count") == {good: 0, bad: 0}
         failures = of(runtime, "nv_inference_request_failure")

@@ -1,4 +1,4 @@
-"""Models that load, unload and look at other models, and at themselves."""
+"""Tests of models that load, unload and look at other models, and at themselves."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def made(folder: Path) -> Path:
-    """A repository of a model that asks, and of some that it can ask for."""
+    """Make a repository of a model that asks, and of some that it can ask for."""
     for name in ("asker", "target"):
         write(folder, name, EVALUATOR)
     write(folder, "bad", "raise ValueError('bad file')")
@@ -69,7 +69,7 @@ def made(folder: Path) -> Path:
 
 @pytest.fixture
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for temporary files that the models of the test do not share."""
+    """Make a folder for temporary files that the models of the test do not share."""
     return tmp_path_factory.mktemp("temporary")
 
 
@@ -85,7 +85,7 @@ def runtime(
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runtime]:
-    """For tests after which all is as before."""
+    """Share a runtime between tests that leave it as it was."""
     repository = made(tmp_path_factory.mktemp("unchanged"))
     with moonpool.Runtime(repository, models=["asker"]) as runtime:
         yield runtime
@@ -93,7 +93,7 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Run
 
 def ask(runtime: moonpool.Runtime, *codes: str, model: str = "asker") -> list[str]:
     inputs = {"CODE": np.array([code.encode() for code in codes], object)}
-    results = runtime.infer(model, inputs, timeout_s=30.0)["RESULT"]
+    results = runtime.infer(model, inputs, timeout_s=60.0)["RESULT"]
     return [result.decode() for result in results]
 
 
@@ -103,6 +103,11 @@ def pid(runtime: moonpool.Runtime, model: str) -> int:
     return found
 
 
+@pytest.mark.promise(
+    "Backends",
+    "A model can load, unload and look at other models, and itself, in `initialize` and in "
+    "`execute`, with Triton's texts.",
+)
 def test_a_model_loads_looks_at_and_unloads_another(runtime: moonpool.Runtime) -> None:
     assert ask(
         runtime,
@@ -153,6 +158,7 @@ def test_a_configuration_replaces_the_one_in_the_repository(
     assert dict(runtime.config("target").parameters) == {"a": "b"}
 
 
+@pytest.mark.promise("The model repository of a server", "A load may bring a …")
 def test_a_model_is_made_of_files(runtime: moonpool.Runtime, temporary: Path) -> None:
     files = '{"file:1/model.py": open(pb_utils.get_model_dir() + "/model.py", "rb").read()}'
     assert ask(runtime, f'pb_utils.load_model("made", config="{{}}", files={files})') == ["None"]
@@ -169,6 +175,8 @@ def test_a_model_is_made_of_files(runtime: moonpool.Runtime, temporary: Path) ->
     ]
 
 
+@pytest.mark.promise("Backends", "A model can load, unload …")
+@pytest.mark.promise("At the limits", "A value that does not fit …")
 @pytest.mark.parametrize(
     ("code", "text"),
     [
@@ -254,6 +262,11 @@ def test_what_cannot_be_done_is_told_in_tritons_words(
     assert list(unchanged.models()) == ["asker"]
 
 
+@pytest.mark.promise(
+    "Backends",
+    "If a model loads another one with a configuration, that gives no looser sandbox and no "
+    "more of the environment than the model has itself.",
+)
 def test_a_model_gives_no_other_more_than_it_has(unchanged: moonpool.Runtime) -> None:
     level = unchanged.instances("asker")[0]["sandbox"]["level"]
     refused = {
@@ -279,6 +292,7 @@ def test_models_are_loaded_in_initialize(runtime: moonpool.Runtime, repository: 
     assert len(runtime.instances("target")) == 1
 
 
+@pytest.mark.promise("Backends", "If models would wait for …")
 def test_a_model_that_loads_itself_in_initialize_is_told(
     runtime: moonpool.Runtime, repository: Path
 ) -> None:
@@ -288,6 +302,10 @@ def test_a_model_that_loads_itself_in_initialize_is_told(
     assert "model 'starter' is loading or unloading, and that waits for model 'starter'" in said
 
 
+@pytest.mark.promise(
+    "Backends",
+    "If models would wait for each other's loads, they get an error instead, and nothing hangs.",
+)
 def test_models_that_load_each_other_are_told(runtime: moonpool.Runtime, repository: Path) -> None:
     for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
         write(repository, name, EVALUATOR, at_start(f'pb_utils.load_model("{other}")'))

@@ -1,4 +1,4 @@
-"""Instances that are forked from a template of their model."""
+"""Tests of instances that are forked from a template of their model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     open_to_all(*(folder / name for name in MARKS))
     monkeypatch.setenv("MARKS", str(folder))
-    # With the threads of numpy, which must end before a fork.
+    # numpy's threads must end before a fork.
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
     return folder
 
@@ -59,7 +59,7 @@ def config(prefork: str, level: str = "standard", /, **more: object) -> Config:
 
 
 def ask(runtime: moonpool.Runtime, do: str = "") -> Any:
-    return json.loads(runtime.infer("m", {"DO": [do]}, timeout_s=30.0)["SAID"][0])
+    return json.loads(runtime.infer("m", {"DO": [do]}, timeout_s=60.0)["SAID"][0])
 
 
 def count(marks: Path, what: str) -> int:
@@ -67,13 +67,13 @@ def count(marks: Path, what: str) -> int:
 
 
 def found(runtime: moonpool.Runtime) -> list[int]:
-    """The pids of those instances that have a process."""
+    """Return the pids of the instances that have a process."""
     return [int(each["pid"]) for each in runtime.instances("m") if each["pid"]]
 
 
 def pids(runtime: moonpool.Runtime) -> list[int]:
-    """Those of all instances."""
-    wait_until(lambda: len(found(runtime)) == len(runtime.instances("m")), 30.0)
+    """Return the pids of all instances."""
+    wait_until(lambda: len(found(runtime)) == len(runtime.instances("m")), 60.0)
     return found(runtime)
 
 
@@ -88,14 +88,14 @@ def inside(pid: int) -> int:
 
 
 def template(runtime: moonpool.Runtime) -> int:
-    """The one process from which all instances were forked."""
+    """Return the one process from which all instances were forked."""
     (pid,) = {parent(pid) for pid in pids(runtime)}
     assert parent(pid) == os.getpid()
     return pid
 
 
 def regions(pid: int) -> set[str]:
-    """The shared memory that a process has, by inode."""
+    """Return the shared memory of a process, by inode."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return {line.split()[4] for line in maps.splitlines() if "/memfd:" in line}
 
@@ -106,7 +106,7 @@ def private_bytes(pid: int) -> int:
 
 
 def are_ready(runtime: moonpool.Runtime, but: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-    """Waits until every instance is ready, in other processes than these."""
+    """Wait until every instance is ready, in other processes than these."""
     wait_until(
         lambda: (
             all(each["state"] == "READY" and each["pid"] for each in runtime.instances("m"))
@@ -117,9 +117,15 @@ def are_ready(runtime: moonpool.Runtime, but: set[int] = frozenset()) -> None:  
     )
 
 
-# What is done once
+# Done once
 
 
+@pytest.mark.promise(
+    "Forked instances",
+    "With `MOONPOOL_PREFORK` instances are forked from a process that has imported the model "
+    "once; with `initialize` also initialized it once, and weights are in memory once. Each has "
+    "its own process and its own shared memory.",
+)
 @LEVELS
 def test_instances_are_forked_from_a_process_that_has_imported_the_model_once(
     runtime: moonpool.Runtime, marks: Path, level: str
@@ -133,32 +139,35 @@ def test_instances_are_forked_from_a_process_that_has_imported_the_model_once(
     assert count(marks, "finalizes") == 3
 
 
+@pytest.mark.promise("Forked instances", "With `MOONPOOL_PREFORK` instances are forked from …")
 @LEVELS
 def test_initialize_is_called_once_where_the_model_asks_for_that(
     runtime: moonpool.Runtime, marks: Path, level: str
 ) -> None:
     with hosted(runtime, "m", FILE, config("initialize", level), instances=3):
         assert count(marks, "initializes") == 1
-        # Once more for the process in which it completes its configuration.
+        # One more is the process in which it completes its configuration.
         assert count(marks, "imports") == 2
         said = ask(runtime)
         assert said["imported_by"] == inside(template(runtime))
-        # The arguments are those of the first instance, in all of them.
+        # All of them have the arguments of the first instance.
         assert said["instance"] == "m_0_0"
 
     assert count(marks, "finalizes") == 3
 
 
+@pytest.mark.promise("Forked instances", "With `MOONPOOL_PREFORK` instances are forked from …")
 @BOTH
 def test_every_instance_has_regions_of_its_own(runtime: moonpool.Runtime, prefork: str) -> None:
     with hosted(runtime, "m", FILE, config(prefork), instances=3):
         seen = [regions(pid) for pid in pids(runtime)]
         assert all(seen)
         assert len(set.union(*seen)) == sum(map(len, seen))
-        # Those of the template are in none of them, nor in itself.
+        # The template's own arguments are in none of them, and not in the template.
         assert regions(template(runtime)) == set()
 
 
+@pytest.mark.promise("Forked instances", "With `MOONPOOL_PREFORK` instances are forked from …")
 def test_weights_are_in_memory_once(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,9 +179,14 @@ def test_weights_are_in_memory_once(
         assert all(private_bytes(pid) < size_bytes // 2 for pid in pids(runtime))
 
 
-# What each has for itself
+# Separate for each
 
 
+@pytest.mark.promise(
+    "Forked instances",
+    "Forks draw different random numbers, keep the metrics that `initialize` made, log under "
+    "their own names, and take with them what they forked.",
+)
 @BOTH
 def test_instances_do_not_draw_the_same_numbers(runtime: moonpool.Runtime, prefork: str) -> None:
     drawn = []
@@ -186,6 +200,7 @@ def test_instances_do_not_draw_the_same_numbers(runtime: moonpool.Runtime, prefo
     assert len(set(drawn)) == 6
 
 
+@pytest.mark.promise("Forked instances", "Forks draw different random numbers, keep …")
 @BOTH
 def test_metrics_that_initialize_makes_are_those_of_every_instance(
     runtime: moonpool.Runtime, prefork: str
@@ -197,6 +212,7 @@ def test_metrics_that_initialize_makes_are_those_of_every_instance(
     assert "preforked" not in runtime.metrics()
 
 
+@pytest.mark.promise("Forked instances", "Forks draw different random numbers, keep …")
 @BOTH
 def test_what_an_instance_prints_bears_its_own_name(
     runtime: moonpool.Runtime, prefork: str, caplog: pytest.LogCaptureFixture
@@ -209,6 +225,7 @@ def test_what_an_instance_prints_bears_its_own_name(
     assert f"[{by}] initialized m_0" in caplog.text
 
 
+@pytest.mark.promise("Forked instances", "Forks draw different random numbers, keep …")
 def test_what_an_instance_forked_goes_with_it(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "m", FILE, config("imports")):
         child = ask(runtime, "fork")
@@ -226,6 +243,10 @@ def status(pid: int, *names: str) -> list[str]:
     ]
 
 
+@pytest.mark.promise(
+    "Forked instances",
+    "At `strict` a fork has all layers of its template, one filter more, and may not fork.",
+)
 def test_at_strict_a_fork_is_as_confined_as_its_template_and_may_not_fork(
     runtime: moonpool.Runtime,
 ) -> None:
@@ -248,6 +269,11 @@ def test_at_strict_a_fork_is_as_confined_as_its_template_and_may_not_fork(
 # Other kinds of model
 
 
+@pytest.mark.promise(
+    "Forked instances",
+    "Models that ask others, decoupled ones and moonpool's own kind are forked as well, and "
+    "serve several front ends.",
+)
 def test_a_forked_model_asks_others(runtime: moonpool.Runtime) -> None:
     caller: Config = {
         "input": [tensor("DO", "STRING", 1), tensor("X", "FP32", -1)],
@@ -261,10 +287,11 @@ def test_a_forked_model_asks_others(runtime: moonpool.Runtime) -> None:
     ):
         assert template(runtime)
         for _ in range(4):
-            answer = runtime.infer("m", {"DO": ["once"], "X": x}, timeout_s=30.0)
+            answer = runtime.infer("m", {"DO": ["once"], "X": x}, timeout_s=60.0)
             assert answer["Y"].tolist() == [0, 1, 4, 9]
 
 
+@pytest.mark.promise("Forked instances", "Models that ask others, decoupled ones …")
 @BOTH
 def test_a_forked_model_answers_in_its_own_time(runtime: moonpool.Runtime, prefork: str) -> None:
     responder: Config = {
@@ -276,10 +303,11 @@ def test_a_forked_model_answers_in_its_own_time(runtime: moonpool.Runtime, prefo
         assert template(runtime)
         for how in ("count", "in_thread"):
             inputs = {"HOW": [how], "N": np.array([100], np.int32)}
-            responses = runtime.stream("m", inputs, timeout_s=30.0)
+            responses = runtime.stream("m", inputs, timeout_s=60.0)
             assert [int(each.outputs["Y"][0]) for each in responses] == list(range(100))
 
 
+@pytest.mark.promise("Forked instances", "Models that ask others, decoupled ones …")
 def test_moonpool_s_own_kind_of_model_is_forked(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     file = tmp_path / "native.py"
     file.write_text(NATIVE)
@@ -307,6 +335,12 @@ class Model:
 # Deaths
 
 
+@pytest.mark.promise(
+    "Forked instances",
+    "An instance that dies is forked again, and the log says how it died. When the template "
+    "is killed, all instances come back from another one. Under load every request has one "
+    "outcome.",
+)
 @pytest.mark.parametrize(
     ("do", "words"), [("exit 7", "exited with 7"), ("die", "was killed by SIGSEGV")]
 )
@@ -323,6 +357,7 @@ def test_how_an_instance_died_is_said_and_another_is_forked(
         assert count(marks, "imports") == 1
 
 
+@pytest.mark.promise("Forked instances", "An instance that dies is …")
 @LEVELS
 @BOTH
 def test_when_the_template_is_killed_all_come_back_from_another_one(
@@ -342,6 +377,7 @@ def test_when_the_template_is_killed_all_come_back_from_another_one(
     assert "the template of model 'm' has ended" in caplog.text
 
 
+@pytest.mark.promise("Forked instances", "An instance that dies is …")
 @pytest.mark.parametrize(
     ("prefork", "level"),
     [("imports", "standard"), ("initialize", "standard"), ("initialize", "strict")],
@@ -371,7 +407,7 @@ def test_every_request_has_one_outcome_while_instances_and_template_are_killed(
                 seen = len(outcomes)
                 os.kill(target, signal.SIGKILL)
                 are_ready(runtime, {victims[turn % 3]} if turn % 2 else set(victims))
-                wait_until(lambda seen=seen: len(outcomes) > seen, 30.0)  # type: ignore[misc]
+                wait_until(lambda seen=seen: len(outcomes) > seen, 60.0)  # type: ignore[misc]
         finally:
             done.set()
             for caller in callers:
@@ -381,6 +417,11 @@ def test_every_request_has_one_outcome_while_instances_and_template_are_killed(
     assert "1" in outcomes
 
 
+@pytest.mark.promise(
+    "Forked instances",
+    "If a template does not come back, or its model has threads, instances are started "
+    "without it, with one warning that says why.",
+)
 def test_instances_start_without_a_template_that_does_not_come_back(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -392,15 +433,20 @@ def test_instances_start_without_a_template_that_does_not_come_back(
         are_ready(runtime, set(first))
         assert {parent(pid) for pid in pids(runtime)} == {os.getpid()}
         given_up = "it died 3 times within 60 s, in which 2 restarts are allowed"
-        wait_until(lambda: given_up in caplog.text, 30.0)
+        wait_until(lambda: given_up in caplog.text, 60.0)
 
 
+@pytest.mark.promise(
+    "Forked instances",
+    "Unload ends the template, also one that hangs; a reload has another one.",
+)
 def test_unload_leaves_no_process(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "m", FILE, config("imports"), instances=2):
         all_pids = [template(runtime), *pids(runtime)]
     assert [pid for pid in all_pids if is_running(pid)] == []
 
 
+@pytest.mark.promise("Forked instances", "Unload ends the template, also one …")
 def test_a_reload_has_a_template_of_its_own(runtime: moonpool.Runtime, marks: Path) -> None:
     with hosted(runtime, "m", FILE, config("imports")):
         before = template(runtime)
@@ -413,6 +459,7 @@ def test_a_reload_has_a_template_of_its_own(runtime: moonpool.Runtime, marks: Pa
 # Models that do not fit
 
 
+@pytest.mark.promise("Forked instances", "If a template does not …")
 def test_a_model_with_threads_is_started_without_a_template(
     runtime: moonpool.Runtime,
     marks: Path,
@@ -429,6 +476,11 @@ def test_a_model_with_threads_is_started_without_a_template(
     assert "instances are started without it" in caplog.text
 
 
+@pytest.mark.promise(
+    "Forked instances",
+    "An error of the model in its template fails the load as it does elsewhere. Calls to the "
+    "runtime are refused there, and the error says what to do.",
+)
 @pytest.mark.parametrize(
     ("way", "words"),
     [("exit", "exited with 3"), ("raise", "ValueError: on purpose"), ("hang", "not ready in time")],
@@ -450,6 +502,7 @@ def test_a_template_that_cannot_be_made_fails_the_load_in_the_models_words(
         runtime.load("m", FILE, config=config(prefork, **limit))
 
 
+@pytest.mark.promise("Forked instances", "An error of the model …")
 def test_a_model_that_asks_the_runtime_in_its_template_is_told_what_to_do(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,13 +511,14 @@ def test_a_model_that_asks_the_runtime_in_its_template_is_told_what_to_do(
         runtime.load("m", FILE, config=config("initialize"))
 
 
+@pytest.mark.promise("Forked instances", "Unload ends the template, also one …")
 def test_an_unload_does_not_wait_for_a_template_that_hangs(
     runtime: moonpool.Runtime, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hosted(runtime, "m", FILE, config("imports")):
         monkeypatch.setenv("AT_IMPORT", "hang")
         os.kill(template(runtime), signal.SIGKILL)
-        wait_until(lambda: count(marks, "imports") == 2, 30.0)
+        wait_until(lambda: count(marks, "imports") == 2, 60.0)
         unloading = Deadline(30.0)
     # Far less than the two minutes that the hanging import may take.
     assert not unloading.is_over

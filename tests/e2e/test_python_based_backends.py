@@ -1,4 +1,4 @@
-"""Python-based backends: one file serves every model whose configuration names its backend."""
+"""Tests of Python-based backends: one file serves every model whose configuration names its backend."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.e2e.hosting import ECHO, MODELS
 from tests.runtime.cli.shell import CommandLine
 from tests.runtime.recorder import Recorder
 
 import moonpool
+
+pytestmark = pytest.mark.promise(
+    "Backends",
+    "A Python-based backend is found, imported and given its models as in Triton. If it does "
+    "not exist, the error names the places that were searched.",
+)
 
 SAYS_WHERE = """
 import json
@@ -53,7 +60,7 @@ X = {"X": np.ones(1, np.float32)}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model repository, and a directory of backends."""
+    """Make a model repository and a directory of backends."""
     folder = tmp_path_factory.mktemp("folders")
     repository, backends = folder / "models", folder / "backends"
     for file, text in {
@@ -90,7 +97,7 @@ def runtime(folders: tuple[Path, Path]) -> Iterator[moonpool.Runtime]:
 
 
 def said(runtime: moonpool.Runtime, model: str, output: str = "SAID") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(runtime.infer(model, X, timeout_s=30.0)[output][0])
+    found: dict[str, Any] = json.loads(runtime.infer(model, X, timeout_s=60.0)[output][0])
     return found
 
 
@@ -167,9 +174,61 @@ def test_commands_take_the_directory(folders: tuple[Path, Path], tmp_path: Path)
     assert "beside the backend" in ended.stdout
 
 
-def test_a_directory_of_backends_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(moonpool.LoadFailed, match=f"no backend directory {tmp_path}/none"):
-        moonpool.Runtime(backend_directory=tmp_path / "none")
+@pytest.mark.promise(
+    "Backends",
+    "An absent backend directory is a warning; a model that needs it does not load, and its "
+    "error names the directory.",
+)
+class TestADirectoryOfBackendsThatIsNotThere:
+    def test_it_is_a_warning_where_no_model_needs_it(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with moonpool.Runtime(backend_directory=tmp_path / "none") as runtime:
+            runtime.load("echo", MODELS / "echo.py", config=ECHO)
+            said = runtime.infer("echo", {"X": np.ones(2, np.float32)}, timeout_s=60.0)
+
+        assert said["OUT_X"].tolist() == [1.0, 1.0]
+        (warning,) = [one for one in caplog.records if "backend directory" in one.getMessage()]
+        assert warning.levelname == "WARNING"
+        assert f"there is no backend directory {tmp_path}/none:" in warning.getMessage()
+
+    def test_a_model_that_needs_it_says_so_and_loads_when_it_is_there(
+        self, tmp_path: Path, folders: tuple[Path, Path]
+    ) -> None:
+        repository, backends = folders
+        late = tmp_path / "late"
+        with moonpool.Runtime(repository, models=[], backend_directory=late) as runtime:
+            with pytest.raises(moonpool.LoadFailed) as caught:
+                runtime.load("one")
+            late.symlink_to(backends)
+            runtime.load("one")
+
+        text = str(caught.value)
+        assert f"There is no {late}/speaker/model.py" in text
+        assert text.endswith(
+            f"; there is no backend directory {late}; there are: onnxruntime, python, pytorch)"
+        )
+
+    def test_a_file_is_no_directory(self, tmp_path: Path, folders: tuple[Path, Path]) -> None:
+        file = tmp_path / "file"
+        file.touch()
+        with (
+            moonpool.Runtime(folders[0], models=[], backend_directory=file) as runtime,
+            pytest.raises(moonpool.LoadFailed, match=f"; there is no backend directory {file};"),
+        ):
+            runtime.load("unknown")
+
+    def test_a_command_says_so_of_a_model_that_needs_it(
+        self, folders: tuple[Path, Path], tmp_path: Path
+    ) -> None:
+        repository, _ = folders
+        directory = tmp_path / "none"
+        ended = CommandLine(tmp_path)(
+            "infer", repository, "one", "--backend-directory", directory, "--input", "X=[1]"
+        )
+
+        assert ended.returncode != 0
+        assert f"there is no backend directory {directory}" in ended.stderr
 
 
 def test_a_backend_written_against_the_interface_goes_before_both(
@@ -185,4 +244,4 @@ def test_a_backend_written_against_the_interface_goes_before_both(
         repository, models=[], backends=[speaker], backend_directory=backends
     ) as runtime:
         runtime.load("one", config=config)
-        assert runtime.infer("one", X, timeout_s=30.0)["Y"].shape == (1,)
+        assert runtime.infer("one", X, timeout_s=60.0)["Y"].shape == (1,)

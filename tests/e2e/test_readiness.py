@@ -1,4 +1,4 @@
-"""What models say themselves of being ready."""
+"""Tests of models that say themselves whether they are ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime import readiness
+from moonpool.runtime.stubs import readiness
 
 HOW: Config = {"input": [tensor("HOW", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 
@@ -22,7 +22,7 @@ Tell = Callable[[str], str]
 
 @pytest.fixture
 def tell(runtime: moonpool.Runtime) -> Iterator[Tell]:
-    """Tells the model what to say, and returns how often it was asked, and by which instance."""
+    """Return a function that sets the model's answer, and returns the number of questions so far and the instance."""
 
     def run(how: str) -> str:
         answer = runtime.infer("moody", {"HOW": np.array([how.encode()], np.object_)})
@@ -32,6 +32,11 @@ def tell(runtime: moonpool.Runtime) -> Iterator[Tell]:
         yield run
 
 
+@pytest.mark.promise(
+    "Readiness",
+    "A model can say itself whether it is ready. An exception, or a value that is no boolean, "
+    "is a reason why not, with Triton's texts.",
+)
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -61,6 +66,10 @@ def test_a_model_says_itself_whether_it_is_ready(
     assert runtime.is_ready("moody")
 
 
+@pytest.mark.promise(
+    "Readiness",
+    "A check that hangs delays neither requests nor an unload, and all who ask share it.",
+)
 def test_a_check_that_hangs_holds_up_nothing_and_is_shared(
     runtime: moonpool.Runtime, tell: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +97,7 @@ def test_a_check_that_hangs_holds_up_nothing_and_is_shared(
     assert answers == ["Model 'moody_0' is not ready (user-defined check failed)."] * 3
 
 
+@pytest.mark.promise("Readiness", "A check that hangs delays …")
 def test_a_model_whose_check_hangs_can_be_unloaded(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +109,10 @@ def test_a_model_whose_check_hangs_can_be_unloaded(
     assert "has no available versions" in (runtime.why_not_ready("moody") or "")
 
 
+@pytest.mark.promise(
+    "Readiness",
+    "A process that ends in its check is not ready until it was started anew.",
+)
 def test_a_process_that_ends_in_its_check_is_not_ready(
     runtime: moonpool.Runtime, tell: Tell
 ) -> None:
@@ -109,6 +123,7 @@ def test_a_process_that_ends_in_its_check_is_not_ready(
     assert tell("") == "1 moody_0"
 
 
+@pytest.mark.promise("Readiness", "All instances of the model are asked.")
 def test_all_instances_are_asked_and_one_that_is_not_ready_is_enough(
     runtime: moonpool.Runtime,
 ) -> None:

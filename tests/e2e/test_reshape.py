@@ -1,4 +1,4 @@
-"""Models that have tensors in another shape than their clients: alone, in batches, asked by others, and in a test's process."""
+"""Tests of models whose tensors have other shapes than their clients': alone, in batches, called by models, and in a test's process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 
 import moonpool
 from moonpool import testing
+
+pytestmark = pytest.mark.promise("Requests", "If a configuration has a `reshape`, …")
 
 FOLDER = Path(__file__).parents[1] / "triton" / "models" / "reshaped"
 ASKS = """
@@ -41,7 +43,7 @@ def inputs_of(rows: int, first: int = 0) -> dict[str, Any]:
 
 
 def check(outputs: Any, rows: int, first: int = 0) -> None:
-    """What clients get for these inputs."""
+    """Return the outputs that clients get for these inputs."""
     given = inputs_of(rows, first)
     assert np.array_equal(outputs["OUT_GRID"], given["GRID"].reshape(rows, 3, 2))
     assert np.array_equal(outputs["OUT_SCALAR"], given["SCALAR"])
@@ -72,7 +74,7 @@ def test_a_model_that_asks_is_a_client(runtime: moonpool.Runtime, tmp_path: Path
     runtime.load("reshaped", FOLDER)
     runtime.load("asks", tmp_path / "asks")
     try:
-        got = runtime.infer("asks", inputs_of(2), outputs=["OUT_GRID"], timeout_s=30)["OUT_GRID"]
+        got = runtime.infer("asks", inputs_of(2), outputs=["OUT_GRID"], timeout_s=60)["OUT_GRID"]
         assert np.array_equal(got, inputs_of(2)["GRID"].reshape(2, 3, 2))
     finally:
         runtime.unload("asks")

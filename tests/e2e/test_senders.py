@@ -1,4 +1,4 @@
-"""Response senders of models that give one response a request."""
+"""Tests of response senders of models that give one response for each request."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def ask(runtime: moonpool.Runtime, how: str, timeout_s: float = 30.0) -> list[st
     return [text.decode() for text in texts]
 
 
+@pytest.mark.promise("Responses at any time", "Responses may come before, while and …")
 @pytest.mark.parametrize(
     ("how", "said"),
     [("good", "good"), ("apart", "apart"), ("late", "apart"), ("unused", "returned")],
@@ -43,6 +44,7 @@ def test_the_response_may_be_sent_or_returned(
     assert ask(runtime, how) == [said]
 
 
+@pytest.mark.promise("Responses at any time", "A sender refuses wrong use with Triton's texts.")
 def test_a_sender_refuses_in_triton_s_words(runtime: moonpool.Runtime) -> None:
     assert ask(runtime, "rules") == [
         "Unable to send response. Unsupported flag provided.",
@@ -76,15 +78,17 @@ def test_what_execute_raises_reaches_the_client(runtime: moonpool.Runtime) -> No
         ask(runtime, "raise")
 
 
+@pytest.mark.promise("Responses at any time", "If a caller gives up, its request is cancelled.")
 def test_a_client_that_does_not_wait_any_more_is_a_cancelled_request(
     runtime: moonpool.Runtime,
 ) -> None:
-    # Long enough for the model to have it by then.
+    # Long enough for the request to reach the model.
     with pytest.raises(RequestTimedOut):
         ask(runtime, "wait_cancelled", timeout_s=0.5)
     assert ask(runtime, "told") == ["cancelled"]
 
 
+@pytest.mark.promise("Responses at any time", "If a caller gives up …")
 def test_a_future_that_is_cancelled_is_a_cancelled_request(runtime: moonpool.Runtime) -> None:
     scheduler = runtime._models.find("rules").scheduler
     future = runtime.submit("rules", {"HOW": ["wait_cancelled"]})
@@ -93,6 +97,7 @@ def test_a_future_that_is_cancelled_is_a_cancelled_request(runtime: moonpool.Run
     assert ask(runtime, "told") == ["cancelled"]
 
 
+@pytest.mark.promise("Responses at any time", "The trace of a request reaches the model.")
 def test_the_model_knows_which_trace_its_request_is_part_of(runtime: moonpool.Runtime) -> None:
     config: Config = {"output": [tensor("TRACE", "STRING", 1)]}
     with (

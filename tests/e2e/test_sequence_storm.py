@@ -1,4 +1,4 @@
-"""Many sequences at once, with callers that leave and processes that die: no sum is wrong, and nothing is left."""
+"""Runs many sequences at once, with callers that leave and processes that die: no sum is wrong, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNTIRING = options(MAX_RESTARTS=1000, RESTART_BACKOFF_S=0, RESTART_BACKOFF_MAX_S
 
 
 class Storm:
-    """Clients with a sequence each, again and again. What became of their requests is counted."""
+    """Clients with a sequence each, again and again. The outcomes of their requests are counted."""
 
     def __init__(self, runtime: moonpool.Runtime) -> None:
         self._runtime = runtime
@@ -55,7 +55,7 @@ class Storm:
                 )
             except moonpool.MoonpoolError as error:
                 self._count(type(error).__name__)
-                return  # what the model has of the sequence is not known any more
+                return  # the model's state of the sequence is not known any more
             self._count("answered")
             found = float(
                 str(response.outputs["Y"].item(), "utf-8").partition('"sum": ')[2].split(",")[0]
@@ -68,6 +68,7 @@ class Storm:
             self.counts[what] += 1
 
 
+@pytest.mark.promise("Sequences", "The requests of a sequence go …")
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_whatever_happens_every_sum_is_right_and_nothing_is_left(
     runtime: moonpool.Runtime, strategy: dict[str, Any]
@@ -95,7 +96,7 @@ def test_whatever_happens_every_sum_is_right_and_nothing_is_left(
 def check_empty(runtime: moonpool.Runtime) -> None:
     scheduler = runtime._models.find("m").scheduler
     wait_until(lambda: not scheduler.queued and not scheduler.executing)
-    sequencer = scheduler._room._sequencer  # type: ignore[attr-defined]
+    sequencer = scheduler._queue._sequencer  # type: ignore[attr-defined]
     assert not sequencer._executing
     wait_until(lambda: not sequencer._open, what="idle sequences to end by themselves")
     assert not sequencer._idle
@@ -143,4 +144,4 @@ def test_generations_that_are_left_and_killed_leave_nothing(
         assert counts["RequestTimedOut"]
         assert set(counts) <= {"answered", "RequestTimedOut", "StubDied", SequenceLost.__name__}
         check_empty(runtime)
-        wait_until(lambda: not len(runtime._models.find("m").scheduler.outcomes.open))
+        wait_until(lambda: not len(runtime._models.find("m").scheduler.open_requests))

@@ -1,4 +1,4 @@
-"""Models with state behind a sequence batcher, in real processes."""
+"""Tests of models with state behind a sequence batcher, in real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import moonpool
 from moonpool import ResponseStream, SequenceLost
 
 START, END = 1, 2
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 HOUR_US = 3_600_000_000
 
 Told = dict[str, Any]
@@ -48,7 +48,7 @@ def config(max_batch_size: int = 4, **batching: Any) -> dict[str, Any]:
 
 
 class Client:
-    """Sends requests written as `"7s"`: sequence 7, START. The id of a request is its text."""
+    """Send a request written as `"7s"`: sequence 7, START. The id of a request is its text."""
 
     def __init__(self, runtime: moonpool.Runtime, folder: Path, max_batch_size: int = 4) -> None:
         self.runtime = runtime
@@ -56,7 +56,7 @@ class Client:
         self._shape = (1, 1) if max_batch_size else (1,)
 
     def send(self, request: str, x: float = 1, *, held: bool = False) -> ResponseStream:
-        """On its way; `held` keeps the instance until `open` is called."""
+        """Send a request, and return before its answer. `held` keeps the instance until `open` is called."""
         number = request.rstrip("abcse")
         suffix = request[len(number) :]
         stream = self.runtime.stream(
@@ -108,6 +108,7 @@ def serve(runtime: moonpool.Runtime, tmp_path: Path) -> Serve:
 STRATEGIES = [{"direct": {}}, {"oldest": {"max_candidate_sequences": 4}}, {}]
 
 
+@pytest.mark.promise("Sequences", "The requests of a sequence go …")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("max_batch_size", [4, 0])
 def test_every_sequence_has_its_own_state_however_many_there_are(
@@ -131,6 +132,7 @@ def test_every_sequence_has_its_own_state_however_many_there_are(
         assert statistics["inference_stats"]["fail"]["count"] == 0
 
 
+@pytest.mark.promise("Sequences", "The requests of a sequence go …")
 def test_requests_sent_one_after_the_other_arrive_so_without_waiting_for_answers(
     serve: Serve,
 ) -> None:
@@ -162,6 +164,10 @@ class TritonPythonModel:
 """
 
 
+@pytest.mark.promise(
+    "Sequences",
+    "With sequences, coroutines of a model that is not decoupled do not overlap.",
+)
 def test_coroutines_of_a_sequence_do_not_overlap(
     runtime: moonpool.Runtime, model_file: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -174,6 +180,10 @@ def test_coroutines_of_a_sequence_do_not_overlap(
         del last
 
 
+@pytest.mark.promise(
+    "Sequences",
+    "Errors in a request of a sequence, or in the configuration, have Triton's texts.",
+)
 def test_refusals_are_in_tritons_words(serve: Serve) -> None:
     with serve() as client:
         x = np.ones((1, 1), np.float32)
@@ -223,7 +233,7 @@ def test_the_generation_of_the_page_counts_down(
     made = config(iterative_sequence=True, **strategy) | {"output": [tensor("LEFT", "FP32", 1)]}
     made["model_transaction_policy"] = {"decoupled": True}
     with hosted(runtime, "m", example("count_down/1/model.py", tmp_path), made):
-        streams = [runtime.stream("m", {"X": [[float(n)]]}, timeout_s=30.0) for n in (3, 5, 2)]
+        streams = [runtime.stream("m", {"X": [[float(n)]]}, timeout_s=60.0) for n in (3, 5, 2)]
         found = [[each.outputs["LEFT"].item() for each in stream] for stream in streams]
     assert found == [[2, 1, 0], [4, 3, 2, 1, 0], [1, 0]]
 
@@ -251,6 +261,10 @@ class Sums:
 """
 
 
+@pytest.mark.promise(
+    "Sequences",
+    "Native models learn from control inputs to which sequences their rows belong.",
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_moonpools_own_models_get_sequences_by_control_inputs(
     runtime: moonpool.Runtime, model_file: Callable[[str], Path], strategy: dict[str, Any]
@@ -269,6 +283,12 @@ def test_moonpools_own_models_get_sequences_by_control_inputs(
 # Slots
 
 
+@pytest.mark.promise(
+    "Sequences",
+    "In direct mode a slot is a place in the batch. Empty places before the last occupied one "
+    "are filled with zeros and are not READY. They count in no statistics but the sizes of "
+    "batches.",
+)
 def test_places_in_a_direct_batch_are_kept_and_empty_ones_are_zeros(serve: Serve) -> None:
     with serve(control_input=CONTROLS) as client:
         for number in (1, 2, 3):
@@ -281,12 +301,13 @@ def test_places_in_a_direct_batch_are_kept_and_empty_ones_are_zeros(serve: Serve
         client.open()
         assert told(held)["batch"] == ["1a"]
         assert [told(each)["batch"] for each in behind] == [["1b", "", "3b"]] * 2
-        # Requests that nobody sent count nowhere but in the sizes of batches.
+        # Requests that nobody sent count only in the sizes of batches.
         statistics = client.runtime.statistics("m")
         assert statistics["inference_count"] == 7
         assert {each["batch_size"] for each in statistics["batch_stats"]} == {1, 2, 3}
 
 
+@pytest.mark.promise("Sequences", "In direct mode a slot …")
 def test_what_an_empty_place_looks_like(
     runtime: moonpool.Runtime, model_file: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -349,14 +370,15 @@ def test_texts_are_ids_where_the_input_for_ids_is_one(serve: Serve) -> None:
         )
 
 
+@pytest.mark.promise("Sequences", "If there are more sequences …")
 def test_sequences_over_the_slots_wait_until_one_ends_or_is_idle_for_too_long(serve: Serve) -> None:
-    # Long enough for the first to be ended in time.
+    # Long enough for the first one to be ended.
     with serve(max_batch_size=1, max_sequence_idle_microseconds=2_000_000) as client:
         client.ask("1s")
         second, third = client.send("2s"), client.send("3s")
         assert client.ask("1e")["sum"] == 2
         assert told(second)["which"] == 2
-        assert told(third)["which"] == 3  # as 2 was silent
+        assert told(third)["which"] == 3  # as sequence 2 sent nothing
         with pytest.raises(moonpool.InvalidRequest, match="sequence 2 to model 'm' must specify"):
             client.ask("2")
 
@@ -429,6 +451,11 @@ def test_a_request_whose_caller_left_is_not_executed(serve: Serve) -> None:
         assert [told(held)["sum"], told(after)["sum"]] == [1, 101]
 
 
+@pytest.mark.promise(
+    "Sequences",
+    "An unload serves the requests that wait behind running sequences, even if nobody ends "
+    "those sequences.",
+)
 def test_unloading_serves_the_backlog_though_nobody_ends_the_sequences(
     runtime: moonpool.Runtime, tmp_path: Path
 ) -> None:
@@ -439,6 +466,11 @@ def test_unloading_serves_the_backlog_though_nobody_ends_the_sequences(
     assert [told(each)["which"] for each in waiting] == [2, 3, 2]
 
 
+@pytest.mark.promise(
+    "Sequences",
+    "When an instance dies, its sequences are lost, and their next requests get an error that "
+    "says so. Sequences that had not begun begin elsewhere.",
+)
 def test_with_its_process_a_sequence_is_lost_and_says_so(serve: Serve) -> None:
     with serve(2) as client:
         first, second = client.ask("1s"), client.ask("2s")

@@ -1,4 +1,4 @@
-"""Thirty thousand requests of all kinds: at the end everything is as it was at the beginning."""
+"""Sends thirty thousand requests of all kinds: at the end everything is as it was at the beginning."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from tests.e2e.soaking import MODELS_BY_KIND, TASKS, THREADS, Soak, X, load_all,
 
 import moonpool
 
+pytestmark = pytest.mark.promise(
+    "Abuse",
+    "Thirty thousand requests of all kinds leave memory, descriptors, regions and tables as "
+    "they were.",
+)
+
 REQUESTS = 30_000
 WARM_UP = 10_000
-# What an allocator may keep for itself, and what the figures scatter by.
+# The memory that an allocator may keep, and the scatter of the figures.
 GROWTH_BYTES = 4 << 20
-REMEMBERED = "moonpool.runtime.layout."
+REMEMBERED = "moonpool.runtime.stubs.layout."
 
 
 class Figures:
-    """What could grow, in this process and in the stubs."""
+    """The figures that could grow, in this process and in the stubs."""
 
     def __init__(self, runtime: moonpool.Runtime) -> None:
         self.rss_bytes = {"runtime": rss_bytes(os.getpid())}
@@ -34,12 +40,12 @@ class Figures:
         self.alive: dict[str, int] = {}
         for name in MODELS_BY_KIND:
             hosted = runtime._models.find(name)
-            (seat,) = hosted.supervisor.seats
+            (record,) = hosted.supervisor.records
             (row,) = runtime.instances(name)
             self.rss_bytes[name] = rss_bytes(row["pid"])
             self.descriptors[name] = descriptors(row["pid"])
-            self.shared_bytes[name] = int(seat.instance.state.link.size_bytes())
-            self.open[name] = len(hosted.scheduler.outcomes.open) + hosted.scheduler.queued
+            self.shared_bytes[name] = int(record.instance.state.link.size_bytes())
+            self.open[name] = len(hosted.scheduler.open_requests) + hosted.scheduler.queued
         said = runtime.infer("plain", {"HOW": [["alive"]], "X": X[None]}, timeout_s=60.0)
         self.alive["plain"] = int(said["Y"].ravel()[0])
         self.objects = Counter(
@@ -48,7 +54,7 @@ class Figures:
 
     @property
     def ours(self) -> dict[str, int]:
-        """Objects of this process by class, where that is one of moonpool's or asyncio's."""
+        """Count objects of this process by class, for classes of moonpool and asyncio."""
         return {
             name: count
             for name, count in self.objects.items()
@@ -65,7 +71,7 @@ class Figures:
 
 
 def descriptors(pid: int) -> int:
-    """How many there are; 0 where nobody may know, as of a model at `strict` whose user is the runtime's."""
+    """Count the descriptors of a process; 0 if they cannot be read, as those of a model at `strict`."""
     try:
         return len(os.listdir(f"/proc/{pid}/fd"))
     except PermissionError:
@@ -79,7 +85,7 @@ def test_thirty_thousand_requests_of_all_kinds_leave_nothing(
 ) -> None:
     # pytest's own alarm is set for tests that take seconds; the mark above still holds.
     faulthandler.cancel_dump_traceback_later()
-    # pytest would keep every line of it.
+    # pytest would keep every line.
     caplog.set_level(logging.CRITICAL, "moonpool")
     caplog.set_level(logging.CRITICAL, "moonpool.stub")
     with moonpool.Runtime() as runtime:

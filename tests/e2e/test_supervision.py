@@ -1,4 +1,4 @@
-"""Who notices that an instance is gone, what is done about it, and what its callers see."""
+"""Tests of supervision: deaths are noticed, instances restarted, and callers get errors."""
 
 from __future__ import annotations
 
@@ -61,12 +61,17 @@ def kill(runtime: moonpool.Runtime, number: int = 0) -> int:
 # Death and return
 
 
+@pytest.mark.promise(
+    "Lifecycle",
+    "A death is noticed at once, and the instance is restarted without a request. Its "
+    "siblings serve on, and queued requests wait.",
+)
 def test_a_death_while_idle_is_noticed_and_mended_without_a_request(
     runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hosted(runtime, "victim", FILE, SIGNATURE):
         pid = kill(runtime)
-        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 1, 30.0)
+        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 1, 60.0)
         wait_until(lambda: runtime.is_ready("victim"))
         assert ask(runtime) != pid
 
@@ -82,10 +87,10 @@ def test_an_instance_that_dies_too_often_is_given_up_and_says_why(
     limits = options(MAX_RESTARTS=2, RESTART_BACKOFF_S=0.01)
     with hosted(runtime, "victim", FILE, SIGNATURE | limits):
         for _ in range(3):
-            wait_until(lambda: state(runtime) == "READY", 30.0)
+            wait_until(lambda: state(runtime) == "READY", 60.0)
             kill(runtime)
-            wait_until(lambda: state(runtime) != "READY", 30.0)
-        wait_until(lambda: state(runtime) == "FAILED", 30.0)
+            wait_until(lambda: state(runtime) != "READY", 60.0)
+        wait_until(lambda: state(runtime) == "FAILED", 60.0)
 
         with pytest.raises(ModelUnavailable) as caught:
             runtime.infer("victim", {"COMMAND": ["answer"]})
@@ -110,7 +115,7 @@ def test_a_restart_that_fails_counts_as_a_death_and_those_who_wait_are_told(
     with hosted(runtime, "victim", FILE, SIGNATURE | limits):
         monkeypatch.setenv("FAULT_AT", "initialize:_exit 3")
         kill(runtime)
-        wait_until(lambda: state(runtime) != "READY", 30.0)
+        wait_until(lambda: state(runtime) != "READY", 60.0)
         waiting = [send(runtime, "answer") for _ in range(3)]
 
         for each in waiting:
@@ -125,7 +130,7 @@ def test_an_instance_that_dies_while_it_is_restarted_is_restarted_again(
     with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING)):
         monkeypatch.setenv("FAULT_AT", "initialize:hang")
         first = kill(runtime)
-        second = wait_until(lambda: starting(runtime, first), 30.0) or 0
+        second = wait_until(lambda: starting(runtime, first), 60.0) or 0
         monkeypatch.delenv("FAULT_AT")
         os.kill(second, signal.SIGKILL)
 
@@ -133,12 +138,16 @@ def test_an_instance_that_dies_while_it_is_restarted_is_restarted_again(
 
 
 def starting(runtime: moonpool.Runtime, former: int) -> int | None:
-    """The process that is being started in place of a former one."""
+    """Return the process that is being started in place of a former one."""
     instance = runtime.instances("victim")[0]
     is_other = instance["state"] == "STARTING" and instance["pid"] not in (None, former)
     return int(instance["pid"]) if is_other else None
 
 
+@pytest.mark.promise(
+    "Lifecycle",
+    "After twenty deaths, no process, descriptor or thread is left behind.",
+)
 def test_twenty_deaths_leave_nothing_behind(runtime: moonpool.Runtime) -> None:
     def counts() -> tuple[int, int, int]:
         now = Holdings()
@@ -159,6 +168,7 @@ def test_twenty_deaths_leave_nothing_behind(runtime: moonpool.Runtime) -> None:
 # Requests around a death
 
 
+@pytest.mark.promise("Lifecycle", "A death is noticed at …")
 def test_queued_requests_survive_the_death_of_the_instance(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "victim", FILE, SIGNATURE):
         before = ask(runtime)
@@ -173,13 +183,14 @@ def test_queued_requests_survive_the_death_of_the_instance(runtime: moonpool.Run
         assert before not in pids
 
 
+@pytest.mark.promise("Lifecycle", "A death is noticed at …")
 def test_siblings_of_a_dead_instance_serve_on(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING), instances=2):
         monkeypatch.setenv("FAULT_AT", "initialize:hang")
         dead = kill(runtime)
-        wait_until(lambda: state(runtime) == "STARTING", 30.0)
+        wait_until(lambda: state(runtime) == "STARTING", 60.0)
 
         answers = {ask(runtime) for _ in range(20)}
 
@@ -198,7 +209,7 @@ def test_an_idempotent_request_is_tried_once_more(
 
         with pytest.raises(StubDied, match="exited with 3"):
             ask(runtime, "execute:_exit 3")
-        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 3, 30.0)
+        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 3, 60.0)
 
     with hosted(runtime, "victim", FILE, SIGNATURE | options(**FORGIVING)):
         with pytest.raises(StubDied, match="exited with 3"):
@@ -211,10 +222,11 @@ def test_a_request_that_took_too_long_is_not_tried_once_more(runtime: moonpool.R
     with hosted(runtime, "victim", FILE, SIGNATURE | limits):
         with pytest.raises(ExecuteTimedOut, match="took longer than 1 s"):
             ask(runtime, "execute:hang")
-        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 1, 30.0)
+        wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 1, 60.0)
         assert ask(runtime) > 0
 
 
+@pytest.mark.promise("Lifecycle", "A model that hangs in …")
 def test_where_a_model_hung_is_in_the_log(
     runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,7 +276,7 @@ def test_a_runtime_that_nobody_refers_to_any_more_is_closed() -> None:
     del runtime
 
     assert pid_from(answer) == pid
-    wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 30.0)
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 60.0)
     wait_until(lambda: "moonpool-close" not in {thread.name for thread in threading.enumerate()})
 
 
@@ -300,7 +312,7 @@ def test_unload_does_not_wait_for_a_restart(
     runtime.load("victim", FILE, config=SIGNATURE | options(**FORGIVING, LOAD_TIMEOUT_S=1000))
     monkeypatch.setenv("FAULT_AT", "initialize:hang")
     former = kill(runtime)
-    pid = wait_until(lambda: starting(runtime, former), 30.0)
+    pid = wait_until(lambda: starting(runtime, former), 60.0)
 
     runtime.unload("victim")
 
@@ -311,23 +323,23 @@ def test_unload_does_not_wait_for_the_time_of_a_restart(runtime: moonpool.Runtim
     limits = options(RESTART_BACKOFF_S=1000, RESTART_BACKOFF_MAX_S=1000)
     runtime.load("victim", FILE, config=SIGNATURE | limits)
     for restarts in (0, 1):
-        wait_until(lambda: state(runtime) == "READY", 30.0)
+        wait_until(lambda: state(runtime) == "READY", 60.0)
         assert runtime.instances("victim")[0]["restarts"] == restarts
         kill(runtime)
-        wait_until(lambda: state(runtime) != "READY", 30.0)
-    wait_until(lambda: state(runtime) == "BACKING_OFF", 30.0)
+        wait_until(lambda: state(runtime) != "READY", 60.0)
+    wait_until(lambda: state(runtime) == "BACKING_OFF", 60.0)
 
     runtime.unload("victim")
 
     assert "victim" not in runtime.models()
 
 
-# What no model is to blame for
+# Failures that no model is to blame for
 
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Until the end, nothing can be opened in this process."""
+    """Let this process open no descriptors until the end."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, before[1]))
     try:
@@ -336,6 +348,11 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.promise(
+    "Lifecycle",
+    "A start that fails for want of descriptors, memory or processes is tried again and is no "
+    "death of the model.",
+)
 def test_a_start_for_which_the_runtime_has_no_descriptors_is_no_death_of_the_model(
     runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,7 +361,7 @@ def test_a_start_for_which_the_runtime_has_no_descriptors_is_no_death_of_the_mod
         pid = ask(runtime)
         with no_descriptors():
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: caplog.text.count("restart failed") >= 4, 30.0)
+            wait_until(lambda: caplog.text.count("restart failed") >= 4, 60.0)
             assert state(runtime) in ("BACKING_OFF", "STARTING")
         assert "Too many open files" in caplog.text
 
@@ -353,6 +370,7 @@ def test_a_start_for_which_the_runtime_has_no_descriptors_is_no_death_of_the_mod
         assert runtime.instances("victim")[0]["restarts"] == 1
 
 
+@pytest.mark.promise("Lifecycle", "A model that was given up …")
 def test_a_model_that_nobody_can_load_again_comes_back_by_itself(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,21 +379,26 @@ def test_a_model_that_nobody_can_load_again_comes_back_by_itself(
         monkeypatch.setattr(runtime.registry, "is_controllable", False)
         monkeypatch.setenv("FAULT_AT", "initialize:_exit 3")
         pid = kill(runtime)
-        wait_until(lambda: state(runtime) == "FAILED", 30.0)
+        wait_until(lambda: state(runtime) == "FAILED", 60.0)
         with pytest.raises(ModelUnavailable, match="has no instance left"):
             runtime.infer("victim", {"COMMAND": ["answer"]})
         assert not runtime.is_ready("victim")
         monkeypatch.delenv("FAULT_AT")
 
-        wait_until(lambda: runtime.is_ready("victim"), 30.0)
+        wait_until(lambda: runtime.is_ready("victim"), 60.0)
         assert ask(runtime) != pid
 
 
+@pytest.mark.promise(
+    "Lifecycle",
+    "A model that was given up stays so if somebody can load it again. If nobody can, it is "
+    "started again after a rest.",
+)
 def test_a_model_that_somebody_can_load_again_stays_given_up(runtime: moonpool.Runtime) -> None:
     limits = options(MAX_RESTARTS=0, RESTART_WINDOW_S=5, RESTART_BACKOFF_MAX_S=5)
     with hosted(runtime, "victim", FILE, SIGNATURE | limits):
         kill(runtime)
-        wait_until(lambda: state(runtime) == "FAILED", 30.0)
+        wait_until(lambda: state(runtime) == "FAILED", 60.0)
         wait_until(lambda: not any("recover" in each.name for each in threading.enumerate()))
 
         assert state(runtime) == "FAILED"

@@ -11,8 +11,24 @@ from typing import Any
 
 from moonpool.ipc.codec import Codec, calls_codec, control_codec, encode
 from moonpool.ipc.errors import RemoteProtocolError
-from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
-from moonpool.ipc.messages import CALLS, CONTROL, Kind, Message, Side
+from moonpool.ipc.messages import (
+    CALLS,
+    CONTROL,
+    Flag,
+    Int,
+    Kind,
+    ListOf,
+    Maybe,
+    Message,
+    OneOf,
+    Packed,
+    Raw,
+    Real,
+    Row,
+    Side,
+    Table,
+    Text,
+)
 
 # Begins lines, moves the cursor, turns text around, is no character.
 CONTROLS = "\n[forged_0] \x1b[31m\r\x85\u2028\u202e\0\ud7ff\uffff"
@@ -73,7 +89,7 @@ def strange(spec: Any) -> Iterator[Any]:
 
 
 def channels() -> Iterator[tuple[str, Kind]]:
-    """Each kind that a stub may send at any time, with the name of its channel."""
+    """Yield each kind that a stub may send at any time, with the name of its channel."""
     tables: Mapping[str, Mapping[Kind, Message]] = {"control": CONTROL, "calls": CALLS}
     for channel, table in tables.items():
         for kind, message in table.items():
@@ -82,7 +98,7 @@ def channels() -> Iterator[tuple[str, Kind]]:
 
 
 def packets(channel: str, kind: Kind) -> list[bytes]:
-    """Packets of that kind, each with something else that is strange in it."""
+    """Yield packets of that kind, each with another strange value in it."""
     is_call = channel == "calls"
     fields = (CALLS if is_call else CONTROL)[kind].fields
     codec = calls_codec(Side.RUNTIME) if is_call else control_codec(Side.RUNTIME)

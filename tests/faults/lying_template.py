@@ -23,31 +23,31 @@ from moonpool.stub.handshake import Handshake  # noqa: E402
 FAULT = os.environ["FAULT_IN_TEMPLATE"]
 
 
-def say(birth_fd: int) -> None:
-    """Say that one is the new process."""
-    with socket.socket(fileno=os.dup(birth_fd)) as birth, contextlib.suppress(OSError):
-        birth.send(b"\0")
+def say(handshake_fd: int) -> None:
+    """Pretend to be the new process."""
+    with socket.socket(fileno=os.dup(handshake_fd)) as handshake, contextlib.suppress(OSError):
+        handshake.send(b"\0")
 
 
 class Speaker:
-    """A child process that says for others that it is them."""
+    """Start a child process that pretends to be the new process, for others."""
 
     def __init__(self) -> None:
         self._end, theirs = socket.socketpair()
         if not os.fork():
             self._end.close()
-            while births := socket.recv_fds(theirs, 1, 1)[1]:
-                say(births[0])
-                os.close(births[0])
+            while handshakes := socket.recv_fds(theirs, 1, 1)[1]:
+                say(handshakes[0])
+                os.close(handshakes[0])
             os._exit(0)
         theirs.close()
 
-    def speak(self, birth_fd: int) -> None:
-        socket.send_fds(self._end, [b"\0"], [birth_fd])
+    def speak(self, handshake_fd: int) -> None:
+        socket.send_fds(self._end, [b"\0"], [handshake_fd])
 
 
 def lying(honest: type) -> type:
-    """The template that lies, made of the one that does not."""
+    """A template that lies, made of the honest one."""
 
     class LyingTemplate(honest):  # type: ignore[misc]
         _speaker: Speaker | None = None
@@ -78,7 +78,7 @@ def lying(honest: type) -> type:
             return None
 
         def _fork_mutely(self, name: str, fds: list[int]) -> Handshake | None:
-            """A real fork, but for who says that it is there."""
+            """Fork as the honest template does, but let another process announce the fork."""
             if self._speaker is None:
                 self._speaker = Speaker()
             self._speaker.speak(fds[-1])
@@ -91,17 +91,17 @@ def lying(honest: type) -> type:
             handshake: Handshake | None = super()._fork(name, fds)
             return handshake
 
-        def _tell_end(self, pid: int) -> None:
+        def _send_end(self, pid: int) -> None:
             if FAULT == "tells a wrong end":
                 self._handshake.control.send_waiting(encode(Kind.EXITED, pid, 77))
             elif FAULT != "never tells an end":
-                super()._tell_end(pid)
+                super()._send_end(pid)
 
     return LyingTemplate
 
 
 def serve(handshake: Handshake) -> None:
-    """As ever, but for the template, which is not there before the sandbox is on: it begins threads."""
+    """Handshake as usual. The lying template is made after the sandbox is on, since it starts threads."""
     from moonpool.stub import template
 
     setattr(template, "Template", lying(template.Template))  # noqa: B010 - a type checker takes it for a type

@@ -26,7 +26,17 @@ BOOT["load_msgpack"](sys.argv[-1])
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES  # noqa: E402
 from moonpool.ipc.codec import calls_codec, control_codec, encode, unpack_layout, work_codec  # noqa: E402
-from moonpool.ipc.messages import EXEC_FAILED, FINAL, NO_DEVICE, OPEN, PROTOCOL_VERSION, Kind, Side  # noqa: E402
+from moonpool.ipc.messages import (  # noqa: E402
+    EXEC_FAILED,
+    FINAL,
+    MAX_OBSERVATIONS,
+    NO_DEVICE,
+    OBSERVE,
+    OPEN,
+    PROTOCOL_VERSION,
+    Kind,
+    Side,
+)
 from moonpool.ipc.policy import Policy  # noqa: E402
 from moonpool.stub.sandbox import layers  # noqa: E402
 
@@ -37,7 +47,7 @@ EMPTY = b"\x91\x90"
 
 
 class Peer:
-    """Raw ends of the two channels, and what the runtime said on them."""
+    """The raw ends of the two channels, and what the runtime sent on them."""
 
     def __init__(self, work_fd: int, control_fd: int, calls_fd: int) -> None:
         self.work = socket.socket(fileno=work_fd)
@@ -66,7 +76,7 @@ class Peer:
         return self.work_codec.decode(packet)
 
     def call(self, model: str = "sibling", **changes: object) -> None:
-        """A request with one input at the start of the region for answers, but for these changes."""
+        """Make an INFER with one input at the start of the region for answers, with these changes."""
         block = [changes.get("region", self.answers_region), changes.get("at", 0), 16]
         shape, size = changes.get("shape", (4,)), changes.get("size", 16)
         row = ["X", FP32, shape, changes.get("block", 0), changes.get("offset", 0), size]
@@ -87,7 +97,7 @@ class Peer:
                 self.requests_region = fields[1]
 
     def confine(self, policy: Policy) -> None:
-        """As an honest stub does."""
+        """Answer as an honest stub does."""
         applied = layers.apply(policy)
         self.say(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out)
 
@@ -101,7 +111,7 @@ class Peer:
         released: object = (),
         responses: list[list[Any]] | None = None,
     ) -> None:
-        """An answer in which every response has these rows as outputs, unless `responses` is given."""
+        """Make an answer in which every response has these rows as outputs, unless `responses` is given."""
         if responses is None:
             responses = [[rows, None, None]] * self.count
         number = self.batch if batch is None else batch
@@ -110,7 +120,7 @@ class Peer:
         self.say(Kind.ANSWER, number, held, released, blocks, layout, remarks, None)
 
     def output(self, shape: object = (4,), size: int = 16, **changes: object) -> None:
-        """An answer with one output at the start of the region for answers, but for these changes."""
+        """Make an answer with one output at the start of the region for answers, with these changes."""
         fields: dict[str, object] = {
             "region": self.answers_region,
             "at": 0,
@@ -130,7 +140,7 @@ Fault = Callable[[Peer], object]
 
 
 def hang() -> None:
-    """Stay, until the kernel or the runtime ends this process."""
+    """Wait until the kernel or the runtime ends this process."""
     while True:
         time.sleep(3600)
 
@@ -157,7 +167,7 @@ def with_descriptors(peer: Peer) -> None:
 
 
 def responses(*rows: tuple[object, ...]) -> Fault:
-    """Responses apart from the answer; in each row None stands for the batch that executes."""
+    """Send responses apart from the answer. None in a row stands for the batch that executes."""
 
     def send(peer: Peer) -> None:
         filled = [[peer.batch if row[0] is None else row[0], *row[1:]] for row in rows]
@@ -185,10 +195,8 @@ def stored(say: Callable[[Peer], socket.socket]) -> Fault:
     def send(peer: Peer) -> None:
         # Led as a request to another model is, so that it is not refused for its beginning.
         bomb = b"\xdd\x00\x30\x00\x02" + bytes([Kind.INFER, 1]) + b"\x90" * 0x300000
-        peer.tell(Kind.GROW, len(bomb), NO_DEVICE)
-        packet, fds, _, _ = socket.recv_fds(peer.control, MAX_PACKET_BYTES, 1)
-        _, region, *_ = peer.control_codec.decode(packet)
-        os.pwrite(fds[0], bomb, 0)
+        region, fd = grown(peer, len(bomb))
+        os.pwrite(fd, bomb, 0)
         say(peer).send(encode(Kind.INDIRECT, region, 0, len(bomb)))
 
     return send
@@ -220,7 +228,7 @@ def indirect_twice(peer: Peer) -> None:
 
 
 def closing(*names: str) -> Fault:
-    """Close these ends, and live on."""
+    """Close these ends and live on."""
 
     def close(peer: Peer) -> None:
         for name in names:
@@ -232,7 +240,7 @@ def closing(*names: str) -> Fault:
 
 
 def flood(packet: bytes) -> Fault:
-    """Send as fast as the runtime reads, for as long as it lets us."""
+    """Send as fast as the runtime reads, until it ends this process."""
 
     def send(peer: Peer) -> None:
         with contextlib.suppress(OSError):
@@ -244,7 +252,7 @@ def flood(packet: bytes) -> Fault:
 
 
 def leave_a_child(peer: Peer) -> None:
-    """A child that holds our ends of the channels after our death, until the runtime is done with them."""
+    """Start a child that holds our ends of the channels after our death, until the runtime closes its own."""
     if os.fork() == 0:
         os.setsid()
         while peer.work.recv(1, socket.MSG_PEEK):
@@ -254,7 +262,7 @@ def leave_a_child(peer: Peer) -> None:
 
 
 def leave_a_child_that_tells_on(peer: Peer) -> None:
-    """As fast as it is heard."""
+    """Send as fast as the runtime reads."""
     if os.fork() == 0:
         os.setsid()
         with contextlib.suppress(OSError):
@@ -288,12 +296,12 @@ def answers_in_advance(peer: Peer) -> None:
 
 
 def deep(peer: Peer) -> None:
-    """An array in an array in an array, as far as a packet goes."""
+    """Send an array in an array in an array, as deep as a packet allows."""
     peer.work.send(b"\x91" * (MAX_PACKET_BYTES - 1) + b"\xc0")
 
 
 def calls_twice(peer: Peer) -> None:
-    """With one number, and the first call stays open: it waits for this very process."""
+    """Make two calls with one number. The first stays open, since it waits for this very process."""
     for _ in range(2):
         peer.call("rogue", outputs=["Y"])
 
@@ -313,7 +321,7 @@ def indirect_call(peer: Peer) -> None:
 
 
 def flood_calls(peer: Peer) -> None:
-    """Ask for what there is not, and never read that there is none."""
+    """Ask for models that do not exist, and never read the answers."""
     with contextlib.suppress(OSError):
         for number in range(HUGE):
             peer.call("x" * 10_000, number=number)
@@ -321,7 +329,7 @@ def flood_calls(peer: Peer) -> None:
 
 
 def grown(peer: Peer, size: int) -> tuple[int, int]:
-    """Another region of so many bytes, and its descriptor."""
+    """Get another region of so many bytes, and its descriptor."""
     peer.tell(Kind.GROW, size, NO_DEVICE)
     fds: list[int] = []
     while not fds:  # something else may be told before
@@ -330,7 +338,7 @@ def grown(peer: Peer, size: int) -> tuple[int, int]:
 
 
 def a_large(kind: Kind, say: Callable[[Peer], socket.socket], size: int) -> Fault:
-    """Point to a message of that kind, about call 1, that has so many bytes; behind its beginning are zeros."""
+    """Point to a message of that kind, about call 1, that has so many bytes. After its beginning come zeros."""
 
     def send(peer: Peer) -> None:
         region, fd = grown(peer, size)
@@ -342,7 +350,7 @@ def a_large(kind: Kind, say: Callable[[Peer], socket.socket], size: int) -> Faul
 
 
 def stores_much(peer: Peer) -> None:
-    """Thirty questions of a mebibyte each, in memory, one after another."""
+    """Send thirty questions of a mebibyte each, in memory, one after another."""
     codec = calls_codec(Side.STUB)
     asked = [Kind.NEW_METRIC, 1, "x" * (1 << 20), "", 0, None, None]
     packet = encode(*asked)
@@ -354,8 +362,60 @@ def stores_much(peer: Peer) -> None:
     peer.answer()
 
 
+def stores_small(peer: Peer) -> None:
+    """Send 800 questions that are just too large for a packet. Each is read twice, its beginning and all of it."""
+    codec = calls_codec(Side.STUB)
+    packet = encode(Kind.NEW_METRIC, 1, "x" * MAX_PACKET_BYTES, "", 0, None, None)
+    os.pwrite(peer.answers_fd, packet, 0)
+    for _ in range(800):
+        peer.calls.send(encode(Kind.INDIRECT, peer.answers_region, 0, len(packet)))
+        codec.decode(peer.calls.recv(MAX_PACKET_BYTES))
+    peer.answer()
+
+
+def tells_and_asks(peer: Peer) -> None:
+    """Send as much on the control channel as on the calls channel, in messages that each count as sixty."""
+    codec = calls_codec(Side.STUB)
+    text = "x" * 30_000
+    for number in range(800):
+        peer.tell(Kind.LOG, 3, text, "", 0)
+        peer.calls.send(encode(Kind.NEW_METRIC, number, text, "", 0, None, None))
+        codec.decode(peer.calls.recv(MAX_PACKET_BYTES))
+    peer.answer()
+
+
+def observes_much(peer: Peer) -> None:
+    """Send five million observations in five messages, and then a few questions."""
+    codec = calls_codec(Side.STUB)
+    for number in range(5):
+        peer.calls.send(encode(Kind.NEW_METRIC, number, "rogue_seconds", "", 2, [], [1.0]))
+        metric = codec.decode(peer.calls.recv(MAX_PACKET_BYTES))[3]["metric"]
+        peer.tell(Kind.METRICS, [[metric, OBSERVE, 0.5, MAX_OBSERVATIONS]], [])
+    for number in range(3):
+        peer.calls.send(encode(Kind.NEW_METRIC, number, "", "", 2, [], [1.0]))
+        codec.decode(peer.calls.recv(MAX_PACKET_BYTES))
+    peer.answer()
+
+
+def observes_beyond(peer: Peer) -> None:
+    """Send more observations in one message than it may have, in two rows."""
+    peer.calls.send(encode(Kind.NEW_METRIC, 1, "rogue_seconds", "", 2, [], [1.0]))
+    metric = calls_codec(Side.STUB).decode(peer.calls.recv(MAX_PACKET_BYTES))[3]["metric"]
+    peer.tell(
+        Kind.METRICS, [[metric, OBSERVE, 0.5, 1], [metric, OBSERVE, 0.5, MAX_OBSERVATIONS]], []
+    )
+
+
+def logs_many_lines(peer: Peer) -> None:
+    """Send a thousand lines in one message. Once the question after it is answered, they are in the log."""
+    peer.tell(Kind.LOG, 1, "one of many\n" * 1000, "", 0)
+    peer.calls.send(encode(Kind.IS_MODEL_READY, 1, "nobody", ""))
+    calls_codec(Side.STUB).decode(peer.calls.recv(MAX_PACKET_BYTES))
+    peer.answer()
+
+
 def asks_much(peer: Peer) -> None:
-    """Questions that each cost the runtime more than they say, one after another."""
+    """Send questions that each cost the runtime more than their size, one after another."""
     codec = calls_codec(Side.STUB)
     for number in range(2500):
         peer.calls.send(encode(Kind.IS_MODEL_READY, number, "confined", ""))
@@ -364,7 +424,7 @@ def asks_much(peer: Peer) -> None:
 
 
 def loads_much(peer: Peer) -> None:
-    """Forty times a model with a file of 64 MiB, all at once; answers what was said to the last one."""
+    """Load a model with a file of 64 MiB forty times at once. The output is the answer to the last load."""
     size, apart = 64 << 20, 256
     region, fd = grown(peer, size)
     for number in range(1, 41):
@@ -382,7 +442,7 @@ def loads_much(peer: Peer) -> None:
 
 
 def asks_too_often(peer: Peer) -> None:
-    """Whether this very model is ready, which it does not say, more often than may be open; answers how often it was refused."""
+    """Ask more often than allowed if this very model is ready, which it does not answer. The output counts the refusals."""
     most = 4096
     for number in range(most + 10):
         peer.calls.send(encode(Kind.IS_MODEL_READY, number, "asker", ""))
@@ -393,7 +453,7 @@ def asks_too_often(peer: Peer) -> None:
 
 
 def call_of_strings(peer: Peer) -> None:
-    """With nine inputs that are the same 130 MiB of strings; answers what is said of it."""
+    """Send a request with nine inputs that are the same 130 MiB of strings. The output is the answer to it."""
     size = 130 << 20
     peer.tell(Kind.GROW, size, NO_DEVICE)
     fds: list[int] = []
@@ -405,6 +465,19 @@ def call_of_strings(peer: Peer) -> None:
     peer.calls.send(encode(Kind.INFER, 1, "sibling", -1, False, 0, (), blocks, rows, (), None))
     reply = calls_codec(Side.STUB).decode(peer.calls.recv(MAX_PACKET_BYTES))
     peer.answer(responses=[[[], None, reply[-1]]])
+
+
+def tells_of_denials(peer: Peer) -> None:
+    """Send DENIALS, which only contained models have."""
+    peer.tell(Kind.DENIALS, [[0, 1, "/etc/passwd"]])
+
+
+def tells_of_a_long_denial(peer: Peer) -> None:
+    peer.tell(Kind.DENIALS, [[0, 1, "/" * 1025]])
+
+
+def tells_of_many_denials(peer: Peer) -> None:
+    peer.tell(Kind.DENIALS, [[0, 1, str(number)] for number in range(18)])
 
 
 STRANGE_NAMES = [
@@ -444,7 +517,7 @@ STRANGE_BUCKETS: list[object] = [
 
 
 def asks_for_strange_metrics(peer: Peer) -> None:
-    """All that a packet may say, and changes of those that it got; the last of these may be its end."""
+    """Send all that a packet may carry, and changes of it. One of them may be the end of this process."""
     codec = calls_codec(Side.STUB)
     held = []
     asked = itertools.product(STRANGE_NAMES, STRANGE_LABELS, STRANGE_BUCKETS, range(3))
@@ -468,20 +541,20 @@ STRANGE_VALUES = [NO_NUMBER, NO_END, -NO_END, -1.0, 1e308]
 
 
 def tells_much(peer: Peer) -> None:
-    """Three times as much as is heard in a second."""
+    """Send three times as much as the runtime reads in a second."""
     for _ in range(60_000):
         peer.tell(Kind.METRICS, [], [])
     peer.answer()
 
 
 def leave_open(peer: Peer) -> None:
-    """Leave a request open, without a look at the control channel from now on."""
+    """Leave a request open, and never read the control channel again."""
     peer.left_open.append(peer.batch)
     peer.say(Kind.ANSWER, peer.batch, [], [], [], encode([]), None, [OPEN])
 
 
 def end_the_cancelled(peer: Peer) -> None:
-    """Wait until all that was left open is wanted no more, and end it; answers how much that was."""
+    """Wait until all open requests are cancelled, and end them. The output is their number."""
     cancelled: list[int] = []
     while len(cancelled) < len(peer.left_open):
         fields = peer.control_codec.decode(peer.control.recv(MAX_PACKET_BYTES))
@@ -495,7 +568,7 @@ def end_the_cancelled(peer: Peer) -> None:
 
 
 def say_what_is_asked_for(peer: Peer) -> None:
-    """Send a packet so many times, and answer when the runtime has heard all of them."""
+    """Send a packet so many times, and answer when the runtime has read all of them."""
     _, channel, times, packet = peer.details.split(" ")
     end: socket.socket = getattr(peer, channel)
     for _ in range(int(times)):
@@ -521,7 +594,7 @@ FAULTS: dict[str, Fault] = {
     "a number alone": lambda peer: peer.work.send(encode(6)[1:]),
     "a map": lambda peer: peer.work.send(b"\x81\xa1a\x01"),
     "no end of arrays": deep,
-    "a kind that is none": lambda peer: peer.say(99),
+    "an unknown kind": lambda peer: peer.say(99),
     "too few fields": lambda peer: peer.say(Kind.ANSWER, peer.batch),
     "a float for a number": lambda peer: peer.answer(batch=float(peer.batch)),  # type: ignore[arg-type]
     "a negative number": lambda peer: peer.output(at=-64),
@@ -537,7 +610,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "no responses": lambda peer: peer.answer(responses=[]),
     "a remark too many": lambda peer: raw_answer(peer, b"\x91\x90", [None] * 2),
-    "a remark that is none": lambda peer: raw_answer(peer, b"\x91\x90", [[None, [9, "none"]]]),
+    "a malformed remark": lambda peer: raw_answer(peer, b"\x91\x90", [[None, [9, "none"]]]),
     "a layout of garbage": lambda peer: raw_answer(peer, b"\xc1"),
     "a layout of a number": lambda peer: raw_answer(peer, b"\x07"),
     "a layout without end": lambda peer: raw_answer(peer, b"\x91" * 10_000 + b"\xc0"),
@@ -548,7 +621,7 @@ FAULTS: dict[str, Fault] = {
     "a block at the end of the world": lambda peer: peer.output(at=HUGE),
     "beyond the block": lambda peer: peer.output((8,), 32),
     "beyond the block by its offset": lambda peer: peer.output(offset=8),
-    "a block that is none": lambda peer: peer.output(block=1),
+    "an unknown block": lambda peer: peer.output(block=1),
     "more than was lent": lambda peer: peer.answer(
         [[peer.blocks[0][0], peer.blocks[0][1], 1 << 20]], [[0, FP32, [1 << 18], 0, 0, 1 << 20]]
     ),
@@ -571,7 +644,7 @@ FAULTS: dict[str, Fault] = {
     "keeps what it was not given": lambda peer: peer.answer(held=[[peer.answers_region, 0]]),
     "releases what it does not hold": lambda peer: peer.answer(released=[peer.blocks[0][:2]]),
     # Tensors that are none.
-    "an output that is none": lambda peer: peer.output(index=7),
+    "an unknown output": lambda peer: peer.output(index=7),
     "an output twice": twice([0, FP32, [4], 0, 0, 16]),
     "a shape that does not fit": lambda peer: peer.output((5,)),
     "a huge shape": lambda peer: peer.output((HUGE, HUGE, HUGE)),
@@ -596,6 +669,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "drops a metric that there never was": lambda peer: peer.tell(Kind.METRICS, [], [HUGE]),
     "a whole number for a metric": lambda peer: peer.tell(Kind.METRICS, [[1, 0, 1, 1]], []),
+    "observes more than it may": observes_beyond,
+    "denials of one that is not contained": tells_of_denials,
+    "a denial that is too long": tells_of_a_long_denial,
+    "too many denials": tells_of_many_denials,
     "is ready unasked": lambda peer: peer.tell(Kind.READINESS, 1, None),
     # Responses apart from the answer.
     "responds to no batch": responses((HUGE, 0, FINAL, [], EMPTY, None)),
@@ -604,7 +681,7 @@ FAULTS: dict[str, Fault] = {
     "ends what had no response": responses((None, 0, FINAL, [], None, None)),
     "responds twice": responses((None, 0, 0, [], EMPTY, None), (None, 0, 0, [], EMPTY, None)),
     "responds with two in one": responses((None, 0, FINAL, [], b"\x92\x90\x90", None)),
-    "responds with a block that is none": responses(
+    "responds with an unknown block": responses(
         (None, 0, FINAL, [], encode([[0, FP32, [4], 0, 0, 16]]), None)
     ),
     "responds from the request": from_the_request,
@@ -621,7 +698,7 @@ FAULTS: dict[str, Fault] = {
     "a call from another's region": lambda peer: peer.call(region=peer.requests_region, at=1 << 16),
     "a call from beyond the region": lambda peer: peer.call(at=HUGE),
     "a call beyond its block": lambda peer: peer.call(offset=8),
-    "a call from a block that is none": lambda peer: peer.call(block=1),
+    "a call from an unknown block": lambda peer: peer.call(block=1),
     "a call with blocks of nothing": lambda peer: peer.calls.send(
         encode(
             Kind.INFER, 1, "sibling", -1, False, 0, (), [[peer.answers_region, 0, 16]], (), (), None
@@ -655,6 +732,10 @@ LATER: dict[str, Fault] = {
     "asks too often": asks_too_often,
     "loads much": loads_much,
     "stores much": stores_much,
+    "stores small": stores_small,
+    "tells and asks": tells_and_asks,
+    "observes much": observes_much,
+    "logs many lines": logs_many_lines,
     "asks much": asks_much,
     "a call of strings": call_of_strings,
     "tells much": tells_much,

@@ -15,7 +15,7 @@ def main() -> None:
     channel_fd = int(sys.argv[1])
     LAUNCHER["leave_server"](channel_fd)
     LAUNCHER["make_importable"]("moonpool", str(HERE.parents[1] / "src" / "moonpool"))
-    from moonpool.runtime import process
+    from moonpool.runtime.process import child as process
     from moonpool.runtime.triton.launching import launch
 
     os.environ["FAULT_BOOT"] = process._BOOT

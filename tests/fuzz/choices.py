@@ -1,4 +1,4 @@
-"""Bytes as a row of choices, so that a fuzzer finds its way through what has a structure."""
+"""Reads bytes as a row of choices, so that a fuzzer can make structured input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ENDS = (2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
 
 class Choices:
-    """Takes its choices from the beginning of the data; there is always one more, if only a zero."""
+    """Takes its choices from the beginning of the data. After the end, each choice is zero."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
 
     def __bool__(self) -> bool:
-        """Whether there is anything left."""
+        """Return True if any data is left."""
         return self._at < len(self._data)
 
     def byte(self) -> int:
@@ -30,7 +30,7 @@ class Choices:
         return things[self.byte() % len(things)]
 
     def number(self, *likely: int) -> int:
-        """One of these, or of the edges of what a number may be, or any small one."""
+        """Choose one of these numbers, a bound of a number's range, or any small number."""
         kind = self.byte()
         if likely and kind < 160:
             return likely[kind % len(likely)]
@@ -39,7 +39,7 @@ class Choices:
         return self.byte() << 8 | self.byte()
 
     def some(self, most: int = 3) -> range:
-        """To go through so many times."""
+        """Return a range of a chosen length."""
         return range(self.byte() % (most + 1))
 
     def take(self, size: int) -> bytes:

@@ -20,7 +20,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 def fuzz(name: str, seconds: int, folder: str) -> None:
-    """Never returns: libFuzzer ends the process."""
+    """Fuzz one target. Never returns: libFuzzer ends the process."""
     from tests.fuzz.targets import TARGETS
 
     target = TARGETS[name]

@@ -1,4 +1,4 @@
-"""What takes bytes from outside bears all that is known to be interesting, and what is near it.
+"""The fuzz targets withstand the whole corpus, and inputs close to it.
 
 `python -m tests.fuzz.run` looks for more with atheris, which sees what code an input reaches.
 """
@@ -13,6 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.fuzz.targets import TARGETS
 
+pytestmark = [
+    pytest.mark.promise(
+        "What a stub says",
+        "Whatever bytes a stub's messages, layouts, calls, metrics and texts contain, or "
+        "requests and configurations, the runtime raises only the documented errors.",
+    ),
+    pytest.mark.promise("Environments", "A malicious archive is refused, and …"),
+]
+
 CORPUS = Path(__file__).parent / "corpus"
 KNOWN = {name: sorted((CORPUS / name).iterdir()) for name in sorted(TARGETS)}
 EVERY_TARGET = pytest.mark.parametrize("name", sorted(TARGETS))
@@ -20,13 +29,13 @@ EVERY_TARGET = pytest.mark.parametrize("name", sorted(TARGETS))
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody reads what is logged of this many lies."""
+    """Turn the log off, since nobody reads so many lines."""
     caplog.set_level(logging.CRITICAL + 1, "moonpool")
     caplog.set_level(logging.CRITICAL + 1, "moonpool.stub")
 
 
 def near(name: str) -> st.SearchStrategy[bytes]:
-    """What is known, changed in some places, cut or joined with other bytes; or any bytes."""
+    """Make bytes: known ones, changed in some places, cut or joined with others, or any bytes."""
     known = st.sampled_from([path.read_bytes() for path in KNOWN[name]])
     change = st.tuples(st.integers(0, 400), st.integers(0, 255))
 

@@ -30,7 +30,7 @@ SOURCE = Path(__file__).parent / "fake_driver.c"
 
 @functools.cache
 def has_card() -> bool:
-    """Whether this machine has a GPU that can be used; asked in a process of its own."""
+    """Return true if this machine has a usable GPU. A process of its own asks the driver."""
     program = "import ctypes, sys; sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0))"
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     return asked.returncode == 0
@@ -76,35 +76,35 @@ class Fake:
         self._functions.fakeCalls.restype = ctypes.c_long
 
     def calls(self, name: str) -> int:
-        """How often a function was called in this process."""
+        """Return the number of calls of a function in this process."""
         return int(self._functions.fakeCalls(name.encode()))
 
     def delay(self, microseconds: int, *, by_chance: bool = False) -> None:
-        """From now on, work on streams starts so much after it was queued: all of it, or every other piece."""
+        """Start work on streams this long after it was queued: all work, or by chance every other piece."""
         self._functions.fakeDelay(ctypes.c_long(microseconds), ctypes.c_int(by_chance))
 
     def live(self) -> dict[str, int]:
-        """How many things of each kind there are in this process."""
+        """Return the number of live streams, events, allocations and address ranges of this process."""
         found = (ctypes.c_long * 4)()
         self._functions.fakeLive(found)
         return dict(zip(("streams", "events", "allocations", "ranges"), found, strict=True))
 
     def environment(self, **settings: object) -> dict[str, str]:
-        """For a process that is to find the fake driver. `settings` are named as in its source."""
+        """Return an environment in which a process finds the fake driver. `settings` have the names in its source."""
         given = {name: str(value) for name, value in settings.items()}
         return {**os.environ, "LD_LIBRARY_PATH": str(self.library.parent), **given}
 
     def run(self, program: str, *arguments: str, **settings: object) -> str:
-        """What a program prints that has moonpool and the fake driver."""
+        """Run a program that finds moonpool and the fake driver, and return its output."""
         return run(program, *arguments, environment=self.environment(**settings))
 
 
 def run(program: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    """What a program prints that has moonpool on its path, in a process of its own."""
+    """Run a program in a process of its own, with moonpool on its path, and return its output."""
     lines = f"import sys\nsys.path[:] = {sys.path!r}\n{textwrap.dedent(program)}"
     ended = subprocess.run(
         [sys.executable, "-c", lines, *arguments],
-        env=environment, capture_output=True, text=True, check=False, timeout=50,
+        env=environment, capture_output=True, text=True, check=False, timeout=170,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()
@@ -112,7 +112,7 @@ def run(program: str, *arguments: str, environment: dict[str, str] | None = None
 
 @contextmanager
 def driven_by(library: str) -> Iterator[None]:
-    """For that long, moonpool in this process uses this driver."""
+    """Have moonpool use this driver, in this process, within the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "LIBRARY", library)
         patch.setattr(driver, "_loaded", None)

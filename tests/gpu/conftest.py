@@ -1,4 +1,4 @@
-"""What the tests of devices share."""
+"""Fixtures of the tests of devices."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ __all__ = [
 
 @pytest.fixture(params=["fake", pytest.param("card", marks=pytest.mark.gpu)])
 def environment(request: pytest.FixtureRequest) -> dict[str, str] | None:
-    """For a process that is to find a device: the fake one, and where there is one the machine's own."""
+    """An environment in which a process finds a device: the fake one, or the machine's own where it has one."""
     found = request.getfixturevalue(request.param)
     return found.environment() if isinstance(found, Fake) else None

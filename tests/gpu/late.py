@@ -55,13 +55,13 @@ class Busy:
 
 
 def is_fake(where: Device) -> bool:
-    """Whether this is the fake driver's."""
+    """Return true if the device belongs to the fake driver."""
     return where.name.startswith("Fake GPU")
 
 
 @contextmanager
 def late(where: Device, stream: int) -> Iterator[None]:
-    """What is queued on the stream meanwhile is late."""
+    """Delay the work that is queued on the stream within the block."""
     if is_fake(where):
         fake = ctypes.CDLL(driver.LIBRARY)
         fake.fakeDelay(ctypes.c_long(LATE_US), 0)
@@ -113,7 +113,7 @@ def peek(region: DeviceRegion) -> int:
 
 
 def host_waits(where: Device) -> int:
-    """How often this process has waited for the device so far; always 0 for a card, which does not say."""
+    """Count the times this process has waited for the device; always 0 for a card, which does not count them."""
     if not is_fake(where):
         return 0
     fake = Fake(Path(driver.LIBRARY))

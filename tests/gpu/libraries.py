@@ -43,7 +43,7 @@ class Torch:
         return context
 
     def array(self, values: NDArray[np.float32]) -> Any:
-        """With these values, in memory of the library's."""
+        """Return an array of these values in the library's own device memory."""
         return self._torch.tensor(values, device="cuda:0")
 
     def take(self, array: object) -> Any:
@@ -58,7 +58,7 @@ class Torch:
         return int(array.data_ptr())
 
     def values(self, array: Any) -> NDArray[np.float32]:
-        """As the current stream sees them; waits for it."""
+        """Return the array's values as the current stream sees them. Waits for the stream."""
         found: NDArray[np.float32] = array.cpu().numpy()
         return found
 
@@ -67,7 +67,7 @@ class Torch:
         self._torch.cuda._sleep(SLOW_CYCLES)
 
     def is_busy(self) -> bool:
-        """Whether the current stream still has work to do."""
+        """Return true if the current stream still has work to do."""
         return not self._torch.cuda.current_stream().query()
 
 

@@ -19,6 +19,11 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("default"),
+    pytest.mark.promise(
+        "Device memory",
+        "Callers and models in PyTorch and CuPy share arrays on the card, in the order of their "
+        "streams, without waiting on the processor (on a card alone).",
+    ),
 ]
 
 A = np.arange(1, 9, dtype=np.float32)
@@ -28,13 +33,13 @@ NAMES = ("torch", "cupy")
 
 @pytest.fixture(scope="module", params=[Torch, Cupy], ids=NAMES)
 def library(request: pytest.FixtureRequest) -> Library:
-    """What the caller uses."""
+    """The caller's library."""
     return warmed(request.param())
 
 
 @pytest.fixture(params=NAMES)
 def model_library(request: pytest.FixtureRequest) -> str:
-    """What the model uses, which has the interpreter of the tests."""
+    """The model's library. The tests' interpreter must have it."""
     name: str = request.param
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed")

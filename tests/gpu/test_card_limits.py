@@ -1,6 +1,6 @@
-"""Where a device has no more of something, and what many requests leave behind: on the fake driver and on a card.
+"""A device runs out of something, and many requests leave nothing behind: on the fake driver and on a card.
 
-On a card, nothing else may use it meanwhile.
+Nothing else may use the card meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def set_aside(size_bytes: int) -> int:
 
 @contextmanager
 def full(left_bytes: int) -> Iterator[None]:
-    """For that long, little more than so much of the device can be had."""
+    """Take the device's memory within the block, all but `left_bytes`."""
     here, taken = device(0), []
     left = set_aside(left_bytes)
     size_bytes = here.memory_info()[0]
@@ -62,6 +62,11 @@ def full(left_bytes: int) -> Iterator[None]:
             here.driver.cuMemRelease(each)
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "A device that is full is an error of the request that needed memory; the instance lives "
+    "and goes on.",
+)
 def test_a_device_that_is_full_is_an_error_of_the_request_and_the_instance_lives(
     host: Host,
 ) -> None:
@@ -84,12 +89,16 @@ def test_a_device_that_is_full_is_an_error_of_the_request_and_the_instance_lives
     assert process_of(host) == process
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "Bytes on a device stay valid if a stub that has them is killed.",
+)
 def test_bytes_outlive_a_stub_that_is_killed_while_it_has_them(host: Host) -> None:
     host.load()
     x = host.on_device(VALUES)
     y, _ = host.infer(x, "add")
     kept, _ = host.infer(x, "keep")
-    # What waits for work that died with a stub may wait for ever: here it was done.
+    # A wait for work that died with a stub may last for ever. Here the work was done.
     assert (kept.to_host() == VALUES).all()
     del kept
     process = process_of(host)
@@ -104,6 +113,10 @@ def test_bytes_outlive_a_stub_that_is_killed_while_it_has_them(host: Host) -> No
     assert (z.to_host() == VALUES + 2).all()
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "Many instances share a device, and many requests leave no descriptor and no memory behind.",
+)
 def test_many_instances_share_a_device(host: Host) -> None:
     # The context of each takes some hundred MiB of a card.
     host.load(count=12 if device(0).memory_info()[1] >= 16 << 30 else 4)
@@ -154,6 +167,7 @@ def test_a_process_without_descriptors_left_gets_an_error_and_goes_on(
     assert words == r"True b'\x00\x00\x00\x00' True"
 
 
+@pytest.mark.promise("Device memory", "Many instances share a device, and …")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_round_trips_leave_nothing_behind(host: Host) -> None:
@@ -205,6 +219,11 @@ def test_numpy_gets_no_tensor_of_the_device_unless_the_model_asks_for_copies(hos
         host.infer(Foreign(VALUES), "host", "strict")
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "Inputs on a device stay there, or come in ordinary memory, as FORCE_CPU_ONLY_INPUT_TENSORS "
+    "says.",
+)
 @pytest.mark.parametrize("force", ["yes", "no"])
 def test_a_model_gets_inputs_where_its_configuration_says(host: Host, force: str) -> None:
     host.load(FORCE_CPU=force)

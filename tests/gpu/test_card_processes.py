@@ -1,11 +1,18 @@
-"""Which processes use the GPU: on the fake driver and on a card."""
+"""Only the expected processes use the GPU: on the fake driver and on a card."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from tests.e2e.hosting import MODELS
 from tests.gpu.cards import run
+
+pytestmark = pytest.mark.promise(
+    "Device memory",
+    "The runtime makes no context until it handles device memory itself. Without a visible GPU, "
+    "a load that needs one fails and says why.",
+)
 
 PROGRAM = """
     import ctypes

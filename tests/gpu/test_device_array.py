@@ -22,6 +22,13 @@ from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import BadTensor
 from moonpool.ipc.tensors import BF16, CODES
 
+pytestmark = pytest.mark.promise(
+    "Device memory",
+    "Arrays on a device come and go by both forms of DLPack and by `__cuda_array_interface__`, "
+    "without a copy, in the order of their users' streams. Their memory lasts as long as "
+    "anybody has them.",
+)
+
 FP32, UINT8 = CODES["FP32"], CODES["UINT8"]
 LEGACY = 1
 
@@ -134,6 +141,11 @@ def test_bf16_goes_by_dlpack_alone(gpu: Device) -> None:
     assert not hasattr(array, "__cuda_array_interface__")
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "An array that is not contiguous, or has no datatype of moonpool's, is refused, and the "
+    "error says what to do.",
+)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -298,6 +310,11 @@ def test_who_asks_for_no_order_waits_for_nothing_and_is_waited_for(region: Devic
     lane.close()
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "The driver is given a stream's handle until the holder of an array that was taken on it "
+    "releases the array, and no longer. CuPy's streams live that long.",
+)
 def test_a_reader_s_stream_is_named_until_he_lets_go_and_may_be_destroyed_then(
     region: DeviceRegion,
 ) -> None:
@@ -328,6 +345,7 @@ class CupyStream:
         self._where.close_stream(self.ptr)
 
 
+@pytest.mark.promise("GPUs in the runtime", "The driver is given a …")
 def test_a_stream_of_cupy_s_lives_as_long_as_what_was_taken_on_it(
     region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import threading
 
 import numpy as np
+import pytest
 from tests.gpu.cards import Fake, settle
 from tests.gpu.late import nobody
 
@@ -15,6 +16,11 @@ from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceRegion
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "Memory that is not of the announced device and size is not adopted, and leaves no "
+    "descriptor behind (fake driver).",
+)
 def test_a_region_of_another_size_or_device_is_not_adopted(fake: Fake) -> None:
     words = fake.run(
         """
@@ -48,6 +54,11 @@ def test_a_region_of_another_size_or_device_is_not_adopted(fake: Fake) -> None:
     ]
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "A device that is full, and a process that has no descriptors left, get an error and go on "
+    "(fake driver).",
+)
 def test_a_device_that_is_full_says_so_and_goes_on(fake: Fake) -> None:
     words = fake.run(
         """
@@ -72,6 +83,7 @@ def test_a_device_that_is_full_says_so_and_goes_on(fake: Fake) -> None:
     ]
 
 
+@pytest.mark.promise("Device memory", "A device that is full, and …")
 def test_a_process_without_descriptors_left_makes_no_region_and_keeps_none(fake: Fake) -> None:
     words = fake.run(
         """

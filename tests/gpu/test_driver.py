@@ -16,6 +16,7 @@ from moonpool.ipc.cuda.device import Device, device, device_count, device_of
 from moonpool.ipc.errors import CudaError, CudaUnavailable, OutOfMemory
 
 
+@pytest.mark.promise("Device memory", "No part of the driver …")
 def test_a_machine_without_a_driver_has_no_devices(tmp_path: Path) -> None:
     with driven_by(str(tmp_path / "libcuda.so.1")):
         assert device_count() == 0
@@ -29,6 +30,7 @@ def test_a_driver_that_lacks_a_function_is_too_old() -> None:
         api.load()
 
 
+@pytest.mark.promise("Device memory", "No part of the driver …")
 def test_no_visible_device_is_said_with_what_to_look_at(fake: Fake) -> None:
     words = fake.run(
         """
@@ -66,6 +68,11 @@ def test_visible_devices_are_numbered_anew(fake: Fake) -> None:
     assert names == "Fake GPU 3 Fake GPU 1"
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "No part of the driver is loaded and no context is made before device memory is handled. If "
+    "it cannot be handled, the error says why and what to do.",
+)
 def test_nothing_of_the_driver_is_loaded_before_it_is_asked_for() -> None:
     loaded = run(
         """
@@ -78,6 +85,7 @@ def test_nothing_of_the_driver_is_loaded_before_it_is_asked_for() -> None:
     assert loaded == "[]\nFalse"
 
 
+@pytest.mark.promise("Device memory", "No part of the driver …")
 def test_to_look_for_devices_makes_no_context(fake: Fake) -> None:
     program = """
         import ctypes
@@ -98,6 +106,10 @@ def _has_context() -> bool:
     return bool(is_active.value)
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "The context is the primary one of the device, which other libraries share.",
+)
 def test_a_device_shares_the_primary_context(gpu: Device) -> None:
     context = c_void_p()
     gpu.driver.cuDevicePrimaryCtxRetain(byref(context), gpu.ordinal)
@@ -153,7 +165,7 @@ def test_ordinary_memory_lies_on_no_device() -> None:
     assert device_of(ctypes.addressof(ctypes.create_string_buffer(64))) is None
 
 
-# What the fake refuses must be what a card refuses: each is tried on both.
+# The fake must refuse the same calls as a card, so each is tried on both.
 
 
 def _refused(error: int) -> pytest.RaisesExc[CudaError]:

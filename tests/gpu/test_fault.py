@@ -10,6 +10,12 @@ from tests.waiting import wait_until
 
 import moonpool
 
+pytestmark = pytest.mark.promise(
+    "Device memory",
+    "If a device has failed in a stub, that stub ends and is started anew. Memory of the device "
+    "that is released afterwards causes no error (fake driver).",
+)
+
 VALUES = np.arange(16, dtype=np.float32)
 
 

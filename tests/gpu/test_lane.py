@@ -154,6 +154,7 @@ def test_publishing_waits_where_events_are_not_shared(region: DeviceRegion, lane
     assert peek(region) == 7
 
 
+@pytest.mark.promise("Device memory", "A peer sees bytes that were …")
 def test_publishing_does_not_wait_where_events_are_shared(region: DeviceRegion, lane: Lane) -> None:
     waits = host_waits(region.device)
     fill(region, 7, lane.stream)
@@ -248,6 +249,11 @@ def test_the_stream_of_a_lane_lives_as_long_as_leases_that_used_it(region: Devic
     assert lane_of(stream) is None
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "Memory is unmapped when all that was queued for it is done, and nobody waits for that "
+    "(fake driver).",
+)
 def test_memory_is_unmapped_when_all_that_was_queued_for_it_is_done(
     fake_region: DeviceRegion,
 ) -> None:
@@ -275,7 +281,7 @@ def _is_mapped(address: int) -> bool:
 def test_a_stream_that_was_destroyed_too_early_breaks_nobody_else_s_work(
     fake_region: DeviceRegion,
 ) -> None:
-    """Where the driver notices: a real one takes any address for a stream's."""
+    """The fake driver notices the destroyed stream. A real one takes any address for a stream."""
     region, lane = fake_region, Lane(fake_region.device)
     destroyed = region.device.new_stream()
     first, second = block(region, lane), block(region)

@@ -28,7 +28,7 @@ COUNT = SIZE // 4
 
 
 class Library(NamedTuple):
-    """What the tests need of one."""
+    """One array library, by the operations that the tests need."""
 
     take: Callable[[Any], Any]
     take_by_interface: Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""What is run on a machine with a card."""
+"""`-m gpu` selects every test that needs a card, and no other."""
 
 from __future__ import annotations
 

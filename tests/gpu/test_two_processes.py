@@ -112,6 +112,11 @@ def peer_of() -> Iterator[Callable[..., Peer]]:
         yield start
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "A peer sees bytes that were published after it received, and a block that was given back "
+    "is written to after the peer has read it; nobody waits on the processor for that.",
+)
 def test_a_peer_sees_the_bytes_after_it_received(
     region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
@@ -126,6 +131,7 @@ def test_a_peer_sees_the_bytes_after_it_received(
     assert peer.does("peek(region)") == 7
 
 
+@pytest.mark.promise("Device memory", "A peer sees bytes that were …")
 def test_what_is_given_back_is_written_to_after_the_peer_read_it(
     region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
@@ -143,6 +149,11 @@ def test_what_is_given_back_is_written_to_after_the_peer_read_it(
     assert region.read(SIZE, 4) == b"\x07" * 4
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "Where two processes cannot share events, both wait for their own work before they send "
+    "(fake driver).",
+)
 def test_both_wait_where_one_cannot_open_the_other_s_event(
     fake_region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
@@ -159,12 +170,13 @@ def test_both_wait_where_one_cannot_open_the_other_s_event(
     assert peek(region) == 8
 
 
+@pytest.mark.promise("Device memory", "Where two processes cannot share events, …")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
 def test_a_peer_of_another_user_gets_the_memory_and_the_order(
     region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
     peer = peer_of(region, user=65534)
-    # Whether a card's driver lets it open the event is not documented; where it does not, both wait.
+    # It is not documented if a card's driver lets it open the event. If not, both wait.
     assert peer.handle == b"" or not is_fake(region.device)
     peer.lane.meet(peer.handle)
 
@@ -175,6 +187,11 @@ def test_a_peer_of_another_user_gets_the_memory_and_the_order(
     assert peer.does("peek(region)") == 7
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "Memory outlives a peer that is killed with it open, and a peer that is killed at work "
+    "holds up no other one.",
+)
 def test_memory_outlives_the_peer_that_was_killed_with_it_open(
     region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
@@ -189,6 +206,7 @@ def test_memory_outlives_the_peer_that_was_killed_with_it_open(
     assert region.read(0, 4) == b"\x07" * 4
 
 
+@pytest.mark.promise("Device memory", "Memory outlives a peer that is …")
 def test_the_lane_of_a_peer_that_died_at_work_holds_up_no_other_lane(
     region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
@@ -206,6 +224,11 @@ def test_the_lane_of_a_peer_that_died_at_work_holds_up_no_other_lane(
     assert peek(region) == 8
 
 
+@pytest.mark.promise(
+    "Device memory in a model",
+    "If a process dies while the device writes a tensor for it, a reader of the tensor gets an "
+    "error a second later, and does not wait.",
+)
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_who_waits_for_a_peer_that_died_at_work_is_told(
     fake_region: DeviceRegion, peer_of: Callable[..., Peer], when: str
@@ -224,6 +247,10 @@ def test_who_waits_for_a_peer_that_died_at_work_is_told(
     end.join()
 
 
+@pytest.mark.promise(
+    "Device memory",
+    "If a device can share memory by the older handles only, those are used.",
+)
 def test_memory_of_the_older_kind_is_opened_once_by_its_handle(
     gpu: Device, peer_of: Callable[..., Peer]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A model that tries what it is told to try, and what came of it."""
+"""A model that makes attempts on request, and their outcomes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ X = np.arange(4, dtype=np.float32)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an attempt: exactly one of these is not None.
+    """The outcome of an attempt. Exactly one of the fields is not None.
 
     `done` is what the model got, `refused` the name of the kernel's error, `raised` that of another exception, and
-    `died` what the caller was told of the end of the model's process.
+    `died` the error that the caller got when the model's process ended.
     """
 
     done: Any = None
@@ -57,7 +57,7 @@ class Attacker:
         """Try `module.function` of `tests/models/attacker` with these arguments."""
         text = json.dumps([what, arguments])
         try:
-            outputs = self.runtime.infer(self.name, {"ATTEMPT": [text]}, timeout_s=30.0)
+            outputs = self.runtime.infer(self.name, {"ATTEMPT": [text]}, timeout_s=60.0)
         except (moonpool.StubDied, moonpool.ExecuteTimedOut) as error:
             return Outcome(died=str(error), text=str(error))
         except moonpool.ModelError as error:
@@ -67,7 +67,7 @@ class Attacker:
         return Outcome(**json.loads(outputs["SAID"][0]))
 
     def finds(self, what: str, **arguments: object) -> Any:
-        """As `tries`, for what always works."""
+        """Make an attempt as `tries` does, which must succeed."""
         outcome = self.tries(what, **arguments)
         if outcome.word != "done":
             raise AssertionError(f"{what} gave {outcome}")
@@ -107,5 +107,5 @@ def load_sibling(runtime: moonpool.Runtime, name: str = "sibling", **settings: o
 
 
 def answers(runtime: moonpool.Runtime, name: str = "sibling") -> bool:
-    """Whether the other model does its work."""
-    return np.array_equal(runtime.infer(name, {"X": X}, timeout_s=30.0)["OUT_X"], X)
+    """Return True if the other model works."""
+    return np.array_equal(runtime.infer(name, {"X": X}, timeout_s=60.0)["OUT_X"], X)

@@ -27,7 +27,7 @@ class Attempt:
 
 
 def made(attacker: Attacker, attempt: Attempt, scene: Mapping[str, Any]) -> Outcome:
-    """What comes of an attempt on what the scene has."""
+    """Make an attempt on an object of the scene, and return its outcome."""
     arguments = {
         key: scene[value[1:]] if isinstance(value, str) and value.startswith("$") else value
         for key, value in attempt.arguments.items()

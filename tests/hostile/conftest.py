@@ -1,4 +1,4 @@
-"""What hostile models share: a runtime with a sibling that must not notice them, and one attacker a level."""
+"""Fixtures for hostile models: a runtime with a sibling that must not notice them, and one attacker for each level."""
 
 from __future__ import annotations
 

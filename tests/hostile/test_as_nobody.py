@@ -1,6 +1,6 @@
-"""What `strict` promises once more for a user without rights, where the suite is run by root.
+"""The promises of `strict` again for a user without rights, if root runs the suite.
 
-What `standard` promises has nothing to do with who the user is.
+The promises of `standard` do not depend on the user.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from tests import as_nobody
 import moonpool
 
 HERE = Path(__file__).parent
-FILES = sorted(path.name for path in HERE.glob("test_*.py") if path.name != Path(__file__).name)
+FILES = sorted(map(str, {*HERE.glob("test_*.py")} - {Path(__file__)}))
 # What would make it write where it may not, or take it for a part of this run.
 OTHERS = ("COV", "PYTEST")
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="this user is one without rights")
 
 
+@pytest.mark.promise(
+    "Hostile models",
+    "At `strict` every attack of the suite fails, as root and as a user without rights, and "
+    "does no harm to the runtime or a sibling.",
+)
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("file", FILES)
-def test_it_holds_for_a_user_without_rights(file: str) -> None:
+@pytest.mark.timeout(900)
+def test_it_holds_for_a_user_without_rights() -> None:
     root = HERE.parents[1]
     paths = [str(Path(moonpool.__path__[0]).parent), str(root), *sys.path]
     kept = {name: text for name, text in os.environ.items() if not name.startswith(OTHERS)}
     options = ["-q", "-p", "no:cacheprovider", "-k", "not standard"]
-    program = [sys.executable, "-m", "pytest", *options, str(HERE / file)]
+    program = [sys.executable, "-m", "pytest", *options, *FILES]
     ended = subprocess.run(
         as_nobody.command(program),
         cwd=root,

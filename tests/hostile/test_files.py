@@ -1,4 +1,4 @@
-"""Which files a model may see, and change."""
+"""The files that a model may read and change."""
 
 from __future__ import annotations
 
@@ -125,6 +125,7 @@ def test_a_model_changes_nothing_outside_its_scratch_folder(
     assert outcome.word in WRITES[attempt].strict, outcome
 
 
+@pytest.mark.promise("Hostile models", "The same attacks succeed without a …")
 @pytest.mark.parametrize("attempt", [name for name, each in (READS | WRITES).items() if each.off])
 def test_without_a_sandbox_files_are_within_reach(
     attackers: Attackers, scene: dict[str, Any], attempt: str

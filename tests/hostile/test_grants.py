@@ -1,4 +1,4 @@
-"""What a model is granted works, and nothing else does; and no model grants itself anything."""
+"""Granted acts succeed and others do not, and no model grants itself anything."""
 
 from __future__ import annotations
 

@@ -107,6 +107,7 @@ def test_a_process_is_not_made_a_weaker_one(attackers: Attackers) -> None:
     assert attackers("off").tries("kernel.make", **attempt).word == "done"
 
 
+@pytest.mark.promise("Hostile models", "The same attacks succeed without a …")
 def test_without_a_sandbox_the_kernel_itself_looks_at_the_arguments(attackers: Attackers) -> None:
     attacker = attackers("off")
     pid = attacker.pid

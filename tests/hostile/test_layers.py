@@ -23,8 +23,8 @@ from tests.hostile.conftest import Attackers
 
 import moonpool
 from moonpool import LoadFailed
-from moonpool.runtime.sandbox import users
-from moonpool.stub.sandbox.mounts import closed_above
+from moonpool.runtime.isolation import users
+from moonpool.stub.sandbox.granted import closed_above
 
 REQUIRED = {"limits", "no_new_privs", "landlock", "seccomp"}
 
@@ -118,7 +118,7 @@ def loaded(
     *,
     has_capabilities: bool = True,
 ) -> dict[str, Any]:
-    """What a runtime says that loads the attacker at this level where the kernel refuses these calls."""
+    """Load the attacker at this level in a runtime whose kernel refuses these calls, and return its report."""
     paths = [str(Path(__file__).parents[2]), *sys.path]
     program = [sys.executable, "-c", PROGRAM, level, str(folder)]
     if not has_capabilities:
@@ -178,7 +178,7 @@ def test_strict_goes_without_namespaces_and_says_so(is_root: bool) -> None:
 def test_a_root_without_rights_has_no_users_to_give_and_serves(
     model_folder: Path, is_root: bool
 ) -> None:
-    """As in a container that takes them from it."""
+    """Some containers take these rights from root."""
     if not is_root:
         pytest.skip("this user has none to lose")
     found = loaded("strict", model_folder, has_capabilities=False)

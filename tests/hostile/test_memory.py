@@ -64,6 +64,7 @@ def hoarder(runtime: moonpool.Runtime, model_folder: Path) -> Iterator[Attacker]
     runtime.unload("hoarder")
 
 
+@pytest.mark.promise("Containment", "All shared memory that a contained …")
 def test_shared_memory_that_was_given_back_and_kept_is_counted(
     runtime: moonpool.Runtime, hoarder: Attacker
 ) -> None:

@@ -96,6 +96,7 @@ def test_there_is_no_network(attackers: Attackers, scene: dict[str, Any], attemp
     assert outcome.word in ATTEMPTS[attempt].strict, outcome
 
 
+@pytest.mark.promise("Hostile models", "The same attacks succeed without a …")
 @pytest.mark.parametrize("attempt", [name for name, each in ATTEMPTS.items() if each.off])
 def test_without_a_sandbox_there_is_a_network(
     attackers: Attackers, scene: dict[str, Any], attempt: str

@@ -18,8 +18,8 @@ from tests.server.running import running
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.sandbox import users
-from moonpool.stub.sandbox.mounts import closed_above
+from moonpool.runtime.isolation import users
+from moonpool.stub.sandbox.granted import closed_above
 
 GONE_S = 20.0
 MIB = 1 << 20
@@ -108,13 +108,19 @@ def load(
 
 
 def leave(runtime: moonpool.Runtime, *mebibytes: int) -> None:
-    runtime.infer("leaving", {"MEBIBYTES": np.array(mebibytes, np.int32)}, timeout_s=30.0)
+    runtime.infer("leaving", {"MEBIBYTES": np.array(mebibytes, np.int32)}, timeout_s=60.0)
 
 
 def pid_of(runtime: moonpool.Runtime) -> int:
     return int(str(runtime.instances("leaving")[0]["pid"] or 0))
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "Processes that a contained model started, also in a session of their own and at import, "
+    "end with it, with its template and with a runtime that is killed: by a PID namespace, else "
+    "by a user that only they have. If there is neither, nor a cgroup, the model does not load.",
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_model_left_ends_when_it_is_unloaded(
     runtime: moonpool.Runtime, folder: Path, name: str, way: str
@@ -128,6 +134,7 @@ def test_what_a_model_left_ends_when_it_is_unloaded(
     wait_until(lambda: not left(name), GONE_S, "their end")
 
 
+@pytest.mark.promise("Layers of the sandbox", "Processes that a contained model started, …")
 @pytest.mark.parametrize("way", WAYS)
 def test_what_an_instance_left_ends_with_it(
     runtime: moonpool.Runtime, folder: Path, name: str, way: str
@@ -144,6 +151,7 @@ def test_what_an_instance_left_ends_with_it(
         runtime.unload("leaving")
 
 
+@pytest.mark.promise("Layers of the sandbox", "Processes that a contained model started, …")
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_left_of_a_server_that_was_killed(folder: Path, name: str, way: str) -> None:
     lines = "".join(
@@ -163,6 +171,10 @@ def test_nothing_is_left_of_a_server_that_was_killed(folder: Path, name: str, wa
     wait_until(lambda: not left(name), GONE_S, "their end")
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "The memory of a contained model's processes is limited together.",
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_is_limited_over_all_of_them(
     runtime: moonpool.Runtime,
@@ -205,6 +217,7 @@ with moonpool.Runtime() as runtime:
 """
 
 
+@pytest.mark.promise("Layers of the sandbox", "Processes that a contained model started, …")
 @pytest.mark.parametrize("level", ["strict", "best-effort"])
 def test_without_namespaces_they_end_by_their_user_or_there_are_none(
     folder: Path, name: str, level: str, is_root: bool

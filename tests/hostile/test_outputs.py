@@ -1,4 +1,4 @@
-"""What leaves a model beside its answers: its log, its errors, its metrics; and what it sees of the runtime."""
+"""Output of a model beside its answers (log, errors, metrics), and facts of the runtime that it sees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hostile.conftest import Attackers
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.stub.sandbox.files import pinned_files
+from moonpool.stub.sandbox.landlock import pinned_files
 
 LEVELS = ["standard", "strict"]
 
@@ -62,6 +62,12 @@ def quiet(runtime: moonpool.Runtime, model_folder: Path, level: str) -> Iterator
     runtime.unload("quiet")
 
 
+@pytest.mark.promise(
+    "Limits",
+    "Lines over the limit are counted and cost next to nothing, and the log names the option "
+    "that limits them. The output of a process that prints without end is read when its turn "
+    "comes.",
+)
 @pytest.mark.parametrize("what", ["log", "write_output"])
 def test_a_flood_of_lines_is_heard_in_part(
     quiet: Attacker, caplog: pytest.LogCaptureFixture, level: str, what: str
@@ -121,6 +127,7 @@ def test_the_place_that_a_line_names_is_no_line_of_its_own(
     assert said.isprintable()
 
 
+@pytest.mark.promise("Metrics", "No metric of a model, and …")
 def test_a_model_s_figures_do_not_pass_for_another_s(
     runtime: moonpool.Runtime, attackers: Attackers, level: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a model may do to its runtime, to its siblings, and in the way of more processes."""
+"""Acts of a model on its runtime and its siblings, and attempts to start processes."""
 
 from __future__ import annotations
 
@@ -142,6 +142,7 @@ def nobody_s_pid() -> int:
     return next(pid for pid in range(highest - 1, 1, -1) if not Path(f"/proc/{pid}").exists())
 
 
+@pytest.mark.promise("Layers of the sandbox", "A process may name only itself …")
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_model_learns_of_no_number_whether_it_is_a_process(
     attackers: Attackers, scene: dict[str, Any], question: str
@@ -180,7 +181,7 @@ YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def dumpable(value: int) -> int:
-    """Whether processes of this user may look into this one; sets it, and returns what it was."""
+    """Set if processes of this user may look into this one, and return the setting before."""
     libc = ctypes.CDLL(None)
     before = int(libc.prctl(PR_GET_DUMPABLE))
     libc.prctl(PR_SET_DUMPABLE, value)
@@ -195,6 +196,7 @@ def exposed() -> Iterator[None]:
     dumpable(before)
 
 
+@pytest.mark.promise("Hostile models", "The same attacks succeed without a sandbox.")
 @pytest.mark.usefixtures("exposed")
 @pytest.mark.parametrize("attempt", [name for name, each in ATTEMPTS.items() if each.off])
 def test_without_a_sandbox_other_processes_are_within_reach(
@@ -246,7 +248,7 @@ def test_a_model_is_in_a_session_of_its_own(attackers: Attackers, level: str) ->
 
 
 def test_no_process_of_its_user_may_look_into_a_model(attackers: Attackers) -> None:
-    """What may not be looked into shows in the owner of its files: root, whoever it runs as."""
+    """The files in /proc of a protected process belong to root, whatever its user is."""
     pid = attackers("strict").pid
 
     assert os.stat(f"/proc/{pid}/environ").st_uid == 0

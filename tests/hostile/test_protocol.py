@@ -155,11 +155,11 @@ def test_another_model_s_requests_are_in_no_memory_that_this_one_sees(
     settings = {} if level == "standard" else {"SANDBOX_MODELS": "sibling"}
     attacker = load_attacker(runtime, level, model_folder, "asking", **settings)
     try:
-        runtime.infer("sibling", {"X": words(SECRET)}, timeout_s=30.0)
+        runtime.infer("sibling", {"X": words(SECRET)}, timeout_s=60.0)
         assert attacker.finds("protocol.search", backwards=SECRET[::-1]) == 0
 
         assert attacker.finds("protocol.ask", model="sibling", count=1 << 20) == 1 << 20
-        runtime.infer("sibling", {"X": words(SECRET)}, timeout_s=30.0)
+        runtime.infer("sibling", {"X": words(SECRET)}, timeout_s=60.0)
 
         found = attacker.finds("protocol.search", backwards=SECRET[::-1])
         assert found == 0 or level == "standard"

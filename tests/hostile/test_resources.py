@@ -1,7 +1,7 @@
-"""Resources that the kernel counts for all processes of a user, or for nobody: a contained model has few of each, or none.
+"""Resources that the kernel counts for all processes of a user, or not at all. A contained model has few of each, or none.
 
-Each row of the table in SANDBOX.md has its test here. At `off` the same attempts succeed, so that a test that could not
-fail is noticed.
+Each row of the table in SANDBOX.md has its test here. At `off` the same attempts succeed, which shows that the tests can
+fail.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ NOT_GIVEN: dict[str, tuple[str, dict[str, Any], str | None]] = {
 }
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "Everything that the kernel holds for a contained model, apart from its memory, is bounded "
+    "or refused. Without a sandbox a model gets more.",
+)
 @pytest.mark.parametrize("what", NOT_GIVEN)
 def test_of_some_things_a_contained_model_has_none(attackers: Attackers, what: str) -> None:
     attempt, arguments, _ = NOT_GIVEN[what]
@@ -94,6 +99,7 @@ BOUNDED: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.promise("Layers of the sandbox", "Everything that the kernel holds …")
 @pytest.mark.parametrize("what", BOUNDED)
 def test_of_others_it_has_no_more_than_its_bound(attackers: Attackers, what: str) -> None:
     attempt, arguments, most = BOUNDED[what]
@@ -103,6 +109,7 @@ def test_of_others_it_has_no_more_than_its_bound(attackers: Attackers, what: str
     assert 0 < found <= most
 
 
+@pytest.mark.promise("Layers of the sandbox", "Everything that the kernel holds …")
 @pytest.mark.parametrize("what", BOUNDED)
 def test_without_a_sandbox_it_has_more(attackers: Attackers, what: str) -> None:
     attempt, arguments, most = BOUNDED[what]

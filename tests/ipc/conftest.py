@@ -1,4 +1,4 @@
-"""What the tests of channels and messages share."""
+"""Fixtures for tests of channels and messages."""
 
 from __future__ import annotations
 

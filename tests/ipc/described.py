@@ -1,4 +1,4 @@
-"""What the message tables describe: drawn from them, and read plainly to hold the codec against."""
+"""Messages drawn from the tables, and a plain reading of the tables with which the codec is compared."""
 
 from __future__ import annotations
 
@@ -10,11 +10,28 @@ from hypothesis import strategies as st
 
 from moonpool.ipc.codec import Codec, encode
 from moonpool.ipc.errors import RemoteProtocolError
-from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
-from moonpool.ipc.messages import CALLS, CONTROL, WORK, Kind, Message, Side
+from moonpool.ipc.messages import (
+    CALLS,
+    CONTROL,
+    WORK,
+    Flag,
+    Int,
+    Kind,
+    ListOf,
+    Maybe,
+    Message,
+    OneOf,
+    Packed,
+    Raw,
+    Real,
+    Row,
+    Side,
+    Table,
+    Text,
+)
 
 if TYPE_CHECKING:
-    from moonpool.ipc.fields import Spec
+    from moonpool.ipc.messages import Spec
 
 TABLES = {"work": WORK, "control": CONTROL, "calls": CALLS}
 ROWS = [(name, kind) for name, table in TABLES.items() for kind in table]

@@ -17,10 +17,10 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from tests.heap_region import HeapRegion
 
 from moonpool.ipc.arena import Arena, Block, growth_bytes
 from moonpool.ipc.errors import OutOfMemory
-from moonpool.ipc.heap import HeapRegion
 from moonpool.ipc.memory import ALIGNMENT, Region
 
 PAGE = 4096
@@ -165,7 +165,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.arena.find(self.numbers + 1, 0) is None
 
     def teardown(self) -> None:
-        """All that is free becomes one extent again: a block as large as the region fits."""
+        """The free bytes become one extent again, so a block as large as the region fits."""
         for block in list(self.stamps):
             while block.holds:
                 self.arena.release(block)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
-from moonpool.ipc import bytes_tensor
-from moonpool.ipc.bytes_tensor import decode_bytes, encode_bytes
+from moonpool.ipc import tensors
 from moonpool.ipc.errors import BadTensor
+from moonpool.ipc.tensors import decode_bytes, encode_bytes
 
 SHAPES = npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 STRING_ARRAYS = npst.arrays(np.object_, SHAPES, elements=st.binary(max_size=20), fill=st.nothing())
@@ -123,7 +123,7 @@ def test_a_subclass_cannot_lie_about_its_length() -> None:
 def test_an_element_that_its_length_field_cannot_hold_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bytes_tensor, "MAX_STRING_BYTES", 3)
+    monkeypatch.setattr(tensors, "MAX_STRING_BYTES", 3)
 
     assert encode_bytes(strings(b"123"))
     with pytest.raises(BadTensor, match="tensor 'X' has 4 bytes, and 3 is the most"):

@@ -177,6 +177,7 @@ def test_a_channel_that_this_side_closed_says_so(
     assert ours.fileno() == -1
 
 
+@pytest.mark.promise("Containment", "Neither side of a channel can …")
 def test_sending_never_blocks_on_a_peer_that_does_not_read(ends: Ends) -> None:
     ours, theirs = ends
     sent = _fill(ours)
@@ -202,6 +203,7 @@ def test_sending_on_the_stubs_side_waits_until_the_peer_reads(ends: Ends) -> Non
     assert received == [*sent, b"at last"]
 
 
+@pytest.mark.promise("Containment", "Neither side of a channel can make the other block.")
 def test_a_peer_cannot_make_this_side_block(ends: Ends) -> None:
     ours, theirs = ends
     flags = fcntl.fcntl(theirs.fileno(), fcntl.F_GETFL)

@@ -1,4 +1,4 @@
-"""Descriptors that travel with packets: nobody ends up with one that was not asked for."""
+"""Descriptors in packets: no process gets one for which it did not ask."""
 
 from __future__ import annotations
 

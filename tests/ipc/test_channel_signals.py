@@ -23,7 +23,7 @@ def _is_blocked(thread: threading.Thread) -> bool:
 
 
 class Rang(Exception):
-    """What the signal handler raises."""
+    """Raised by the signal handler."""
 
 
 @pytest.fixture

@@ -20,11 +20,25 @@ from tests.ipc.described import EVERY_ROW, TABLES, fits, message_fits, messages,
 from moonpool.ipc import codec
 from moonpool.ipc.codec import compile_check, control_codec, encode, work_codec
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
-from moonpool.ipc.fields import Int, ListOf, OneOf, Raw, Row, Table, Text
-from moonpool.ipc.messages import CALLS, CONTROL, NO_DEVICE, WORK, Kind, Message, Side
+from moonpool.ipc.messages import (
+    CALLS,
+    CONTROL,
+    NO_DEVICE,
+    WORK,
+    Int,
+    Kind,
+    ListOf,
+    Message,
+    OneOf,
+    Raw,
+    Row,
+    Side,
+    Table,
+    Text,
+)
 
 if TYPE_CHECKING:
-    from moonpool.ipc.fields import Spec
+    from moonpool.ipc.messages import Spec
 
 pytestmark = pytest.mark.usefixtures("_either_msgpack")
 
@@ -46,6 +60,10 @@ def test_every_message_of_the_tables_arrives_as_it_was(
         assert fits(Row(kind=Int(), **TABLES[channel][kind].fields), received)
 
 
+@pytest.mark.promise(
+    "The wire",
+    "Limits of texts are in bytes of UTF-8. A text is cut between two characters.",
+)
 @pytest.mark.parametrize("letter", ["a", "é", "€", "😀"])
 def test_texts_are_limited_by_their_bytes(letter: str) -> None:
     message = Message(Side.STUB, {"text": Text(120)})

@@ -13,7 +13,14 @@ from moonpool.ipc.codec import Codec, compile_check, encode
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
 
-pytestmark = pytest.mark.usefixtures("_either_msgpack")
+pytestmark = [
+    pytest.mark.usefixtures("_either_msgpack"),
+    pytest.mark.promise(
+        "Containment",
+        "Only packets that the tables describe are accepted. Any other packet causes an "
+        "error, and nothing else.",
+    ),
+]
 
 
 @EVERY_ROW

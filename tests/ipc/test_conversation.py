@@ -24,6 +24,8 @@ from moonpool.ipc.errors import (
 )
 from moonpool.ipc.messages import WORK, Kind, Side
 
+pytestmark = pytest.mark.promise("Containment", "Only packets that the tables describe …")
+
 LARGE = "x" * (MAX_PACKET_BYTES + 1)
 SPOKEN = [kind for kind in WORK if kind is not Kind.INDIRECT]
 

@@ -1,4 +1,4 @@
-"""How much memory is left, read from files that say so."""
+"""The memory that is left, as files of the kernel say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.ipc.headroom import headroom_bytes
+from moonpool.ipc.region import headroom_bytes
+
+pytestmark = pytest.mark.promise("Executing in a tritonserver", "Memory of an instance grows as …")
 
 KIB, MIB = 1 << 10, 1 << 20
 

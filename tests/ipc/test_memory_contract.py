@@ -1,7 +1,7 @@
-"""What every kind of memory promises, tried on each kind there is.
+"""The memory contract, tested on every kind of memory.
 
-Whoever adds a kind adds a line to `HOST` or to `DEVICE`. What is promised of memory that the processor can look at is tried on
-`host_region`, the rest on `region`.
+For another kind of memory, add a line to `HOST` or to `DEVICE`. Promises about memory that the processor can read are tested on
+`host_region`, the others on `region`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.heap_region import HeapRegion
 
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
 from moonpool.ipc.errors import Closed
-from moonpool.ipc.heap import HeapRegion
 from moonpool.ipc.memory import Lease, Region, lease_of, offset_in
 from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.tensors import BF16, DTYPES, code_of
+
+pytestmark = pytest.mark.promise(
+    "Device memory",
+    "Regions on a device keep the same memory contract as those in ordinary memory: size, "
+    "zeros, bytes in C order, leases that release their block once, memory that stays "
+    "valid after close.",
+)
 
 ID = 7
 SIZE_BYTES = 8192
@@ -119,7 +126,7 @@ def viewed(lease: Lease | DeviceLease, dtype: type, count: int, offset: int = 0)
 
 
 def values(array: Any) -> list[Any]:
-    """What an array holds."""
+    """Return the contents of an array."""
     return list((array.to_host() if isinstance(array, DeviceArray) else array).tolist())
 
 
@@ -234,6 +241,10 @@ def test_a_lease_beyond_the_region_is_refused_and_gives_nothing_back(
     assert returned.tokens == []
 
 
+@pytest.mark.promise(
+    "Requests",
+    "An output's memory is released once, when its last view is collected.",
+)
 def test_a_lease_gives_its_block_back_once_when_it_is_dropped(
     region: Region, returned: Returns
 ) -> None:
@@ -259,6 +270,7 @@ def test_a_lease_lives_as_long_as_its_last_view(region: Region, returned: Return
     assert returned.tokens == ["block"]
 
 
+@pytest.mark.promise("Requests", "An output's memory is released once, …")
 @pytest.mark.parametrize(
     "derive",
     [

@@ -46,16 +46,17 @@ def _descriptors() -> int:
 
 
 def _child(program: str, *arguments: str, fds: tuple[int, ...] = ()) -> str:
-    """What a program prints that has moonpool on its path, in a process of its own."""
+    """Run a program with moonpool on its path in a process of its own, and return its output."""
     lines = f"import sys\nsys.path[:] = {sys.path!r}\n{textwrap.dedent(program)}"
     ended = subprocess.run(
         [sys.executable, "-I", "-c", lines, *arguments],
-        pass_fds=fds, capture_output=True, text=True, check=False, timeout=30,
+        pass_fds=fds, capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()
 
 
+@pytest.mark.promise("Containment", "A stub cannot resize, seal or take away shared memory.")
 @pytest.mark.parametrize("size_bytes", [0, SIZE_BYTES - 4096, SIZE_BYTES + 4096])
 def test_nobody_can_resize_a_region(region: SharedRegion, size_bytes: int) -> None:
     with pytest.raises(PermissionError):
@@ -69,6 +70,7 @@ def test_nobody_can_grow_a_region_by_writing_behind_its_end(region: SharedRegion
         os.pwrite(region.fd, b"x", SIZE_BYTES)
 
 
+@pytest.mark.promise("Containment", "A stub cannot resize, seal or …")
 @pytest.mark.parametrize("seal", [fcntl.F_SEAL_WRITE, SHRINK, SEAL])
 def test_nobody_can_seal_a_region_further(region: SharedRegion, seal: int) -> None:
     with pytest.raises(PermissionError):
@@ -90,6 +92,10 @@ def test_all_of_a_region_is_allocated_when_it_is_made(region: SharedRegion) -> N
     assert os.fstat(region.fd).st_blocks * 512 >= SIZE_BYTES
 
 
+@pytest.mark.promise(
+    "Containment",
+    "Shared memory has no name in `/dev/shm`, and is gone when its processes have ended.",
+)
 def test_a_region_has_no_name_in_dev_shm() -> None:
     before = set(os.listdir("/dev/shm"))
     region = SharedRegion.create(7, SIZE_BYTES)
@@ -128,6 +134,7 @@ def test_another_process_sees_the_bytes_and_writes_into_them(region: SharedRegio
     assert bytes(region.memory()[:4]) == b"back"
 
 
+@pytest.mark.promise("Containment", "Shared memory has no name in …")
 def test_a_region_outlives_the_process_that_made_it_and_no_longer() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -174,6 +181,10 @@ def test_running_into_a_limit_is_a_clean_error_that_leaves_nothing_open() -> Non
 
 
 # The kernel would allocate until it kills somebody; the limit is there in case the look fails.
+@pytest.mark.promise(
+    "Containment",
+    "Running out of memory is an error when memory is asked for, not a signal later.",
+)
 @pytest.mark.parametrize("size_bytes", [2**50, 2**62, 2**63, 2**80])
 def test_more_than_the_machine_has_is_refused_before_it_is_taken(size_bytes: int) -> None:
     said = _child(

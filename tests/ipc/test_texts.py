@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.ipc.texts import beginning, end, size_of
+from moonpool.ipc.messages import beginning, end, size_of
+
+pytestmark = pytest.mark.promise("The wire", "Limits of texts are in bytes …")
 
 TEXTS = st.text(st.characters() | st.sampled_from("aé€😀\ud800"))
 

@@ -10,6 +10,9 @@ from tests.vectors.make import CHANNELS, FOLDER, read, text
 EVERY_CHANNEL = pytest.mark.parametrize("channel", CHANNELS)
 
 
+@pytest.mark.promise(
+    "The wire", "A packet keeps the meaning that it had when the protocol's version was made."
+)
 @EVERY_CHANNEL
 def test_every_packet_is_read_as_it_was_when_the_vectors_were_made(channel: str) -> None:
     _, sides = CHANNELS[channel]

@@ -1,4 +1,4 @@
-"""Answers other models in the way that its file's parameter MODE names."""
+"""Answers other models in the way that the parameter MODE names."""
 
 import json
 import os
@@ -21,7 +21,7 @@ class TritonPythonModel:
         return [self.answer(request) for request in requests]
 
     def stream(self, request):
-        """As many responses as X says, or until nobody wants them."""
+        """Send as many responses as X says, or until the request is cancelled."""
         sender = request.get_response_sender()
         x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
         count = int(x[0]) if self.mode == "stream" else 1 << 60

@@ -1,6 +1,6 @@
-"""Asks other models, in the way that its input DO names, with its input X.
+"""Calls other models, in the way that its input DO names, with its input X.
 
-`{...}` behind the name is JSON with what that way needs. Y is what came of it in numbers, SAID in words.
+`{...}` behind the name is JSON with the arguments. Y has the result as numbers, SAID as text.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def often(x, times):
 
 
 def unnamed(x):
-    """Names no outputs."""
+    """Ask for no outputs by name."""
     return y_of(request(x, output="").exec())
 
 
@@ -62,7 +62,7 @@ def gathered(x, times, model="square"):
 
 
 def given_up(x, model):
-    """Cancels a coroutine that waits."""
+    """Cancel a coroutine that waits."""
 
     async def ask():
         waiting = asyncio.ensure_future(request(x, model=model).async_exec())
@@ -88,7 +88,7 @@ def in_threads(x, threads, times):
 
 
 def mixed(x, times):
-    """Threads and coroutines at the same time."""
+    """Call from threads and coroutines at the same time."""
     sums = [None, None]
     one = threading.Thread(target=lambda: sums.__setitem__(0, in_threads(x, 3, times)))
     other = threading.Thread(target=lambda: sums.__setitem__(1, gathered(x, times)))
@@ -158,7 +158,7 @@ def child_report(x):
 
 
 def dead_child(x):
-    """A child that is killed while it waits; the stub goes on."""
+    """Kill a child while it waits; the stub goes on."""
 
     def ask():
         request(x, model="slow").exec()
@@ -172,7 +172,7 @@ def dead_child(x):
 
 
 def recursive(x, depth, timeout=0):
-    """Asks this very model to ask itself, and so on; says why where that fails."""
+    """Ask this very model to ask itself, and so on; returns the error if that fails."""
     if not depth:
         return x
     do = ["recursive" + json.dumps({"depth": depth - 1, "timeout": timeout})]
@@ -192,7 +192,7 @@ def iterated(x, model="square"):
 
 
 def streamed(x, size=4):
-    """All responses of a model that has many, and what a second loop sees, and a loop after a break."""
+    """Read all responses of a model that has many, in one loop, in a second one, and after a break."""
     x = np.full(size, x[0], np.float32)
     responses = request(x, model="stream").exec(decoupled=True)
     seen = []
@@ -208,7 +208,7 @@ def streamed(x, size=4):
 
 
 def cancelled(x, by):
-    """Leaves an endless stream."""
+    """Leave an endless stream."""
     responses = request(x, model="endless").exec(decoupled=True)
     first = [y_of(next(responses))[0] for _ in range(3)]
     if by == "cancel":
@@ -223,7 +223,7 @@ def cancelled(x, by):
 
 
 def streams(x, count):
-    """Many streams at a time, read by coroutines' threads and in turn."""
+    """Read many streams at a time, by threads of coroutines and in turn."""
     iterators = [request(x, model="stream").exec(decoupled=True) for _ in range(count)]
     return np.array([sum(1 for _ in each) for each in iterators], np.float32)
 
@@ -233,7 +233,7 @@ def strings(x):
     tensor = pb_utils.Tensor("WORDS", words)
     response = request([tensor], model="words", output="OUT_WORDS").exec()
     assert y_of(response, "OUT_WORDS").tolist() == words.tolist()
-    # And once more as it came, without having been looked at here.
+    # And once more as it came, without reading it here.
     again = request([tensor], model="words", output="OUT_WORDS").exec().output_tensors()[0]
     passed = pb_utils.Tensor("WORDS", again.as_numpy())
     response = request([passed], model="words", output="OUT_WORDS").exec()
@@ -241,7 +241,7 @@ def strings(x):
 
 
 def where(x, model="square"):
-    """Whether what came and what goes lies in shared memory."""
+    """Tell whether inputs and outputs lie in shared memory."""
     from moonpool.ipc.memory import lease_of
 
     y = once(x, model=model)
@@ -249,7 +249,7 @@ def where(x, model="square"):
 
 
 def chained(x, size):
-    """A reply goes into the next request, an array of ours, and one that is in shared memory."""
+    """Put a reply, an array of ours, and one in shared memory into the next request."""
     big = pb_utils.empty(size, np.float32)
     big[:] = np.arange(size)
     for array in (big, big + 0):
@@ -261,7 +261,7 @@ def chained(x, size):
 
 
 def echoed(x, size):
-    """What another model hands back as it got it is the very memory that we gave."""
+    """Check that a tensor which another model hands back is the very memory that we gave."""
     big = pb_utils.empty(size, np.float32)
     big[:] = 7
     back = once(big, model="mirror", output="OUT_X")
@@ -287,7 +287,7 @@ def kept(x):
 
 
 def late(x):
-    """Asks when this batch has been answered."""
+    """Call after this batch has been answered."""
 
     def ask():
         LATE.wait()
@@ -335,7 +335,7 @@ def initialized(x):
 
 
 def memory(x, times):
-    """Shared memory that this process maps, in kB, after so many calls."""
+    """Return the shared memory that this process maps, in kB, after so many calls."""
     for i in range(times):
         once(x)
     with open("/proc/self/maps") as maps:

@@ -1,4 +1,4 @@
-"""An `execute` that is a coroutine, and does what its input HOW names."""
+"""A model whose `execute` is a coroutine, and does what its input HOW names."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ def response(value):
 
 
 async def meet(request):
-    """Waits until another one is here as well."""
+    """Wait until another coroutine is here as well."""
     STATE["inside"] += 1
     STATE["most"] = max(STATE["most"], STATE["inside"])
     for _ in range(10_000):

@@ -1,6 +1,6 @@
-"""Ends badly in the place and the way it is told.
+"""Ends badly at a given point in a given way.
 
-While it is loaded and ended, `FAULT_AT` ("place:way") in its environment tells; while it executes, the
+While it is loaded and ended, `FAULT_AT` ("place:way") in its environment decides; while it executes, the
 input COMMAND does. The command "answer" is answered with the process's id.
 """
 
@@ -15,8 +15,8 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from moonpool.ipc.channel import Channel
-from moonpool.stub import placement
-from moonpool.stub.batch import Batch
+from moonpool.stub.peers import placement
+from moonpool.stub.peers.batch import Batch
 
 
 def end(way):
@@ -96,7 +96,7 @@ def end_here(place):
 
 
 def hook(owner, name, way, *, after):
-    """Make moonpool's own method of the stub end badly at its next call."""
+    """Make a method of the stub itself end badly at its next call."""
     real = getattr(owner, name)
 
     def replacement(*args):

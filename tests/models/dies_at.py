@@ -1,6 +1,6 @@
 """Ends its process at a chosen message: the parameter DIE_AT counts them, before and after each is sent or read.
 
-Does so once: the file MARKER tells that it was done.
+It does so once: the file MARKER says that it was done.
 """
 
 import gc
@@ -63,7 +63,7 @@ def until_cancelled(sender):
 
 
 def ask(how):
-    """Ask the other model; the texts of its responses."""
+    """Ask the other model; returns the texts of its responses."""
     tensor = pb_utils.Tensor("HOW", np.array([how.encode()], np.object_))
     request = pb_utils.InferenceRequest(
         inputs=[tensor], requested_output_names=["SAID"], model_name="other"
@@ -96,7 +96,7 @@ class TritonPythonModel:
                 for text in ask("late" if how == "ask late" else "plain"):
                     sender.send(said(text))
             elif how == "ask lost":
-                # Dropped unread: the runtime is told that nobody wants the rest.
+                # Dropped unread: the runtime learns that nobody wants the rest.
                 tensor = pb_utils.Tensor("HOW", np.array([b"until cancelled"], np.object_))
                 pb_utils.InferenceRequest(
                     inputs=[tensor], requested_output_names=["SAID"], model_name="other"

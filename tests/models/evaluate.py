@@ -7,7 +7,7 @@ import triton_python_backend_utils as pb_utils
 def text_of(error):
     try:
         return str(error)
-    except Exception:  # of what the expression put in it
+    except Exception:  # without the names that the expression added
         return "no text"
 
 

@@ -1,6 +1,6 @@
-"""Evaluates the expressions it is sent, so that a test can say everything that it asks of pb_utils.
+"""Evaluates the expressions that it is sent, so that a test can call anything in pb_utils.
 
-A parameter `AT_START` is evaluated in `initialize`; `self.said` has what came of it. `import_it` fails the import.
+A parameter `AT_START` is evaluated in `initialize`; `self.said` has the result. `import_it` fails the import.
 """
 
 import json

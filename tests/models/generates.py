@@ -1,6 +1,6 @@
-"""Counts down from X, once an execute: a request is rescheduled until it is at 0. Y is what is left.
+"""Counts down from X, once in each execute: a request is rescheduled until it reaches 0. Y is the rest.
 
-Where it is decoupled, each step is a response. What it saw is appended to the file that the parameter `log` names.
+If it is decoupled, each step is a response. Each request is appended to the file that the parameter `log` names.
 """
 
 import json

@@ -18,7 +18,7 @@ class Library:
         self.stream = self.device.new_stream()
 
     def copy(self, source):
-        """An array that is going to have what the source has."""
+        """An array that is going to have the contents of the source."""
         capsule = dlpack.look(source.__dlpack__(stream=self.stream))
         capsule.take()
         made = Array(self, capsule.shape, capsule.size_bytes)

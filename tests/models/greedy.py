@@ -1,4 +1,4 @@
-"""Takes of the machine what its input COMMAND says, and answers with what it was asked about."""
+"""Takes the resources that its input COMMAND names, and answers with the figure asked for."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ NEVER = threading.Event()
 
 
 def keep(size):
-    # Every page is touched: memory that is only promised is not resident.
+    # Touch every page: memory that is only promised is not resident.
     KEPT.append(np.ones(int(size), np.uint8))
 
 

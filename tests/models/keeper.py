@@ -2,10 +2,10 @@
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from moonpool.stub import peers
+from moonpool.stub.peers import peer
 
-# Gives back at once what it grew by.
-peers._KEEP_S = 0.05
+# Let it give back at once the memory that it grew by.
+peer._KEEP_S = 0.05
 
 KEPT = []
 

@@ -1,4 +1,4 @@
-"""Keeps the senders of requests with an N, and tells one without how many of those are cancelled."""
+"""Keeps the senders of requests with an N, and answers one without N with the number of cancelled ones."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

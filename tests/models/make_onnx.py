@@ -1,4 +1,4 @@
-"""Writes ONNX models into the repository that is its argument. A program of its own: onnx is heavy."""
+"""Writes ONNX models into the repository that is its argument. A separate program, as onnx is heavy."""
 
 import sys
 from pathlib import Path
@@ -73,7 +73,7 @@ write(
     [("Y", T.STRING, [None])],
     config='backend: "onnxruntime" input [ { name: "X" data_type: TYPE_STRING dims: [ -1 ] } ]',
 )
-# How many there are, the data decides; and a scalar.
+# The data decides the number of elements; the other output is a scalar.
 write(
     "nonzero",
     [h.make_node("NonZero", ["X"], ["Y"]), h.make_node("ReduceSum", ["X"], ["S"], keepdims=0)],

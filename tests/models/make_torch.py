@@ -1,4 +1,4 @@
-"""Writes PyTorch models into the repository that is its argument. A program of its own: torch is heavy."""
+"""Writes PyTorch models into the repository that is its argument. A separate program, as torch is heavy."""
 
 import sys
 from pathlib import Path
@@ -118,7 +118,7 @@ torch.export.save(
     / "model.pt2",
 )
 program = torch.export.export(AddSub(), (torch.ones(3), torch.ones(3)))
-# No backend is named: the file says enough.
+# No backend is named: the file is enough.
 torch.export.save(
     program,
     folder(

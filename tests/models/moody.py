@@ -1,4 +1,4 @@
-"""Says of its readiness what it was told to in X, or does not come to say it."""
+"""Answers questions about its readiness as X set it, or fails to answer."""
 
 import asyncio
 import os

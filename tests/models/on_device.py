@@ -1,6 +1,6 @@
 """A model for a device that computes on the processor: what is on the device is copied to it and back.
 
-HOW says what becomes of X: `pass` it through, `add` one in new memory on the device, `copy` it there and wait for nothing,
+HOW says what it does with X: `pass` it through, `add` one in new memory on the device, `copy` it there and wait for nothing,
 `host` for one more in ordinary memory,
 `keep` it and pass through what was kept before, `ask NAME` to have another model pass it, `die`; `fault` has the fake driver refuse
 everything from then on.
@@ -59,7 +59,7 @@ class TritonPythonModel:
         return pb_utils.Tensor.from_dlpack("Y", x)
 
     def copy(self, x):
-        """As a library does it: on a stream of its own, which nobody waits for."""
+        """Copy as a library does: on its own stream, which nobody waits for."""
         made = pb_utils.empty(x.shape(), np.float32, device=0)
         if self.stream is None:
             self.stream = made.device.new_stream()

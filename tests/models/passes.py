@@ -1,4 +1,4 @@
-"""Gives every input back under the name OUT_<input>, also those that numpy does not have."""
+"""Gives every input back under the name OUT_<input>, also datatypes that numpy does not have."""
 
 import triton_python_backend_utils as pb_utils
 

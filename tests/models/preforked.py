@@ -1,6 +1,6 @@
-"""Counts in the folder MARKS what it does once in each process, and says what it has from which process.
+"""Counts in the folder MARKS the steps that happen once in each process, and answers which process made its state.
 
-AT_IMPORT and AT_INITIALIZE name what it is to do there.
+AT_IMPORT and AT_INITIALIZE name actions at these points.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def act(place):
 IMPORTED_BY = os.getpid()
 mark("imports")
 act("AT_IMPORT")
-np.ones((256, 256)) @ np.ones((256, 256))  # where the library has threads, they are there now
+np.ones((256, 256)) @ np.ones((256, 256))  # if the library has threads, they run now
 
 
 class TritonPythonModel:

@@ -1,4 +1,4 @@
-"""Breaks the rules of response senders as its input HOW says; answers with the texts it is told."""
+"""Breaks the rules of response senders as its input HOW says, and answers with the texts of the errors."""
 
 import threading
 

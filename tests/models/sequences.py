@@ -1,6 +1,6 @@
 """A model with state: Y says, as JSON, how each request came, and the sum of its sequence so far.
 
-A parameter `gate` names a file that is waited for. X below 0 ends the process.
+The parameter `gate` names a file that it waits for. An X below 0 ends the process.
 """
 
 import json
@@ -39,7 +39,7 @@ class TritonPythonModel:
 
     def told(self, place, request):
         which = request.correlation_id()
-        if not which:  # an empty slot, whose inputs say nothing
+        if not which:  # an empty slot, whose inputs have no meaning
             return {"id": ""}
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         x = float(tensors.pop("X").ravel()[0])

@@ -5,10 +5,10 @@ import threading
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from moonpool.stub import peers
+from moonpool.stub.peers import peer
 
-# Gives back at once what it grew by.
-peers._KEEP_S = peers._LOOK_S = 0.05
+# Let it give back at once the memory that it grew by.
+peer._KEEP_S = peer._LOOK_S = 0.05
 
 KEPT = []
 SEEN = []
@@ -23,7 +23,7 @@ def until_cancelled(request, x):
 
 
 def until_told(request, x):
-    """Says that it has begun, and goes on when the file is gone."""
+    """Report that it has begun, and go on when the file is gone."""
     gate = os.environ["GATE"]
     open(gate + ".begun", "w").close()
     while os.path.exists(gate):

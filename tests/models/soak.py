@@ -13,16 +13,16 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from moonpool.ipc.codec import encode
-from moonpool.stub.reply import Reply
+from moonpool.stub.pb_utils.response import Reply
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 LASTING = (pb_utils.InferenceRequest, pb_utils.InferenceResponse, pb_utils.Tensor, Reply)
-# Nothing of this is ever right, in whatever field of whatever message.
+# Each of these is wrong in every field of every message.
 JUNK = (None, -1, 0, 2**62, 1.5, True, "x" * 300, b"\xc1", [], [[2**62, -1]], [[]] * 9, {})
 
 
 def lie(seed):
-    """Sends the runtime what no stub may, on one of the channels."""
+    """Send the runtime a message that no stub may send, on one of the channels."""
     dice = random.Random(seed)
     channels = [fd for fd in range(3, 64) if is_socket(fd)]
     packet = encode(dice.randrange(50), *dice.choices(JUNK, k=dice.randrange(10)))
@@ -33,7 +33,7 @@ def lie(seed):
 
 
 def hog():
-    """Takes all the memory that it gets, while the other threads of the process work, and gives it back."""
+    """Take all the memory that it gets, while the other threads of the process work, and give it back."""
     taken = []
     for size in (1 << 26, 1 << 20, 1 << 14):
         try:
@@ -68,14 +68,14 @@ def request_to(model, how, x):
 
 
 def taken(response):
-    """The output of another model's response, or its error in the words of that."""
+    """Return the output of another model's response, or raise its error."""
     if response.has_error():
         raise ValueError(response.error().message())
     return pb_utils.get_output_tensor_by_name(response, "Y").as_numpy()
 
 
 def alive():
-    """How many objects of requests and responses there are."""
+    """Count the objects of requests and responses."""
     gc.collect()
     return sum(isinstance(each, LASTING) for each in gc.get_objects())
 
@@ -180,7 +180,7 @@ class TritonPythonModel:
     def send_later(self):
         try:
             self.send_on()
-        except BaseException:  # those who wait for it must not wait for ever
+        except BaseException:  # others wait for it, and must not wait for ever
             os._exit(9)
 
     def send_on(self):

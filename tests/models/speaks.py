@@ -1,7 +1,7 @@
-"""Says `text_input` back `count` times, one response each, and what parameters it was told.
+"""Repeats `text_input` in `count` responses, each with the parameters of the request.
 
-For `count` 0 it goes on until the request is cancelled; for one below 0 it answers with an error. The request with the
-text "cancelled" is told how many requests were.
+If `count` is 0, it goes on until the request is cancelled; below 0, it answers with an error. The request with the
+text "cancelled" gets the number of cancelled requests.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""A coroutine that takes X steps: a request is rescheduled until it took them. Y is how many it took."""
+"""A coroutine that takes X steps: a request is rescheduled until it took them. Y is their number."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -15,7 +15,7 @@ class TritonPythonModel:
             which = request.correlation_id()
             if which:
                 self.taken[which] = self.taken.get(which, 0) + 1
-                # Before the coroutine runs: what comes of the request is for its end to say.
+                # Before the coroutine runs: its end decides what happens to the request.
                 if self.taken[which] < request.inputs()[0].as_numpy().item():
                     request.set_release_flags(AGAIN)
         return self.answer(requests)

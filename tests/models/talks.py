@@ -1,4 +1,4 @@
-"""Executes the lines of CODE one after the other, and answers with what they leave in `said`."""
+"""Executes the lines of CODE one after the other, and answers with the value of `said`."""
 
 import gc
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger("talks")
 
 
 class Parting:
-    """Says something when it is collected, as it is in a cycle."""
+    """Prints something when it is collected: it is part of a cycle."""
 
     def __init__(self, text):
         self.me, self.text = self, text
@@ -23,7 +23,7 @@ class Parting:
 
 
 def in_fork(action):
-    """Do it in a forked child, and return how that ended."""
+    """Run a statement in a forked child, and return its status."""
     pid = os.fork()
     if not pid:
         try:
@@ -36,14 +36,14 @@ def in_fork(action):
 
 
 def in_thread(action):
-    """Do it in a thread of the model's, and wait for its end."""
+    """Run a statement in another thread, and wait for its end."""
     thread = threading.Thread(target=action)
     thread.start()
     thread.join()
 
 
 def everything():
-    """One message of each level, in both ways."""
+    """Log one message of each level, in both ways."""
     for number, say in enumerate(
         (Logger.log_info, Logger.log_warn, Logger.log_error, Logger.log_verbose)
     ):

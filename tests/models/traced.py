@@ -1,4 +1,4 @@
-"""Says which trace its request is part of, or asks another model that: the one its parameter `through` names."""
+"""Answers with the trace that its request is part of, or asks the model that its parameter `through` names."""
 
 import json
 

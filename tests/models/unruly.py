@@ -47,7 +47,7 @@ def not_utf_8():
 
 
 def close_all():
-    # Not at once, so that the answer to this request may still be on its way.
+    # A little later, so that the answer to this request may still be on its way.
     os.closerange(0, 4096)
 
 

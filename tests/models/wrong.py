@@ -1,4 +1,4 @@
-"""Does what CODE says and returns it from `execute`: an expression, or statements that set `result`."""
+"""Runs CODE and returns its value from `execute`: an expression, or statements that set `result`."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""A model that adds, as the repositories of tests have it."""
+"""A model that adds, for the repositories of tests."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def write_model(repository: Path, name: str, *versions: int, config: str = CONFI
 
 
 def rows(*values: float) -> dict[str, Any]:
-    """One row for A, and ones for B."""
+    """Make inputs: one row for A, and ones for B."""
     a = np.array([values], np.float32)
     return {"A": a, "B": np.ones_like(a)}

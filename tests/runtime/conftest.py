@@ -1,4 +1,4 @@
-"""What tests of the runtime share."""
+"""Fixtures for tests of the runtime."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.runtime.recorder import model_directory
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's directory for backends that do not look at it."""
+    """Make a model's directory, for backends that do not look at it."""
     return model_directory(tmp_path / "m", 1)

@@ -1,4 +1,4 @@
-"""A backend without processes that writes down what it is asked to do, and fails or waits where it is told to."""
+"""A backend without processes that records its calls, and fails or waits where a test says so."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 
 from moonpool import Backend, Model, ModelInstance, Response
-from moonpool.runtime.request import InferenceRequest, Outcome
+from moonpool.runtime.model.request import InferenceRequest, Outcome
 
-# How long a test waits for another thread before it fails.
-PATIENCE_S = 30.0
+# The time for which a test waits for another thread before it fails.
+PATIENCE_S = 60.0
 
 Call = tuple[str, str]
 Execute = Callable[[ModelInstance, Sequence[InferenceRequest]], Any]
 
 
 class Planned(Exception):
-    """What the recorder raises where it was told to."""
+    """The error that the recorder raises where a test says so."""
 
 
 def echo(_: ModelInstance, requests: Sequence[InferenceRequest]) -> list[Outcome]:
-    """Every request gets its first input back."""
+    """Answer every request with its first input."""
     return [Response({"Y": request.inputs[0].data.copy()}) for request in requests]
 
 
 class Recorder(Backend):
-    """`calls` has (function, subject) for each call that was made, in order.
+    """A backend that records its calls; `calls` has (function, subject) for each, in order.
 
     A call that is in `failures` raises. `execute` says what an execution returns.
     """
@@ -87,7 +87,7 @@ class Recorder(Backend):
         return [call for call in self.calls if call[0] != "model_instance_execute"]
 
     def check_pairs(self) -> None:
-        """Every initialize that returned has its finalize, and nothing else has one."""
+        """Check that every initialize that returned has its finalize, and nothing else has one."""
         began = Counter(
             (function.replace("initialize", "finalize"), subject)
             for function, subject in self.returned
@@ -110,7 +110,7 @@ def tensor(name: str, datatype: str, *dims: int) -> dict[str, Any]:
 
 
 def config(*, max_batch_size: int = 0, backend: str = "recorder", **more: Any) -> dict[str, Any]:
-    """One FP32 input X and one output Y of any size."""
+    """Make a configuration with one FP32 input X and one output Y of any size."""
     return {
         "backend": backend,
         "max_batch_size": max_batch_size,
@@ -122,22 +122,22 @@ def config(*, max_batch_size: int = 0, backend: str = "recorder", **more: Any) -
 
 
 def counted(count: int) -> dict[str, Any]:
-    """For `config`: so many instances, called m_0_0, m_0_1, ..."""
+    """Make the part of `config` for so many instances, called m_0_0, m_0_1, ..."""
     return {"instance_group": [{"kind": "KIND_CPU", "count": count}]}
 
 
 def x(*values: float) -> dict[str, np.ndarray[Any, Any]]:
-    """Inputs for a model that does not batch."""
+    """Make inputs for a model that does not batch."""
     return {"X": np.array(values, np.float32)}
 
 
 def row(*values: float) -> dict[str, np.ndarray[Any, Any]]:
-    """Inputs of one row for a model that batches."""
+    """Make inputs of one row for a model that batches."""
     return {"X": np.array([values], np.float32)}
 
 
 def model_directory(folder: Path, *versions: int) -> Path:
-    """A model of a repository whose files nobody but a real backend would run."""
+    """Write a model whose files only a real backend would run."""
     for version in versions or (1,):
         (folder / str(version)).mkdir(parents=True)
         (folder / str(version) / "model.py").write_text("class TritonPythonModel: ...\n")

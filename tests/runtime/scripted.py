@@ -1,4 +1,4 @@
-"""A link and a peer over a real socket that says what the test says."""
+"""A link, and a peer over a real socket that sends what the test wants."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.ipc.tensors import CODES
-from moonpool.runtime.allotment import Allotment
-from moonpool.runtime.config import ModelConfig
-from moonpool.runtime.link import Link
-from moonpool.runtime.regions import CallerMemory
-from moonpool.runtime.request import InferenceRequest
-from moonpool.runtime.signature import Signature
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.stubs.allotment import Allotment
+from moonpool.runtime.stubs.link import Link
+from moonpool.runtime.stubs.regions import CallerMemory
 
 KiB = 1024
 FP32, BYTES = CODES["FP32"], CODES["BYTES"]
@@ -29,7 +29,7 @@ Row = list[Any]
 
 
 class Peer(Overflow):
-    """A stub that does nothing by itself. It shares the regions' objects, as both ends are here."""
+    """A stub that does nothing by itself. Both ends are in this process and share the objects of regions."""
 
     def __init__(self, end: Any) -> None:
         self.channel = Channel(end)
@@ -63,13 +63,13 @@ class Peer(Overflow):
         self.rows = unpack_layout(packed)
 
     def input(self, request: int, number: int) -> np.ndarray[Any, Any]:
-        """What lies at the place of an FP32 input."""
+        """Return the values at the place of an FP32 input."""
         _, _, shape, block, offset, _ = self.rows[request][number]
         region, start, _ = self.blocks[block]
         return np.ndarray(shape, np.float32, self.regions[region].buffer, start + offset)
 
     def place(self, values: Sequence[float]) -> list[int]:
-        """A block with these values, for an answer."""
+        """Make a block with these values, for an answer."""
         data = np.array(values, np.float32)
         block = self.arena.allocate(data.nbytes)
         np.ndarray(data.shape, data.dtype, block.region.buffer, block.offset)[...] = data
@@ -100,7 +100,7 @@ class Peer(Overflow):
 
 
 class Pair:
-    """A link and its peer, as after a stub has said that it is loaded."""
+    """Make a link and its peer, in the state after LOADED."""
 
     def __init__(self, *, limit: int | None = None, region_bytes: int = 64 * KiB) -> None:
         ours, theirs = Channel.pair()
@@ -135,22 +135,22 @@ class Pair:
         return self._signature.request({"X": np.asarray(values, np.float32)})
 
     def execute(self, *batch: Any) -> list[InferenceRequest]:
-        """Send a batch, and have the peer read it."""
+        """Send a batch, and let the peer read it."""
         requests = [self.request(values) for values in batch]
         self.link.execute(requests)
         self.peer.receive()
         return requests
 
     def finish(self, requests: list[InferenceRequest]) -> list[dict[str, Any]]:
-        """The outputs of each response."""
+        """Return the outputs of each response."""
         outcomes = self.link.finish(requests)
         assert all(isinstance(outcome, Response) for outcome in outcomes), outcomes
         return [outcome.outputs for outcome in outcomes if isinstance(outcome, Response)]
 
     @property
     def lent_bytes(self) -> int:
-        """What the link's own arena has in use."""
-        return self.link.loans.used_bytes
+        """Return the bytes in use in the link's own arena."""
+        return self.link.borrowed_blocks.used_bytes
 
     def close(self) -> None:
         self.link.conversation.channel.close()
@@ -160,5 +160,5 @@ class Pair:
 
 
 def y(size: int, block: int = 0, offset: int = 0) -> Row:
-    """The row of an output Y of so many elements."""
+    """Make the entry of an output Y of so many elements."""
     return [0, FP32, [size], block, offset, 4 * size]

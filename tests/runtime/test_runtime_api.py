@@ -1,4 +1,4 @@
-"""The runtime from Python: every public method, on real stubs."""
+"""Tests of the runtime from Python: every public method, on real stubs."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def runtime(repository: Path) -> Iterator[Runtime]:
 # Requests
 
 
+@pytest.mark.promise(
+    "Requests",
+    "Requests from threads, event loops and futures get the same answers, and each caller gets "
+    "its own.",
+)
 def test_every_way_to_ask_gives_the_same_answer(runtime: Runtime) -> None:
     async def ask() -> list[Any]:
         outputs = await runtime.ainfer("add", rows(1, 2))
@@ -73,7 +78,7 @@ def test_options_of_request_are_those_of_infer(runtime: Runtime) -> None:
 
 
 def test_a_call_works_inside_a_running_event_loop(runtime: Runtime) -> None:
-    # As in the cells of a notebook.
+    # As classes from cells of a notebook are.
     async def cell() -> float:
         return float(runtime.infer("add", rows(4))["SUM"][0, 0])
 
@@ -94,6 +99,7 @@ def test_several_requests_travel_in_one_message_and_are_answered_each(tmp_path: 
         assert [each["batch_size"] for each in shown["batch_stats"]] == [4]
 
 
+@pytest.mark.promise("Requests", "Requests from threads, event loops …")
 def test_many_callers_of_many_kinds_get_their_own_answers(runtime: Runtime) -> None:
     answers: dict[int, list[float]] = {}
     count = 60
@@ -122,7 +128,7 @@ def test_many_callers_of_many_kinds_get_their_own_answers(runtime: Runtime) -> N
     assert runtime.instances("add")[0]["restarts"] == 0
 
 
-# What is there
+# Models and instances
 
 
 def test_models_and_versions_are_listed(runtime: Runtime) -> None:
@@ -192,3 +198,21 @@ def test_statistics_count_requests_and_executions_of_a_version(runtime: Runtime)
     assert after["inference_count"] - before["inference_count"] == 6
     assert after["execution_count"] - before["execution_count"] == 3
     assert runtime.statistics("versions", 1)["execution_count"] <= 1
+
+
+@pytest.mark.promise("The model repository of a server", "If a model of a repository …")
+def test_one_bad_model_of_a_repository_says_how_to_load_the_others(tmp_path: Path) -> None:
+    write_model(tmp_path, "add", 1)
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "config.pbtxt").write_text('platform: "ensemble"\n')
+    words = "'all' is an ensemble, and moonpool has no ensemble scheduler yet"
+    with pytest.raises(moonpool.MoonpoolError, match=words) as caught, Runtime(tmp_path):
+        pass
+    (note,) = caught.value.__notes__
+    assert note.startswith("One of 2 models could not be loaded, so none is loaded. ")
+
+    with Runtime(tmp_path, models=["add"]) as runtime:  # as the note says
+        assert runtime.models() == {"add": [1]}
+    with pytest.raises(moonpool.MoonpoolError, match=words) as caught:
+        Runtime(tmp_path, models=["all"])
+    assert not hasattr(caught.value, "__notes__")

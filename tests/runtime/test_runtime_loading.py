@@ -1,4 +1,4 @@
-"""Loading from Python: directories, files, classes, versions, interpreters, and several runtimes at once."""
+"""Tests of loading from Python: directories, files, classes, versions, interpreters, and several runtimes at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from tests.runtime.recorder import PATIENCE_S, tensor
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool import Runtime
+from moonpool import Model, Runtime
 
 ROOT = Path(__file__).parents[2]
 NATIVE = """
@@ -57,6 +57,7 @@ def runtime(repository: Path) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.promise("At the limits", "If no thread can be started …")
 def test_an_unload_for_which_there_was_no_thread_can_be_asked_for_again(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,12 +66,32 @@ def test_an_unload_for_which_there_was_no_thread_can_be_asked_for_again(
 
     with Runtime(repository, models=["add"]) as runtime:
         models = runtime._models
-        with models._moves.of("add"):  # as while it is loaded
+        with models._locks.hold("add"):  # as while it is loaded
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", refuse)
                 models.begin_unload("add")
             models.begin_unload("add")
         wait_until(lambda: not runtime.models())
+
+
+def test_a_model_that_no_thread_could_unload_goes_on_in_front_ends(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def serve(name: str, versions: Sequence[Model]) -> None:
+        served.append((name, [each.version for each in versions]))
+
+    served: list[tuple[str, list[int]]] = []
+    with Runtime(repository, models=["add"]) as runtime:
+        models = runtime._models
+        with monkeypatch.context() as patch:
+            patch.setattr(models.stubs.sharing, "serve", serve)
+            patch.setattr(threading.Thread, "start", refuse)
+            models.begin_unload("add")
+        assert runtime.models() == {"add": [1]}
+        assert served[-1] == ("add", [1])
 
 
 def test_a_model_can_be_unloaded_and_loaded_again(repository: Path) -> None:
@@ -143,7 +164,7 @@ def test_a_class_is_loaded_from_its_file() -> None:
 
 
 def _square() -> type:
-    """The class in a module of its own: a stub's interpreter need not have what this file imports."""
+    """Write the class into its own module: a stub's interpreter need not have what this file imports."""
     folder = Path(__file__).parents[1] / "models"
     sys.path.insert(0, str(folder))
     try:
@@ -167,7 +188,7 @@ def test_two_runtimes_know_nothing_of_each_other(repository: Path) -> None:
         assert one.instances("add")[0]["pid"] != other.instances("add")[0]["pid"]
         x = one.empty("add", "A", (1, 2))
         x[...] = 5
-        # Memory of the one is ordinary memory for the other.
+        # Memory of one runtime is ordinary memory for the other.
         for each in (one, other):
             assert each.infer("add", {"A": x, "B": x})["SUM"].tolist() == [[10, 10]]
         one.close()
@@ -177,7 +198,7 @@ def test_two_runtimes_know_nothing_of_each_other(repository: Path) -> None:
         assert repr(one) == "<moonpool.Runtime, closed>"
 
 
-# In a process of its own: libraries that other tests have brought into theirs may not bear to be forked.
+# In another process: libraries that other tests have imported here may not survive a fork.
 FORKED = """
 import asyncio, os, sys
 import numpy as np
@@ -216,11 +237,16 @@ import asyncio, sys
 import numpy as np
 import moonpool
 
+async def ask():
+    # On a busy machine every step may be slow.
+    asyncio.get_running_loop().slow_callback_duration = 3600
+    return await runtime.ainfer("add", inputs)
+
 with moonpool.Runtime(sys.argv[1], models=["add"]) as runtime:
     x = np.ones((1, 4), np.float32)
     inputs = {"A": x, "B": x}
     assert runtime.infer("add", inputs)["SUM"].sum() == 8
-    assert asyncio.run(runtime.ainfer("add", inputs))["SUM"].sum() == 8
+    assert asyncio.run(ask())["SUM"].sum() == 8
     assert runtime.submit("add", inputs).result().outputs["SUM"].sum() == 8
     runtime.unload("add")
     runtime.load("add")

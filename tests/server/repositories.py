@@ -1,4 +1,4 @@
-"""Repositories for tests of servers: models that are quick to load, and such that cannot be loaded."""
+"""Repositories for tests of servers: models that load quickly, and models that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BAD = "raise ValueError('boom')\n"
 def write(
     repository: Path, name: str, text: str = ECHO, config: str = CONFIG, *, version: int = 1
 ) -> Path:
-    """Write a model, or write it anew, such that it is seen to have changed; returns its file."""
+    """Write a model, or write it anew so that a poll sees a change, and return its file."""
     file = repository / name / str(version) / "model.py"
     file.parent.mkdir(parents=True, exist_ok=True)
     before_ns = file.stat().st_mtime_ns if file.exists() else 0

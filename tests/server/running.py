@@ -14,8 +14,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from tests.dispositions import default_signals
 from tests.waiting import wait_until
 
 import moonpool
@@ -26,6 +27,7 @@ _STARTED = {
     "http": re.compile(r"Started HTTPService at \S+:(\d+)"),
     "metrics": re.compile(r"Started Metrics Service at \S+:(\d+)"),
 }
+_OPEN = re.compile(r"Ready|Listening, but not ready")
 # That no test depends on what the machine has set.
 _ENVIRONMENT = {
     name: text for name, text in os.environ.items() if not name.startswith("MOONPOOL_SERVE_")
@@ -33,14 +35,14 @@ _ENVIRONMENT = {
 
 
 class RunningServer:
-    """A server process; `log` is the file with what it says, and `ports` are by "http", "grpc" and "metrics"."""
+    """A server process. `log` is the file with its log, and `ports` are by "http", "grpc" and "metrics"."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
         self.log = log
 
     def text(self) -> str:
-        """What it has said so far."""
+        """Return its log until now."""
         return self.log.read_text()
 
     @property
@@ -51,7 +53,7 @@ class RunningServer:
 
     @property
     def http(self) -> str:
-        """Its address, such as `127.0.0.1:41234`, as clients want it."""
+        """Return its address in the form for clients, such as `127.0.0.1:41234`."""
         return f"127.0.0.1:{self.ports['http']}"
 
     @property
@@ -63,10 +65,10 @@ class RunningServer:
         return f"127.0.0.1:{self.ports['metrics']}"
 
     def get(self, path: str, method: str = "GET", body: bytes | None = None) -> tuple[int, Any]:
-        """Status and body of an answer, the body as JSON where it is that."""
+        """Return status and body of an answer, the body as JSON if it is JSON."""
         request = urllib.request.Request(f"http://{self.http}{path}", body, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=30) as response:
+            with urllib.request.urlopen(request, timeout=60) as response:
                 status, raw = response.status, response.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -76,8 +78,8 @@ class RunningServer:
         except ValueError:
             return status, raw.decode("utf-8", "replace")
 
-    def wait_for(self, text: str, timeout_s: float = 30.0) -> None:
-        """Until it has said this."""
+    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+        """Wait until its log has this text."""
         wait_until(
             lambda: text in self.text() or self.process.poll() is not None, timeout_s, repr(text)
         )
@@ -87,8 +89,8 @@ class RunningServer:
         """Send a signal."""
         self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 40.0) -> int:
-        """The exit code, once it has ended."""
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Wait for its end, and return the exit code."""
         return self.process.wait(timeout_s)
 
 
@@ -101,6 +103,19 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**_ENVIRONMENT, "PYTHONPATH": path, **(extra or {})}
 
 
+def _started(
+    words: Sequence[str], log: IO[bytes], variables: Mapping[str, str] | None
+) -> subprocess.Popen[bytes]:
+    with default_signals():
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(variables),
+        )
+
+
 @contextlib.contextmanager
 def starting(
     *arguments: object,
@@ -108,7 +123,7 @@ def starting(
     before: Sequence[str] = (),
     shares_memory: bool = True,
 ) -> Iterator[RunningServer]:
-    """Start a server on free ports with these arguments beside; it may yet be loading, or fail.
+    """Start a server on free ports with more arguments. It may still be loading when this returns, or fail later.
 
     `before` are words that its command is given to. Unless it `shares_memory`, the server has its default, which
     lets no client do so. At the end it is killed if it runs still.
@@ -120,13 +135,7 @@ def starting(
             ports.append("--allow-client-shm=true")
         with (
             open(path, "wb") as log,
-            subprocess.Popen(
-                [*before, *command(*ports, *arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment(variables),
-            ) as process,
+            _started([*before, *command(*ports, *arguments)], log, variables) as process,
         ):
             try:
                 yield RunningServer(process, path)
@@ -143,7 +152,7 @@ def running(
     before: Sequence[str] = (),
     shares_memory: bool = True,
 ) -> Iterator[RunningServer]:
-    """A server that serves: everything is loaded. At the end it must end in order, with 0.
+    """Run a server until it has loaded everything. At the end it must end in order, with exit code 0.
 
         with running(repository, "--model-control-mode=explicit") as server:
             client = tritonclient.http.InferenceServerClient(server.http)
@@ -155,12 +164,13 @@ def running(
     ) as server:
         wait_until(
             lambda: set(serves) <= set(server.ports) or server.process.poll() is not None,
-            30.0,
+            60.0,
             "the server to start",
         )
         assert server.process.poll() is None, f"the server did not start:\n{server.text()}"
-        # The last line of the start is said when requests are welcome.
-        server.wait_for("Ready")
+        # The last line of the start is said when requests are welcome, also where some models are missing.
+        wait_until(lambda: _OPEN.search(server.text()) or server.process.poll() is not None, 60.0)
+        assert _OPEN.search(server.text()), f"the server ended at its start:\n{server.text()}"
         yield server
         if server.process.poll() is None:
             server.tell(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""How many files a server may have open, and how many of them are for clients."""
+"""The limit of open files, and the part of it that is for clients."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import resource
 
 import pytest
 
-from moonpool.runtime.server import descriptors
-from moonpool.runtime.server.options import ServerOptions
+from moonpool.runtime.server import listening
+from moonpool.runtime.server.options.table import ServerOptions
+
+pytestmark = pytest.mark.promise(
+    "The server (`moonpool serve`)", "Clients that connect and stay leave …"
+)
 
 NO_LIMIT = resource.RLIM_INFINITY
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "All ports together take at most …",
+)
 @pytest.mark.parametrize("frontends", [1, 4])
 @pytest.mark.parametrize("limit", [256, 1024, 20_000])
 def test_half_is_left_to_models(
@@ -19,7 +27,7 @@ def test_half_is_left_to_models(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
 
-    http, grpc = descriptors.connections(ServerOptions(frontends=frontends))
+    http, grpc = listening.connections(ServerOptions(frontends=frontends))
 
     scrapers, told, relayed = http / 8, http / 8, (http * 9 / 8 if frontends > 1 else 0)
     assert 0.48 * limit < http + scrapers + told + relayed + grpc <= 0.5 * limit
@@ -33,8 +41,8 @@ def test_where_there_is_room_there_are_as_many_connections_as_are_asked_for(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     options = ServerOptions(http_max_connections=700, grpc_max_connections=300)
 
-    assert descriptors.connections(options) == (700, 300)
-    assert descriptors.connections(ServerOptions()) == (16_384, 8192)
+    assert listening.connections(options) == (700, 300)
+    assert listening.connections(ServerOptions()) == (16_384, 8192)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +63,6 @@ def test_a_limit_is_raised_and_never_lowered(
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: made.append(wanted))
 
-    descriptors.raise_limit()
+    listening.raise_limit()
 
     assert made == ([] if then is None else [then])

@@ -1,4 +1,4 @@
-"""What clients of a server learn from errors: of what the model did, but not of the machine."""
+"""Errors tell clients of a server what the model did, and nothing of the machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def server(
 
 
 def by_http(server: RunningServer, model: str, value: int, path: str = "infer") -> str:
-    """The error with which a request is answered."""
+    """Return the error that answers a request."""
     tensor = {"name": "IN", "shape": [1, 4], "datatype": "FP32", "data": [value] * 4}
     body: dict[str, Any] = {"id": "r7", "inputs": [tensor]}
     if path != "infer":
@@ -70,7 +70,7 @@ def by_grpc(server: RunningServer, model: str, value: int, *, stream: bool = Fal
         answers: queue.Queue[Any] = queue.Queue()
         client.start_stream(lambda result, error: answers.put(error or result))
         client.async_stream_infer(model, [tensor], request_id="r7")
-        error = answers.get(timeout=30)
+        error = answers.get(timeout=60)
         client.stop_stream()
         return str(error.message())
 
@@ -84,6 +84,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.promise("What a stub says", "The text of a confined model's …")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_confined_model_s_error_tells_nothing_of_the_machine(
     server: RunningServer, way: str
@@ -96,6 +97,7 @@ def test_a_confined_model_s_error_tells_nothing_of_the_machine(
     assert "/confined/1" not in text
 
 
+@pytest.mark.promise("What a stub says", "Errors of other models reach clients as in Triton.")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_plain_model_s_error_is_as_in_triton(server: RunningServer, way: str) -> None:
     text = WAYS[way](server, "plain", 1)
@@ -104,6 +106,11 @@ def test_a_plain_model_s_error_is_as_in_triton(server: RunningServer, way: str) 
     assert "/plain/1/model.py(" in text
 
 
+@pytest.mark.promise(
+    "What a stub says",
+    "The last words of a process, and how it broke the protocol, appear in the log and on "
+    "the page only.",
+)
 @pytest.mark.parametrize("model", LEVELS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_s_last_words_are_for_the_log(
@@ -121,6 +128,7 @@ def test_a_process_s_last_words_are_for_the_log(
     server.wait_for("its last words were: looked for /srv/secret/key")
 
 
+@pytest.mark.promise("What a stub says", "The last words of a process, …")
 def test_the_page_has_the_whole_text(server: RunningServer) -> None:
     by_http(server, "confined", 1)
 

@@ -1,4 +1,4 @@
-"""Repositories into which somebody puts what is no model: each costs itself alone, and is logged once."""
+"""Repositories with things that are no models. Each breaks only itself, and is logged once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.server.repositories import CONFIG, ECHO, write
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime import repository_files
 from moonpool.runtime.errors import LoadFailed
-from moonpool.runtime.frontend.repository_control import RepositoryControl
+from moonpool.runtime.process import files as repository_files
+from moonpool.runtime.server.repository_control import RepositoryControl
 
 IN = {"IN": np.ones((1, 4), np.float32)}
 
@@ -107,6 +107,11 @@ def huge_model(bad: Path) -> None:
         file.truncate(1 << 40)
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "Pipes, devices, links in a circle, folders without end and files of any size in a "
+    "repository break only the model that they belong to, and are logged once.",
+)
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -147,6 +152,7 @@ def test_what_is_no_model_costs_itself_alone_and_is_logged_once(
     assert why in record.getMessage()
 
 
+@pytest.mark.promise("The model repository of a server", "Pipes, devices, links in a circle, …")
 def test_a_link_to_itself_hides_no_other_model(
     runtime: moonpool.Runtime, models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,6 +164,7 @@ def test_a_link_to_itself_hides_no_other_model(
     assert not caplog.records
 
 
+@pytest.mark.promise("The model repository of a server", "Links to models and versions are …")
 def test_links_in_a_model_are_not_followed_when_it_is_looked_for_changes(
     runtime: moonpool.Runtime, models: Path
 ) -> None:
@@ -176,6 +183,11 @@ def test_links_in_a_model_are_not_followed_when_it_is_looked_for_changes(
     assert runtime.instances("good")[0]["pid"] != first
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "Links to models and versions are followed, and changes behind them are seen; other links "
+    "are not followed when a poll looks for changes.",
+)
 def test_links_that_operators_set_are_followed_and_changes_behind_them_seen(
     models: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +211,11 @@ def test_links_that_operators_set_are_followed_and_changes_behind_them_seen(
             assert runtime.instances(name)[0]["pid"] != pid
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "If a repository cannot be read, its models stay as they are, and the other repositories "
+    "are polled.",
+)
 def test_a_repository_that_cannot_be_read_keeps_its_models_and_no_others(
     models: Path,
     tmp_path: Path,
@@ -221,6 +238,7 @@ def test_a_repository_that_cannot_be_read_keeps_its_models_and_no_others(
         assert "has more than 20 files and folders" in record.getMessage()
 
 
+@pytest.mark.promise("The model repository of a server", "Pipes, devices, links in a circle, …")
 def test_a_model_with_too_many_files_is_refused(
     runtime: moonpool.Runtime, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +250,10 @@ def test_a_model_with_too_many_files_is_refused(
         RepositoryControl(runtime).load("bad")
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "The files of a load are bounded in number, depth and length of their paths.",
+)
 @pytest.mark.parametrize(
     ("files", "why"),
     [
@@ -266,6 +288,10 @@ class TritonPythonModel:
 """
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "A model that never ends loading does not stop polls for the others.",
+)
 def test_a_model_that_never_ends_loading_keeps_no_poll_from_the_others(
     runtime: moonpool.Runtime, models: Path
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.runtime.server.log_lines import LogOptions, ServerLog, logged
+from moonpool.runtime.server.log import LogOptions, ServerLog, logged
 
 _BIDI = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 LOG = logging.getLogger("moonpool.server")
@@ -26,6 +26,10 @@ def lines(options: LogOptions, *messages: tuple[int, str], is_table: bool = Fals
     return stream.getvalue().splitlines()
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "A line of the log has Triton's form, or is JSON; nobody can forge one.",
+)
 def test_a_line_has_triton_s_form() -> None:
     (line,) = lines(LogOptions(), (logging.WARNING, "watch out"))
 
@@ -34,6 +38,10 @@ def test_a_line_has_triton_s_form() -> None:
     )
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "A malformed record for the log does not fail the code that logs it.",
+)
 def test_whoever_logs_wrongly_does_not_fail_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     with logged(ServerLog(LogOptions(), stream)):
@@ -62,6 +70,12 @@ def test_a_line_may_be_json() -> None:
     assert said["time"].endswith("Z")
 
 
+@pytest.mark.promise("The server (`moonpool serve`)", "A line of the log has …")
+@pytest.mark.promise(
+    "HTTP",
+    "No line of the log, in any format, has a character that a terminal obeys or that turns the "
+    "direction of text. A line in JSON has them escaped.",
+)
 @pytest.mark.parametrize("log_format", ["default", "ISO8601", "json"])
 def test_nobody_can_forge_a_line(log_format: str) -> None:
     forged = "harmless\nE1121 00:00:00.000000 1 server.py:1] all is lost\x1b[2J"
@@ -70,6 +84,7 @@ def test_nobody_can_forge_a_line(log_format: str) -> None:
     assert "\x1b" not in line
 
 
+@pytest.mark.promise("HTTP", "No line of the log, in …")
 @pytest.mark.parametrize("log_format", ["default", "ISO8601", "json"])
 def test_no_character_of_a_line_does_something_to_who_reads_it(log_format: str) -> None:
     said = "".join(map(chr, (*range(0x2100), *range(0xFFF0))))

@@ -1,4 +1,4 @@
-"""What a server says about itself and its models."""
+"""The answers of a server about itself and its models."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tests.server.repositories import BAD, CONFIG, write
 
 import moonpool
-from moonpool.runtime.frontend.metadata import Metadata
-from moonpool.runtime.frontend.repository_control import RepositoryControl
+from moonpool.runtime.server.metadata import Metadata
+from moonpool.runtime.server.repository_control import RepositoryControl
 
 
 @pytest.fixture(scope="module")

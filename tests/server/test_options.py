@@ -1,4 +1,4 @@
-"""Options of a server: one table, three places, and errors that say which."""
+"""Options of a server: one table, three places, and errors that name the place."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.runtime.server.frontends import control_token, restricted, trace_flags
-from moonpool.runtime.server.option_sources import BadOption, read_options
-from moonpool.runtime.server.option_table import KNOWN, OPTIONS, SYNONYMS, page
-from moonpool.runtime.server.options import ServerOptions
+from moonpool.runtime.server.options.protocols import control_token, restricted, trace_flags
+from moonpool.runtime.server.options.sources import BadOption, read_options
+from moonpool.runtime.server.options.table import KNOWN, OPTIONS, SYNONYMS, ServerOptions, page
 
 # What tritonserver 2.51 knows, and what came until 26.x; see its --help.
 TRITON = [
@@ -120,6 +119,11 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "server.toml"
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "Every flag of tritonserver is known: it works as there, or it has no effect and the "
+    "log says why once, or it is refused.",
+)
 def test_every_flag_of_tritonserver_is_known() -> None:
     assert [flag for flag in TRITON if flag not in KNOWN and flag not in SYNONYMS] == []
 
@@ -143,19 +147,29 @@ def test_what_the_document_on_serving_shows_is_right(file: Path) -> None:
     if not document.is_file():
         pytest.skip("only the tests are here, without the documents")
     text = document.read_text()
-    (shown,) = re.findall(r"^```toml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    shown, of_models = re.findall(r"^```toml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     file.write_text(shown)
-
     assert read({"config": [str(file)]}).model_control_mode == "poll"
+    file.write_text(of_models)
+    assert [str(option) for option in read({"config": [str(file)]}).model_option] == [
+        "*:MOONPOOL_MEMORY_LIMIT_BYTES=1G",
+        "image:MOONPOOL_THREADS=4",
+    ]
+
     flags = set(re.findall(r"--([a-z][a-z0-9-]+[a-z0-9])", text))
     # Of other programs, and the file itself.
-    assert flags - set(KNOWN) - set(SYNONYMS) == {"config", "once", "shm-size"}
+    assert flags - set(KNOWN) - set(SYNONYMS) == {"config", "instances", "once", "shm-size", "url"}
 
 
 def test_nothing_said_is_every_default() -> None:
     assert read() == ServerOptions()
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "Options come from the command line, the environment or a file. The command line goes "
+    "before the environment, and that before the file.",
+)
 def test_the_command_line_goes_before_the_environment_and_that_before_the_file(file: Path) -> None:
     file.write_text("http-port = 1\ngrpc_port = 1\nmetrics-port = 1\nallow-http = false\n")
     arguments = {"config": [str(file)], "http-port": ["3"]}
@@ -208,6 +222,11 @@ def test_what_cannot_be_is_refused_with_its_place(flag: str, text: str, what: st
         read({}, {"MOONPOOL_SERVE_" + flag.upper().replace("-", "_"): text})
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "An option that is misspelt or has an impossible value is an error that names its "
+    "place. For a misspelt one, it names the nearest option.",
+)
 @pytest.mark.parametrize(
     ("text", "what"),
     [

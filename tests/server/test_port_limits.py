@@ -1,4 +1,4 @@
-"""Clients who take connections and keep them: other ports serve on, and models start again."""
+"""Clients that open connections and keep them: other ports go on serving, and models start again."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ from tests.server.repositories import write
 from tests.server.running import RunningServer, starting
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "All ports together take at most half of the descriptors, however many clients connect and "
+    "stay, in the middle of a TLS handshake or not; the other ports serve on, and models start "
+    "again.",
+)
+
 # Of descriptors, which the server cannot raise.
 LIMIT = 512
 HORDE = 2500
@@ -27,7 +34,7 @@ BODY = json.dumps({"inputs": [ROW]}).encode()
 
 @contextlib.contextmanager
 def horde(port: int, data: bytes) -> Iterator[None]:
-    """So many clients that connect, say this and stay."""
+    """Connect this many clients, which send some bytes and stay."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(HORDE * 2, before[1]), before[1]))
     try:

@@ -1,4 +1,4 @@
-"""The table of a server's start: Triton's, and a column more where somebody asked for another sandbox."""
+"""The table at a server's start: Triton's, with another column if a model has another sandbox."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import moonpool
 from moonpool.runtime.server.report import model_table
 
 
+@pytest.mark.promise(
+    "Seeing sandboxes",
+    "The table at a server's start is Triton's. It has a column for the sandbox if a "
+    "model has another one than the usual.",
+)
 @pytest.mark.parametrize("level", ["standard", "off"])
 def test_the_sandbox_is_a_column_where_it_is_not_the_usual_one(tmp_path: Path, level: str) -> None:
     write(tmp_path, "add_sub")

@@ -16,8 +16,8 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool.runtime.errors import LoadFailed, ModelUnavailable
-from moonpool.runtime.frontend.metadata import Metadata
-from moonpool.runtime.frontend.repository_control import RepositoryControl
+from moonpool.runtime.server.metadata import Metadata
+from moonpool.runtime.server.repository_control import RepositoryControl
 
 IN = {"IN": np.ones((1, 4), np.float32)}
 
@@ -49,6 +49,11 @@ def state(control: RepositoryControl, name: str) -> str:
     return found.get("state", "")
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "The index has every version with its state and, if it is not available, the reason: "
+    "it was unloaded, or the error of its load.",
+)
 def test_the_index_follows_a_model_through_its_life(control: RepositoryControl) -> None:
     assert control.index() == [{"name": "good"}, {"name": "other"}]
     control.load("good")
@@ -65,6 +70,11 @@ def test_the_index_follows_a_model_through_its_life(control: RepositoryControl) 
     assert control.index(ready_only=True) == []
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "An unload returns at once. From then on new requests do not find the model, and it "
+    "finishes those that it has.",
+)
 def test_an_unload_returns_at_once_and_from_then_on_nobody_finds_the_model(
     control: RepositoryControl, runtime: moonpool.Runtime
 ) -> None:
@@ -77,6 +87,7 @@ def test_an_unload_returns_at_once_and_from_then_on_nobody_finds_the_model(
     control.unload("nope")
 
 
+@pytest.mark.promise("The model repository of a server", "The index has every version with …")
 def test_why_a_load_failed_is_told_and_stays_in_the_index(
     control: RepositoryControl, models: Path
 ) -> None:
@@ -121,6 +132,11 @@ def test_a_load_that_cannot_be_says_why(
     assert Metadata(runtime).is_ready()
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "A load may bring a configuration and files. The path of a file is relative to the model's "
+    "directory, with or without a slash before it, for clients and models alike.",
+)
 def test_a_load_may_bring_its_configuration_and_its_files(
     control: RepositoryControl, runtime: moonpool.Runtime
 ) -> None:
@@ -150,6 +166,10 @@ def test_a_load_may_bring_its_configuration_and_its_files(
         control.load("fresh", None, {"file:1/model.py": b""})
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "Clients and models load and unload only in the mode `explicit`.",
+)
 @pytest.mark.parametrize("mode", ["none", "poll"])
 def test_clients_and_models_control_nothing_unless_the_mode_is_explicit(
     runtime: moonpool.Runtime, mode: str
@@ -160,6 +180,10 @@ def test_clients_and_models_control_nothing_unless_the_mode_is_explicit(
             act("good")
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "A model that is in two repositories is served from neither.",
+)
 def test_a_name_in_two_repositories_is_served_from_neither(models: Path, tmp_path: Path) -> None:
     for name in ("good", "third"):
         write(tmp_path / "more", name)
@@ -176,6 +200,11 @@ def test_a_name_in_two_repositories_is_served_from_neither(models: Path, tmp_pat
         ]
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "A poll loads what is new or has changed, and unloads models that are gone. If the "
+    "new files of a model cannot be loaded, the old ones go on serving.",
+)
 def test_a_poll_loads_what_is_new_or_changed_and_unloads_what_is_gone(
     runtime: moonpool.Runtime, models: Path
 ) -> None:
@@ -194,6 +223,10 @@ def test_a_poll_loads_what_is_new_or_changed_and_unloads_what_is_gone(
     wait_until(lambda: state(control, "other") == "UNAVAILABLE")
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "The log says once that a model is gone from the repository.",
+)
 def test_that_a_model_is_gone_is_said_once(
     models: Path, runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,6 +245,10 @@ def test_that_a_model_is_gone_is_said_once(
     assert caplog.text.count("'good' is gone from the repository") == 2
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "A poll that fails is logged, and the next one follows.",
+)
 def test_a_poll_that_nobody_foresaw_to_fail_is_logged(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -224,6 +261,10 @@ def test_a_poll_that_nobody_foresaw_to_fail_is_logged(
     assert state(control, "good") == "READY"
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "The index lists directories whose names are not UTF-8, with the bytes escaped.",
+)
 def test_the_index_has_directories_whose_names_are_no_text(
     models: Path, control: RepositoryControl
 ) -> None:
@@ -231,6 +272,7 @@ def test_the_index_has_directories_whose_names_are_no_text(
     assert [each["name"] for each in control.index()] == ["good", "m\\udcff", "other"]
 
 
+@pytest.mark.promise("The model repository of a server", "A poll loads what is new …")
 def test_a_poll_keeps_what_serves_where_its_replacement_fails(
     runtime: moonpool.Runtime, models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,6 +305,11 @@ def test_what_failed_is_tried_again_when_it_has_changed_or_somebody_says_so(
     assert runtime.is_ready("bad")
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "With strict readiness, a server is ready only while every version that should be "
+    "loaded serves.",
+)
 def test_strict_readiness_is_that_all_that_was_wanted_serves(
     runtime: moonpool.Runtime, models: Path
 ) -> None:

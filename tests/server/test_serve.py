@@ -1,4 +1,4 @@
-"""`moonpool serve` as a process: how it starts, ends, and takes signals."""
+"""`moonpool serve` as a process: its start, its signals and its end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,10 @@ def test_it_serves_and_says_so_in_triton_s_words(models: Path) -> None:
     assert "Only this machine is served" in text
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "Clients that connect and stay leave models the descriptors that they need.",
+)
 def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> None:
     few = ("bash", "-c", 'ulimit -n 256; exec "$@"', "bash")
     with starting(models, before=few) as server:
@@ -50,7 +55,7 @@ def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> No
         for what in ("http-max-connections is 16384", "grpc-max-connections is 8192"):
             room = 73 if what.startswith("http") else 36
             assert (
-                f"--{what}, and the limit of open files (ulimit -n) has room for {room}\n"
+                f"--{what}, and the limit of open files (ulimit -n) allows {room}\n"
                 in server.text()
             )
         _, shown = server.get("/v2/moonpool/overview")
@@ -62,10 +67,15 @@ def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> No
             os.kill(shown["models"][0]["instances"][0]["pid"], signal.SIGKILL)
             server.wait_for("is not healthy")
             client = stack.enter_context(tritonclient.grpc.InferenceServerClient(server.grpc))
-            wait_until(lambda: client.is_model_ready("good"), 30.0)
+            wait_until(lambda: client.is_model_ready("good"), 60.0)
         assert "Too many open files" not in server.text()
 
 
+@pytest.mark.promise(
+    "Readiness",
+    "If no instance serves a model, each time that a client asks for its readiness the answer "
+    "is no, and the log has a line in Triton's words. When models ask, nothing is logged.",
+)
 def test_each_probe_of_an_instance_that_is_down_is_logged_in_todays_words(models: Path) -> None:
     config = models / "good" / "config.pbtxt"
     pause = 'parameters { key: "MOONPOOL_RESTART_BACKOFF_S" value: { string_value: "60" } }'
@@ -80,10 +90,10 @@ def test_each_probe_of_an_instance_that_is_down_is_logged_in_todays_words(models
         first = process()
         os.kill(first, signal.SIGKILL)
         # The first restart follows at once, the second one after the pause.
-        second = wait_until(lambda: process() not in (0, first) and process(), 30.0)
-        wait_until(lambda: server.get("/v2/models/good/ready")[0] == 200, 30.0)
+        second = wait_until(lambda: process() not in (0, first) and process(), 60.0)
+        wait_until(lambda: server.get("/v2/models/good/ready")[0] == 200, 60.0)
         os.kill(second, signal.SIGKILL)
-        wait_until(lambda: server.get("/v2/models/good/ready")[0] != 200, 30.0)
+        wait_until(lambda: server.get("/v2/models/good/ready")[0] != 200, 60.0)
         before = server.text().count(line)
         with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
             for _ in range(3):
@@ -92,6 +102,10 @@ def test_each_probe_of_an_instance_that_is_down_is_logged_in_todays_words(models
         assert server.text().count(line) == before + 6
 
 
+@pytest.mark.promise(
+    "Readiness",
+    "If the file of a model is missing, the log has the line of Triton's stub.",
+)
 def test_a_model_file_that_is_missing_is_logged_in_tritons_words(models: Path) -> None:
     file = models / "good" / "1" / "model.py"
     with running(models, "--model-control-mode=explicit") as server:
@@ -101,6 +115,11 @@ def test_a_model_file_that_is_missing_is_logged_in_tritons_words(models: Path) -
         assert text in server.text()
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "SIGTERM and SIGINT end it in order, with exit code 0. A second one ends it at once, "
+    "and its models with it.",
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_in_order(models: Path, number: signal.Signals) -> None:
     with running(models) as server:
@@ -109,6 +128,47 @@ def test_a_signal_ends_it_in_order(models: Path, number: signal.Signals) -> None
         assert "unloading models" in server.text()
 
 
+# A parent that sets some signals, and becomes what it is given.
+BECOMES = """
+import os, signal, sys
+{}
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "Signals end a server whose parent ignored or blocked them, and its log has the exit codes "
+    "of stubs. A server that was started with SIGHUP ignored, as by `nohup`, goes on ignoring "
+    "it.",
+)
+def test_it_can_be_ended_where_its_parent_blocked_the_signals(models: Path) -> None:
+    blocks = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])"
+    ignores = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    before = [sys.executable, "-c", BECOMES.format(f"{blocks}; {ignores}")]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with running(models, before=before) as server:
+            server.tell(number)
+            assert server.wait() == 0
+
+
+@pytest.mark.promise("The server (`moonpool serve`)", "Signals end a server whose parent …")
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_hangup_stays_ignored_where_the_parent_ignored_it(models: Path, is_ignored: bool) -> None:
+    disposition = "signal.SIG_IGN" if is_ignored else "signal.SIG_DFL"
+    program = BECOMES.format(f"signal.signal(signal.SIGHUP, {disposition})")
+    with running(models, before=[sys.executable, "-c", program]) as server:
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+
+    mask = int(re.search(r"^SigIgn:\s*(\w+)$", status, re.MULTILINE)[1], 16)  # type: ignore[index]
+    assert bool(mask & 1 << signal.SIGHUP - 1) == is_ignored
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "If a port is taken, the server ends with exit code 1 before it loads a model.",
+)
+@pytest.mark.promise("The server (`moonpool serve`)", "An error about a certificate, a …")
 def test_a_port_that_is_taken_is_told_before_any_model_is_loaded(models: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -121,6 +181,17 @@ def test_a_port_that_is_taken_is_told_before_any_model_is_loaded(models: Path) -
                 assert "loaded" not in server.text()
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "A model that cannot be loaded ends the start with exit code 1, unless "
+    "`--exit-on-error=false` is given.",
+)
+@pytest.mark.promise(
+    "The model repository of a server",
+    "If a model of a repository cannot be loaded, the message says how to load the "
+    "others: on the command line, and in a program. For an ensemble it says that there is "
+    "no scheduler yet.",
+)
 def test_a_model_that_cannot_be_loaded_ends_it_unless_that_is_wanted(models: Path) -> None:
     write(models, "bad", BAD)
     with starting(models) as server:
@@ -131,10 +202,74 @@ def test_a_model_that_cannot_be_loaded_ends_it_unless_that_is_wanted(models: Pat
             server.text(),
             re.MULTILINE,
         )
+        assert re.search(
+            r"To serve the others, add --exit-on-error=false; to load no others, "
+            r"--model-control-mode=explicit --load-model=good\.$",
+            server.text(),
+            re.MULTILINE,
+        )
     with running(models, "--exit-on-error=false"):
+        pass
+    with running(models, "--model-control-mode=explicit", "--load-model=good"):
         pass
 
 
+@pytest.mark.promise(
+    "The model repository of a server",
+    "The log says `Ready` as soon as readiness says so, and not before. Until then it says that "
+    "the server listens, and which models are missing and why.",
+)
+def test_it_says_ready_when_readiness_says_so_and_not_before(models: Path) -> None:
+    write(models, "bad", BAD)
+    flags = ("--exit-on-error=false", "--model-control-mode=poll", "--repository-poll-secs=0")
+    with running(models, *flags) as server:
+        assert server.get("/v2/health/ready")[0] == 400
+        assert re.search(
+            r"^W.*\] Listening, but not ready: model 'bad' version 1 is not: Internal: ValueError: boom\. "
+            r"With --strict-readiness=false, models that could not be loaded do not count\.$",
+            server.text(),
+            re.MULTILINE,
+        )
+        assert "] Ready" not in server.text()
+        write(models, "bad")
+        server.tell(signal.SIGHUP)
+        server.wait_for("] Ready\n")
+        assert server.get("/v2/health/ready")[0] == 200
+    assert server.process.returncode == 0
+    with running(models, "--exit-on-error=false") as server:
+        assert server.get("/v2/health/ready")[0] == 200
+        assert "] Ready\n" in server.text()
+        assert "not ready" not in server.text()
+
+
+@pytest.mark.promise("The model repository of a server", "The log says `Ready` as soon …")
+def test_it_says_ready_with_models_missing_if_readiness_does_not_count_them(models: Path) -> None:
+    write(models, "bad", BAD)
+    with running(models, "--exit-on-error=false", "--strict-readiness=false") as server:
+        assert server.get("/v2/health/ready")[0] == 200
+        assert "] Ready\n" in server.text()
+
+
+@pytest.mark.promise("The model repository of a server", "If a model of a repository …")
+def test_an_ensemble_is_named_as_what_is_missing_with_the_way_out(models: Path) -> None:
+    steps = 'ensemble_scheduling { step [{ model_name: "good" model_version: -1 }] }\n'
+    (models / "all" / "1").mkdir(parents=True)
+    (models / "all" / "config.pbtxt").write_text(f'platform: "ensemble"\n{steps}')
+    with starting(models) as server:
+        assert server.wait() == 1
+        assert "'all' is an ensemble, and moonpool has no ensemble scheduler yet" in server.text()
+        assert "To serve the others, add --exit-on-error=false" in server.text()
+    with running(models, "--exit-on-error=false") as server:
+        # As in Triton, a model whose configuration cannot be used does not count.
+        assert server.get("/v2/health/ready")[0] == 200
+        assert "] Ready\n" in server.text()
+        assert server.get("/v2/models/good/ready")[0] == 200
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "A load that never ends does not keep the server from ending.",
+)
 def test_a_load_does_not_keep_it_from_ending(models: Path) -> None:
     write(models, "slow", SLOW_TO_LOAD)
     with starting(models) as server:
@@ -143,6 +278,10 @@ def test_a_load_does_not_keep_it_from_ending(models: Path) -> None:
         assert server.wait() == 0
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "A terminal shows which models are loading, among the lines of the log.",
+)
 def test_a_terminal_shows_what_is_being_loaded(models: Path) -> None:
     ours, theirs = pty.openpty()
     data = b""

@@ -1,4 +1,4 @@
-"""`moonpool serve` and its options, as a process: wrong ones, where they come from, what they do."""
+"""`moonpool serve` and its options, as a process: their sources, their effects, and wrong ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Said = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
-    """Exit code and stderr of a server that cannot start."""
+    """Return exit code and stderr of a server that cannot start."""
 
     def said(*arguments: object, **variables: str) -> tuple[int, str]:
         with monkeypatch.context() as patch:
@@ -46,6 +46,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return said
 
 
+@pytest.mark.promise("The server (`moonpool serve`)", "An option that is misspelt or …")
 def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Said) -> None:
     wrong = {
         ("--http-prot=1",): 'did you mean "--http-port"?',
@@ -69,6 +70,10 @@ def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Sai
     assert (code, "name a model repository" in text) == (2, True), text
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "An error about a certificate, a key or an address names its flag or its port.",
+)
 def test_what_is_wrong_with_certificates_is_said_of_their_flags(
     models: Path, tmp_path: Path, said: Said
 ) -> None:
@@ -127,6 +132,7 @@ def test_options_come_from_a_file_and_the_environment(models: Path, tmp_path: Pa
     assert {line["level"] for line in lines} == {"info"}
 
 
+@pytest.mark.promise("The server (`moonpool serve`)", "Every flag of tritonserver is known: …")
 def test_what_does_nothing_here_is_said_once(models: Path) -> None:
     flags = ("--backend-config=python,shm-default-byte-size=1", "--backend-config=python,x=y")
     with running(models, *flags, "--load-model=good") as server:
@@ -136,10 +142,17 @@ def test_what_does_nothing_here_is_said_once(models: Path) -> None:
     assert re.match(r"W\d{4} .*\] --backend-config has no effect here: ", lines[0])
 
 
+def test_a_backend_directory_that_is_absent_is_a_warning(models: Path, tmp_path: Path) -> None:
+    with running(models, f"--backend-directory={tmp_path}/none") as server:
+        lines = [line for line in server.text().splitlines() if "backend directory" in line]
+    assert len(lines) == 1
+    assert re.match(rf"W\d{{4}} .*\] there is no backend directory {tmp_path}/none: ", lines[0])
+
+
 def test_the_log_goes_to_a_file(models: Path, tmp_path: Path) -> None:
     path = tmp_path / "log"
     with starting(models, f"--log-file={path}") as server:
-        wait_until(lambda: path.exists() and "] Ready" in path.read_text(), 30.0)
+        wait_until(lambda: path.exists() and "] Ready" in path.read_text(), 60.0)
         server.tell(signal.SIGTERM)
         assert server.wait() == 0
         assert server.text() == ""

@@ -44,7 +44,7 @@ def models(tmp_path: Path) -> Path:
 
 
 class Asking(threading.Thread):
-    """A request that is under way."""
+    """A request that is under way while the test goes on."""
 
     def __init__(self, server: RunningServer, model: str) -> None:
         super().__init__()
@@ -68,6 +68,11 @@ def is_refused(port: int) -> bool:
     return False
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "Requests that are under way when the server gets a signal to end are answered. Those "
+    "that take longer than the exit timeout are cut off, and the log says so.",
+)
 def test_what_is_under_way_when_the_server_is_told_to_end_is_answered(models: Path) -> None:
     file = write(models, "waits", WAITS)
     with running(models) as server:
@@ -86,6 +91,7 @@ def test_what_is_under_way_when_the_server_is_told_to_end_is_answered(models: Pa
     assert asking.answer[1]["outputs"][0]["data"] == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.promise("The server (`moonpool serve`)", "Requests that are under way when …")
 def test_what_takes_longer_than_the_time_to_exit_is_cut_off(models: Path) -> None:
     write(models, "waits", WAITS)
     with starting(models, "--exit-timeout-secs=1") as server:
@@ -99,6 +105,7 @@ def test_what_takes_longer_than_the_time_to_exit_is_cut_off(models: Path) -> Non
     assert asking.answer is None or asking.answer[0] != 200
 
 
+@pytest.mark.promise("The server (`moonpool serve`)", "SIGTERM and SIGINT end it in …")
 def test_a_second_signal_ends_it_at_once_and_the_models_with_it(models: Path) -> None:
     write(models, "waits", WAITS)
     with starting(models) as server:
@@ -133,6 +140,10 @@ def test_clients_control_the_models_where_the_mode_is_explicit(models: Path) -> 
         wait_until(lambda: server.get("/v2/health/ready")[0] == 200)
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "No request is lost while a changed model is replaced.",
+)
 def test_a_model_is_replaced_without_a_request_being_lost(models: Path) -> None:
     answers: list[tuple[int, Any]] = []
     enough = threading.Event()
@@ -175,6 +186,10 @@ def test_the_server_has_its_name_and_the_readiness_that_was_wanted(models: Path)
         assert server.get("/v2/health/ready")[0] == 200
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "Changes ask for the control token if there is one, and restricted APIs ask for a header.",
+)
 def test_changes_ask_for_the_token_and_nothing_else_does(models: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
@@ -206,6 +221,10 @@ TELLING = CONFIG.replace(
 )
 
 
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "Headers that match the server's pattern reach the model as parameters, over HTTP and gRPC.",
+)
 def test_headers_are_handed_on_to_models_where_that_is_wanted(models: Path) -> None:
     write(models, "tells", TELLS, TELLING)
     flags = ("--http-header-forward-pattern=x-.*", "--grpc-header-forward-pattern=x-.*")
@@ -220,7 +239,7 @@ def test_headers_are_handed_on_to_models_where_that_is_wanted(models: Path) -> N
                 "Content-Type": "application/json",
             }
             request = urllib.request.Request(url + path, body, headers)
-            with urllib.request.urlopen(request, timeout=30) as response:
+            with urllib.request.urlopen(request, timeout=60) as response:
                 said = json.load(response)
             text = said["TOLD"] if path == "/generate" else said["outputs"][0]["data"][0]
             told.append(json.loads(text))
@@ -232,6 +251,7 @@ def test_headers_are_handed_on_to_models_where_that_is_wanted(models: Path) -> N
     assert told == [{"x-who": f"me{number}"} for number in range(4)]
 
 
+@pytest.mark.promise("The server (`moonpool serve`)", "Changes ask for the control token …")
 def test_apis_may_ask_for_a_header(models: Path) -> None:
     with running(models, "--http-restricted-api=health,metadata:key=value") as server:
         live = f"http://{server.http}/v2/health/live"
@@ -240,13 +260,14 @@ def test_apis_may_ask_for_a_header(models: Path) -> None:
         assert server.get("/v2/models/good/infer", "POST", BODY)[0] == 200
 
 
+@pytest.mark.promise("The server (`moonpool serve`)", "HTTP and gRPC may speak TLS.")
 def test_both_protocols_may_speak_tls(models: Path, tmp_path: Path) -> None:
     key, certificate = self_signed(tmp_path)
     flags = (f"--http-server-cert={certificate}", f"--http-server-key={key}")
     with running(models, *flags) as server:
         context = ssl.create_default_context(cafile=str(certificate))
         url = f"https://localhost:{server.ports['http']}/v2/health/ready"
-        with urllib.request.urlopen(url, timeout=30, context=context) as response:
+        with urllib.request.urlopen(url, timeout=60, context=context) as response:
             assert response.status == 200
     for_grpc = (f"--grpc-server-cert={certificate}", f"--grpc-server-key={key}")
     with running(models, "--grpc-use-ssl=true", *for_grpc) as server:
@@ -267,7 +288,7 @@ def children(server: RunningServer) -> list[int]:
 
 
 def cmdline(pid: int) -> bytes:
-    """Empty for a process that has ended."""
+    """Return the command line of a process, nothing if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -280,7 +301,7 @@ def is_answered_with(answers: list[tuple[int, Any]], number: int) -> bool:
 
 def status_of(request: urllib.request.Request) -> int:
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         with error:

@@ -1,4 +1,4 @@
-"""What a client sends over HTTP and what it gets back, byte for byte, without a client's library between."""
+"""Requests and responses of HTTP byte by byte, without a client's library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT_S = 20.0
 
 
 class Http(NamedTuple):
-    """A request. `until` asks again, under a deadline, until the status is that one, `has` until the body has that."""
+    """Send a request. With `until`, repeat it under a deadline until the status is that one; with `has`, until the body has that text."""
 
     method: str
     path: str
@@ -23,7 +23,7 @@ class Http(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A response as it came; of headers that came twice, the last. Names are in small letters."""
+    """Read a response. Of headers that came twice it has the last; names are in lower case."""
 
     status: int
     reason: str
@@ -36,7 +36,7 @@ def get(path: str, **headers: str) -> Http:
 
 
 def post(path: str, body: Any = b"", **headers: str) -> Http:
-    """A request with a body: bytes as they are, anything else as JSON."""
+    """Send a request with a body: bytes as they are, anything else as JSON."""
     return Http("POST", path, as_bytes(body), _headers(headers))
 
 
@@ -45,7 +45,7 @@ def infer(model: str, body: Any, **headers: str) -> Http:
 
 
 def binary(model: str, header: Any, tensors: bytes, size: object = None, **headers: str) -> Http:
-    """A request with the binary extension; `size` is a lie about the length of its JSON."""
+    """Send a request with the binary extension. `size` lies about the length of its JSON."""
     text = as_bytes(header)
     said = str(len(text) if size is None else size)
     return infer(model, text + tensors, Inference_Header_Content_Length=said, **headers)
@@ -60,7 +60,7 @@ def _headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def send(port: int, request: Http) -> Reply:
-    """Ask on a connection of its own."""
+    """Send a request on a connection of its own."""
     head = [f"{request.method} {request.path} HTTP/1.1", "Host: localhost", "Connection: close"]
     head += [f"{name}: {value}" for name, value in request.headers.items()]
     if request.body or request.method == "POST":

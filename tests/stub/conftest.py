@@ -1,4 +1,4 @@
-"""What tests of the model's side share."""
+"""Shares fixtures among the tests of the model's side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import moonpool.stub.pb_utils as pb_utils
 
 @pytest.fixture
 def imports() -> Iterator[None]:
-    """Undoes what loading a model does to the process's imports."""
+    """Undo what loading a model does to the imports of the process."""
     path, modules = list(sys.path), dict(sys.modules)
     yield
     sys.path[:] = path

@@ -1,14 +1,18 @@
-"""What `execute` may return, and what the model is told otherwise."""
+"""Tests which return values of `execute` are valid, and the errors for others."""
 
 from __future__ import annotations
 
 import pytest
 
-from moonpool.ipc.details import NO_DETAILS
-from moonpool.stub.errors import InvalidReturn
-from moonpool.stub.execute import validate_execute_return
-from moonpool.stub.request import InferenceRequest
-from moonpool.stub.response import InferenceResponse
+from moonpool.ipc.messages import NO_DETAILS
+from moonpool.stub.model import validate_execute_return
+from moonpool.stub.pb_utils.errors import InvalidReturn
+from moonpool.stub.pb_utils.request import InferenceRequest
+from moonpool.stub.pb_utils.response import InferenceResponse
+
+pytestmark = pytest.mark.promise(
+    "Models", "`triton_python_backend_utils` has the names, types, exceptions …"
+)
 
 
 def requests(count: int) -> list[InferenceRequest]:

@@ -1,4 +1,4 @@
-"""An error that comes of a limit says which, and what sets it."""
+"""Tests that an error which a limit causes names the limit and its option."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from moonpool.ipc.policy import Policy
 from moonpool.stub import report
 from moonpool.stub.report import describe
 
@@ -25,9 +26,13 @@ SCRATCH = "reached its scratch limit of 1048576 bytes (MOONPOOL_SCRATCH_BYTES)"
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "limits", dict(LIMITS))
+    monkeypatch.setattr(report, "policy", Policy(limits=LIMITS))
 
 
+@pytest.mark.promise(
+    "Limits",
+    "An error that a limit causes names the limit and the option that sets it.",
+)
 @pytest.mark.parametrize(
     ("error", "limit"),
     [
@@ -36,6 +41,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
         (OSError(errno.ENOMEM, "Cannot allocate memory"), MEMORY),
         (ImportError("libx.so: failed to map segment from shared object"), MEMORY),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."), MEMORY),
+        (RuntimeError("OpenBLAS error: Memory allocation still failed after 10 retries"), MEMORY),
         (RuntimeError("can't start new thread"), f"{TASKS}, or {MEMORY}"),
         (OSError(errno.EMFILE, "Too many open files"), FILES),
         (OSError(errno.ENOSPC, "No space left on device"), SCRATCH),
@@ -65,11 +71,16 @@ def test_an_error_that_has_nothing_to_do_with_a_limit_names_none() -> None:
     writing.close()
     for error in (raised.value, ValueError("no memory of that"), FileNotFoundError(2, "gone")):
         assert "reached its" not in describe(error)
+    for text in (
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "libgomp.so.1: cannot allocate memory in static TLS block",
+    ):
+        assert "reached its" not in describe(RuntimeError(text))
 
 
 def test_where_there_is_no_limit_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "limits", {})
+    monkeypatch.setattr(report, "policy", Policy())
     assert describe(MemoryError("all gone")) == "MemoryError: all gone"
-    monkeypatch.setattr(report, "limits", {"memory_bytes": 1 << 28})
+    monkeypatch.setattr(report, "policy", Policy(limits={"memory_bytes": 1 << 28}))
     error = RuntimeError("can't start new thread")
     assert describe(error).endswith(MEMORY), "the stacks of threads are memory"

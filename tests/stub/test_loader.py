@@ -1,4 +1,4 @@
-"""From a file to a model class: the import rules, and what is said when it does not work."""
+"""Tests the import rules for models, and the errors of imports that fail."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import pytest
 import moonpool.stub.pb_utils as pb_utils
 from moonpool.stub.loader import LoadError, load_native, load_triton
 
-pytestmark = pytest.mark.usefixtures("imports")
+pytestmark = [
+    pytest.mark.usefixtures("imports"),
+    pytest.mark.promise("Models", "A model is imported as Triton imports it."),
+]
 
 EMPTY_MODEL = "class TritonPythonModel: pass\n"
 
 
 def write(folder: Path, **files: str) -> None:
-    """Writes `model="…"` as model.py, and so on."""
+    """Write `model="…"` as model.py, and so on."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in files.items():
         (folder / f"{name}.py").write_text(dedent(source))

@@ -1,4 +1,4 @@
-"""The examples of the two pages on models run as they are printed."""
+"""Tests that the examples of the two pages on models run as printed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 import moonpool.stub.pb_utils as pb_utils
-from moonpool.ipc.details import NO_DETAILS
-from moonpool.stub import host
+from moonpool.ipc.messages import NO_DETAILS
 from moonpool.stub.loader import install_utilities, load_native, load_triton
-from moonpool.stub.model_config import ModelConfig
-from moonpool.stub.native import NativeAdapter, complete_config
+from moonpool.stub.native.model import NativeAdapter, complete_config
+from moonpool.stub.pb_utils import host
+from moonpool.stub.pb_utils.config import ModelConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 pytestmark = [
     pytest.mark.usefixtures("imports"),
     pytest.mark.skipif(not DOCS.is_dir(), reason="only the tests are here, without the documents"),
+    pytest.mark.promise("Models", "The examples in the documents on writing models run."),
 ]
 
 
@@ -31,7 +32,7 @@ def blocks(page: str) -> list[str]:
 
 
 def write(folder: Path, page: str) -> list[str]:
-    """Writes the blocks that begin with a file's name, and returns the others."""
+    """Write the blocks that begin with the name of a file, and return the others."""
     rest = []
     for block in blocks(page):
         named = re.match(r"# (\S+\.py)\n", block)
@@ -92,7 +93,7 @@ def test_the_other_examples_for_triton_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Asked(host.Host):
-    """Does nothing that a model asks for, and remembers it."""
+    """Records what a model asks for, and does nothing."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -138,7 +139,7 @@ def test_the_native_model_for_type_checkers_runs(tmp_path: Path) -> None:
 
 
 def test_every_type_that_the_page_lists_exists() -> None:
-    from moonpool.stub import hints
+    from moonpool.stub.native import hints
 
     page = (DOCS / "NATIVE_MODELS.md").read_text()
     for tensor in hints.TENSOR_TYPES:

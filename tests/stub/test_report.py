@@ -1,4 +1,4 @@
-"""What clients and logs are told of an exception."""
+"""Tests the texts of an exception for clients and for the log."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonpool.stub.errors import InvalidReturn
+from moonpool.stub.pb_utils.errors import InvalidReturn
+from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.report import MAX_TEXT, describe, traceback_of
-from moonpool.stub.tensor import Tensor
 
 PATH = "/models/m/1/model.py"
 
 
 def raised_by(source: str) -> BaseException:
-    """The exception of a model whose `execute` calls `inner`, which holds `source`."""
+    """Return the exception of a model whose `execute` calls `inner`, a function with the body `source`."""
     code: CodeType = compile(
         f"def inner():\n    {source}\n\ndef execute():\n    inner()\n", PATH, "exec"
     )

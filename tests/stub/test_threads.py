@@ -1,4 +1,4 @@
-"""Threads of moonpool's own in a stub end with it, or it with them."""
+"""Tests that a stub ends when one of moonpool's own threads fails."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import pytest
 
 from moonpool.stub import threads
 from moonpool.stub.coroutines import Coroutines
+
+pytestmark = pytest.mark.promise(
+    "Chaos",
+    "If a thread of moonpool's own fails in a stub, as when memory runs out, the stub ends, and "
+    "nobody waits for it.",
+)
 
 
 def test_a_process_ends_with_a_thread_that_breaks() -> None:

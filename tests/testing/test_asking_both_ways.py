@@ -1,4 +1,4 @@
-"""What a model hears from its host is the same in a test's process and in a stub."""
+"""A model gets the same answers from its host in a test's process and in a stub."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import pytest
 
 import moonpool
 from moonpool import testing
+
+pytestmark = pytest.mark.promise(
+    "Testing models",
+    "A model gets the same responses and facts of other models in a test's process as in a stub.",
+)
 
 EXAMPLES = Path(moonpool.__path__[0]) / "examples" / "models"
 
@@ -153,7 +158,7 @@ SNIPPETS = [
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """By the function that loads, what came of every snippet."""
+    """The result of every snippet, by the function that loads the model."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "asker.py").write_text(MODEL)
     (folder / "count" / "1").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a test sees is the same for a model in its own process and for one in a stub."""
+"""A test sees the same of a model in its own process and of one in a stub."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import testing
+
+pytestmark = [
+    pytest.mark.promise("Testing models", "If a runtime would refuse …"),
+    pytest.mark.promise(
+        "Testing models",
+        "A test of a model need not change for the model to run in a stub.",
+    ),
+]
 
 ROW = np.array([[1, 2]], np.float32)
 
@@ -104,7 +112,7 @@ Shown = list[tuple[str, ...]]
 
 
 def shown(responses: list[testing.Response]) -> Shown:
-    """What a test can see of responses, but for places in files."""
+    """Return all that a test can see of responses, without places in files."""
     return [
         (str({name: array.tolist() for name, array in r.outputs.items()}), str(r.parameters))
         if r.error is None
@@ -129,7 +137,7 @@ def outcome(model: testing.LoadedModel, wish: str) -> object:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], object]:
-    """By the function that loads, the kind of model and the wish."""
+    """The outcomes, by the function that loads, the kind of model and the wish."""
     path = tmp_path_factory.mktemp("wishes") / "model.py"
     path.write_text(MODEL)
     loads: list[Callable[..., testing.LoadedModel]] = [testing.load, testing.load_in_stub]

@@ -19,6 +19,12 @@ import moonpool
 import moonpool.stub.pb_utils as pb_utils
 from moonpool import testing
 
+pytestmark = pytest.mark.promise(
+    "Testing models",
+    "If a runtime would refuse a request, return value, output or send, the test's process "
+    "refuses it in the same words.",
+)
+
 EXAMPLES = Path(moonpool.__path__[0]) / "examples" / "models"
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 X = {"name": "X", "data_type": "TYPE_FP32", "dims": [2]}
@@ -68,6 +74,7 @@ def test_several_models_live_side_by_side() -> None:
             add_sub.infer(INPUT0=[[1, 2, 3, 4]], INPUT1=[[4, 3, 2, 1]])
 
 
+@pytest.mark.promise("Testing models", "A model in the test's process …")
 def test_the_imports_of_the_process_are_as_before() -> None:
     path, modules = list(sys.path), dict(sys.modules)
     with testing.load(EXAMPLES / "add_sub"):
@@ -86,6 +93,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
+@pytest.mark.promise("Testing models", "A model in the test's process …")
 def test_neighbours_are_each_models_own(tmp_path: Path) -> None:
     code = (
         "import helper\nfrom . import other\nimport triton_python_backend_utils as pb_utils\n"
@@ -124,6 +132,11 @@ def test_a_model_is_imported_anew_each_time(tmp_path: Path) -> None:
             assert type(model.instance) is not type(first)
 
 
+@pytest.mark.promise(
+    "Testing models",
+    "A model in the test's process gets the configuration, arguments, imports and requests that "
+    "a stub would give it, and leaves the process's imports as they were.",
+)
 def test_initialize_gets_what_a_stub_would_give_it() -> None:
     class TritonPythonModel:
         @staticmethod
@@ -160,6 +173,7 @@ def test_initialize_gets_what_a_stub_would_give_it() -> None:
     assert found.args == {}
 
 
+@pytest.mark.promise("Testing models", "A model in the test's process …")
 def test_the_model_sees_what_the_request_says() -> None:
     seen: list[pb_utils.InferenceRequest] = []
 
@@ -185,7 +199,7 @@ def test_the_model_sees_what_the_request_says() -> None:
     assert (found.request_id(), found.correlation_id(), found.flags()) == ("r", "c", 1)
     assert (found.timeout(), json.loads(found.parameters())) == (5, {"p": 1})
     assert found.requested_output_names() == {"Y"}
-    # What a model writes into its inputs, its clients do not see.
+    # Clients do not see a model's writes to its inputs.
     assert array.tolist() == ROW.tolist()
 
 
@@ -315,7 +329,7 @@ def test_what_the_model_raises_is_the_cause_of_the_error() -> None:
         assert str(raised.value).startswith(
             "Failed to process the request(s) for model 'm_0', message: ZeroDivisionError: by hand"
         )
-        # Of all the files on the way, those of the model alone are named.
+        # Only the model's own files are named.
         assert "testing/in_process.py" not in str(raised.value)
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
         (response,) = model.responses(X=ROW)
@@ -404,6 +418,11 @@ def send_three(requests: list[pb_utils.InferenceRequest]) -> None:
         sender.send(flags=FINAL)
 
 
+@pytest.mark.promise(
+    "Testing models",
+    "All responses come in order, whenever they are sent. A request that can get no more "
+    "responses, or gets none in time, ends with a reason.",
+)
 def test_all_responses_of_a_decoupled_model_come_in_order() -> None:
     with load(send_three, DECOUPLED) as model:
         responses = model.responses(X=ROW)
@@ -468,6 +487,7 @@ def test_the_rules_of_senders_hold(config: dict[str, Any], sends: list[Any], why
     assert why in raised[0]
 
 
+@pytest.mark.promise("Testing models", "All responses come in order …")
 def test_a_request_that_the_model_drops_ends_with_an_error() -> None:
     for config in (CONFIG, DECOUPLED):
         with load(lambda _: None, config) as model:
@@ -477,6 +497,7 @@ def test_a_request_that_the_model_drops_ends_with_an_error() -> None:
             assert "without a last response" in response.error.message()
 
 
+@pytest.mark.promise("Testing models", "All responses come in order …")
 def test_a_model_that_never_ends_a_request_is_told_of() -> None:
     kept = []
 

@@ -1,4 +1,4 @@
-"""What a model in the process of a test asks of its host: other models, model control, metrics."""
+"""A model in the process of a test uses its host: other models, model control, metrics."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ import pytest
 import moonpool
 import moonpool.stub.pb_utils as pb_utils
 from moonpool import testing
+
+pytestmark = [
+    pytest.mark.promise("Readiness", "A model that asks a model …"),
+    pytest.mark.promise(
+        "Testing models",
+        "Functions, models and directories stand for other models; model control and metrics "
+        "can be read.",
+    ),
+]
 
 EXAMPLES = Path(moonpool.__path__[0]) / "examples" / "models"
 CONFIG = {
@@ -281,6 +290,7 @@ def test_metrics_can_be_read() -> None:
             model.host.metrics["columns"]
 
 
+@pytest.mark.promise("Metrics", "No metric of a model, and …")
 @pytest.mark.parametrize(
     ("level", "name", "words"),
     [

@@ -1,4 +1,4 @@
-"""Models with a sequence batcher: what they are told in a test's process is what they are told in a stub."""
+"""Models with a sequence batcher get the same inputs in a test's process as in a stub."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from tests.e2e.hosting import MODELS, tensor
 
 import moonpool
 from moonpool import testing
+
+pytestmark = pytest.mark.promise(
+    "Testing models",
+    "A model with a sequence batcher gets the same control inputs in a test's process as in a "
+    "stub, under the same rules.",
+)
 
 START, END = 1, 2
 CONTROLS = [

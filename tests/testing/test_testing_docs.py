@@ -12,6 +12,10 @@ import pytest
 
 import moonpool
 
+pytestmark = pytest.mark.promise(
+    "Testing models", "The tests in the document on testing models pass."
+)
+
 PACKAGE = Path(moonpool.__path__[0])
 PAGE = Path(__file__).parents[2] / "docs" / "TESTING_MODELS.md"
 
@@ -41,7 +45,7 @@ def run(folder: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=170,
     )
     return ended.stdout + ended.stderr
 

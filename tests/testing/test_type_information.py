@@ -1,4 +1,4 @@
-"""What a type checker knows of a model's imports where moonpool is installed."""
+"""A type checker knows the types of a model's imports where moonpool is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from pathlib import Path
 import pytest
 
 import moonpool
-from moonpool.stub import hints
+from moonpool.stub.native import hints
+
+pytestmark = pytest.mark.promise(
+    "Testing models",
+    "Type checkers know the names that models import, and find mistakes in their use.",
+)
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(moonpool.__path__[0]).parent
@@ -172,8 +177,16 @@ async def ask(runtime: moonpool.Runtime, x: NDArray[np.float32]) -> float:
 
 def main() -> None:
     x = np.ones((1, 4), np.float32)
-    with moonpool.Runtime("models/", listener=moonpool.Progress()) as runtime:
+    options = {"MOONPOOL_MEMORY_LIMIT_BYTES": "1G", "MOONPOOL_THREADS": "2"}
+    with moonpool.Runtime(
+        "models/",
+        listener=moonpool.Progress(),
+        sandbox="strict",
+        sandbox_grants=["adds:MOONPOOL_SANDBOX_PATHS=/data"],
+        model_options={"*": {"MOONPOOL_SCRATCH_BYTES": "1M"}, "adds": {"MOONPOOL_THREADS": 2}},
+    ) as runtime:
         runtime.load("doubles", Doubles, instances=2)
+        runtime.load("adds", options=options, parameters={"color": "red"}, sandbox="standard")
         try:
             print(runtime.submit("adds", {"A": x}).result().outputs["SUM"])
             for response in runtime.stream("adds", {"A": x}):
@@ -209,10 +222,10 @@ def test_every_name_of_the_module_is_known_to_type_checkers() -> None:
         assert text.splitlines()[-1] == "from moonpool.stub.pb_utils import *"
 
 
-@pytest.fixture
-def python(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter that has moonpool installed, as a wheel would, and what this one has."""
-    folder = tmp_path / "environment"
+    folder = tmp_path_factory.mktemp("installed") / "environment"
     venv.create(folder, symlinks=True)
     packages = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
     for name in ["moonpool", *STUBS]:
@@ -226,13 +239,16 @@ def mypy(python: str, folder: Path, *texts: str) -> list[str]:
     for name, text in zip(files, texts, strict=True):
         (folder / name).write_text(text)
     (folder / "mypy.ini").write_text("[mypy]\n")
+    # What mypy has read of libraries serves all tests, which check other files than these.
+    cache = Path(python).parents[1] / ".mypy_cache"
+    options = ["--strict", "--python-executable", python, "--cache-dir", str(cache)]
     ended = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, *files],
+        [sys.executable, "-m", "mypy", *options, *files],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        timeout=55,
+        timeout=170,
     )
     return (ended.stdout + ended.stderr).splitlines()
 
@@ -264,7 +280,7 @@ def pyright(python: str, folder: Path, *, strict: bool) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=55,
+        timeout=170,
     )
     found = json.loads(ended.stdout)
     assert found["summary"]["filesAnalyzed"] > 0
@@ -276,16 +292,23 @@ def pyright(python: str, folder: Path, *, strict: bool) -> list[str]:
     ]
 
 
-def readme() -> tuple[str, str]:
-    """The example of the README: the model and the program."""
+def readme() -> tuple[str, str, str]:
+    """The examples of the README: the model, the program, and the one that hosts what it does not trust."""
     page = ROOT / "README.md"
     if not page.exists():
         pytest.skip("the documents are not here")
     text = page.read_text(encoding="utf-8")
-    model, program = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    return model, program
+    model, program, hosts = re.findall(
+        r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL
+    )
+    return model, program, hosts
 
 
+@pytest.mark.promise(
+    "The package",
+    "mypy and pyright, both at their strictest, accept a user's program, its models with hints "
+    "and the README's example, and find mistakes in the use of moonpool.",
+)
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("mypy"), reason="mypy is not installed")
 def test_mypy_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
@@ -294,14 +317,16 @@ def test_mypy_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
     assert [line.split(":")[1] for line in mistakes if "error:" in line] == ["3", "4", "5"]
 
 
+@pytest.mark.promise("The package", "mypy and pyright, both at their …")
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("mypy"), reason="mypy is not installed")
 def test_mypy_accepts_the_example_of_the_readme(python: str, tmp_path: Path) -> None:
-    accepted = ["Success: no issues found in 2 source files"]
+    accepted = ["Success: no issues found in 3 source files"]
 
     assert mypy(python, tmp_path, *readme()) == accepted
 
 
+@pytest.mark.promise("The package", "mypy and pyright, both at their …")
 @pytest.mark.slow
 def test_pyright_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -316,15 +341,22 @@ def test_pyright_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.promise("The package", "mypy and pyright, both at their …")
 @pytest.mark.slow
 def test_pyright_accepts_the_example_of_the_readme(python: str, tmp_path: Path) -> None:
-    model, program = readme()
+    model, program, hosts = readme()
     (tmp_path / "scale.py").write_text(model)
     (tmp_path / "use.py").write_text(program)
+    (tmp_path / "hosts.py").write_text(hosts)
 
     assert pyright(python, tmp_path, strict=True) == []
 
 
+@pytest.mark.promise(
+    "The package",
+    "`moonpool.__all__` lists the names in the order of their use, with the hints; the other "
+    "public names are exported for type checkers, too.",
+)
 def test_the_names_of_the_package_are_in_order_of_use_and_have_the_hints() -> None:
     names = moonpool.__all__
 
@@ -335,6 +367,7 @@ def test_the_names_of_the_package_are_in_order_of_use_and_have_the_hints() -> No
     assert all(getattr(moonpool, name) is not None for name in moonpool.errors.__all__)
 
 
+@pytest.mark.promise("The package", "`help(moonpool)` begins with lines that work …")
 def test_help_begins_with_use_and_fits_what_a_person_reads() -> None:
     lines = pydoc.plain(pydoc.render_doc(moonpool)).splitlines()
     first = lines[: next(place for place, line in enumerate(lines) if "CONTENTS" in line)]
@@ -344,6 +377,11 @@ def test_help_begins_with_use_and_fits_what_a_person_reads() -> None:
     assert len(lines) < 500
 
 
+@pytest.mark.promise(
+    "The package",
+    "`help(moonpool)` begins with lines that work when they are pasted, and is short enough to "
+    "read.",
+)
 def test_the_lines_of_use_in_the_help_work(tmp_path: Path) -> None:
     text = (moonpool.__doc__ or "").split("\n\n`Runtime", 1)[0]
     model, program = re.split(r"\n *# a program beside it\n", text.split("# scale.py\n", 1)[1])

@@ -1,4 +1,4 @@
-"""What models import, in a program that is no stub."""
+"""Models' imports work in a program that is no stub."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ import pytest
 import moonpool
 from moonpool import testing
 from moonpool.stub import pb_utils
+
+pytestmark = pytest.mark.promise(
+    "Testing models",
+    "In a run of pytest, and inside `testing.utilities`, models' imports work; a Triton that is "
+    "there goes first; an ordinary program does not find the names; a run that needs no model "
+    "loads nothing of moonpool.",
+)
 
 NAMES = ["triton_python_backend_utils", "c_python_backend_utils"]
 SOURCE = str(Path(moonpool.__path__[0]).parent)
@@ -85,7 +92,7 @@ def run_pytest(folder: Path, arguments: Sequence[str], typed: str = "", **variab
         text=True,
         input=typed,
         check=False,
-        timeout=50,
+        timeout=170,
     )
     return ended.stdout + ended.stderr
 

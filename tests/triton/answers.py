@@ -1,4 +1,4 @@
-"""What a side answered, in a form in which two sides can be compared."""
+"""Answers of one side, in a form in which two sides can be compared."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Failure(NamedTuple):
 
 
 class LogLine(NamedTuple):
-    """What a model logged on purpose. `level` is I, W, E or V."""
+    """One line that a model logged. `level` is I, W, E or V."""
 
     level: str
     place: str

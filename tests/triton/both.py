@@ -24,7 +24,7 @@ class Both:
     def __init__(self, triton: TritonSide, moonpool: MoonpoolSide) -> None:
         self.triton = triton
         self.moonpool = moonpool
-        # What hindered each model of the zoo: Triton's word, then moonpool's.
+        # The error of each model of the zoo: Triton's, then moonpool's.
         self.loads: dict[str, tuple[Failure | None, Failure | None]] = {}
         self._marks = 0
 
@@ -36,13 +36,13 @@ class Both:
         return ours
 
     def answer(self, model: str, inputs: Inputs, **options: Any) -> Answer:
-        """As `infer`, where a response is expected."""
+        """Infer on both sides, and return the response. Fails if there is an error."""
         outcome = self.infer(model, inputs, **options)
         assert isinstance(outcome, Answer), outcome
         return outcome
 
     def failure(self, model: str, inputs: Inputs, **options: Any) -> Failure:
-        """As `infer`, where an error is expected."""
+        """Infer on both sides, and return the error. Fails if there is none."""
         outcome = self.infer(model, inputs, **options)
         assert isinstance(outcome, Failure), outcome
         return outcome
@@ -55,7 +55,7 @@ class Both:
         return ours
 
     def load(self, model: str) -> Failure | None:
-        """What hinders the load, which is the same on both sides."""
+        """Load on both sides, and return the error, which must be the same, or None."""
         theirs = self.triton.load(model)
         ours = self.moonpool.load(model)
         assert ours == theirs
@@ -80,10 +80,10 @@ class Both:
         self.moonpool.log()
 
     def log(self, model: str) -> list[LogLine]:
-        """What the model has logged since the last look, the same on both sides.
+        """Return the lines that the model logged since the last look. They must be the same on both sides.
 
-        Lines come later than the answers to their requests, and one after the other: what is before a line that it is
-        asked for now is all.
+        Lines come later than the answers to their requests, but in order. So this asks for one more line, and returns
+        all before it.
         """
         self._marks += 1
         mark = f"mark {self._marks}"
@@ -95,18 +95,18 @@ class Both:
         return self.log_until(repr(mark))
 
     def log_until(self, text: str) -> list[LogLine]:
-        """What was logged since the last look and before this line, the same on both sides."""
+        """Return the lines logged since the last look and before this one. They must be the same on both sides."""
         theirs, ours = (_lines_before(side, text) for side in (self.triton, self.moonpool))
         assert ours == theirs
         return ours
 
     def said(self, code: str, **options: Any) -> tuple[str, str]:
-        """What the model `snippets` says of a piece of Python: Triton's word, then moonpool's."""
+        """Run a piece of Python in the model `snippets`. Returns Triton's result, then moonpool's."""
         inputs = {"CODE": np.array([code.encode()], object)}
         return _word(self.triton.infer("snippets", inputs, **options)), self.ours(code, **options)
 
     def ours(self, code: str, **options: Any) -> str:
-        """What moonpool alone says of it: for what Triton cannot be asked."""
+        """Run a piece of Python in moonpool alone, where it cannot be run in Triton."""
         inputs = {"CODE": np.array([code.encode()], object)}
         return _word(self.moonpool.infer("snippets", inputs, **options))
 
@@ -130,10 +130,10 @@ def without_id(outcome: Outcome) -> Outcome:
 
 
 def agree(theirs: str, ours: str) -> bool:
-    """Whether two words are the same; where pybind11 tells its signatures, the exceptions' types.
+    """Compare two texts. If pybind11 lists its signatures in one, compare the types of the exceptions only.
 
-    Left out is what docs/FIDELITY.md has rows for: the module in the names of types, and in the errors of
-    requests to other models the code and the id of the request.
+    Differences that docs/FIDELITY.md has rows for are left out: the module in the names of types, and in the
+    errors of requests to other models the code and the id of the request.
     """
     if any(words in theirs for words in PYBIND):
         return ours.split(":")[0] == theirs.split(":")[0]

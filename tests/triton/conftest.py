@@ -88,7 +88,7 @@ def both(
 def _loads(
     triton: TritonSide, moonpool: MoonpoolSide, names: list[str]
 ) -> dict[str, tuple[Failure | None, Failure | None]]:
-    """What hindered each load. Triton waits a second in each, so all are under way at once."""
+    """Load all models on both sides and return the errors. Triton waits a second in each load, so all run at once."""
     with ThreadPoolExecutor(16) as threads:
         theirs = {name: threads.submit(triton.load, name) for name in names}
         ours = {name: moonpool.load(name) for name in names}

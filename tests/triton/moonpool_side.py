@@ -15,7 +15,7 @@ from tests.triton.server import BACKENDS
 import moonpool
 from moonpool import MoonpoolError
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 _LINE = re.compile(r"^\[\w+\] (.*) \((model\.py:\d+)\)$", re.DOTALL)
 
 
@@ -103,7 +103,7 @@ class MoonpoolSide:
         return self._runtime.metrics()
 
     def log(self) -> list[LogLine]:
-        """What models logged on purpose since the last look."""
+        """Return the lines that models logged since the last look."""
         lines = self._lines.lines[self._heard :]
         self._heard += len(lines)
         return lines

@@ -22,8 +22,8 @@ BACKENDS = Path(__file__).parent / "backends"
 # How the names begin that this process of a run uses in /dev/shm.
 REGIONS = f"moonpool_tests_{os.getpid()}_"
 _NUMBERS = itertools.count()
-START_TIMEOUT_S = 50.0
-STOP_TIMEOUT_S = 50.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 120.0
 _READY = "Started Metrics Service"
 
 _FACTS = """
@@ -78,7 +78,7 @@ class TritonServer:
         self._regions = f"{REGIONS}{next(_NUMBERS)}_"
         self.log_file = folder / "tritonserver.log"
         self._process: subprocess.Popen[bytes] | None = None
-        # Of the last run that was stopped.
+        # The exit code of the last run that was stopped.
         self.exit_code: int | None = None
 
     def start(self) -> None:
@@ -93,17 +93,20 @@ class TritonServer:
                 self._command(), env=self._environment(), stdout=log, stderr=log, cwd="/"
             )
         process = self._process
+
+        def has_started() -> bool:
+            # The line is written before the last port is bound.
+            ready = _READY in self.log() and _is_listening(self.metrics_port)
+            return ready or process.poll() is not None
+
         try:
-            wait_until(
-                lambda: _READY in self.log() or process.poll() is not None,
-                START_TIMEOUT_S,
-                "tritonserver to start",
-            )
-        finally:
-            if _READY not in self.log():
-                process.kill()
-                self.stop()
-                pytest.fail(f"tritonserver did not start:\n{self.log()[-4000:]}", pytrace=False)
+            wait_until(has_started, START_TIMEOUT_S, "tritonserver to start")
+        except AssertionError:
+            process.kill()
+            process.wait()
+        if process.poll() is not None:
+            self.stop()
+            pytest.fail(f"tritonserver did not start:\n{self.log()[-4000:]}", pytrace=False)
 
     def _lay_out_backend(self) -> None:
         """The wheel keeps the stubs of all Pythons apart; the server wants one beside its backend."""
@@ -145,11 +148,11 @@ class TritonServer:
 
     @property
     def has_died(self) -> bool:
-        """Whether it ended and nobody stopped it."""
+        """True if the server ended without being stopped."""
         return self._process is not None and self._process.poll() is not None
 
     def log(self) -> str:
-        """All that the server and its stubs have written so far."""
+        """Return the log of the server and its stubs so far."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     def stop(self) -> None:
@@ -172,10 +175,15 @@ class TritonServer:
         for pid in _stubs(self._regions):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not _stubs(self._regions), 30.0, "the server's stubs to end")
+        wait_until(lambda: not _stubs(self._regions), 60.0, "the server's stubs to end")
         for name in os.listdir("/dev/shm"):
             if name.startswith(self._regions):
                 os.unlink(f"/dev/shm/{name}")
+
+
+def _is_listening(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _stubs(regions: str) -> list[int]:

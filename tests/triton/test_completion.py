@@ -1,4 +1,4 @@
-"""What a model may change of its configuration, and what it may not."""
+"""A model may change some parts of its configuration, and not others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where moonpool differs on purpose: each row of docs/FIDELITY.md that a snippet can show."""
+"""Moonpool differs on purpose in each row of docs/FIDELITY.md that a snippet can show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import pytest
 from tests.triton.answers import Answer, Failure, Inputs, output_of
 from tests.triton.both import Both
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise(
+        "Fidelity",
+        "Where moonpool differs on purpose, [a table](FIDELITY.md) says how and why, and a test "
+        "checks that it still differs.",
+    ),
+]
 
 
 def code_of(lines: str) -> Inputs:
@@ -98,7 +105,7 @@ asking("returns", ["Y"], error).exec()""",
 ]
 
 
-# What Triton says today of a request to a model that there is not, and what it said before.
+# A request to an unknown model. Triton's error for it differs between versions (`newer`).
 NOTHING = 'asking("nothing_of_that_name", ["Y"])'
 
 
@@ -138,7 +145,7 @@ NEWER_TEXTS = [
     ),
 ]
 
-# What the core says of requests that it does not hand on.
+# The core's errors for requests that it does not hand on.
 OF_THE_CORE = [
     Difference(
         'asking("nothing_of_that_name", ["Y"]).exec().error().code()',
@@ -171,6 +178,7 @@ def test_a_difference_of_the_core_is_what_it_is_said_to_be(
     assert ours.startswith(difference.ours)
 
 
+@pytest.mark.promise("Readiness", "A model that asks a model …")
 @pytest.mark.parametrize("difference", NEWER_TEXTS, ids=lambda difference: difference.code[:100])
 def test_a_text_is_that_of_todays_triton(both: Both, difference: Difference) -> None:
     assert both.said(difference.code) == (difference.theirs, difference.ours)
@@ -236,6 +244,7 @@ def test_an_exception_after_the_last_response_harms_nobody(both: Both, after: st
     assert isinstance(both.moonpool.infer("sends", LAST), Answer)
 
 
+@pytest.mark.promise("Responses at any time", "If a model that is …")
 @pytest.mark.parametrize(
     "after", ["sender.send(y(2))", "raise ValueError('on purpose')", "returned = [y(2)]"]
 )

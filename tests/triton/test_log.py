@@ -1,4 +1,4 @@
-"""What models log: text, level, file and line."""
+"""Models log with the right text, level, file and line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from tests.triton.both import Both
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise(
+        "Fidelity",
+        "The lines that models log are those of a real Triton: text, level, file and line.",
+    ),
+]
 
 SPOKEN = [
     "logger.log_info('info')",

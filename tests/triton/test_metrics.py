@@ -1,4 +1,4 @@
-"""What watches a server is shown the same."""
+"""Monitoring shows the same metrics of both servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import re
 import pytest
 from tests.triton.both import Both
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise("Metrics", "Every model has Triton's metrics, and …"),
+]
 
 MADE = """
 F = pb_utils.MetricFamily

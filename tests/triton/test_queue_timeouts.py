@@ -9,7 +9,10 @@ import pytest
 from tests.triton.answers import Failure
 from tests.triton.both import Both, agree
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise("Requests between models", "The timeout of a request, from …"),
+]
 
 # Models by their queue policies: the timeout of a request counts where it may override one, and nowhere else.
 POLICIES = ["timed", "timed_fixed", "timed_free", "timed_delayed", "timed_not", "timed_alone"]

@@ -1,4 +1,4 @@
-"""What `execute` may return and raise, and what becomes of it."""
+"""`execute` may return and raise many things, with the same result on both sides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 from tests.triton.answers import Failure
 from tests.triton.both import Both
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise(
+        "Fidelity",
+        "Whatever `execute` returns, raises or sends, the outcome is that of a real Triton, "
+        "coroutines and streams included.",
+    ),
+]
 
 RETURNS: list[Any] = [
     "[response()]",

@@ -7,7 +7,10 @@ import pytest
 from tests.triton.answers import Failure, Inputs
 from tests.triton.both import Both
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise("Fidelity", "Whatever `execute` returns, raises or …"),
+]
 
 
 def code(*lines: str) -> Inputs:
@@ -238,6 +241,7 @@ def test_a_model_that_answers_once_may_be_asked_for_a_stream(both: Both) -> None
     both.stream("sends", code("returned = [failed()]"))
 
 
+@pytest.mark.promise("Fidelity", "A client that leaves is noticed as in a real Triton.")
 def test_a_model_finds_out_that_its_client_is_gone(both: Both) -> None:
     lines = [
         "import time",

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from tests.triton.both import Both, agree
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise(
+        "Fidelity",
+        "A model gets from `triton_python_backend_utils` the values and exceptions that it gets "
+        "in a real Triton.",
+    ),
+]
 
 
 def snippets() -> list[Any]:
@@ -22,7 +29,7 @@ def snippets() -> list[Any]:
 
 
 def _param(code: str) -> object:
-    """Those with an error of another model say where in the other one's files it was."""
+    """Mark a snippet whose error, from another model, contains a place in that model's files."""
     tells_paths = "ValueError('on purpose')" in code and ").exec(" in code
     return pytest.param(code, marks=pytest.mark.needs("paths in errors") if tells_paths else ())
 

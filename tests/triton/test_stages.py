@@ -1,4 +1,4 @@
-"""What goes wrong before a model takes requests, and what `finalize` leaves."""
+"""Errors before a model takes requests, and the effects of `finalize`, are the same on both sides."""
 
 from __future__ import annotations
 
@@ -12,12 +12,24 @@ from tests.triton.answers import Failure
 from tests.triton.both import Both
 from tests.triton.broken import BROKEN
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise(
+        "Fidelity",
+        "Loads fail for the same reasons as in a real Triton, and the completed configurations "
+        "are the same.",
+    ),
+]
+
+
+# Behind the text that Triton has as well.
+ADVICE = r"; install \w+ for \S+, under which the model runs, or name an environment that has it in EXECUTION_ENV_PATH$"
 
 
 def in_short(failure: Failure) -> tuple[str, str, list[str]]:
-    """The code, the first paragraph, and the frames that are the model's own."""
+    """The code, the first paragraph without moonpool's advice, and the frames that are the model's own."""
     text, _, rest = failure.text.partition("\n\n")
+    text = re.sub(ADVICE, "", text)
     return failure.code, text, re.findall(r"/repository/.*\(\d+\): .*", rest)
 
 

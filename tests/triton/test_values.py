@@ -12,7 +12,14 @@ import pytest
 from tests.triton.answers import Answer, Failure, Inputs, Outcome, output_of
 from tests.triton.both import Both
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise(
+        "Fidelity",
+        "Tensors, batches, parameters, facts of a request and refusals of wrong requests are "
+        "those of a real Triton.",
+    ),
+]
 
 NUMBERS = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "u2", "UINT32": "u4", "UINT64": "u8", "INT8": "i1",
@@ -121,6 +128,7 @@ def test_a_batch_is_answered_by_rows(both: Both, rows: int) -> None:
     assert both.answer("batch", {"X": array}).outputs == {"Y": output_of(array * 2)}
 
 
+@pytest.mark.promise("Requests", "If a configuration has a `reshape`, …")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("length", [0, 1, 5])
 def test_tensors_have_the_shapes_that_a_reshape_gives_them(

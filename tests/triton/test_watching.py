@@ -1,4 +1,4 @@
-"""Who watches both servers, or changes what they tell, is told the same: metrics, statistics, traces, settings."""
+"""Both servers show the same metrics, statistics, traces and settings, and accept the same changes of them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,24 @@ from tests.waiting import wait_until
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise(
+        "Watching a server",
+        "Metrics, statistics, traces and settings are those of a real Triton for the same "
+        "requests.",
+    ),
+]
 TIMEOUT_S = 30
 FLAGS = ("--metrics-config=summary_latencies=true", "--trace-config=rate=1")
-# What there is of Triton's metrics here, and in later versions of it, but not in this one.
+# Metrics that moonpool and later versions of Triton have, but not this version.
 LATER = {"nv_model_load_duration_secs"}
-# What has no counterpart here.
+# Metrics of Triton without a counterpart here.
 THEIRS = {"nv_pinned_memory_pool_total_bytes", "nv_pinned_memory_pool_used_bytes"}
 
 
 class Watched(TritonServer):
-    """A tritonserver that writes traces, when it is told to."""
+    """A tritonserver that writes traces on request."""
 
     traces: Path
 
@@ -56,19 +63,19 @@ class Side:
             return str(answer.read().decode())
 
     def counters(self) -> list[str]:
-        """What is shown of requests to `doubles`."""
+        """Return the counters of requests to `doubles`."""
         names = r'nv_inference_(?:request_(?:success|failure)|count|exec_count)\{model="doubles"'
         return sorted(line for line in self.metrics().splitlines() if re.match(names, line))
 
     def statistics(self) -> dict[str, Any]:
-        """Of `doubles`."""
+        """Return the statistics of `doubles`."""
         asked = pb.ModelStatisticsRequest(name="doubles")
         (found,) = self.stub.ModelStatistics(asked, timeout=TIMEOUT_S).model_stats
         shown: dict[str, Any] = MessageToDict(found, always_print_fields_with_no_presence=True)
         return shown
 
     def infer(self, model: str, value: float, rows: int = 1, request_id: str = "") -> bool:
-        """Whether it succeeded."""
+        """Send one request, and return true if it succeeded."""
         request = pb.ModelInferRequest(model_name=model, id=request_id)
         request.inputs.add(name="IN", datatype="FP32", shape=[rows, 4])
         request.raw_input_contents.append(np.full((rows, 4), value, np.float32).tobytes())
@@ -107,7 +114,7 @@ class Side:
             return error.code().name, error.details()
 
     def entries(self) -> list[dict[str, Any]]:
-        """All that is in the trace files."""
+        """Return the entries of all trace files."""
         found: list[dict[str, Any]] = []
         for path in self.traces.parent.glob(f"{self.traces.name}*"):
             found += trace_entries(path)
@@ -274,7 +281,7 @@ def _models(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _activities(entries: list[dict[str, Any]]) -> dict[int, Counter[str]]:
-    """How often which thing is told of each trace, tensors with what is in them."""
+    """Count the activities of each trace. Those of tensors include their data."""
     told: dict[int, Counter[str]] = {}
     for each in entries:
         names = [mark["name"] for mark in each.get("timestamps", ())]

@@ -29,7 +29,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 # All models of the zoo are loaded at once.
 LOAD_TIMEOUT_S = 120.0
 # `I1121 19:19:08.019713 6297 model.py:12] "text"`; a stub that is not connected yet has no quotes.
@@ -132,7 +132,7 @@ class TritonSide:
             return str(answer.read().decode())
 
     def log(self) -> list[LogLine]:
-        """What models logged on purpose since the last look."""
+        """Return the lines that models logged since the last look."""
         # Whole lines: of the last one, a part may be written.
         text, end, _ = self.server.log()[self._heard :].rpartition("\n")
         self._heard += len(text + end)
@@ -192,7 +192,7 @@ def _request(
 def _known(
     correlation_id: int | str = 0, flags: int = 0, queue_timeout_us: int = 0, priority: int = 0
 ) -> dict[str, Parameter]:
-    """What moonpool has arguments for, as the parameters that the protocol reserves for it."""
+    """Return moonpool's arguments as the parameters that the protocol reserves for them."""
     known: dict[str, Parameter] = {}
     if correlation_id:
         known["sequence_id"] = correlation_id

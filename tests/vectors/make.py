@@ -16,12 +16,28 @@ import msgpack
 
 from moonpool.ipc.codec import Codec, encode
 from moonpool.ipc.errors import RemoteProtocolError
-from moonpool.ipc.fields import Flag, Int, ListOf, Maybe, OneOf, Packed, Raw, Real, Row, Table, Text
-from moonpool.ipc.messages import CALLS, CONTROL, WORK, Message, Side
+from moonpool.ipc.messages import (
+    CALLS,
+    CONTROL,
+    WORK,
+    Flag,
+    Int,
+    ListOf,
+    Maybe,
+    Message,
+    OneOf,
+    Packed,
+    Raw,
+    Real,
+    Row,
+    Side,
+    Table,
+    Text,
+)
 from moonpool.runtime.triton.messages import LAUNCHER, End
 
 if TYPE_CHECKING:
-    from moonpool.ipc.fields import Spec
+    from moonpool.ipc.messages import Spec
 
 FOLDER = Path(__file__).parent
 CHANNELS: dict[str, tuple[dict[Any, Message], type[IntEnum]]] = {
@@ -107,7 +123,7 @@ def bad(spec: Spec) -> Iterator[Any]:
 
 
 def packets(kind: IntEnum, message: Message) -> Iterator[bytes]:
-    """Those of one kind."""
+    """Make valid packets of one kind."""
     fields = list(message.fields.values())
     smallest = [int(kind), *map(least, fields)]
     yield encode(*smallest)
@@ -121,7 +137,7 @@ def packets(kind: IntEnum, message: Message) -> Iterator[bytes]:
 
 
 def damaged(kind: IntEnum, message: Message) -> Iterator[bytes]:
-    """What is no message, or none that is known."""
+    """Make packets that are no message, or none of a known kind."""
     yield from (
         b"",
         b"\x90",
@@ -152,7 +168,7 @@ def damaged(kind: IntEnum, message: Message) -> Iterator[bytes]:
 
 
 def vectors(channel: str) -> list[Vector]:
-    """All of a channel, each to be read by the side that it is sent to."""
+    """Return all vectors of a channel, each for the side that receives it."""
     table, sides = CHANNELS[channel]
     made: dict[tuple[int, bytes], Vector] = {}
     for kind, message in table.items():
@@ -182,13 +198,13 @@ def read(channel: str, sender: int, packet: bytes) -> Vector:
 
 
 def reason(error: str) -> str:
-    """Of what is no msgpack, each library says why in words of its own."""
+    """Return the error. About a packet that is not msgpack, each library has words of its own, which are left out."""
     known = "a packet that is not msgpack"
     return known if error.startswith(known) else error
 
 
 def plain(value: Any) -> Any:
-    """As JSON can have it."""
+    """Return the value in a form that JSON has."""
     if isinstance(value, bytes):
         return {"raw": value.hex()}
     return [plain(item) for item in value] if isinstance(value, list) else value

@@ -25,7 +25,7 @@ int open_server(dl_phdr_info* info, size_t, void* found) {
   return 1;
 }
 
-// A program that holds the server as a library may keep its symbols to itself; then the library is asked.
+// A program that has the server as a library may hide its symbols. Then look them up in the library.
 void* find(const char* name) {
   if (void* function = dlsym(RTLD_DEFAULT, name)) return function;
   static void* const server = [] {
@@ -36,7 +36,7 @@ void* find(const char* name) {
   return server ? dlsym(server, name) : nullptr;
 }
 
-// What a server must have, for `moonpool triton check` to read.
+// The required functions, in a form that `moonpool triton check` reads.
 #define MOONPOOL_NAME(prefix, name, result, arguments) " " #prefix #name
 #define MOONPOOL_SKIP(prefix, name, result, arguments)
 extern "C" __attribute__((visibility("default"))) const char moonpool_required_functions[];
@@ -64,7 +64,7 @@ std::string resolve() {
 namespace moonpool {
 namespace {
 
-// The character that begins here, and its bytes; 0 bytes where it is no UTF-8.
+// Returns the character that begins here, and its length; 0 bytes if it is not UTF-8.
 std::pair<uint32_t, size_t> character(std::string_view text) {
   const auto first = static_cast<unsigned char>(text[0]);
   const size_t size = character_bytes(text);

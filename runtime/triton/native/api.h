@@ -10,7 +10,7 @@
 
 namespace moonpool::triton {
 
-// What is the server's, and only pointed to here: TRITONSERVER_ and TRITONBACKEND_ with these names.
+// Types of the server, TRITONSERVER_ and TRITONBACKEND_ with these names. We only hold pointers to them.
 struct Error;
 struct InferenceRequest;
 struct InferenceResponse;
@@ -52,8 +52,7 @@ enum ReleaseFlag : uint32_t { kReleaseAll = 1, kReleaseReschedule = 2 };
 enum ResponseFlag : uint32_t { kResponseFinal = 1 };
 constexpr int kBytes = 13;
 
-// What the server calls for a request of ours: to place an output, when that is not needed any more, when the request
-// is not, and with each response.
+// Callbacks of the server for our requests: allocate and free an output, release the request, deliver a response.
 using Allocate = Error*(ResponseAllocator*, const char* output, size_t size, int memory_type, int64_t memory_type_id,
                         void* user, void** buffer, void** buffer_user, int* actual_type, int64_t* actual_id);
 using Deallocate = Error*(ResponseAllocator*, void* buffer, void* buffer_user, size_t size, int memory_type,
@@ -210,28 +209,28 @@ std::string resolve();
 
 namespace moonpool {
 
-// What ends a request or a load, with Triton's code and a text for the client.
+// An error that ends a request or a load, with Triton's code and a text for the client.
 struct Failure : std::runtime_error {
   Failure(int number, const std::string& text) : std::runtime_error(text), code(number) {}
   int code;
 };
 
-// Throws what Triton says is wrong; nothing where it says nothing.
+// Throws Triton's error, if there is one.
 void check(triton::Error* error);
 
-// The text as one line of a log: newlines, control characters and those that turn the direction of text are shown as
-// escapes, as `one_line` in runtime/output.py does it, and so are bytes that are no UTF-8.
+// Returns the text as one line of a log, as `one_line` in runtime/process/terminal.py does: newlines, control
+// characters, characters that change the direction of text, and bytes that are not UTF-8 become escapes.
 std::string one_line(std::string_view text);
 
-// For what cannot be helped any more: into the log.
+// Logs an error that nobody can handle any more.
 void complain(triton::Error* error, const char* doing) noexcept;
 
-// What goes into the server's log as it is, as if from a place in a model's source.
+// Writes to the server's log without a change, as if from a place in a model's source.
 void log_from(int level, std::string_view file, int line, std::string_view text) noexcept;
-// One line of the server's log, whatever is in it.
+// Writes one line to the server's log, whatever characters the text has.
 void log(int level, std::string_view text) noexcept;
 
-// Runs what an entry point is for. No exception leaves it; what was thrown becomes Triton's error.
+// Runs the body of an entry point. No exception leaves it; an exception becomes Triton's error.
 template <typename Action>
 triton::Error* guarded(Action action) noexcept {
   try {

@@ -1,4 +1,4 @@
-// What Triton calls: the functions of a backend.
+// Entry points of a backend, which Triton calls.
 
 #include <cstdlib>
 #include <memory>
@@ -24,7 +24,7 @@ State& state_of(Object* object, triton::Error* (*get)(Object*, void**)) {
   return *static_cast<State*>(state);
 }
 
-// The required functions that this server lacks. The first thing that is called differs between servers.
+// Returns the required functions that this server lacks. Servers differ in the entry point that they call first.
 const std::string& missing_functions() {
   static const std::string missing = triton::resolve();
   return missing;
@@ -34,7 +34,7 @@ const std::string& missing_functions() {
 
 EXPORT triton::Error* TRITONBACKEND_Initialize(triton::Backend* backend) {
   const std::string& missing = missing_functions();
-  // A server that has not even this one cannot be told anything.
+  // Without this function, no error can be returned to the server.
   if (!triton::ErrorNew) std::abort();
   return guarded([&] {
     if (!missing.empty()) {

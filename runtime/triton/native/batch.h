@@ -1,4 +1,4 @@
-// Requests that are executed together: gathered, placed where the stub sees them, answered, counted, released.
+// A batch of requests: gathered, put into shared memory, answered, counted, released.
 #pragma once
 
 #include <chrono>
@@ -15,13 +15,13 @@
 
 namespace moonpool {
 
-// One batch after another, on the instance's thread. Its memory is used again.
+// Executes one batch after another, on the instance's thread, with the same memory.
 class Batch {
  public:
   Batch(triton::ModelInstance* instance, const Model& model, bool is_on_device)
       : instance_(instance), model_(model), requests_(model, is_on_device), answer_(model) {}
 
-  // Begin with these requests, which from now on are dealt with here. One that cannot be executed gets its error at once.
+  // Take over these requests. One that cannot be executed gets its error at once.
   void gather(triton::Request** requests, uint32_t count) {
     start_ns_ = sent_ns_ = answered_ns_ = now_ns();
     requests_.begin(++number_);
@@ -36,26 +36,26 @@ class Batch {
   }
 
   bool is_empty() const { return outcomes_.empty(); }
-  // Send the batch; false where the stub was gone already and has not got it. Throws Failure where it was not sent, and
+  // Send the batch. Returns false if the stub had ended and did not get it. Throws Failure if it was not sent, and
   // Violation.
   bool give(Stub& stub) {
     released_.clear();
     stub.open_requests().begin(number_, requests_.all());
-    stub.tell_log_levels();
+    stub.send_log_levels();
     stub.take_back_late();
     const uint64_t size = requests_.lay_out();
-    // The first block is for copies; where nothing is copied it is empty, in a region that there is.
-    wire::Block block{stub.loans().first_region(), 0, 0};
+    // The first block is for copies. Without copies it is an empty block in an existing region.
+    wire::Block block{stub.borrowed_blocks().first_region(), 0, 0};
     try {
       if (size > 0) {
         char* memory;
-        const Spot spot = stub.loans().lend(size, &memory);
+        const Spot spot = stub.borrowed_blocks().lend(size, &memory);
         requests_.copy(memory);
         block = {spot.region, spot.offset, size};
       }
       write(stub, block);
     } catch (const Failure&) {
-      stub.loans().end_batch({});
+      stub.borrowed_blocks().end_batch();
       for (const wire::Place& place : released_) stub.answers().release(place);
       throw;
     }
@@ -65,7 +65,7 @@ class Batch {
     return sent == Channel::Sent::kDone;
   }
 
-  // Wait for the answer, and give everybody what is his. Throws Violation, and Failure where the stub has ended.
+  // Wait for the answer, and send each request its response. Throws Violation, and Failure if the stub has ended.
   void finish(Stub& stub) {
     wait(stub);
     answered_ns_ = now_ns();
@@ -73,7 +73,7 @@ class Batch {
     std::string stored;
     const auto message = opened(wire::kWork, packet_.bytes(), stub.answers(), &stored);
     if (message.kind() != wire::Kind::ANSWER) {
-      throw Violation(std::string(message.message->name) + " came in the place of ANSWER");
+      throw Violation(std::string(message.message->name) + " came out of turn; ANSWER may come next");
     }
     take_answer(stub, wire::Answer(message.fields));
   }
@@ -91,7 +91,7 @@ class Batch {
     if (stub) stub->open_requests().end();
   }
 
-  // Count the requests and let go of them.
+  // Count the requests and release them.
   void close() noexcept {
     const uint64_t end_ns = now_ns();
     for (size_t i = 0; i < outcomes_.size(); ++i) {
@@ -116,7 +116,7 @@ class Batch {
         std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count());
   }
 
-  // What became of one request.
+  // The outcome of one request.
   struct Outcome {
     bool is_answered = false, is_good = true;
     OpenRequests::Left left = OpenRequests::Left::kRelease;
@@ -130,7 +130,7 @@ class Batch {
           block.write(writer);
         },
         Raw{requests_.layout()}, [this](Writer& writer) { requests_.write_details(writer); }, std::nullopt);
-    pack(message_, stub.loans());
+    pack(message_, stub.borrowed_blocks());
   }
 
   void wait(Stub& stub) {
@@ -138,9 +138,9 @@ class Batch {
     bool is_overdue = false;
     for (;;) {
       const Channel::Received received = stub.work().receive(packet_, false);
-      if (received == Channel::Received::kDone) return;
+      if (is_there(received)) return;
       if (received == Channel::Received::kGone) throw stub.death();
-      stub.tell_cancelled();
+      stub.send_cancelled();
       if (limit_ms && !is_overdue && now_ns() - sent_ns_ > *limit_ms * 1'000'000) {
         is_overdue = true;
         stub.overdue();
@@ -150,14 +150,21 @@ class Batch {
 
   void take_answer(Stub& stub, const wire::Answer& said) {
     const size_t count = outcomes_.size();
-    if (said.batch != number_) {
-      throw Violation("an answer to batch " + std::to_string(said.batch) + " instead of " + std::to_string(number_));
+    const size_t responses = answer_.read(said.layout.bytes, count);
+    if (said.batch != number_ || responses != count) {
+      throw Violation("an answer to batch " + std::to_string(said.batch) + " with " + std::to_string(responses) +
+                      " responses; batch " + std::to_string(number_) + " has " + std::to_string(count) + " requests");
     }
-    if ((said.remarks && said.remarks->size() != count) || (said.states && said.states->size() != count)) {
-      throw Violation("remarks or states that are not those of " + std::to_string(count) + " requests");
+    if (said.remarks && said.remarks->size() != count) {
+      throw Violation(std::to_string(said.remarks->size()) + " remarks on " + std::to_string(count) + " responses");
     }
-    answer_.read(said.layout.bytes, count);
-    answer_.open(said.blocks, stub.answers(), &stub.loans());
+    if (said.states && said.states->size() != count) {
+      throw Violation(std::to_string(said.states->size()) + " states of " + std::to_string(count) + " requests");
+    }
+    answer_.open(said.blocks, stub.answers(), &stub.borrowed_blocks());
+    // Before anybody has a response, as in the runtime. The blocks themselves are needed until all is copied.
+    stub.borrowed_blocks().check_kept(said.released);
+    stub.borrowed_blocks().keep(said.held);
     std::optional<List<std::optional<wire::Remarks>>::Iterator> remark;
     std::optional<List<uint64_t>::Iterator> state;
     if (said.remarks) remark.emplace(said.remarks->begin());
@@ -172,11 +179,12 @@ class Batch {
       if (state) ++*state;
     }
     stub.open_requests().end();
-    // Somebody is to look whether the clients of those that are open still wait.
+    // Wake the listener, which checks from now on if the clients of open requests still wait.
     if (said.states && stub.open_requests().are_open()) stub.wake();
     answer_.release(stub.answers());
-    stub.loans().end_batch(said.held);
-    for (const wire::Place& place : said.released) stub.loans().take_back(place);
+    stub.borrowed_blocks().end_batch();
+    for (const wire::Place& place : said.released) stub.borrowed_blocks().take_back(place);
+    answer_.check_strings();
   }
 
   void respond(size_t i, const std::optional<wire::Remarks>& remarks) {

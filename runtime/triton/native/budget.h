@@ -1,4 +1,6 @@
-// How much of something there may be: so much a second, saved up for one second at most. One thread at a time.
+// Limits of what one stub may send: a budget per second, the copies that exist at once, and a rate limiter.
+//
+// None of these classes has a lock. Their owners use each from one thread, or under a lock of their own.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +14,13 @@ namespace moonpool {
 
 using Clock = std::chrono::steady_clock;
 
+// A budget per second. It saves what was not spent for at most one second.
 class Budget {
  public:
   explicit Budget(double per_second) : per_second_(per_second), left_(per_second) {}
 
-  // Whether one more may be, which counts as so many: a large one is paid for by those that come after it.
+  // Spend `cost`. Returns false if nothing is left. A large cost may push the budget below zero, which delays later
+  // ones.
   bool spend(double cost) {
     const auto now = Clock::now();
     const double seconds = std::chrono::duration<double>(now - at_).count();
@@ -33,14 +37,16 @@ class Budget {
   Clock::time_point at_ = Clock::now();
 };
 
-// Bounds the copies of a stub's messages and strings that exist at once. Not for several threads.
-class Room {
+// Bounds the bytes of a stub's messages and strings that are copied and not answered yet.
+class CopyBudget {
  public:
-  explicit Room(uint64_t most) : most_(most) {}
+  explicit CopyBudget(uint64_t most) : most_(most) {}
   uint64_t taken() const { return taken_; }
-  // Count another copy; false if there is no room. One may be larger than the bound, but only alone.
-  bool take(uint64_t size) {
-    if (taken_ > 0 && taken_ + size > most_) return false;
+  uint64_t most() const { return most_; }
+  // Count another copy of a question that has `own` bytes already. Returns false over the bound. One question may
+  // exceed the bound if it is the only one.
+  bool take(uint64_t size, uint64_t own = 0) {
+    if (taken_ > own && taken_ + size > most_) return false;
     taken_ += size;
     return true;
   }
@@ -51,15 +57,15 @@ class Room {
   uint64_t taken_ = 0;
 };
 
-// Rate limiter for one channel, as in runtime/flow.py and with its numbers. Over budget the channel is not read, which
-// blocks only the stub that writes to it.
-class Flow {
+// Rate limiter for the channels of one stub, as in runtime/stubs/control.py and with its numbers. Over budget, none of
+// them is read, which blocks only that stub.
+class RateLimiter {
  public:
-  // Something of that size was received, which costs as much as so many messages beside.
+  // Count a received message: it costs `messages`, and more for its size.
   void took(size_t size_bytes, double messages = 1) {
     unpaid_ += messages + static_cast<double>(size_bytes / wire::kMessageBytes);
   }
-  // Charge for a round of receiving. Over budget, the channel is not read until the stub is back in it.
+  // Charge for a round of receiving. Over budget, nothing is read until the stub is back in it.
   void settle() {
     if (unpaid_ == 0) return;
     const auto now = Clock::now();
@@ -71,7 +77,7 @@ class Flow {
     const std::chrono::duration<double> owed(-left_ / kPerSecond);
     paused_until_ = now + std::max<Clock::duration>(kPause, std::chrono::duration_cast<Clock::duration>(owed));
   }
-  // How long nothing is to be read; 0 where it may be.
+  // Milliseconds until the channels may be read again; 0 if they may be read now.
   int pause_milliseconds() const {
     const auto left = paused_until_ - Clock::now();
     if (left.count() <= 0) return 0;
@@ -81,7 +87,7 @@ class Flow {
  private:
   static constexpr auto kPause = std::chrono::milliseconds(wire::kPauseMs);
   static constexpr double kPerSecond = wire::kMessagesPerS;
-  // The messages that may come at once: those of one second at most, negative while the stub is over budget.
+  // Messages that may still come now, at most those of one second. Negative while the stub is over budget.
   double left_ = kPerSecond;
   Clock::time_point at_ = Clock::now();
   double unpaid_ = 0;

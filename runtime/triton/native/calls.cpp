@@ -22,19 +22,13 @@ using wire::Kind;
 
 constexpr uint32_t kDecoupledFlag = 2;
 
-wire::Error told(const Failure& failure, size_t most) {
+wire::Error error_of(const Failure& failure, size_t most) {
   const bool is_code = failure.code >= triton::kUnknown && failure.code <= triton::kCancelled;
   return {static_cast<uint64_t>(is_code ? failure.code : triton::kInternal),
           std::string_view(failure.what()).substr(0, most)};
 }
 
-// A question that takes a thread costs as much as kTaskCost others.
-double cost_of(Kind kind) {
-  const bool is_task = kind == Kind::LOAD_MODEL || kind == Kind::UNLOAD_MODEL || kind == Kind::IS_MODEL_READY;
-  return is_task ? wire::kTaskCost : 1;
-}
-
-// The value of an answer that has one.
+// Returns a writer for the value of an answer.
 template <class T>
 Calls::Write value_of(const char* name, T value) {
   return [=](Writer& writer) {
@@ -43,7 +37,22 @@ Calls::Write value_of(const char* name, T value) {
   };
 }
 
-// As Triton reads it; -1 for the latest.
+std::string name_of(Kind kind) {
+  for (const Message& message : wire::kCalls.messages) {
+    if (message.kind == static_cast<uint8_t>(kind)) return message.name;
+  }
+  return "a message";
+}
+
+// Throws Failure, because the copies of this model are over their budget.
+[[noreturn]] void refuse_copy(const CopyBudget& copies) {
+  throw Failure(triton::kUnavailable, "messages of this model that are not answered yet take " +
+                                          std::to_string(copies.taken()) +
+                                          " bytes already; with this one they would be more than " +
+                                          std::to_string(copies.most()));
+}
+
+// Reads a version as Triton does; -1 is the latest.
 int64_t version_of(const std::string& text) {
   if (text.empty()) return -1;
   char* end;
@@ -65,7 +74,7 @@ void load_model(triton::Server* server, const std::string& name, const std::stri
   check(triton::ServerLoadModelWithParameters(server, name.c_str(), parameters.data(), parameters.size()));
 }
 
-// A model that there is not is not ready either.
+// Returns true if the model is ready. A model that does not exist is not ready.
 bool is_ready(triton::Server* server, const std::string& name, int64_t version) {
   bool is_ready = false;
   triton::Error* error = triton::ServerModelIsReady(server, name.c_str(), version, &is_ready);
@@ -90,32 +99,31 @@ void Calls::send_waiting() {
   }
   while (!waiting_.empty()) {
     if (channel_.send(waiting_.front()) == Channel::Sent::kFull) return;
-    waiting_bytes_ -= waiting_.front().size() + sizeof(std::string);
+    waiting_bytes_ -= waiting_.front().size() + wire::kUnreadAnswerBytes;
     waiting_.pop_front();
   }
 }
 
-bool Calls::read(Flow& flow) {
+bool Calls::read(RateLimiter& rate_limiter) {
   send_waiting();
   const Channel::Received received = channel_.receive(packet_, true);
-  if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
+  if (!is_there(received)) return received == Channel::Received::kNothing;
   auto question = decoded(wire::kCalls, packet_.bytes());
-  size_t size = packet_.bytes().size();
+  rate_limiter.took(packet_.bytes().size(), wire::cost_of(question.kind()));
   if (question.kind() == Kind::INDIRECT) {
     const wire::Indirect where(question.fields);
     const std::string beginning = beginning_of(where, stub_->answers());
-    if (!takes_in(where, beginning, flow)) return true;
+    if (!takes_in(where, beginning, rate_limiter)) return true;
     question = fetched(wire::kCalls, where, stub_->answers(), &stored_, UINT64_MAX);
-    // Room was taken by the kind and the call that stood there before the copy.
+    // The copy was charged by the kind and the call that the beginning had before the copy.
     Reader before(beginning);
     const Head head = head_of(before);
     if (head.kind != question.kind() || head.call != Reader(question.fields).uint()) {
       throw Violation("a message in memory that changed while it was read");
     }
     // A load costs no more for its size: kCopiedLoadsBytes bounds the loads in progress.
-    size = question.kind() == Kind::LOAD_MODEL ? beginning.size() : stored_.size();
+    if (question.kind() != Kind::LOAD_MODEL) rate_limiter.took(stored_.size(), 0);
   }
-  flow.took(size, cost_of(question.kind()));
   handle(question);
   stored_ = {};
   return true;
@@ -123,34 +131,39 @@ bool Calls::read(Flow& flow) {
 
 Calls::Head Calls::head_of(Reader& reader) {
   reader.array();
-  const auto kind = static_cast<Kind>(reader.uint());
+  const uint64_t kind = reader.uint();
   const uint64_t call = reader.uint();
-  if (reader.failed()) throw Violation("a message in memory without a beginning");
-  return {kind, call};
+  if (reader.failed()) throw Violation("a message without a head");
+  for (const Message& message : wire::kCalls.messages) {
+    const bool is_stubs = message.sender != static_cast<uint8_t>(wire::Side::RUNTIME);
+    if (message.kind == kind && is_stubs) return {static_cast<Kind>(kind), call};
+  }
+  throw Violation("a stored message of unknown kind " + std::to_string(kind));
 }
 
-// Decide by its beginning if a message that lies in memory is copied. If not, it has been answered. Throws Violation.
-bool Calls::takes_in(const wire::Indirect& where, std::string_view beginning, Flow& flow) {
+// Decides by its beginning if a message in memory is copied. If not, the message was answered. Throws Violation.
+bool Calls::takes_in(const wire::Indirect& where, std::string_view beginning, RateLimiter& rate_limiter) {
   Reader reader(beginning);
   const auto [kind, call] = head_of(reader);
-  if (kind == Kind::WITHDRAW || kind == Kind::LET_GO || kind == Kind::INDIRECT) {
-    throw Violation("a short message that lies in memory");
+  if (kind == Kind::WITHDRAW || kind == Kind::CANCEL_CALL || kind == Kind::LET_GO || kind == Kind::INDIRECT) {
+    throw Violation(name_of(kind) + " that lies in memory");
   }
+  rate_limiter.took(beginning.size(), wire::cost_of(kind));
   if (kind != Kind::LOAD_MODEL) {
     if (where.size <= wire::kMaxCallBytes) return true;
-    throw Violation("a call of " + std::to_string(where.size) + " bytes; " + std::to_string(wire::kMaxCallBytes) +
-                    " is the most");
+    throw Violation(name_of(kind) + " of " + std::to_string(where.size) + " bytes; " +
+                    std::to_string(wire::kMaxCallBytes) + " is the most");
   }
   const std::string name(reader.text());
   if (reader.failed()) throw Violation("LOAD_MODEL of what has no name");
   check_new(call);
   try {
+    check_tasks();
     check_may_load(name, true);
-    take_room(where.size);
+    charge_for_load(where.size);
     return true;
   } catch (const Failure& failure) {
     stub_->answers().release({where.region, where.offset});
-    flow.took(beginning.size(), cost_of(kind));
     done(call, &failure);
     return false;
   }
@@ -177,7 +190,7 @@ void Calls::handle(const Question& question) {
   }
 }
 
-// Throws Failure for what is answered with that in DONE.
+// Performs a question. Throws Failure for an error that DONE returns to the stub.
 void Calls::perform(const Question& question) {
   const Reader& fields = question.fields;
   if (question.kind() == Kind::CANCEL_CALL) return cancel(wire::CancelCall(fields).call);
@@ -192,7 +205,7 @@ void Calls::perform(const Question& question) {
     case Kind::UNLOAD_MODEL:
       return unload(wire::UnloadModel(fields));
     case Kind::IS_MODEL_READY:
-      return tell_ready(wire::IsModelReady(fields));
+      return answer_ready(wire::IsModelReady(fields));
     case Kind::NEW_METRIC: {
       const wire::NewMetric asked(fields);
       return done(asked.call, nullptr, value_of("metric", metrics_.hold(asked)));
@@ -216,7 +229,7 @@ void Calls::infer(const wire::Infer& asked) {
   take_back(asked.released);
   auto inference = std::make_shared<Inference>(shared_from_this(), asked.call, stub_->open_requests().batch());
   const uint64_t message_size = stored_.size();
-  inference->hold(asked.blocks, stub_->loans(), stub_->answers());
+  inference->hold(asked.blocks, stub_->borrowed_blocks(), stub_->answers());
   bool are_many;
   {
     std::lock_guard lock(mutex_);
@@ -227,7 +240,7 @@ void Calls::infer(const wire::Infer& asked) {
     if (are_many) {
       throw Failure(triton::kUnavailable, std::to_string(wire::kMaxCalls) + " requests of this model are open already");
     }
-    if (message_size > 0) inference->take_room_for_message(message_size);
+    if (message_size > 0) inference->charge_for_message(message_size);
     start(*inference, asked);
   } catch (const Failure& failure) {
     fail(asked.call, Failure(failure.code, "Model " + std::string(asked.model) +
@@ -240,7 +253,7 @@ void Calls::start(Inference& inference, const wire::Infer& asked) {
   check_may_ask(name);
   uint32_t properties;
   void* unused;
-  // Not by its readiness, which may be for this very thread to tell of.
+  // Do not ask if the model is ready: this very thread may have to answer that question.
   check(triton::ServerModelTransactionProperties(model_.server(), name.c_str(), asked.version, &properties, &unused));
   if ((properties & kDecoupledFlag) != 0 && !asked.decoupled) {
     throw Failure(triton::kUnsupported,
@@ -260,7 +273,7 @@ std::shared_ptr<Inference> Calls::find(uint64_t call) {
 }
 
 void Calls::cancel(uint64_t call) {
-  // It may have been answered while this was on its way.
+  // The call may have been answered meanwhile.
   if (const auto inference = find(call)) inference->cancel();
 }
 
@@ -283,24 +296,27 @@ void Calls::leave(uint64_t batch) {
 }
 
 void Calls::take_back(const List<wire::Place>& places) {
-  for (const wire::Place& place : places) stub_->loans().take_back(place);
+  for (const wire::Place& place : places) stub_->borrowed_blocks().take_back(place);
 }
 
-void Calls::take_room(uint64_t size) {
+void Calls::charge_for_strings(uint64_t size) {
   std::lock_guard lock(mutex_);
   if (copies_.take(size)) return;
   throw Failure(triton::kUnavailable, "the strings in open requests of this model take " +
                                           std::to_string(copies_.taken()) + " bytes already");
 }
 
-void Calls::take_room_for_message(uint64_t size) {
+void Calls::charge_for_message(uint64_t size) {
   std::lock_guard lock(mutex_);
-  if (messages_.take(size)) return;
-  throw Failure(triton::kUnavailable, "messages of this model that are not answered yet take " +
-                                          std::to_string(messages_.taken()) + " bytes already");
+  if (!messages_.take(size)) refuse_copy(messages_);
 }
 
-void Calls::give_room_back(uint64_t size, uint64_t message_size) {
+void Calls::charge_for_load(uint64_t size, uint64_t own) {
+  std::lock_guard lock(mutex_);
+  if (!copies_.take(size, own)) refuse_copy(copies_);
+}
+
+void Calls::give_copies_back(uint64_t size, uint64_t message_size) {
   std::lock_guard lock(mutex_);
   copies_.give_back(size);
   messages_.give_back(message_size);
@@ -310,25 +326,25 @@ View Calls::lend(uint64_t size, Spot* spot) {
   std::lock_guard lock(mutex_);
   if (!stub_) throw Failure(triton::kUnavailable, "the model that asked has ended");
   char* memory;
-  *spot = stub_->loans().lend(std::max<uint64_t>(size, 1), &memory, true);
-  return stub_->loans().look({spot->region, spot->offset, size});
+  *spot = stub_->borrowed_blocks().lend(std::max<uint64_t>(size, 1), &memory, true);
+  return stub_->borrowed_blocks().look({spot->region, spot->offset, size});
 }
 
 void Calls::take_back(Spot spot) noexcept {
   std::lock_guard lock(mutex_);
   if (!stub_) return;
   try {
-    stub_->loans().take_back(spot);
+    stub_->borrowed_blocks().take_back(spot);
   } catch (const std::exception& error) {
     stub_->distrust(error.what());
   }
 }
 
-void Calls::release(const std::vector<Spot>& answers, const std::vector<Spot>& loans) noexcept {
+void Calls::release(const std::vector<Spot>& answers, const std::vector<Spot>& borrowed_blocks) noexcept {
   std::lock_guard lock(mutex_);
   if (!stub_) return;
   for (const Spot& spot : answers) stub_->answers().release(spot);
-  for (const Spot& spot : loans) stub_->loans().let_go(spot);
+  for (const Spot& spot : borrowed_blocks) stub_->borrowed_blocks().release(spot);
 }
 
 bool Calls::reply(uint64_t call, bool is_final, const Write& write) noexcept {
@@ -357,7 +373,7 @@ Calls::Write Calls::only(const Failure& failure, size_t most) {
     writer.array(0);
     writer.array(0);
     writer.nil();
-    told(failure, most).write(writer);
+    error_of(failure, most).write(writer);
   };
 }
 
@@ -382,7 +398,7 @@ bool Calls::send_reply(uint64_t call, bool is_final, const Write& write) {
 
 // Other models themselves
 
-// Throws Failure if the model may not load that, or brings files and may not.
+// Throws Failure if the model may not load that one, or may not bring files.
 void Calls::check_may_load(const std::string& name, bool brings_files) const {
   check_may_ask(name);
   if (model_.facts().may_ask && brings_files) {
@@ -394,8 +410,8 @@ void Calls::check_may_load(const std::string& name, bool brings_files) const {
 }
 
 void Calls::load(const wire::LoadModel& asked) {
-  // For a message that lay in memory, the room was taken before it was copied.
-  const uint64_t copied = stored_.size();
+  // The copy of a message that lay in memory was charged before it was made.
+  uint64_t copied = stored_.size();
   const std::string name(asked.model), config(asked.config);
   std::vector<std::pair<std::string, std::string>> files;
   try {
@@ -404,7 +420,10 @@ void Calls::load(const wire::LoadModel& asked) {
         files.emplace_back(file.path, file.contents.bytes);
       }
     }
+    check_tasks();
     check_may_load(name, !(config.empty() && files.empty()));
+    charge_for_load(wire::kJsonFactor * config.size(), copied);
+    copied += wire::kJsonFactor * config.size();
     spend_time(
         asked.call,
         [=, files = std::move(files), server = model_.server()] {
@@ -413,7 +432,7 @@ void Calls::load(const wire::LoadModel& asked) {
         },
         copied);
   } catch (...) {
-    give_room_back(copied, 0);
+    give_copies_back(copied, 0);
     throw;
   }
 }
@@ -428,21 +447,19 @@ void Calls::unload(const wire::UnloadModel& asked) {
   });
 }
 
-void Calls::tell_ready(const wire::IsModelReady& asked) {
+void Calls::answer_ready(const wire::IsModelReady& asked) {
   const std::string name(asked.model);
   const int64_t version = version_of(std::string(asked.version));
   check_may_ask(name);
-  // It may be this very model, which is heard by this very thread.
+  // It may be this very model, whose readiness this very thread has to receive. So ask on another thread.
   spend_time(asked.call, [=, server = model_.server()] { return value_of("ready", is_ready(server, name, version)); });
 }
 
-// Do what takes long on a thread of its own, and tell the stub when it is done. Throws Failure.
+// Runs a long task on a thread of its own, and sends the stub its result. Throws Failure.
 void Calls::spend_time(uint64_t call, std::function<Write()> task, uint64_t copied) {
+  check_tasks();
   {
     std::lock_guard lock(mutex_);
-    if (tasks_.size() >= wire::kMaxTasks) {
-      throw Failure(triton::kUnavailable, std::to_string(wire::kMaxTasks) + " of these are on their way already");
-    }
     tasks_.insert(call);
   }
   try {
@@ -456,9 +473,9 @@ void Calls::spend_time(uint64_t call, std::function<Write()> task, uint64_t copi
       } catch (const std::exception& error) {  // there is no memory for it
         failure.emplace(triton::kInternal, error.what());
       }
-      // The files of a load are freed before the stub hears of the end.
+      // Free the files of a load before the stub learns of its end.
       task = nullptr;
-      self->give_room_back(copied, 0);
+      self->give_copies_back(copied, 0);
       self->done(call, failure ? &*failure : nullptr, values);
     }).detach();
   } catch (const std::system_error& error) {
@@ -473,7 +490,7 @@ void Calls::done(uint64_t call, const Failure* failure, const Write& values) noe
   try {
     begin<Kind::DONE>(call);
     if (failure) {
-      told(*failure, wire::kShortMessage).write(message_);
+      error_of(*failure, wire::kShortMessage).write(message_);
     } else {
       message_.nil();
     }
@@ -488,7 +505,13 @@ void Calls::done(uint64_t call, const Failure* failure, const Write& values) noe
   }
 }
 
-// What questions and answers have in common
+void Calls::check_tasks() {
+  std::lock_guard lock(mutex_);
+  if (tasks_.size() < wire::kMaxTasks) return;
+  throw Failure(triton::kUnavailable, std::to_string(wire::kMaxTasks) + " of these are on their way already");
+}
+
+// Common parts of questions and answers
 
 void Calls::check_new(uint64_t call) {
   std::lock_guard lock(mutex_);
@@ -519,16 +542,15 @@ void Calls::begin(uint64_t call) {
 }
 
 void Calls::send() {
-  pack(message_, stub_->loans(), true);
+  pack(message_, stub_->borrowed_blocks(), true);
   const std::string_view packet = message_.bytes();
   if (waiting_.empty()) {
-    // Its end is seen elsewhere.
+    // The listener sees the end of the channel.
     if (channel_.send(packet) != Channel::Sent::kFull) return;
     stub_->wake();
   }
   waiting_.emplace_back(packet);
-  // With what it takes to remember a short one.
-  waiting_bytes_ += packet.size() + sizeof(std::string);
+  waiting_bytes_ += packet.size() + wire::kUnreadAnswerBytes;
 }
 
 }  // namespace moonpool

@@ -22,7 +22,7 @@ Descriptor::~Descriptor() {
   if (fd_ >= 0) close(fd_);
 }
 
-// One more than a packet may have, so that one that was cut short is told by its length.
+// One byte more than a packet may have, so that the length shows that a packet was cut short.
 Packet::Packet() : bytes_(new char[wire::kMaxPacketBytes + 1]) {}
 
 Channel::Sent Channel::send(std::string_view packet, int descriptor) const {
@@ -58,7 +58,7 @@ Channel::Received Channel::receive(Packet& packet, bool at_once, std::vector<Des
     message.msg_controllen = sizeof control;
   }
   ssize_t size;
-  // A reset is told once, ahead of what the peer sent before it ended with packets unread.
+  // If the peer ended with packets unread, a reset is reported once, before the packets that it sent.
   bool was_reset = false;
   while ((size = recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC | (at_once ? MSG_DONTWAIT : 0))) < 0) {
     if (errno == EAGAIN) return Received::kNothing;
@@ -75,7 +75,8 @@ Channel::Received Channel::receive(Packet& packet, bool at_once, std::vector<Des
       }
     }
   }
-  if (size == 0 || static_cast<size_t>(size) > wire::kMaxPacketBytes) return Received::kGone;
+  if (size == 0) return Received::kGone;
+  if (static_cast<size_t>(size) > wire::kMaxPacketBytes) return Received::kTooLong;
   packet.size_ = size;
   return Received::kDone;
 }

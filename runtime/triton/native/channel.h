@@ -26,7 +26,7 @@ class Descriptor {
   int fd_;
 };
 
-// Room for one packet, used again for the next.
+// A buffer for one packet, reused for the next.
 class Packet {
  public:
   Packet();
@@ -38,25 +38,25 @@ class Packet {
   size_t size_ = 0;
 };
 
-// One end. One thread at a time may receive; any may send, as the kernel takes packets whole.
+// One end of a channel. One thread at a time may receive. Any thread may send, because the kernel takes packets whole.
 class Channel {
  public:
   enum class Sent { kDone, kFull, kGone };
-  enum class Received { kDone, kNothing, kGone };
+  enum class Received { kDone, kNothing, kGone, kTooLong };
 
   Channel() = default;
   explicit Channel(Descriptor socket) : socket_(std::move(socket)) {}
   int fd() const { return socket_.get(); }
 
-  // Hand a packet to the kernel, with a descriptor for the peer where there is one; never blocks.
+  // Send a packet, with a descriptor if there is one. Never blocks.
   Sent send(std::string_view packet, int descriptor = -1) const;
-  // The next packet. Waits for as long as `limit_waiting` allows, and not at all with `at_once`. A peer that sends more
-  // than a packet may hold is gone, too. Descriptors that come along are taken only into `descriptors`.
+  // Receive the next packet. Waits for as long as `limit_waiting` allows, and not at all with `at_once`. Descriptors
+  // that come with it are kept only if there are `descriptors`.
   Received receive(Packet& packet, bool at_once, std::vector<Descriptor>* descriptors = nullptr) const;
   void limit_waiting(int milliseconds) const;
-  // Whether the peer leaves so much unread that only what has to be said should be sent.
+  // Returns true if the peer leaves so much unread that only necessary messages should be sent.
   bool is_half_full() const;
-  // Whoever waits at either end sees the end of the channel, after what was sent. From any thread.
+  // End the channel. A thread that waits at either end sees its end, after the packets sent before. From any thread.
   void shut() const;
 
  private:

@@ -5,7 +5,7 @@
 namespace moonpool {
 namespace {
 
-// The value as Python shows it, and of what may be long only its type.
+// Returns the value as Python shows it. Of a value that may be long, only its type.
 std::string shown(const Value& value) {
   char real[32];
   switch (value.form) {
@@ -25,11 +25,12 @@ std::string shown(const Value& value) {
   }
 }
 
-// Goes through one message. Once something is wrong, `wrong` says what.
+// Checks one message. After the first error, `wrong` holds it.
 class Checker {
  public:
-  Checker(const Spec* specs, Reader reader, uint64_t most, std::string* wrong)
-      : specs_(specs), reader_(reader), left_(most), wrong_(wrong) {}
+  // `what` names the checked bytes: a packet, or a part of one.
+  Checker(const char* what, const Spec* specs, Reader reader, uint64_t most, std::string* wrong)
+      : what_(what), specs_(specs), reader_(reader), left_(most), wrong_(wrong) {}
 
   const Value& value() const { return value_; }
   const Reader& reader() const { return reader_; }
@@ -78,7 +79,7 @@ class Checker {
 
   bool check_end() { return reader_.at_end() || not_msgpack("something comes after it"); }
 
-  // Completes `wrong`, which is the value alone where it is a field that may not have it.
+  // Completes `wrong`, which so far holds only the refused value of a field.
   void say(const char* message) {
     if (refused_) *wrong_ = prefix_ + message + where_ + " may not be " + *wrong_;
   }
@@ -126,7 +127,7 @@ class Checker {
   }
 
   bool not_msgpack(const char* why) {
-    *wrong_ = std::string("a packet that is not msgpack: ") + why;
+    *wrong_ = std::string(what_) + " that is not msgpack: " + why;
     return false;
   }
 
@@ -137,12 +138,13 @@ class Checker {
     return inside(spec);
   }
 
-  // What was refused lies in this.
+  // Adds this field to the path of a refused value inside of it.
   bool inside(const Spec& spec) {
     if (refused_ && *spec.name != '\0') where_ = std::string(".") + spec.name + where_;
     return false;
   }
 
+  const char* const what_;
   const Spec* specs_;
   Reader reader_;
   uint64_t left_;
@@ -156,7 +158,7 @@ class Checker {
 
 const Message* check_message(const Message* messages, size_t count, const Spec* specs, uint8_t peer,
                              std::string_view packet, Reader* fields, std::string* wrong) {
-  Checker checker(specs, Reader(packet), kMaxValues, wrong);
+  Checker checker("a packet", specs, Reader(packet), kMaxValues, wrong);
   if (!checker.take()) return nullptr;
   const Value head = checker.value();
   const bool led = head.form == Form::kArray && head.number > 0;
@@ -192,7 +194,7 @@ const Message* check_message(const Message* messages, size_t count, const Spec* 
 }
 
 bool check_packed(const Spec* specs, const Spec& spec, std::string_view packed, uint64_t most, std::string* wrong) {
-  Checker checker(specs, Reader(packed), most, wrong);
+  Checker checker("a layout", specs, Reader(packed), most, wrong);
   if (checker.check(spec) && checker.check_end()) return true;
   checker.say("layout");
   return false;

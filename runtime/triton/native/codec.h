@@ -1,6 +1,6 @@
 // Checks whole messages against the tables in wire.h, so that reading them afterwards cannot fail.
 //
-// What Python's codec refuses is refused here, with the same words where it says which field is wrong.
+// It refuses every message that Python's codec refuses, with the same words if they name the wrong field.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ namespace moonpool {
 
 enum class Type : uint8_t { kInt, kReal, kText, kRaw, kFlag, kTable, kList, kRow, kOneOf };
 
-// What a field may be. Those that it is made of stand one behind the other in the same array of specs.
+// The allowed values of a field. The specs of its parts follow one another in the same array.
 struct Spec {
   const char* name;  // "" for what has none: the item of a list, an alternative
   Type type;
@@ -43,7 +43,7 @@ struct Table {
   const Spec* specs;
 };
 
-// Values that a message may have in all, those inside of others counted, too.
+// The most values in a message, nested ones included.
 constexpr uint64_t kMaxValues = uint64_t{1} << 21;
 
 // A message that was accepted, or why it was not.
@@ -57,11 +57,13 @@ struct Decoded {
   Kind kind() const { return static_cast<Kind>(message->kind); }
 };
 
-// Whether the packet is one of these messages, and the peer's to send; else null, and `wrong` says why.
+// Decodes a packet that must be one of these messages and the peer's to send. Else the result is false, and `wrong`
+// says why.
 const Message* check_message(const Message* messages, size_t count, const Spec* specs, uint8_t peer,
                              std::string_view packet, Reader* fields, std::string* wrong);
 
-// Whether the bytes are one value as the spec says, of at most so many values; else `wrong` says why.
+// Returns true if the bytes are one value that the spec allows, with at most so many values in it; else `wrong` says
+// why.
 bool check_packed(const Spec* specs, const Spec& spec, std::string_view packed, uint64_t most, std::string* wrong);
 
 template <class Table, class Side>

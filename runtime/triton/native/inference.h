@@ -1,4 +1,4 @@
-// A request of a stub's model to another model: the server's request, the memory that it looks at, and its responses.
+// A request of a stub's model to another model: the server's request, the memory that it reads, and its responses.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace moonpool {
 
-// Memory for an output of a response. It is the stub's as soon as the response was sent.
+// Memory for an output of a response. The stub owns it once the response was sent.
 struct Lent {
   std::shared_ptr<Calls> calls;
   Spot spot;
@@ -28,7 +28,7 @@ struct Lent {
   bool is_sent = false;
 };
 
-// What a response that is no error says, and where it lies.
+// The contents of a response that is no error, and their places.
 class Said {
  public:
   explicit Said(triton::InferenceResponse* response) : response_(response) {
@@ -36,12 +36,13 @@ class Said {
     check(triton::InferenceResponseParameterCount(response, &parameters_));
     uint32_t outputs;
     check(triton::InferenceResponseOutputCount(response, &outputs));
-    if (parameters_ > wire::kMaxParameters || outputs > kMaxOutputs) {
-      throw Failure(triton::kUnsupported, "the response has more in it than a model can be told");
+    if (parameters_ > wire::kMaxParameters || outputs > wire::kMaxTensors) {
+      throw Failure(triton::kUnsupported,
+                    "the response has more parameters or outputs than a message to a model may have");
     }
     for (uint32_t i = 0; i < outputs; ++i) outputs_.emplace_back(response, i);
   }
-  // The rest of REPLY, behind `released`. Throws Failure.
+  // Writes the rest of REPLY, behind `released`. Throws Failure.
   void write(Writer& writer) const {
     writer.array(outputs_.size());
     for (const Output& output : outputs_) {
@@ -57,14 +58,12 @@ class Said {
     });
     writer.nil();
   }
-  // The stub has it, and the memory with it.
+  // The response was sent: the stub owns the memory now.
   void was_sent() const {
     for (const Output& output : outputs_) output.lent->is_sent = true;
   }
 
  private:
-  static constexpr uint32_t kMaxOutputs = 65'536;
-
   struct Output {
     Output(triton::InferenceResponse* response, uint32_t index) {
       const void* base;
@@ -74,7 +73,8 @@ class Said {
       check(triton::InferenceResponseOutput(response, index, &name, &datatype, &shape, &dims, &base, &size,
                                             &memory_type, &memory_type_id, &allocated));
       if (!allocated || dims > wire::kMaxDims) {
-        throw Failure(triton::kUnsupported, "an output of the response cannot be told of");
+        throw Failure(triton::kUnsupported,
+                      "an output of the response has no memory, or more dimensions than a message may have");
       }
       lent = static_cast<Lent*>(allocated);
     }
@@ -91,38 +91,38 @@ class Said {
   std::vector<Output> outputs_;
 };
 
-// Lives until the server has let go of the request and its last response is there. Any thread may call any method.
+// Lives until the server has released the request and its last response has come. Any thread may call any method.
 class Inference : public std::enable_shared_from_this<Inference> {
  public:
-  // `batch`: the one that the model executes, 0 for none.
+  // `batch` is the number of the batch that the model executes, 0 for none.
   Inference(std::shared_ptr<Calls> calls, uint64_t call, uint64_t batch)
       : calls_(std::move(calls)), call_(call), batch_(batch) {}
   ~Inference() {
     if (request_) complain(triton::InferenceRequestDelete(request_), "a request cannot be deleted");
-    let_go();
+    release_memory();
   }
 
   Inference(const Inference&) = delete;
 
-  // Look at the memory that the stub names. Throws Violation.
-  void hold(const List<wire::Block>& blocks, Loans& loans, Answers& answers) {
+  // Pin the memory that the stub names as inputs. Throws Violation.
+  void hold(const List<wire::Block>& blocks, BorrowedBlocks& borrowed_blocks, Answers& answers) {
     for (const wire::Block& block : blocks) {
       const Spot spot{block.region, block.offset};
       if (answers.has(block.region)) {
         blocks_.push_back(answers.look(block));
         answers_.push_back(spot);
       } else {
-        blocks_.push_back(loans.hold(block));
-        loans_.push_back(spot);
+        blocks_.push_back(borrowed_blocks.hold(block));
+        borrowed_blocks_.push_back(spot);
       }
     }
   }
 
-  // Give the request to the server; responses come from then on. Throws Failure, and Violation.
-  // `trace` is for the request to own, or null.
+  // Give the request to the server, whose responses may come at once. The request takes over `trace`, which may be
+  // null. Throws Failure, and Violation.
   void start(const wire::Infer& asked, triton::Server* server, triton::Trace* trace) {
     make(asked, server);
-    // Each is let go of by the function that it is given to.
+    // The callback that gets a holder deletes it.
     auto for_release = std::make_unique<std::shared_ptr<Inference>>(shared_from_this());
     auto for_responses = std::make_unique<std::shared_ptr<Inference>>(shared_from_this());
     check(triton::InferenceRequestSetReleaseCallback(request_, released, for_release.get()));
@@ -132,26 +132,26 @@ class Inference : public std::enable_shared_from_this<Inference> {
     check(triton::ServerInferAsync(server, request, trace));
     for_release.release();
     for_responses.release();
-    // `cancel` sets the flags in the opposite order, so at least one of the two sees both and tells the server.
+    // `cancel` sets the flags in the opposite order, so at least one of the two sees both, and cancels in the server.
     is_asked_ = true;
-    if (is_cancelled_) tell_cancelled();
+    if (is_cancelled_) cancel_in_server();
   }
 
-  // Take room for the copy of its message, which lay in memory. Throws Failure.
-  void take_room_for_message(uint64_t size) {
-    calls_->take_room_for_message(size);
+  // Charge the copy budget for the message, which lay in memory. Throws Failure.
+  void charge_for_message(uint64_t size) {
+    calls_->charge_for_message(size);
     message_bytes_ = size;
   }
 
   uint64_t batch() const { return batch_; }
-  // The model that was asked may stop.
+  // Cancel the request, so that the called model may stop.
   void cancel() noexcept {
-    // The server is told once, however often the stub cancels.
-    if (!is_cancelled_.exchange(true) && is_asked_) tell_cancelled();
+    // Cancel in the server once, however often the stub cancels.
+    if (!is_cancelled_.exchange(true) && is_asked_) cancel_in_server();
   }
 
  private:
-  void tell_cancelled() noexcept {
+  void cancel_in_server() noexcept {
     if (!triton::InferenceRequestCancel) return;
     complain(triton::InferenceRequestCancel(request_), "a request cannot be cancelled");
   }
@@ -203,7 +203,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
     const auto elements = elements_of(input.shape);
     const uint64_t item = wire::kItemBytes[input.datatype];
     if (!elements || (item != 0 && *elements * item != input.size)) {
-      refuse(input.name, "has " + std::to_string(input.size) + " bytes, which its shape has not");
+      refuse(input.name, "of shape " + shown(input.shape) + " has " + std::to_string(input.size) + " bytes");
     }
     shape_.clear();
     for (const uint64_t dimension : input.shape) shape_.push_back(static_cast<int64_t>(dimension));
@@ -212,8 +212,9 @@ class Inference : public std::enable_shared_from_this<Inference> {
                                            shape_.size()));
     const char* bytes = block.bytes + input.offset;
     if (input.datatype == triton::kBytes) {
-      // Whoever reads these goes by the sizes in them, which the stub could change after they were looked at.
-      calls_->take_room(input.size);
+      // The reader of strings follows the lengths in them. The stub could change these after the check, so check and
+      // read a copy.
+      calls_->charge_for_strings(input.size);
       copied_bytes_ += input.size;
       copies_.emplace_back(bytes, input.size);
       bytes = copies_.back().data();
@@ -237,16 +238,16 @@ class Inference : public std::enable_shared_from_this<Inference> {
     for (const Entry& entry : *details.parameters) set_parameter(request_, setters, entry);
   }
 
-  void let_go() noexcept {
+  void release_memory() noexcept {
     copies_.clear();
-    calls_->give_room_back(std::exchange(copied_bytes_, 0), std::exchange(message_bytes_, 0));
-    calls_->release(answers_, loans_);
+    calls_->give_copies_back(std::exchange(copied_bytes_, 0), std::exchange(message_bytes_, 0));
+    calls_->release(answers_, borrowed_blocks_);
     answers_.clear();
-    loans_.clear();
+    borrowed_blocks_.clear();
   }
 
   void respond(triton::InferenceResponse* response, bool is_final) {
-    // A response of a request that still goes on, and that says nothing.
+    // A response without contents, of a request that is not complete.
     if (!response && !is_final) return;
     try {
       if (triton::Error* error = response ? triton::InferenceResponseError(response) : nullptr) {
@@ -266,7 +267,7 @@ class Inference : public std::enable_shared_from_this<Inference> {
   }
 
   static triton::ResponseAllocator* allocator() {
-    // One for all, for as long as the process lives.
+    // One allocator for all requests, which is never deleted.
     static triton::ResponseAllocator* const shared = [] {
       triton::ResponseAllocator* made;
       check(triton::ResponseAllocatorNew(&made, allocate, deallocate, nullptr));
@@ -278,9 +279,9 @@ class Inference : public std::enable_shared_from_this<Inference> {
   static void released(triton::InferenceRequest*, uint32_t flags, void* holder) noexcept {
     if ((flags & triton::kReleaseAll) == 0) return;
     const std::unique_ptr<std::shared_ptr<Inference>> inference(static_cast<std::shared_ptr<Inference>*>(holder));
-    // The request itself stays until the last response: a decoupled model releases it early, and only by it can the model
-    // be cancelled.
-    (*inference)->let_go();
+    // Keep the request until the last response. A decoupled model releases it early, and cancelling it needs the
+    // request.
+    (*inference)->release_memory();
   }
 
   static void responded(triton::InferenceResponse* response, uint32_t flags, void* holder) noexcept {
@@ -294,14 +295,14 @@ class Inference : public std::enable_shared_from_this<Inference> {
   const std::shared_ptr<Calls> calls_;
   const uint64_t call_, batch_;
   std::vector<View> blocks_;
-  // Those of the stub's own, which it gets back; and those that it was lent.
-  std::vector<Spot> answers_, loans_;
+  // Blocks in the stub's own memory, which are returned to it, and blocks that it borrowed.
+  std::vector<Spot> answers_, borrowed_blocks_;
   std::deque<std::string> copies_;
   uint64_t copied_bytes_ = 0, message_bytes_ = 0;
   std::vector<int64_t> shape_;
 
   triton::InferenceRequest* request_ = nullptr;
-  // Before the server has it, a request cannot be cancelled.
+  // A request cannot be cancelled before the server has it.
   std::atomic<bool> is_asked_{false}, is_cancelled_{false};
 };
 

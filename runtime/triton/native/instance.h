@@ -1,4 +1,8 @@
 // An instance of a model: the processes that serve it, one after another.
+//
+// Theory of operation. The server calls `execute` on the instance's own thread, which also starts, renews and replaces
+// the process. One other thread uses `stub_`, the pointer to the current process, to ask for readiness. So `mutex_`
+// guards just that pointer, and a shared_ptr keeps the process while it is asked.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +32,7 @@ class Instance {
     start();
   }
 
-  // Lets the model finalize, and waits until its process is gone.
+  // Lets the model finalize, and waits until its process has ended.
   ~Instance() {
     if (!launcher_) return;
     if (stub_) stub_->leave();
@@ -41,8 +45,8 @@ class Instance {
     launcher_->close(number_);
   }
 
-  // One batch; on the server's thread of this instance. Throws Failure where nothing was done with the requests; else
-  // all have been dealt with.
+  // Executes one batch, on the instance's thread. If it throws Failure, it left the requests alone; otherwise it
+  // answered or released all of them.
   void execute(triton::Request** requests, uint32_t count) {
     Stub* taken = &stub();
     batch_.gather(requests, count);
@@ -69,7 +73,8 @@ class Instance {
     if (is_due(*taken)) renew(*taken);
   }
 
-  // Whether it is ready, also by its model's word. From any thread. Throws Failure that says why not.
+  // Checks that the process runs and that its model says that it is ready. From any thread. Throws Failure with the
+  // reason.
   void check_ready() {
     std::shared_ptr<Stub> stub;
     {
@@ -84,9 +89,9 @@ class Instance {
  private:
   static constexpr const char* kKinds[] = {"AUTO", "CPU", "GPU", "MODEL"};
   using Clock = std::chrono::steady_clock;
-  // Between starts that fail: as in RestartPolicy of runtime/restart.py.
+  // The pause between failed starts, as in RestartPolicy of runtime/process/restart.py.
   static constexpr std::chrono::milliseconds kFirstPause{100}, kMostPause{60'000};
-  // Processes that may be gone before one takes a batch.
+  // The most processes to try for one batch, if they have ended when it is sent.
   static constexpr int kAttempts = 3;
 
   static int kind_of(triton::ModelInstance* instance) {
@@ -95,7 +100,7 @@ class Instance {
     return kind;
   }
 
-  // The process that takes batches; waits for it where it is being started again.
+  // Returns the process that takes batches. Waits for a process that is being started.
   Stub& stub() {
     if (stub_ && !stub_->has_ended()) return *stub_;
     if (stub_) {
@@ -107,7 +112,7 @@ class Instance {
     if (mailbox_->is_closed()) {
       start_anew();
     } else {
-      // One that was given up is heard of again when its rest is over.
+      // An instance that was given up gets a message again after its pause.
       if (end_ && mailbox_->is_empty()) throw *end_;
       replace(started());
     }
@@ -115,7 +120,7 @@ class Instance {
     return *stub_;
   }
 
-  // As `start`, but not for every request: starting a launcher and a process takes long. Throws Failure.
+  // Starts anew, but not for every request, because starting a launcher and a process takes long. Throws Failure.
   void start_anew() {
     const auto now = Clock::now();
     if (now < next_start_) throw *end_;
@@ -135,7 +140,7 @@ class Instance {
   void start() {
     uint64_t model;
     launcher_ = model_.launcher(&model);
-    launcher_->tell_log_levels();
+    launcher_->send_log_levels();
     number_ = Launcher::new_number();
     mailbox_ = launcher_->open(number_);
     launcher_->send<wire::Word::INSTANCE>(number_, model, name_, kind_, static_cast<uint64_t>(device_));
@@ -152,22 +157,22 @@ class Instance {
   std::shared_ptr<Stub> started() {
     std::shared_ptr<Stub> stub;
     for (;;) {
-      const auto letter = mailbox_->next();
-      if (letter->word == wire::Word::BORN) {
-        const wire::Born born(letter->fields);
+      const auto message = mailbox_->next();
+      if (message->word == wire::Word::BORN) {
+        const wire::Born born(message->fields);
         try {
-          stub = std::make_shared<Stub>(launcher_, *mailbox_, model_, name_, born, std::move(letter->descriptors));
-        } catch (const std::exception& error) {  // its end is told as any other
+          stub = std::make_shared<Stub>(launcher_, *mailbox_, model_, name_, born, std::move(message->descriptors));
+        } catch (const std::exception& error) {  // the listener reports its end as any other
           stub = nullptr;
-          launcher_->has_no_room(number_, born.generation, error.what());
+          launcher_->report_shortage(number_, born.generation, error.what());
         }
-      } else if (letter->word == wire::Word::STARTED && stub) {
-        stub->begin(wire::Started(letter->fields), std::move(letter->descriptors.at(0)));
+      } else if (message->word == wire::Word::STARTED && stub) {
+        stub->begin(wire::Started(message->fields), std::move(message->descriptors.at(0)));
         return stub;
-      } else if (letter->word == wire::Word::DIED) {
+      } else if (message->word == wire::Word::DIED) {
         stub = nullptr;
-        const wire::Died died(letter->fields);
-        // What came later says more.
+        const wire::Died died(message->fields);
+        // The later error says more.
         if (died.restarts_in_ms || !mailbox_->is_empty()) continue;
         end_.emplace(static_cast<int>(died.code), std::string(died.message));
         throw *end_;
@@ -175,7 +180,7 @@ class Instance {
     }
   }
 
-  // Whether a process has served long enough. One that has requests open serves on.
+  // Returns true if a process has served long enough. A process with open requests serves on.
   bool is_due(Stub& stub) const {
     const auto most = model_.facts().recycle_requests;
     const bool is_enough = most && served_ >= *most;
@@ -183,9 +188,9 @@ class Instance {
            !stub.open_requests().are_open();
   }
 
-  // The next process is started while nobody waits for it yet.
+  // Have the next process started now, before a request waits for it.
   void renew(Stub& stub) noexcept {
-    // In this order: of one generation the launcher answers LOST or RENEW.
+    // The launcher answers one of LOST and RENEW for each generation, so the order matters.
     stub.leave();
     launcher_->send<wire::Word::RENEW>(number_, stub.generation(), served_);
     stub.wait();
@@ -198,25 +203,25 @@ class Instance {
       std::lock_guard lock(mutex_);
       stub_.swap(stub);
     }
-    // Here the last one ends.
+    // The previous process ends here, as the last pointer to it goes.
   }
 
   const Model& model_;
   std::string name_, kind_;
   int32_t device_ = 0;
   uint64_t number_ = 0;
-  // Requests that its present process has executed.
+  // The number of requests that the current process has executed.
   uint64_t served_ = 0;
   std::shared_ptr<Launcher> launcher_;
   std::shared_ptr<Mailbox> mailbox_;
   Batch batch_;
-  // Why it has no process, while no other one is being started.
+  // The reason why there is no process, unless another one is being started.
   std::optional<Failure> end_;
   // Starts that failed in a row after a launcher's end, and the earliest time of the next one.
   int failed_starts_ = 0;
   Clock::time_point next_start_{};
 
-  std::mutex mutex_;  // of the pointer, for those that are not the instance's thread
+  std::mutex mutex_;  // guards the pointer
   std::shared_ptr<Stub> stub_;
 };
 

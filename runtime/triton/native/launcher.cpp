@@ -24,9 +24,9 @@ using wire::Word;
 
 constexpr int kGreetingMilliseconds = 60'000;
 constexpr int kEndMilliseconds = 10'000;
-// The descriptor that the launcher finds its channel at.
+// The number of the channel's descriptor in the launcher.
 constexpr int kChannelFd = 3;
-// Beside this library: the interpreter, and the program that it is to run, each on a line.
+// A file beside this library, with two lines: the interpreter, and the program that it runs.
 constexpr const char* kSettings = "moonpool.txt";
 
 std::pair<std::string, std::string> settings() {
@@ -47,14 +47,14 @@ std::pair<std::string, std::string> settings() {
 
 }  // namespace
 
-std::unique_ptr<Letter> Mailbox::next() {
+std::unique_ptr<LauncherMessage> Mailbox::next() {
   std::unique_lock lock(mutex_);
-  arrived_.wait(lock, [this] { return is_closed_ || !letters_.empty(); });
-  if (letters_.empty()) throw Failure(triton::kUnavailable, "The launcher of moonpool's stubs has ended");
-  auto letter = std::move(letters_.front());
-  letters_.pop_front();
-  if (letter->word != Word::REFUSED) return letter;
-  const wire::Refused refused(letter->fields);
+  arrived_.wait(lock, [this] { return is_closed_ || !messages_.empty(); });
+  if (messages_.empty()) throw Failure(triton::kUnavailable, "The launcher of moonpool's stubs has ended");
+  auto message = std::move(messages_.front());
+  messages_.pop_front();
+  if (message->word != Word::REFUSED) return message;
+  const wire::Refused refused(message->fields);
   throw Failure(static_cast<int>(refused.code), std::string(refused.message));
 }
 
@@ -65,20 +65,20 @@ bool Mailbox::is_closed() {
 
 bool Mailbox::is_empty() {
   std::lock_guard lock(mutex_);
-  return letters_.empty();
+  return messages_.empty();
 }
 
-void Mailbox::put(std::unique_ptr<Letter> letter) {
+void Mailbox::put(std::unique_ptr<LauncherMessage> message) {
   std::lock_guard lock(mutex_);
-  if (letter->word == Word::DIED) drop_ended();
-  letters_.push_back(std::move(letter));
+  if (message->word == Word::DIED) drop_ended();
+  messages_.push_back(std::move(message));
   arrived_.notify_all();
 }
 
-// Of a process that has ended, unread letters are of no use, and hold its descriptors. An instance may be started again and
-// again while no request comes that would read them. The oldest DIED stays: it answers LOST.
+// Unread messages about a process that has ended are useless, and hold its descriptors. An instance may be started
+// again and again while no request comes that would read them. The oldest DIED stays, because it answers LOST.
 void Mailbox::drop_ended() {
-  while (!letters_.empty() && (letters_.back()->word != Word::DIED || letters_.size() > 1)) letters_.pop_back();
+  while (!messages_.empty() && (messages_.back()->word != Word::DIED || messages_.size() > 1)) messages_.pop_back();
 }
 
 void Mailbox::close() {
@@ -97,17 +97,17 @@ Launcher::Launcher(const std::string& backend, const std::string& directory, con
   }
   listener_ = std::thread([this] { listen(); });
   send<Word::BACKEND>(backend, directory, config, "triton");
-  tell_log_levels();
+  send_log_levels();
 }
 
-// It speaks first, and may have to say why it will not.
+// Receives the launcher's first message, which may be a refusal.
 void Launcher::greet() {
   Packet packet;
   std::string wrong = "it ended, or said nothing; the log has what it printed";
   channel_.limit_waiting(kGreetingMilliseconds);
-  if (const auto letter = receive(packet, &wrong)) {
-    if (letter->word == Word::HELLO) {
-      const wire::Hello hello(letter->fields);
+  if (const auto message = receive(packet, &wrong)) {
+    if (message->word == Word::HELLO) {
+      const wire::Hello hello(message->fields);
       if (hello.version == wire::kLauncherVersion && hello.protocol == wire::kProtocolVersion) {
         return channel_.limit_waiting(0);
       }
@@ -134,9 +134,10 @@ void Launcher::spawn(const std::string& backend) {
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
   posix_spawn_file_actions_adddup2(&actions, theirs.get(), kChannelFd);
-  // The server's sockets are not for anybody's stubs.
+  // Stubs must not inherit the server's sockets.
   posix_spawn_file_actions_addclosefrom_np(&actions, kChannelFd + 1);
-  // Not a setting of the server's Python is for this one. What else it has of the server it gives up itself.
+  // Settings of the server's Python must not reach this one (-I). The launcher drops the rest of the environment
+  // itself.
   std::string isolated = "-I", number = std::to_string(kChannelFd), name = backend;
   char* arguments[] = {interpreter.data(), isolated.data(), program.data(), number.data(), name.data(), nullptr};
   const int error = posix_spawn(&pid_, interpreter.c_str(), &actions, nullptr, arguments, environ);
@@ -164,7 +165,7 @@ void Launcher::close(uint64_t number) {
   std::lock_guard lock(mutex_);
   const auto mailbox = mailboxes_.find(number);
   if (mailbox == mailboxes_.end()) return;
-  // No letter comes any more, and a thread that waits for one would wait for ever.
+  // No message comes any more, so a thread that waits for one would wait for ever.
   mailbox->second->close();
   mailboxes_.erase(mailbox);
 }
@@ -182,15 +183,15 @@ void Launcher::post(std::string_view packet) {
     wire::encode<Word::LONG>(writer, packet.size());
     sent = channel_.send(writer.bytes(), file.get());
   }
-  // One that does not read is of no use either.
+  // A launcher that does not read is of no use either.
   if (sent == Channel::Sent::kFull) channel_.shut();
 }
 
-// On a thread of its own, until the launcher's end.
+// Runs on a thread of its own, until the launcher's end.
 void Launcher::listen() {
   Packet packet;
   std::string wrong;
-  while (auto letter = receive(packet, &wrong)) deliver(std::move(letter));
+  while (auto message = receive(packet, &wrong)) deliver(std::move(message));
   if (!wrong.empty()) log(triton::kError, "The launcher is not listened to any more: " + wrong);
   bury();
   std::lock_guard lock(mutex_);
@@ -198,70 +199,70 @@ void Launcher::listen() {
   for (auto& [number, mailbox] : mailboxes_) mailbox->close();
 }
 
-std::unique_ptr<Letter> Launcher::receive(Packet& packet, std::string* wrong) {
-  auto letter = std::make_unique<Letter>();
-  if (channel_.receive(packet, false, &letter->descriptors) != Channel::Received::kDone) {
+std::unique_ptr<LauncherMessage> Launcher::receive(Packet& packet, std::string* wrong) {
+  auto message = std::make_unique<LauncherMessage>();
+  if (channel_.receive(packet, false, &message->descriptors) != Channel::Received::kDone) {
     return nullptr;
   }
-  letter->packet = packet.bytes();
-  auto decoded = decode(wire::kLauncher, wire::End::LAUNCHER, letter->packet);
-  if (decoded && decoded.kind() == Word::LONG && !letter->descriptors.empty()) {
-    const Descriptor file = std::move(letter->descriptors.front());
-    letter->descriptors.erase(letter->descriptors.begin());
+  message->packet = packet.bytes();
+  auto decoded = decode(wire::kLauncher, wire::End::LAUNCHER, message->packet);
+  if (decoded && decoded.kind() == Word::LONG && !message->descriptors.empty()) {
+    const Descriptor file = std::move(message->descriptors.front());
+    message->descriptors.erase(message->descriptors.begin());
     std::string whole(wire::Long(decoded.fields).size, '\0');
     const ssize_t size = pread(file.get(), whole.data(), whole.size(), 0);
     whole.resize(static_cast<size_t>(std::max<ssize_t>(size, 0)));
-    letter->packet = std::move(whole);
-    decoded = decode(wire::kLauncher, wire::End::LAUNCHER, letter->packet);
+    message->packet = std::move(whole);
+    decoded = decode(wire::kLauncher, wire::End::LAUNCHER, message->packet);
   }
   if (!decoded || decoded.kind() == Word::LONG) {
     *wrong = decoded ? "LONG that stands for nothing" : decoded.wrong;
     return nullptr;
   }
-  letter->word = decoded.kind();
-  letter->fields = decoded.fields;
-  return letter;
+  message->word = decoded.kind();
+  message->fields = decoded.fields;
+  return message;
 }
 
-void Launcher::deliver(std::unique_ptr<Letter> letter) {
-  if (letter->word == Word::NOTE) {
-    const wire::Note note(letter->fields);
-    // The launcher has made one line of it, or knows why there may be more.
+void Launcher::deliver(std::unique_ptr<LauncherMessage> message) {
+  if (message->word == Word::NOTE) {
+    const wire::Note note(message->fields);
+    // The launcher has made one line of the text, or allows it more.
     log_from(static_cast<int>(note.level), note.file, static_cast<int>(note.line), note.message);
     return;
   }
-  if (!is_whole(*letter)) return;
-  // All others are led by the number of whom they are about.
-  const uint64_t number = Reader(letter->fields).uint();
+  if (!is_whole(*message)) return;
+  // All other messages begin with the number of their model or instance.
+  const uint64_t number = Reader(message->fields).uint();
   std::lock_guard lock(mutex_);
   const auto mailbox = mailboxes_.find(number);
   if (mailbox == mailboxes_.end()) return;
-  if (letter->word == Word::GROWN) {
-    mailbox->second->grown_generation_ = wire::Grown(letter->fields).generation;
+  if (message->word == Word::GROWN) {
+    mailbox->second->grown_generation_ = wire::Grown(message->fields).generation;
   } else {
-    mailbox->second->put(std::move(letter));
+    mailbox->second->put(std::move(message));
   }
 }
 
-// False where descriptors of a process did not come with the letter: the server may have none left. That is told at once,
-// as the next request may be long in coming.
-bool Launcher::is_whole(const Letter& letter) {
+// Returns false if descriptors of a process did not come with the message, because the server may have none left. It
+// reports that at once, as the next request may come much later.
+bool Launcher::is_whole(const LauncherMessage& message) {
   constexpr size_t kOfBorn = 5, kOfStarted = 1;
   constexpr const char* kWhy = "it has no descriptor left";
-  if (letter.word == Word::BORN && letter.descriptors.size() < kOfBorn) {
-    const wire::Born born(letter.fields);
-    has_no_room(born.instance, born.generation, kWhy);
+  if (message.word == Word::BORN && message.descriptors.size() < kOfBorn) {
+    const wire::Born born(message.fields);
+    report_shortage(born.instance, born.generation, kWhy);
     return false;
   }
-  if (letter.word == Word::STARTED && letter.descriptors.size() < kOfStarted) {
-    const wire::Started started(letter.fields);
-    has_no_room(started.instance, started.generation, kWhy);
+  if (message.word == Word::STARTED && message.descriptors.size() < kOfStarted) {
+    const wire::Started started(message.fields);
+    report_shortage(started.instance, started.generation, kWhy);
     return false;
   }
   return true;
 }
 
-// It ends by itself when its channel does; wait for that, and help where it takes too long.
+// Waits for the launcher, which ends when its channel does, and kills it if that takes too long.
 void Launcher::bury() {
   channel_.shut();
   pollfd end{pidfd_.get(), POLLIN, 0};

@@ -1,4 +1,13 @@
-// The process that starts and supervises stubs, and decides all that can be decided outside of the server.
+// The process that starts and supervises stubs, and decides everything that can be decided outside of the server.
+//
+// Theory of operation. One thread, `listener_`, reads the launcher's messages and puts each into the mailbox of the
+// model, instance or question that it is about. Any thread may send, or wait at a mailbox. `mutex_` guards the table of
+// mailboxes; each mailbox has a lock and a condition of its own, so a waiter never holds the table.
+//
+// The end of the channel means that the launcher is dead, and all its stubs with it. The listener then reaps the
+// process, sets `is_gone_` and closes every mailbox under `mutex_`; a mailbox that is opened later is closed at
+// once. So no thread waits for an answer that cannot come. The next use of a model starts another launcher
+// (`BackendState`).
 #pragma once
 
 #include <atomic>
@@ -18,19 +27,20 @@
 
 namespace moonpool {
 
-// A message of the launcher's about one model or instance, accepted by the tables.
-struct Letter {
+// A message from the launcher about one model or instance, checked against the tables.
+struct LauncherMessage {
   wire::Word word;
   std::string packet;
   Reader fields;  // in the packet
   std::vector<Descriptor> descriptors;
 };
 
-// The letters about one model or instance, in order. Any thread.
+// The messages about one model or instance, in order. Any thread may use it.
 class Mailbox {
  public:
-  // The next letter; waits for it. Throws Failure where there is none and the launcher is gone, and for one that refuses.
-  std::unique_ptr<Letter> next();
+  // Waits for the next message. Throws Failure if none is left and the launcher is gone, and if the message is a
+  // refusal.
+  std::unique_ptr<LauncherMessage> next();
   bool is_closed();
   bool is_empty();
   // The last process of the instance that has more memory than it may keep.
@@ -38,45 +48,45 @@ class Mailbox {
 
  private:
   friend class Launcher;
-  void put(std::unique_ptr<Letter> letter);
+  void put(std::unique_ptr<LauncherMessage> message);
   void drop_ended();
   void close();
 
   std::mutex mutex_;
   std::condition_variable arrived_;
-  std::deque<std::unique_ptr<Letter>> letters_;
+  std::deque<std::unique_ptr<LauncherMessage>> messages_;
   bool is_closed_ = false;
   std::atomic<uint64_t> grown_generation_{0};
 };
 
-// Tells which levels of the server's log are wanted, where that has changed since it was told last. Any thread.
+// Reports the wanted levels of the server's log if they have changed since the last report. Any thread may call it.
 class LogLevels {
  public:
-  template <class Tell>
-  void tell(const Tell& tell) {
+  template <class Send>
+  void report(const Send& send) {
     unsigned levels = kKnown;
     for (const int level : {triton::kInfo, triton::kWarning, triton::kError, triton::kVerbose}) {
       levels |= static_cast<unsigned>(triton::LogIsEnabled(level)) << level;
     }
-    if (told_.exchange(levels) == levels) return;
+    if (reported_.exchange(levels) == levels) return;
     const auto has = [levels](int level) { return (levels >> level & 1) != 0; };
-    tell(has(triton::kInfo), has(triton::kWarning), has(triton::kError), has(triton::kVerbose));
+    send(has(triton::kInfo), has(triton::kWarning), has(triton::kError), has(triton::kVerbose));
   }
 
  private:
   static constexpr unsigned kKnown = 1u << 31;
-  std::atomic<unsigned> told_{0};
+  std::atomic<unsigned> reported_{0};
 };
 
-// One launcher. Its end is the end of its stubs, and ours is the end of it. Any thread may call any method.
+// One launcher. Its stubs end with it, and it ends with this process. Any thread may call any method.
 class Launcher {
  public:
-  // Start the process, and say for which backend it is. Throws Failure.
+  // Start the process, and send it the backend. Throws Failure.
   Launcher(const std::string& backend, const std::string& directory, const std::string& config);
-  // Waits until the process is gone.
+  // Waits until the process has ended.
   ~Launcher();
 
-  // A number for a model or an instance, and what is said of it.
+  // A new number for a model or an instance, and the mailbox of a number.
   static uint64_t new_number();
   std::shared_ptr<Mailbox> open(uint64_t number);
   void close(uint64_t number);
@@ -87,21 +97,21 @@ class Launcher {
     wire::encode<word>(writer, fields...);
     post(writer.bytes());
   }
-  // Send what is led by this number, and wait for the one answer. Throws Failure, as `Mailbox::next`.
+  // Send a message that begins with this number, and wait for its one answer. Throws Failure, as `Mailbox::next`.
   template <wire::Word word, class... Fields>
-  std::unique_ptr<Letter> ask(uint64_t number, const Fields&... fields) {
+  std::unique_ptr<LauncherMessage> ask(uint64_t number, const Fields&... fields) {
     const auto mailbox = open(number);
     send<word>(number, fields...);
     const Closing closing{*this, number};
     return mailbox->next();
   }
-  // Tell which levels of the log are wanted, where that has changed.
-  void tell_log_levels() {
-    log_levels_.tell([this](auto... levels) { send<wire::Word::LOGGING>(levels...); });
+  // Send the wanted levels of the log if they have changed.
+  void send_log_levels() {
+    log_levels_.report([this](auto... levels) { send<wire::Word::LOGGING>(levels...); });
   }
   bool is_gone() const { return is_gone_; }
-  // The server has no descriptor, memory or thread for this process of an instance. Its model is not to blame.
-  void has_no_room(uint64_t number, uint64_t generation, std::string_view why) {
+  // Report that the server has no descriptor, memory or thread for a process. The model is not to blame.
+  void report_shortage(uint64_t number, uint64_t generation, std::string_view why) {
     send<wire::Word::LOST>(number, generation, false, true, why);
   }
 
@@ -115,9 +125,9 @@ class Launcher {
   void greet();
   void post(std::string_view packet);
   void listen();
-  std::unique_ptr<Letter> receive(Packet& packet, std::string* wrong);
-  void deliver(std::unique_ptr<Letter> letter);
-  bool is_whole(const Letter& letter);
+  std::unique_ptr<LauncherMessage> receive(Packet& packet, std::string* wrong);
+  void deliver(std::unique_ptr<LauncherMessage> message);
+  bool is_whole(const LauncherMessage& message);
   void bury();
 
   Channel channel_;

@@ -6,9 +6,6 @@
 namespace moonpool {
 namespace {
 
-constexpr size_t kManyReleased = 64;
-constexpr uint64_t kAlignment = 64;
-
 [[noreturn]] void refuse(const wire::Block& block, const char* why) {
   throw Violation("a block of " + std::to_string(block.size) + " bytes at " + std::to_string(block.offset) +
                   " in region " + std::to_string(block.region) + ", " + why);
@@ -19,52 +16,56 @@ constexpr uint64_t kAlignment = 64;
                   std::to_string(place.offset) + ", which it " + why);
 }
 
-// As in ipc/tensors.py, so that no product of it and the size of an item passes what a size may be.
-constexpr uint64_t kMaxElements = uint64_t{1} << 59;
-
 }  // namespace
+
+std::string shown(const List<uint64_t>& shape) {
+  std::string text;
+  for (const uint64_t dimension : shape) text += (text.empty() ? "" : ", ") + std::to_string(dimension);
+  return "[" + text + "]";
+}
 
 std::optional<uint64_t> elements_of(const List<uint64_t>& shape) {
   uint64_t elements = 1, bound = 1;
   for (const uint64_t dimension : shape) {
     elements *= dimension;
-    if (dimension > 0 && bound > kMaxElements / dimension) return std::nullopt;
+    if (dimension > 0 && bound > wire::kMaxElements / dimension) return std::nullopt;
     bound *= std::max<uint64_t>(dimension, 1);
   }
   return elements;
 }
 
-Loans::Loans(std::shared_ptr<Region> first, RegionSource& source) : source_(source), first_region_(first->id()) {
+BorrowedBlocks::BorrowedBlocks(std::shared_ptr<Region> first, RegionSource& source)
+    : source_(source), first_region_(first->id()) {
   parts_[first_region_].region = std::move(first);
 }
 
-// The first gap that is large enough is taken, so that low addresses are used again and again and stay in the processor's
-// cache.
-bool Loans::place(Part& part, const Loan& loan, uint64_t* offset) {
+// Take the first gap that is large enough, so that low addresses are reused and stay in the processor's cache.
+bool BorrowedBlocks::place(Part& part, const BorrowedBlock& borrowed, uint64_t* offset) {
   *offset = 0;
-  auto next = part.loans.begin();
-  for (; next != part.loans.end() && next->first - *offset < loan.size; ++next) {
+  auto next = part.borrowed_blocks.begin();
+  for (; next != part.borrowed_blocks.end() && next->first - *offset < borrowed.size; ++next) {
     *offset = next->first + next->second.size;
   }
-  if (next == part.loans.end() && part.region->size() - *offset < loan.size) return false;
-  part.loans.emplace_hint(next, *offset, loan);
+  if (next == part.borrowed_blocks.end() && part.region->size() - *offset < borrowed.size) return false;
+  part.borrowed_blocks.emplace_hint(next, *offset, borrowed);
   part.is_idle = false;
   return true;
 }
 
-Spot Loans::lend(uint64_t size, char** memory, bool keep) {
-  const Loan loan{std::max((size + kAlignment - 1) & -kAlignment, kAlignment), keep, false, 0};
+Spot BorrowedBlocks::lend(uint64_t size, char** memory, bool keep) {
+  const BorrowedBlock borrowed{std::max((size + wire::kAlignment - 1) & -wire::kAlignment, wire::kAlignment), keep,
+                               false, 0};
   uint64_t offset = 0, present = 0;
   std::lock_guard lock(mutex_);
   auto part = parts_.begin();
-  for (; part != parts_.end() && !place(part->second, loan, &offset); ++part) {
+  for (; part != parts_.end() && !place(part->second, borrowed, &offset); ++part) {
     present += part->second.region->size();
   }
   if (part == parts_.end()) {
-    auto region = source_.create(wire::Side::RUNTIME, present, loan.size);
+    auto region = source_.create(wire::Side::RUNTIME, present, borrowed.size);
     source_.announce(*region, wire::Side::RUNTIME);
     part = parts_.emplace(region->id(), Part{region, {}}).first;
-    place(part->second, loan, &offset);
+    place(part->second, borrowed, &offset);
   }
   *memory = part->second.region->at(offset);
   const Spot spot{part->first, offset};
@@ -72,36 +73,38 @@ Spot Loans::lend(uint64_t size, char** memory, bool keep) {
   return spot;
 }
 
-// None where nothing is lent, or not any more.
-Loans::Loan* Loans::find(const Spot& spot) {
+// Returns null if no block is lent there, or not any more.
+BorrowedBlocks::BorrowedBlock* BorrowedBlocks::find(const Spot& spot) {
   const auto part = parts_.find(spot.region);
   if (part == parts_.end()) return nullptr;
-  const auto loan = part->second.loans.find(spot.offset);
-  return loan == part->second.loans.end() ? nullptr : &loan->second;
+  const auto borrowed = part->second.borrowed_blocks.find(spot.offset);
+  return borrowed == part->second.borrowed_blocks.end() ? nullptr : &borrowed->second;
 }
 
-View Loans::look(const wire::Block& block, unsigned more_holds) {
+View BorrowedBlocks::look(const wire::Block& block, unsigned more_holds) {
   std::lock_guard lock(mutex_);
-  Loan* loan = find({block.region, block.offset});
-  if (!loan || loan->is_over || block.size > loan->size) refuse(block, "which is not the stub's to name");
-  loan->holds += more_holds;
+  BorrowedBlock* borrowed = find({block.region, block.offset});
+  if (!borrowed || borrowed->is_over || block.size > borrowed->size) {
+    refuse(block, "which is not the stub's to answer from");
+  }
+  borrowed->holds += more_holds;
   const auto& region = parts_.at(block.region).region;
   return {region, region->at(block.offset), block.size};
 }
 
-void Loans::let_go(Spot spot) {
+void BorrowedBlocks::release(Spot spot) {
   std::lock_guard lock(mutex_);
-  Loan* loan = find(spot);
-  --loan->holds;
-  if (loan->is_over) end(spot, *loan);
+  BorrowedBlock* borrowed = find(spot);
+  --borrowed->holds;
+  if (borrowed->is_over) end(spot, *borrowed);
 }
 
-void Loans::end(const Spot& spot, Loan& loan) {
-  loan.is_over = true;
-  if (loan.holds == 0) parts_.at(spot.region).loans.erase(spot.offset);
+void BorrowedBlocks::end(const Spot& spot, BorrowedBlock& borrowed) {
+  borrowed.is_over = true;
+  if (borrowed.holds == 0) parts_.at(spot.region).borrowed_blocks.erase(spot.offset);
 }
 
-void Loans::end_batch(const List<wire::Place>& held) {
+void BorrowedBlocks::keep(const List<wire::Place>& held) {
   std::lock_guard lock(mutex_);
   for (const wire::Place& place : held) {
     const auto each = std::find_if(batch_.begin(), batch_.end(), [&](const Spot& spot) {
@@ -111,22 +114,35 @@ void Loans::end_batch(const List<wire::Place>& held) {
     find(place)->is_kept = true;
     batch_.erase(each);
   }
+}
+
+void BorrowedBlocks::end_batch() {
+  std::lock_guard lock(mutex_);
   for (const Spot& spot : batch_) end(spot, *find(spot));
   batch_.clear();
 }
 
-void Loans::take_back(const Spot& spot) {
-  std::lock_guard lock(mutex_);
-  Loan* loan = find(spot);
-  if (!loan || !loan->is_kept || loan->is_over) refuse(spot, "releases", "does not hold");
-  end(spot, *loan);
+BorrowedBlocks::BorrowedBlock& BorrowedBlocks::kept(const Spot& spot) {
+  BorrowedBlock* borrowed = find(spot);
+  if (!borrowed || !borrowed->is_kept || borrowed->is_over) refuse(spot, "releases", "does not hold");
+  return *borrowed;
 }
 
-void Loans::tidy() {
+void BorrowedBlocks::check_kept(const List<wire::Place>& places) {
+  std::lock_guard lock(mutex_);
+  for (const wire::Place& place : places) kept(place);
+}
+
+void BorrowedBlocks::take_back(const Spot& spot) {
+  std::lock_guard lock(mutex_);
+  end(spot, kept(spot));
+}
+
+void BorrowedBlocks::tidy() {
   std::lock_guard lock(mutex_);
   for (auto each = parts_.begin(); each != parts_.end();) {
     Part& part = each->second;
-    const bool is_unused = each->first != first_region_ && part.loans.empty();
+    const bool is_unused = each->first != first_region_ && part.borrowed_blocks.empty();
     if (is_unused && std::exchange(part.is_idle, true)) {
       const uint64_t region = each->first;
       source_.retire(region);
@@ -138,9 +154,16 @@ void Loans::tidy() {
   }
 }
 
-bool Loans::has_grown() {
+bool BorrowedBlocks::has_grown() {
   std::lock_guard lock(mutex_);
   return parts_.size() > 1;
+}
+
+size_t BorrowedBlocks::count() {
+  std::lock_guard lock(mutex_);
+  size_t count = 0;
+  for (const auto& [id, part] : parts_) count += part.borrowed_blocks.size();
+  return count;
 }
 
 Answers::Answers(std::shared_ptr<Region> first, RegionSource& source) : source_(source) {
@@ -180,7 +203,7 @@ void Answers::take_released(std::vector<wire::Place>* places, size_t most) {
 
 bool Answers::has_many_released() {
   std::lock_guard lock(mutex_);
-  return released_.size() >= kManyReleased;
+  return released_.size() >= wire::kReleaseAt;
 }
 
 void Answers::grow(uint64_t needed) {
@@ -194,7 +217,7 @@ void Answers::grow(uint64_t needed) {
     std::lock_guard lock(mutex_);
     regions_.emplace(region->id(), region);
   }
-  // In this order: it may answer from there as soon as it knows.
+  // Add the region first: the stub may answer from there as soon as it knows of it.
   source_.announce(*region, wire::Side::STUB);
 }
 

@@ -1,4 +1,13 @@
-// What a stub and this process see together: the request side, which is written here, and the answers, written there.
+// Memory that a stub and this process share: the request side, which this process writes, and the answers.
+//
+// Theory of operation. Each side has its own lock, since the instance's thread, the thread that listens to the stub and
+// callbacks of calls use both at once. All bookkeeping is in this process's own memory. A place that the stub names is
+// looked up there and never trusted, and a wrong one is a Violation. The stub may change the bytes themselves at any
+// time, so whatever is checked is copied first.
+//
+// A borrowed block ends when its batch is over, the model does not keep it, and nobody else holds it; only then are its
+// bytes used again. A region is never resized. If it is too small, another region is added. A region stays mapped while
+// a View refers to it, even after it was given up.
 #pragma once
 
 #include <cstdint>
@@ -8,30 +17,42 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
+#include "channel.h"
 #include "region.h"
 #include "wire.h"
 
 namespace moonpool {
 
-// The stub has said what it may not: it is not listened to any more.
+// The stub has broken the protocol. Its messages are not read any more.
 struct Violation : std::runtime_error {
   using runtime_error::runtime_error;
 };
 
-// The elements of a tensor of a shape that the stub named; none where no memory could hold them.
+// Returns true if a packet was received. Throws Violation for a packet that is too long.
+inline bool is_there(Channel::Received received) {
+  if (received == Channel::Received::kTooLong) {
+    throw Violation("a packet of more than " + std::to_string(wire::kMaxPacketBytes) + " bytes");
+  }
+  return received == Channel::Received::kDone;
+}
+
+// Writes a shape that the stub named, for an error text.
+std::string shown(const List<uint64_t>& shape);
+// Returns the number of elements of a shape that the stub named; none if no memory could hold them.
 std::optional<uint64_t> elements_of(const List<uint64_t>& shape);
 
-// Where regions for one stub come from. Any thread may call any method.
+// Makes regions for one stub. Any thread may call any method.
 class RegionSource {
  public:
-  // Another region, of which the stub does not know yet. `present` bytes are in use in regions with that writer. Throws
+  // Make a region, which the stub does not know yet. `present` bytes are in use in regions of that writer. Throws
   // Failure.
   virtual std::shared_ptr<Region> create(wire::Side writer, uint64_t present, uint64_t needed) = 0;
-  // Nothing lies in a region any more. A contained stub may have kept it, so the launcher gives it to this stub again.
+  // Give an empty region back. A contained stub may have kept it, so the launcher gives it only to this stub again.
   virtual void give_back(wire::Side writer, uint64_t region) = 0;
-  // Tell the stub of a region, or to forget one. Both throw Violation.
+  // Announce a region to the stub, or tell it to forget one. Both throw Violation.
   virtual void announce(const Region& region, wire::Side writer) = 0;
   virtual void retire(uint64_t region) = 0;
 
@@ -39,52 +60,60 @@ class RegionSource {
   ~RegionSource() = default;
 };
 
-// Bytes that the stub named, and that stay mapped for as long as this lives. The stub may change them at any time.
+// Bytes that the stub named. They stay mapped while this object lives. The stub may change them at any time.
 struct View {
   std::shared_ptr<Region> region;
   const char* bytes = nullptr;
   uint64_t size = 0;
 };
 
-// What the stub may look at. A loan lasts for a batch, unless the stub says that the model keeps it, or until the stub
-// gives it back. Any thread may call any method.
-class Loans {
+// Blocks that the stub may look at. A block is borrowed for a batch. If the stub says that the model keeps it, it is
+// borrowed until the stub gives it back. Any thread may call any method.
+class BorrowedBlocks {
  public:
-  Loans(std::shared_ptr<Region> first, RegionSource& source);
+  BorrowedBlocks(std::shared_ptr<Region> first, RegionSource& source);
 
-  // A block to write into, lent for this batch; with `keep`, until the stub gives it back. Throws Failure.
+  // Lend a block, into which this process writes, for this batch; with `keep`, until the stub gives it back. Throws
+  // Failure.
   Spot lend(uint64_t size, char** memory, bool keep = false);
   uint64_t first_region() const { return first_region_; }
-  // What is lent at this place. Throws Violation where so much is not.
+  // Returns the bytes of a borrowed block. Throws Violation if the stub has not borrowed all of them.
   View look(const wire::Block& block) { return look(block, 0); }
-  // As `look`, for somebody else: until `let_go` the bytes are not used again, whatever the stub says.
+  // Looks as `look` does, for another reader: the bytes are not reused before `release`, whatever the stub says.
   View hold(const wire::Block& block) { return look(block, 1); }
-  void let_go(Spot spot);
-  // The batch is over, and with it its loans, but for those that the model keeps. Throws Violation.
-  void end_batch(const List<wire::Place>& held);
-  // The stub gives back what it kept. Throws Violation.
+  void release(Spot spot);
+  // Note the blocks of the batch that the model keeps. Throws Violation.
+  void keep(const List<wire::Place>& held);
+  // Throws Violation if the stub does not keep one of these.
+  void check_kept(const List<wire::Place>& places);
+  // End the batch, and give back its borrowed blocks but for those that the model keeps.
+  void end_batch();
+  // Take back a block that the model kept. Throws Violation.
   void take_back(const Spot& place);
   // Give up regions that were not used since the last time.
   void tidy();
   bool has_grown();
+  // Returns the number of borrowed blocks.
+  size_t count();
 
  private:
-  struct Loan {
+  struct BorrowedBlock {
     uint64_t size;
     bool is_kept;
     bool is_over;
     unsigned holds;
   };
-  // A region, and what is lent of it: by where that begins.
+  // A region and the blocks that are borrowed from it, by their offsets.
   struct Part {
     std::shared_ptr<Region> region;
-    std::map<uint64_t, Loan> loans;
+    std::map<uint64_t, BorrowedBlock> borrowed_blocks;
     bool is_idle = false;
   };
   View look(const wire::Block& block, unsigned more_holds);
-  static bool place(Part& part, const Loan& loan, uint64_t* offset);
-  Loan* find(const Spot& spot);
-  void end(const Spot& spot, Loan& loan);
+  static bool place(Part& part, const BorrowedBlock& borrowed, uint64_t* offset);
+  BorrowedBlock* find(const Spot& spot);
+  BorrowedBlock& kept(const Spot& spot);
+  void end(const Spot& spot, BorrowedBlock& borrowed);
 
   RegionSource& source_;
   const uint64_t first_region_;
@@ -93,23 +122,23 @@ class Loans {
   std::vector<Spot> batch_;
 };
 
-// Where the stub puts its answers. Any thread may call any method.
+// The regions that the stub writes its answers into. Any thread may call any method.
 class Answers {
  public:
   Answers(std::shared_ptr<Region> first, RegionSource& source);
 
   bool has(uint64_t region);
-  // A block of an answer. Throws Violation for what is not the stub's to answer from.
+  // Returns the bytes of a block of an answer. Throws Violation if it is outside of the stub's regions.
   View look(const wire::Block& block);
-  // Nobody needs this block any more; the stub is told with the next batch, or by a message of its own.
+  // Release a block. The stub learns of it with the next batch, or by a message of its own.
   void release(Spot spot);
-  // The blocks to tell of, at most so many.
+  // Take out released blocks for a message, at most `most`.
   void take_released(std::vector<wire::Place>* places, size_t most);
-  // Whether there are so many that they are worth a message of their own.
+  // True if the released blocks are enough for a message of their own.
   bool has_many_released();
-  // Another region of at least so many bytes. Throws Failure where there is no memory.
+  // Add a region of at least `needed` bytes. Throws Failure if there is no memory.
   void grow(uint64_t needed);
-  // The stub does not use a region any more. Throws Violation.
+  // Drop a region that the stub does not use any more. Throws Violation.
   void retire(uint64_t region);
   bool has_grown();
 
@@ -120,7 +149,7 @@ class Answers {
   std::vector<wire::Place> released_;
 };
 
-// A tensor, by its index or its name: where it lies in which block.
+// Writes the place of a tensor, which is named by its index or its name.
 template <class Which>
 void write_tensor(Writer& writer, Which which, int datatype, const int64_t* shape, uint64_t dims, uint64_t block,
                   uint64_t offset, uint64_t size) {
@@ -131,24 +160,24 @@ void write_tensor(Writer& writer, Which which, int datatype, const int64_t* shap
   write_all(writer, block, offset, size);
 }
 
-// What is too large for a packet is put into the stub's memory, and INDIRECT in its place; with `keep`, until the stub gives
-// that back. Throws Failure, Violation.
-inline void pack(Writer& message, Loans& loans, bool keep = false) {
+// If a message is too large for a packet, puts it into a borrowed block and makes it INDIRECT. With `keep`, the stub
+// releases the block. Throws Failure, Violation.
+inline void pack(Writer& message, BorrowedBlocks& borrowed_blocks, bool keep = false) {
   const uint64_t size = message.bytes().size();
   if (size <= wire::kMaxPacketBytes) return;
   char* memory;
-  const Spot spot = loans.lend(size, &memory, keep);
+  const Spot spot = borrowed_blocks.lend(size, &memory, keep);
   std::memcpy(memory, message.bytes().data(), size);
   wire::encode<wire::Kind::INDIRECT>(message, spot.region, spot.offset, size);
 }
 
-// A copy of the beginning of a message in the stub's memory, which the stub cannot change any more. Throws Violation.
+// Copies the beginning of a message in the stub's memory, so that the stub cannot change it any more. Throws Violation.
 inline std::string beginning_of(const wire::Indirect& where, Answers& answers) {
   const View view = answers.look({where.region, where.offset, where.size});
   return std::string(view.bytes, std::min<uint64_t>(view.size, wire::kMaxPacketBytes));
 }
 
-// The stub's message. Throws Violation for anything that the tables do not have.
+// Decodes the stub's message. Throws Violation for a message that is not in the tables.
 template <class Table>
 auto decoded(const Table& table, std::string_view packet) {
   auto message = decode(table, wire::Side::STUB, packet);
@@ -156,12 +185,12 @@ auto decoded(const Table& table, std::string_view packet) {
   return message;
 }
 
-// The message in the stub's memory that INDIRECT points to, which is copied to `stored`. Throws Violation for one of more
-// than `most` bytes, and as `decoded`.
+// Copies the message in the stub's memory that INDIRECT points to into `stored`, and decodes it. Throws Violation if it
+// has more than `most` bytes, and as `decoded` does.
 template <class Table>
 auto fetched(const Table& table, const wire::Indirect& where, Answers& answers, std::string* stored, uint64_t most) {
   const View view = answers.look({where.region, where.offset, where.size});
-  // Before it is copied: a region may be as large as the machine's memory.
+  // Check before the copy: a region may be as large as the machine's memory.
   if (view.size > most) {
     throw Violation("a message of " + std::to_string(view.size) + " bytes; " + std::to_string(most) + " is the most");
   }
@@ -172,7 +201,8 @@ auto fetched(const Table& table, const wire::Indirect& where, Answers& answers, 
   return message;
 }
 
-// The stub's message, or the one in its memory that it points to, which is copied to `stored`. Throws Violation.
+// Decodes the stub's message. If it points to one in memory, copies that into `stored` and decodes it. Throws
+// Violation.
 template <class Table>
 auto opened(const Table& table, std::string_view packet, Answers& answers, std::string* stored) {
   stored->clear();

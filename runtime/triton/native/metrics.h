@@ -1,4 +1,8 @@
-// The custom metrics that one stub holds, by the numbers that it knows them by.
+// The custom metrics of one stub, by the numbers that the stub knows them by.
+//
+// Theory of operation. One thread at a time uses a `Metrics`: the one that holds the lock `listening_` of its stub,
+// which is the listener, or the instance's thread (`Stub::catch_up`). But all stubs of the server share families,
+// because a server forgets a time series when one of its families is deleted. A lock guards their table.
 #pragma once
 
 #include <atomic>
@@ -17,35 +21,29 @@
 
 namespace moonpool {
 
-// What it holds in the server it gives back at its end. One thread at a time.
+// Holds metrics in the server, and deletes them at its end. For one thread at a time.
 class Metrics {
  public:
-  // The model of a stub that is contained may not pass its figures off as the server's.
+  // The model of a contained stub may not use names that look like the server's own metrics.
   explicit Metrics(bool is_contained) : is_contained_(is_contained) {}
 
-  // Whether there ever was one. From any thread.
+  // True if the stub ever had a metric. From any thread.
   bool were_held() const { return next_ > 1; }
-  // The number of another metric, or of a family alone. Throws Failure.
+  // Make a metric, or a family alone, and return its number. Throws Failure.
   uint64_t hold(const wire::NewMetric& asked) {
-    if (held_.size() >= kMaxHeld) {
-      throw Failure(triton::kInvalidArg, "a model instance has at most " + std::to_string(kMaxHeld) +
+    if (held_.size() >= wire::kMaxMetrics) {
+      throw Failure(triton::kInvalidArg, "a model instance has at most " + std::to_string(wire::kMaxMetrics) +
                                              " metrics; use labels with fewer values");
     }
     if (is_contained_ && is_servers(asked)) {
       throw Failure(triton::kInvalidArg, "the metric '" + std::string(asked.name) +
-                                             "' would pass for one of the server's; in this sandbox no "
-                                             "name begins with nv_, moonpool_, process_ or python_");
+                                             "' would pass for one of the server's; in this sandbox no name "
+                                             "is up or begins with nv_, moonpool_, process_, python_ or scrape_");
     }
-    uint64_t line = asked.name.size() + kNumberSize, size = asked.description.size();
-    if (asked.labels) {
-      for (const wire::NewMetricLabels& label : *asked.labels) {
-        line += label.name.size() + label.value.size();
-      }
-    }
-    size += line * (1 + (asked.buckets ? asked.buckets->size() : 0));
-    if (size_ + size > kMaxSize) {
+    const uint64_t size = size_of(asked);
+    if (size_ + size > wire::kMetricsCharacters) {
       throw Failure(triton::kInvalidArg,
-                    "the metrics of a model instance may take " + std::to_string(kMaxSize) +
+                    "the metrics of a model instance may take " + std::to_string(wire::kMetricsCharacters) +
                         " characters where they are shown; use fewer, or shorter labels, or fewer buckets");
     }
     const uint64_t number = next_++;
@@ -60,12 +58,19 @@ class Metrics {
     return number;
   }
 
-  // How many observations that was. Throws Violation for what no honest stub sends.
+  // Apply changes, and return the number of observations. Throws Violation for changes that no honest stub sends.
   uint64_t change(const wire::Metrics& said) {
     uint64_t observations = 0;
     for (const wire::MetricsChanges& row : said.changes) {
+      if (row.operation == wire::kObserve) observations += row.count;
+    }
+    if (observations > wire::kMaxObservations) {
+      throw Violation("METRICS with " + std::to_string(observations) + " observations; " +
+                      std::to_string(wire::kMaxObservations) + " is the most");
+    }
+    for (const wire::MetricsChanges& row : said.changes) {
       Held* held = known(row.metric, "METRICS");
-      // Else one thread dropped it while another one changed it.
+      // If it is unknown, one thread of the model dropped it while another one changed it.
       if (!held) continue;
       if (!held->metric) {
         throw Violation("METRICS changes " + std::to_string(row.metric) + ", which is a family");
@@ -73,13 +78,12 @@ class Metrics {
       triton::Metric* metric = held->metric->made;
       triton::Error* error = nullptr;
       if (row.operation == wire::kIncrement) {
-        error = triton::MetricIncrement(metric, row.value);
+        error = triton::MetricIncrement(metric, row.value * static_cast<double>(row.count));
       } else if (row.operation == wire::kSet) {
         error = triton::MetricSet(metric, row.value);
-      } else if (!triton::MetricObserve || row.count > kMaxObservations - observations) {
-        throw Violation("METRICS observes more than it may");
+      } else if (!triton::MetricObserve) {
+        throw Violation("METRICS observes, and this tritonserver has no histograms");
       } else {
-        observations += row.count;
         for (uint64_t left = row.count; left > 0 && !error; --left) {
           error = triton::MetricObserve(metric, row.value);
         }
@@ -96,7 +100,7 @@ class Metrics {
     return observations;
   }
 
-  // The value of a counter or a gauge. Throws Failure, Violation.
+  // Returns the value of a counter or a gauge. Throws Failure, Violation.
   double value(uint64_t number) {
     const Held* held = known(number, "METRIC_VALUE");
     if (!held) throw Failure(triton::kInvalidArg, "the metric has been deleted");
@@ -108,26 +112,31 @@ class Metrics {
     return value;
   }
 
-  // The stub is gone, and holds nothing any more.
+  // Delete all metrics, because the stub has ended.
   void drop_all() noexcept {
     while (!held_.empty()) drop(held_.begin()->first);
   }
 
  private:
-  // Families and metrics together; and what all of them may take, in characters as they are shown.
-  static constexpr size_t kMaxHeld = 10'000;
-  static constexpr uint64_t kMaxSize = 16 << 20;
-  static constexpr uint64_t kNumberSize = 32;
-  // Observations in one message: each is a call, which nothing else of the stub's waits for longer than this.
-  static constexpr uint64_t kMaxObservations = 1 << 20;
+  // Returns the length of a metric, or of a family alone, in the exposition, in characters; as in
+  // runtime/observe/metrics.py.
+  static uint64_t size_of(const wire::NewMetric& asked) {
+    const uint64_t part = wire::kMetricPartCharacters;
+    if (!asked.labels) return part + asked.name.size() + asked.description.size();
+    uint64_t line = part + asked.name.size();
+    for (const wire::NewMetricLabels& label : *asked.labels) line += part + label.name.size() + label.value.size();
+    // A line for each bucket and the last one, the sum and the count.
+    return asked.buckets ? line * (asked.buckets->size() + 3) : line;
+  }
 
-  // True if the name of the family, or of a line of it, begins like one of the server's own, which the server does not
-  // list.
+  // Returns true if the name of the family, or of one of its lines, begins like the server's own, which the server does
+  // not list, or if Prometheus makes that name for each server.
   static bool is_servers(const wire::NewMetric& asked) {
+    if (asked.name == "up") return true;
     const auto begins = [](const std::string& line, std::string_view prefix) { return line.rfind(prefix, 0) == 0; };
     for (const char* suffix : {"", "_bucket", "_count", "_sum"}) {
       const std::string line = std::string(asked.name) + suffix;
-      for (const char* prefix : {"nv_", "moonpool_", "process_", "python_"}) {
+      for (const char* prefix : {"nv_", "moonpool_", "process_", "python_", "scrape_"}) {
         if (begins(line, prefix) && (*suffix == 0 || asked.buckets)) return true;
       }
     }
@@ -178,8 +187,8 @@ class Metrics {
     std::shared_ptr<Metric> metric;  // null: the family alone
     uint64_t size;
   };
-  // Of one name and kind there is one family for all stubs: the server forgets a time series with the first of its
-  // families that lets go of it, and the others would go on to use it.
+  // All stubs share one family of a name and kind. The server forgets a time series when the first of its families is
+  // deleted, and the others would go on using it.
   struct Families {
     std::mutex mutex;
     std::map<FamilyName, std::weak_ptr<Family>> known;
@@ -202,7 +211,7 @@ class Metrics {
     return family;
   }
 
-  // Null where it was dropped.
+  // Returns null if it was dropped.
   Held* known(uint64_t number, const char* message) {
     if (number == 0 || number >= next_) {
       throw Violation(std::string(message) + " of metric " + std::to_string(number) + ", which there never was");

@@ -14,7 +14,7 @@ std::string text_of(triton::Message* message) {
   return {base, size};
 }
 
-// Of a message that is ours.
+// Frees a message of the server that we own.
 struct Delete {
   void operator()(triton::Message* message) const {
     complain(triton::MessageDelete(message), "a message cannot be deleted");
@@ -49,8 +49,8 @@ Model::Model(triton::Model* model, BackendState& backend) : model_(model), backe
   name_ = name;
   directory_ = directory;
   std::lock_guard lock(mutex_);
-  letter_ = introduce(completes);
-  facts_.emplace(letter_->fields);
+  message_ = introduce(completes);
+  facts_.emplace(message_->fields);
   for (const std::string_view each : facts_->inputs) inputs_.emplace_back(each);
   for (const std::string_view each : facts_->outputs) outputs_.emplace_back(each);
   if (facts_->config) {
@@ -68,7 +68,7 @@ Model::Model(triton::Model* model, BackendState& backend) : model_(model), backe
 Model::~Model() {
   std::lock_guard lock(mutex_);
   if (!launcher_ || launcher_->is_gone()) return;
-  // Its files may be gone, and the same model be loaded again, as soon as this is over.
+  // Wait for the answer: after this the files may be deleted, or the same model loaded again.
   try {
     launcher_->ask<Word::END_MODEL>(number_);
   } catch (const Failure&) {  // then it has ended with the launcher
@@ -82,24 +82,25 @@ std::shared_ptr<Launcher> Model::launcher(uint64_t* number) const {
   return launcher_;
 }
 
-// Tell a launcher of the model, and hear what it makes of it.
-std::unique_ptr<Letter> Model::introduce(bool completes) const {
+// Introduces the model to a launcher, and returns its answer.
+std::unique_ptr<LauncherMessage> Model::introduce(bool completes) const {
   auto launcher = backend_.launcher();
-  launcher->tell_log_levels();
+  launcher->send_log_levels();
   const uint64_t number = Launcher::new_number();
-  auto letter = launcher->ask<Word::MODEL>(number, name_, version_, directory_, config(), completes);
-  // Only now: a launcher that has refused the model does not know it, so the next request has to introduce it again.
+  auto message = launcher->ask<Word::MODEL>(number, name_, version_, directory_, config(), completes);
+  // Set these only now: a launcher that refused the model does not know it, so the next request must introduce it
+  // again.
   launcher_ = std::move(launcher);
   number_ = number;
-  return letter;
+  return message;
 }
 
-std::string Model::told(std::string_view text) const {
+std::string Model::scrubbed(std::string_view text) const {
   if (!facts_->is_private) return std::string(text);
   uint64_t model;
   const auto knows = launcher(&model);
-  const auto letter = knows->ask<Word::SCRUB>(Launcher::new_number(), model, text);
-  return std::string(wire::Scrubbed(letter->fields).text);
+  const auto message = knows->ask<Word::SCRUB>(Launcher::new_number(), model, text);
+  return std::string(wire::Scrubbed(message->fields).text);
 }
 
 std::string Model::config() const {

@@ -1,4 +1,8 @@
-// A version of a model in this server, and the backend that it is of.
+// A version of a model in this server, and its backend.
+//
+// Theory of operation. All models of a backend share one launcher. If it has died, the next use starts another one,
+// under the lock of `BackendState`. Each model introduces itself to it again, under its own lock, before it is used
+// there.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +17,13 @@
 
 namespace moonpool {
 
-// One for each name that the library serves under: the server's `python`, and every backend that is but a model.py. Any
-// thread may call any method.
+// One backend of the server. The library serves as `moonpool`, as `python`, and for every backend that is a model.py.
+// Any thread may call any method.
 class BackendState {
  public:
   explicit BackendState(triton::Backend* backend) : backend_(backend) {}
 
-  // The launcher; one that is gone is replaced by another. Throws Failure.
+  // Returns the launcher, and starts another one if it has died. Throws Failure.
   std::shared_ptr<Launcher> launcher();
 
  private:
@@ -28,27 +32,27 @@ class BackendState {
   std::shared_ptr<Launcher> launcher_;
 };
 
-// Any thread may call any method. What it knows of the model stays as it is.
+// A version of a model. Any thread may call any method. Its facts never change.
 class Model {
  public:
-  // Has the launcher look at it, and completes the configuration. Throws Failure with the reason why it cannot be served.
+  // Lets the launcher load it, and completes the configuration. Throws Failure with the reason if it cannot be served.
   Model(triton::Model* model, BackendState& backend);
   ~Model();
 
-  // The launcher, which knows the model under this number. Throws Failure.
+  // Returns the launcher, and the number by which it knows the model. Throws Failure.
   std::shared_ptr<Launcher> launcher(uint64_t* number) const;
 
   const std::string& name() const { return name_; }
   triton::Server* server() const { return server_; }
   const std::vector<std::string>& inputs() const { return inputs_; }
   const std::vector<std::string>& outputs() const { return outputs_; }
-  // What the launcher has found out about it.
+  // The launcher's description of the model.
   const wire::ModelReady& facts() const { return *facts_; }
-  // What clients are told of an error that its model speaks of. Throws Failure.
-  std::string told(std::string_view text) const;
+  // Returns the part of the model's error text that clients may see. Throws Failure.
+  std::string scrubbed(std::string_view text) const;
 
  private:
-  std::unique_ptr<Letter> introduce(bool completes) const;
+  std::unique_ptr<LauncherMessage> introduce(bool completes) const;
   std::string config() const;
 
   triton::Model* const model_;
@@ -57,10 +61,10 @@ class Model {
   uint64_t version_ = 0;
   triton::Server* server_ = nullptr;
   std::vector<std::string> inputs_, outputs_;
-  std::unique_ptr<Letter> letter_;
-  std::optional<wire::ModelReady> facts_;  // in the letter
+  std::unique_ptr<LauncherMessage> message_;
+  std::optional<wire::ModelReady> facts_;  // in the message
 
-  // Guards what follows: the launcher that knows the model, and by which number.
+  // Guards the launcher that knows the model, and the number by which it does.
   mutable std::mutex mutex_;
   mutable std::shared_ptr<Launcher> launcher_;
   mutable uint64_t number_ = 0;

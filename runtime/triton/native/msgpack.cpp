@@ -6,7 +6,7 @@
 namespace moonpool {
 namespace {
 
-// The bits of a floating-point number as that number.
+// Returns the floating-point number with these bits.
 template <class Real, class Bits>
 double real_of(Bits bits) {
   Real real;
@@ -15,7 +15,7 @@ double real_of(Bits bits) {
   return static_cast<double>(real);
 }
 
-// The least power of two of bytes that the number fits, as the exponent.
+// Returns the least exponent of two so that the number fits into that many bytes.
 unsigned width_of(uint64_t number) { return (number > UINT8_MAX) + (number > UINT16_MAX) + (number > UINT32_MAX); }
 
 }  // namespace
@@ -79,7 +79,7 @@ Value Reader::bytes(Form form, uint64_t size) {
   return value;
 }
 
-// A value takes a byte at least, so no count is larger than what is left.
+// A value takes at least one byte, so no count may exceed the bytes that are left.
 Value Reader::counted(Form form, uint64_t count) {
   const uint64_t least = form == Form::kMap ? 2 * count : count;
   if (static_cast<uint64_t>(end_ - at_) < least) return bad();

@@ -1,6 +1,6 @@
-// Values of msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md) in bytes that anybody may have made.
+// Values of msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md) in bytes from an untrusted sender.
 //
-// Nothing here reads beyond its bytes, recurses, or allocates but to let a Writer grow. Not thread-safe.
+// Nothing here reads beyond its bytes, recurses, or allocates, except that a Writer grows. Not thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace moonpool {
 
 enum class Form : uint8_t { kBad, kNil, kFlag, kUint, kNegative, kReal, kText, kRaw, kArray, kMap };
 
-// One value, or the head of an array or a map. What it points to is the reader's bytes.
+// One value, or the head of an array or a map. It points into the reader's bytes.
 struct Value {
   Form form = Form::kBad;
   uint64_t number = 0;  // of kUint, kFlag, and in two's complement kNegative; the count of kArray and kMap
@@ -23,25 +23,25 @@ struct Value {
   std::string_view bytes;  // of kText and kRaw
 };
 
-// Bytes that are no text.
+// Bytes that are not text.
 struct Raw {
   std::string_view bytes;
 };
 
-// Goes through values from the first to the last.
+// Reads values from the first to the last.
 //
-// What is cut short, reserved, or not of the type that was asked for is kBad, zero or empty, and so is everything
-// after it. What `decode` has accepted can be read as its table says without a further look.
+// A value that is cut short, reserved, or of another type than the one asked for is kBad, zero or empty, and so is
+// everything after it. Bytes that `decode` has accepted can be read as their table says without further checks.
 class Reader {
  public:
   Reader() = default;
   explicit Reader(std::string_view bytes) : at_(bytes.data()), end_(bytes.data() + bytes.size()) {}
 
-  // The next value; of an array or a map only its head, and what is in it comes next.
+  // Returns the next value. Of an array or a map it returns only the head; its contents come next.
   Value next();
-  // Goes past the next value with all that is in it.
+  // Skips the next value and its contents.
   void skip();
-  // Goes past the next value if that is nil.
+  // Skips the next value if it is nil, and returns true if it was.
   bool nil();
   bool at_end() const { return at_ == end_; }
   bool failed() const { return failed_; }
@@ -99,7 +99,7 @@ class List {
   void read(Reader& reader) { take(reader, reader.array(), 1); }
 
  protected:
-  // So many items, of so many values each, are the reader's next.
+  // The next items in the reader: so many, of so many values each.
   void take(Reader& reader, uint32_t size, uint64_t values) {
     size_ = size;
     items_ = reader;
@@ -154,19 +154,19 @@ void List<T>::Iterator::advance() {
   if (left_ > 0) moonpool::read(reader_, value_);
 }
 
-// The number of bytes of the character at the beginning of the text; 0 where it is no UTF-8.
+// Returns the number of bytes of the text's first character; 0 if it is not UTF-8.
 size_t character_bytes(std::string_view text);
 
 // True for UTF-8 as Python has it: no surrogates, nothing overlong.
 bool is_utf8(std::string_view text);
 
-// The beginning of a text, at most `most` bytes, without a part of a character at its end.
+// Returns the beginning of a text, at most `most` bytes, without a part of a character at its end.
 std::string_view beginning(std::string_view text, size_t most);
 
-// Puts values behind one another, each as short as it may be. Its memory is kept from message to message.
+// Writes values one after another, each in its shortest form. Its memory is kept from message to message.
 class Writer {
  public:
-  // Keeps but so many bytes of what was written.
+  // Keeps only the first bytes of the output, so many.
   void cut(size_t size) { bytes_.resize(size); }
   void clear() { cut(0); }
   std::string_view bytes() const { return bytes_; }
@@ -176,12 +176,12 @@ class Writer {
   void uint(uint64_t value);
   void integer(int64_t value);
   void real(double value);
-  // What is no UTF-8 in it becomes U+FFFD: the other side refuses a message with such a text.
+  // Bytes that are not UTF-8 become U+FFFD, because the other side refuses messages with them.
   void text(std::string_view value);
   void raw(std::string_view value);
-  // Values that another one has written.
+  // Appends values that another writer has written.
   void values(std::string_view written) { bytes_ += written; }
-  // The head: so many values, or names and values, are to follow.
+  // Writes the head of so many values, or of so many names and values, which follow.
   void array(size_t count);
   void map(size_t count);
 

@@ -1,4 +1,8 @@
-// Requests whose responses come apart from the answer to their batch.
+// Requests whose responses come separately from the answer to their batch.
+//
+// Theory of operation. Responses come on the control channel and the answer on the work channel, which different
+// threads read, so a request's response may be read before or after the answer to its batch. `mutex_` guards the state
+// of each request. The thread that finds it complete releases it, once.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +23,7 @@
 
 namespace moonpool {
 
-// What a trace is called towards the model: its context, or what only this process knows.
+// Returns the name of a trace for the model: its context, or a name that only this process knows.
 inline std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index) {
   const char* context = nullptr;
   if (triton::InferenceTraceContext) check(triton::InferenceTraceContext(trace, &context));
@@ -28,28 +32,28 @@ inline std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index)
   return "#" + std::to_string(batch) + "." + std::to_string(index);
 }
 
-// Release a request: done with, or to be scheduled once more.
+// Release a request, which has ended or, with other flags, is scheduled once more.
 inline void release(triton::Request* request, uint32_t flags = triton::kReleaseAll) noexcept {
   complain(triton::RequestRelease(request, flags), "a request cannot be released");
 }
 
-// Finds the request that a response is for. The thread that executes a batch and those that read the control channel
-// meet here: responses come before the answer to their batch and after it.
+// Finds the request of a response. The instance's thread and the thread that reads the control channel use it.
 class OpenRequests {
  public:
-  explicit OpenRequests(const Model& model) : answer_(model), reschedules_(model.facts().reschedules) {}
+  explicit OpenRequests(const Model& model)
+      : answer_(model), reschedules_(model.facts().reschedules), is_decoupled_(model.facts().is_decoupled) {}
 
-  // What the answer to a batch leaves to be done with a request.
+  // The next step for a request after the answer to its batch.
   enum class Left { kRespond, kRelease, kReschedule, kNothing };
 
-  // For the thread that executes: this batch is about to be sent.
+  // Note a batch that will be sent. For the instance's thread.
   void begin(uint64_t batch, const std::vector<triton::Request*>& requests) {
     std::lock_guard lock(mutex_);
     batch_ = batch;
     for (size_t index = 0; index < requests.size(); ++index) pending_[Key{batch, index}] = {requests[index]};
   }
 
-  // The batch was answered: what is left to do with one of its requests? Once for each. Throws Violation.
+  // Return the next step for a request of the answered batch. Call it once for each. Throws Violation.
   Left answered(size_t index, uint64_t state) {
     std::lock_guard lock(mutex_);
     Pending& pending = pending_.at(Key{batch_, index});
@@ -69,8 +73,8 @@ class OpenRequests {
     return Left::kRelease;
   }
 
-  // The batch will not be answered: whether the request waits for a response still. Once for each, when nobody reads
-  // any more.
+  // Return true if a request of a batch without an answer still waits for a response. Call it once for each, after the
+  // last message of the stub was read.
   bool deserted(size_t index) {
     std::lock_guard lock(mutex_);
     Pending& pending = pending_.at(Key{batch_, index});
@@ -78,7 +82,7 @@ class OpenRequests {
     return !std::exchange(pending.is_ended, true);
   }
 
-  // No answer is waited for any more.
+  // Note that no batch is out.
   void end() {
     std::lock_guard lock(mutex_);
     const auto last = pending_.lower_bound(Key{batch_ + 1, 0});
@@ -88,21 +92,23 @@ class OpenRequests {
     batch_ = 0;
   }
 
-  // For one thread at a time: a response. Throws Violation.
+  // Handle a response. For one thread at a time. Throws Violation.
   void take(const wire::Response& row, Answers& answers) {
     triton::ResponseFactory* factory;
     {
       std::lock_guard lock(mutex_);
       Pending& pending = find(row);
       if (row.flags == wire::kAgain) check_reschedules();
+      check_number(pending, row);
       if (!pending.factory) check(triton::ResponseFactoryNew(&pending.factory, pending.request));
       factory = pending.factory;
     }
-    // Without the lock: what the server does with a response may take long. Nobody else ends the request.
+    // Send without the lock, because the server's callback may take long. No other thread ends the request.
     const uint32_t flags = row.flags == wire::kFinal ? uint32_t{triton::kResponseFinal} : 0;
     if (row.layout || row.remarks) {
       if (row.layout) {
-        answer_.read(row.layout->bytes, 1);
+        const size_t responses = answer_.read(row.layout->bytes, 1);
+        if (responses != 1) throw Violation(std::to_string(responses) + " responses in the place of one");
       } else {
         answer_.read_nothing();
       }
@@ -117,9 +123,10 @@ class OpenRequests {
       complain(triton::ResponseFactorySendFlags(factory, flags), "the last response cannot be sent");
     }
     if (row.flags != 0) finish(row);
+    answer_.check_strings();
   }
 
-  // No more will come: end what is open with an error.
+  // End all open requests with an error, because no response will come.
   void fail(const Failure& failure) {
     std::lock_guard lock(mutex_);
     for (auto each = pending_.begin(); each != pending_.end();) {
@@ -135,13 +142,14 @@ class OpenRequests {
     }
   }
 
-  // Whether any is beyond its batch.
+  // True if a request is open beyond the answer to its batch.
   bool are_open() {
     std::lock_guard lock(mutex_);
     return std::any_of(pending_.begin(), pending_.end(), [](const auto& each) { return each.second.is_open; });
   }
 
-  // A trace for a request that the model makes on behalf of the one of this name; null where that is not traced.
+  // Returns a trace for a request that the model makes on behalf of the request with this name; null if that is not
+  // traced.
   triton::Trace* child_trace(std::string_view name) {
     if (!triton::RequestTrace || !triton::InferenceTraceSpawnChildTrace) return nullptr;
     std::lock_guard lock(mutex_);
@@ -156,15 +164,15 @@ class OpenRequests {
     return nullptr;
   }
 
-  // The batch that is executing, 0 for none.
+  // Returns the number of the batch that is executing, 0 for none.
   uint64_t batch() {
     std::lock_guard lock(mutex_);
     return batch_;
   }
 
-  // Those that nobody waits for any more, until `tell` has returned true for them. Returns the batch that is executing where
-  // these were the last that anybody waited for, else 0.
-  uint64_t each_cancelled(const std::function<bool(uint64_t batch, uint64_t index)>& tell) {
+  // Calls `send` for each request that nobody waits for any more, until it has returned true for it. If these were the
+  // last ones that anybody waited for, returns the batch that is executing, else 0.
+  uint64_t each_cancelled(const std::function<bool(uint64_t batch, uint64_t index)>& send) {
     std::lock_guard lock(mutex_);
     bool are_new = false, are_all = true;
     for (auto& [key, pending] : pending_) {
@@ -175,7 +183,7 @@ class OpenRequests {
         } else if (pending.request && triton::RequestIsCancelled) {
           check(triton::RequestIsCancelled(pending.request, &is_cancelled));
         }
-        if (is_cancelled) is_cancelled = tell(key.first, key.second);
+        if (is_cancelled) is_cancelled = send(key.first, key.second);
         are_new |= is_cancelled;
       }
       are_all &= is_cancelled;
@@ -189,6 +197,7 @@ class OpenRequests {
     triton::ResponseFactory* factory = nullptr;
     bool is_open = false;  // beyond its batch
     bool is_ended = false, is_again = false, is_cancelled = false;
+    bool has_response = false;
   };
   using Key = std::pair<uint64_t, uint64_t>;
   Pending& find(const wire::Response& row) {
@@ -200,7 +209,7 @@ class OpenRequests {
     return found->second;
   }
 
-  // The request has had its last response. Where its batch is still executing, whoever executes it releases it.
+  // Ends a request that has had its last response. If its batch is still executing, the executing thread releases it.
   void finish(const wire::Response& row) {
     triton::Request* held = nullptr;
     const bool is_again = row.flags == wire::kAgain;
@@ -222,6 +231,20 @@ class OpenRequests {
     if (!reschedules_) throw Violation("a request is rescheduled by a model that is not configured for it");
   }
 
+  // A request of a model that is not decoupled has one response. A sender that was dropped before the last flag is an
+  // error even after that response.
+  void check_number(Pending& pending, const wire::Response& row) const {
+    const bool is_response = row.layout || row.remarks;
+    const bool is_failure = row.flags != 0 && row.remarks && row.remarks->error;
+    if (!is_decoupled_ && is_response && pending.has_response && !is_failure) {
+      throw Violation("a second response of a model that is not decoupled");
+    }
+    pending.has_response |= is_response;
+    if (!is_decoupled_ && !pending.has_response && row.flags == wire::kFinal) {
+      throw Violation("the end of a request that had no response");
+    }
+  }
+
   static void drop_factory(Pending& pending) {
     if (!pending.factory) return;
     complain(triton::ResponseFactoryDelete(pending.factory), "a response factory cannot be deleted");
@@ -229,11 +252,11 @@ class OpenRequests {
   }
 
   Answer answer_;
-  // A request may come back as long as it has not had its last response, and is not released before.
-  const bool reschedules_;
+  // The model may have a request scheduled again until its last response. It is not released before.
+  const bool reschedules_, is_decoupled_;
   std::mutex mutex_;
   uint64_t batch_ = 0;
-  // Those of the batch that is executing, and those that are open, by batch and index.
+  // Requests of the batch that is executing, and open ones, by batch and index.
   std::map<Key, Pending> pending_;
 };
 

@@ -1,4 +1,4 @@
-// Parameters of requests and responses, as Triton has them and as they travel.
+// Parameters of requests and responses, in Triton's form and in messages.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace moonpool {
 
-// Owns parameters while something is made with them.
+// Owns parameters while a call uses them.
 class Parameters {
  public:
   Parameters() = default;
@@ -32,7 +32,7 @@ class Parameters {
   std::vector<const triton::Parameter*> all_;
 };
 
-// Triton's functions for what has parameters; `real` is null in servers that are too old.
+// Triton's setters of parameters, for requests or responses; `real` is null in servers that are too old.
 template <class T>
 struct Setters {
   triton::Error* (*text)(T*, const char* name, const char* value);
@@ -63,7 +63,7 @@ void set_parameter(T* owner, const Setters<T>& set, const Entry& entry) {
   }
 }
 
-// Writes name and value. Throws Failure for a type that models cannot get.
+// Writes the name and the value. Throws Failure for a type that models cannot get.
 inline void write_parameter(Writer& writer, const char* name, int type, const void* value) {
   writer.text(name);
   switch (type) {
@@ -80,7 +80,7 @@ inline void write_parameter(Writer& writer, const char* name, int type, const vo
   }
 }
 
-// So many, or nil for none. `get` asks the server for one by its index, as RequestParameter does.
+// Writes so many parameters, or nil for none. `get` asks the server for one by its index, as RequestParameter does.
 template <class Get>
 void write_parameters(Writer& writer, uint32_t count, const Get& get) {
   if (count == 0) return writer.nil();

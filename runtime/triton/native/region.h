@@ -22,7 +22,7 @@ namespace moonpool {
 // reading and writing. The other process may change the bytes at any time.
 class Region {
  public:
-  // The launcher made it. Throws Failure.
+  // Maps a memfd that the launcher made. Throws Failure.
   Region(uint64_t id, uint64_t size, Descriptor file) : id_(id), size_(size), file_(std::move(file)) {
     struct stat status;
     const int seals = fcntl(file_.get(), F_GET_SEALS);
@@ -47,8 +47,8 @@ class Region {
   char* at(uint64_t offset) const { return memory_ + offset; }
 
  private:
-  // A large region is made for a tensor that is about to be written: to have all its pages mapped at once takes a fifth of
-  // the time that it takes to find them missing one by one.
+  // A large region is made for a tensor that is about to be written. Mapping all its pages at once takes a fifth of the
+  // time of faulting them in one by one.
   static constexpr uint64_t kLarge = 2 << 20;
   static constexpr int kSeals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW;
 
@@ -58,7 +58,7 @@ class Region {
   char* memory_;
 };
 
-// Where a block begins.
+// The place where a block begins.
 using Spot = wire::Place;
 
 }  // namespace moonpool

@@ -1,4 +1,4 @@
-// What the requests of a batch hold, as it is sent to a stub.
+// The contents of the requests of a batch, in the form in which a stub gets them.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,8 @@
 
 namespace moonpool {
 
-// Whether an input holds the strings that it is to have, in one buffer after another. Throws Failure, in Triton's words.
+// Checks that an input, in one buffer after another, holds as many strings as its shape says. Throws Failure with
+// Triton's text.
 class Strings {
  public:
   Strings(const char* input, uint64_t expected) : input_(input), expected_(expected) {}
@@ -30,14 +31,14 @@ class Strings {
         refuse("unexpected number of string elements " + std::to_string(count_ + 1),
                "expecting " + std::to_string(expected_));
       }
-      if (size - at < kLengthBytes) {
+      if (size - at < wire::kLengthBytes) {
         refuse("incomplete string length indicator",
                "expecting 4 bytes but only " + std::to_string(size - at) +
                    " bytes available. Please make sure the string length indicator is in one buffer.");
       }
-      std::memcpy(&length_, static_cast<const char*>(buffer) + at, kLengthBytes);
+      std::memcpy(&length_, static_cast<const char*>(buffer) + at, wire::kLengthBytes);
       left_ = length_;
-      at += kLengthBytes;
+      at += wire::kLengthBytes;
       ++count_;
     }
   }
@@ -53,7 +54,6 @@ class Strings {
   }
 
  private:
-  static constexpr uint32_t kLengthBytes = 4;
 
   [[noreturn]] void refuse(const std::string& what, const std::string& why) const {
     throw Failure(triton::kInvalidArg, what + " for inference input '" + input_ + "', " + why);
@@ -65,10 +65,10 @@ class Strings {
   uint32_t length_ = 0, left_ = 0;  // of the last one: its bytes, and those that are to come
 };
 
-// The requests of one batch after another. Its memory is used again. One thread at a time.
+// Collects the requests of one batch after another, with the same memory. For one thread at a time.
 class Requests {
  public:
-  // `is_on_device`: a model might leave outputs on a device, where they are not wanted.
+  // `is_on_device` is true for models that might leave outputs on a device, where they are not wanted.
   Requests(const Model& model, bool is_on_device) : model_(model), is_on_device_(is_on_device) {}
 
   // Begin with a batch of this number.
@@ -83,7 +83,7 @@ class Requests {
     batch_ = batch;
   }
 
-  // Throws Failure for one that cannot be executed; then it is not among these.
+  // Adds a request. Throws Failure and leaves it out if it cannot be executed.
   void add(triton::Request* request) {
     const size_t first = tensors_.size(), details = details_.bytes().size();
     try {
@@ -96,7 +96,7 @@ class Requests {
   }
 
   const std::vector<triton::Request*>& all() const { return requests_; }
-  // Rows of them together, as the server counts them.
+  // The sum of their rows, as the server counts them.
   uint64_t rows() const { return rows_; }
 
   // Plan a block for all inputs; the bytes that it takes.
@@ -105,7 +105,7 @@ class Requests {
   uint64_t lay_out() {
     uint64_t end = 0;
     for (size_t number = 0; number < most_tensors_; ++number) {
-      end = (end + kAlignment - 1) & -kAlignment;
+      end = (end + wire::kAlignment - 1) & -wire::kAlignment;
       for (const Item& item : items_) {
         if (number >= item.count) continue;
         Tensor& tensor = tensors_[item.first + number];
@@ -113,7 +113,7 @@ class Requests {
         const uint64_t width = std::max<uint64_t>(1, wire::kItemBytes[static_cast<size_t>(tensor.datatype)]);
         end = (end + width - 1) / width * width;
         tensor.offset = end;
-        // A tensor of nothing takes a byte, so that its block is one that was lent.
+        // An empty tensor takes a byte, so that its block is a borrowed one.
         end += std::max<uint64_t>(1, tensor.size);
       }
     }
@@ -149,7 +149,7 @@ class Requests {
     }
   }
 
-  // The block's layout, and the details of each request, in the words of EXECUTE.
+  // Writes the block's layout, and the details of each request, as in EXECUTE.
   std::string_view layout() const { return layout_.bytes(); }
   void write_details(Writer& writer) const {
     if (!has_details_) return writer.nil();
@@ -158,7 +158,6 @@ class Requests {
   }
 
  private:
-  static constexpr uint64_t kAlignment = 64;
   // Values of the details of a request.
   static constexpr size_t kDetails = 10;
 
@@ -170,7 +169,7 @@ class Requests {
 
   static std::string_view text(const char* value) { return value ? value : ""; }
 
-  // The place of a name among these; behind the last where it is not one of them.
+  // Returns the index of a name; the number of names if it is not one of them.
   static size_t number_of(const char* name, const std::vector<std::string>& names) {
     return static_cast<size_t>(std::find(names.begin(), names.end(), name) - names.begin());
   }
@@ -273,7 +272,7 @@ class Requests {
     } else {
       details_.uint(correlation);
     }
-    // The server has applied the priority already, and tells nobody of it.
+    // The server has applied the priority already, and does not give it to backends.
     write_all(details_, flags, timeout_us, 0u);
     write_parameters(details_, parameters,
                      [request](uint32_t i, auto... found) { return triton::RequestParameter(request, i, found...); });
@@ -286,7 +285,7 @@ class Requests {
     write_all(details_, is_on_device_ ? wire::kOrdinaryMemory : wire::kAnyMemory, 0u);
   }
 
-  // Which are wanted; nil where all are.
+  // Writes the requested outputs; nil if all are.
   void gather_outputs(triton::Request* request, uint32_t count) {
     const auto& names = model_.outputs();
     if (count == names.size()) return details_.nil();
@@ -309,7 +308,7 @@ class Requests {
   std::vector<Tensor> tensors_;
   size_t most_tensors_ = 0;
   uint64_t batch_ = 0, rows_ = 0;
-  // One value for each request: nil for one of which there is nothing to say.
+  // One value for each request, nil for a request without details.
   Writer details_;
   bool has_details_ = false;
   Writer layout_;

@@ -14,15 +14,14 @@ namespace {
 using wire::Kind;
 using wire::Word;
 
-// How long a stub keeps memory that it grew by and does not need, and how often it is looked whether clients
+// The time for which a stub keeps memory that it grew by and does not need, and the time between two checks if clients
 // have left.
 constexpr int kKeepMilliseconds = 5'000;
 constexpr int kLookMilliseconds = 50;
-// As in Triton.
+// The time that Triton allows.
 constexpr auto kReadiness = std::chrono::seconds(5);
 // More than a socket holds.
 constexpr int kMostLastMessages = 1024;
-constexpr size_t kMostLetGo = 1 << 20;
 
 bool is_readable(const pollfd& end) { return (end.revents & (POLLIN | POLLHUP | POLLERR)) != 0; }
 
@@ -40,7 +39,8 @@ Stub::Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& mo
       pidfd_(std::move(descriptors.at(2))),
       wakes_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       next_region_(wire::kFirstRegion),
-      loans_(std::make_shared<Region>(born.request_region, born.request_size, std::move(descriptors.at(3))), *this),
+      borrowed_blocks_(std::make_shared<Region>(born.request_region, born.request_size, std::move(descriptors.at(3))),
+                       *this),
       answers_(std::make_shared<Region>(born.response_region, born.response_size, std::move(descriptors.at(4))), *this),
       open_requests_(model),
       calls_(std::make_shared<Calls>(Channel(std::move(descriptors.at(1))), *this, model)),
@@ -72,7 +72,7 @@ void Stub::begin(const wire::Started& started, Descriptor work) {
   has_is_ready_ = started.has_is_ready;
   has_begun_ = true;
   if (!has_ended_) return;
-  // Before anybody was to be told.
+  // The stub ended before this, when its end was not to be reported. Report it now.
   lock.unlock();
   report();
 }
@@ -85,23 +85,23 @@ void Stub::catch_up() {
 
 void Stub::take_back_late() {
   std::lock_guard lock(mutex_);
-  for (const wire::Place& place : let_go_) loans_.take_back(place);
-  let_go_.clear();
+  for (const wire::Place& place : released_early_) borrowed_blocks_.take_back(place);
+  released_early_.clear();
 }
 
-void Stub::tell_packet(std::string_view packet, int descriptor) {
+void Stub::send_packet(std::string_view packet, int descriptor) {
   if (control_.send(packet, descriptor) == Channel::Sent::kFull) {
     throw Violation("it does not read its control channel");
   }
 }
 
-void Stub::tell_cancelled() {
+void Stub::send_cancelled() {
   const uint64_t deserted = open_requests_.each_cancelled([this](uint64_t batch, uint64_t index) {
-    // Many may leave at the same time. Those that a stub has no time to hear of are told later, so that there is room
-    // for what it has to be told.
-    const bool is_told = !control_.is_half_full();
-    if (is_told) tell<Kind::CANCEL>(batch, index);
-    return is_told;
+    // Many clients may leave at the same time. While the stub is slow to read, CANCEL waits, so that the socket has
+    // space for necessary messages.
+    const bool is_sent = !control_.is_half_full();
+    if (is_sent) send<Kind::CANCEL>(batch, index);
+    return is_sent;
   });
   if (deserted) calls_->leave(deserted);
 }
@@ -112,8 +112,8 @@ bool Stub::check_ready() {
   if (has_ended_) return false;
   if (!has_is_ready_) return true;
   std::unique_lock lock(mutex_);
-  // Those who ask at the same time share one question.
-  if (question_ == answered_question_) tell<Kind::READY>(++question_);
+  // Threads that ask at the same time share one question.
+  if (question_ == answered_question_) send<Kind::READY>(++question_);
   const uint64_t question = question_;
   const bool is_answered =
       answered_.wait_for(lock, kReadiness, [&] { return has_ended_ || answered_question_ >= question; });
@@ -137,7 +137,7 @@ void Stub::distrust(const std::string& why) noexcept {
 void Stub::overdue() { launcher_->send<Word::OVERDUE>(instance_, generation_); }
 
 const Failure& Stub::death() {
-  // It may live on without some of its channels.
+  // The process may live on without some of its channels.
   distrust("");
   wait();
   return *death_;
@@ -145,12 +145,14 @@ const Failure& Stub::death() {
 
 std::shared_ptr<Region> Stub::create(wire::Side writer, uint64_t present, uint64_t needed) {
   const uint64_t id = next_region_++;
-  const auto letter = launcher_->ask<Word::MEMORY>(Launcher::new_number(), instance_, generation_,
-                                                   static_cast<uint64_t>(writer), id, present, needed);
-  const wire::SetAside made(letter->fields);
-  if (letter->descriptors.empty()) throw Failure(triton::kUnavailable, "the server has no descriptor left for more memory");
-  auto region = std::make_shared<Region>(id, made.size, std::move(letter->descriptors.at(0)));
-  // Somebody is to look whether it is still needed later.
+  const auto message = launcher_->ask<Word::MEMORY>(Launcher::new_number(), instance_, generation_,
+                                                    static_cast<uint64_t>(writer), id, present, needed);
+  const wire::SetAside made(message->fields);
+  if (message->descriptors.empty()) {
+    throw Failure(triton::kUnavailable, "the server has no descriptor left for more memory");
+  }
+  auto region = std::make_shared<Region>(id, made.size, std::move(message->descriptors.at(0)));
+  // Wake the listener, so that it checks later if the memory is still needed.
   wake();
   return region;
 }
@@ -163,12 +165,12 @@ void Stub::announce(const Region& region, wire::Side writer) {
   Writer message;
   wire::encode<Kind::REGION>(message, region.id(), region.size(), static_cast<uint64_t>(writer), wire::kNoDevice,
                              Raw{});
-  tell_packet(message.bytes(), region.fd());
+  send_packet(message.bytes(), region.fd());
 }
 
-void Stub::retire(uint64_t region) { tell<Kind::RETIRE>(region); }
+void Stub::retire(uint64_t region) { send<Kind::RETIRE>(region); }
 
-// What follows is for the thread that listens.
+// The methods below run on the listener.
 
 void Stub::listen() noexcept {
   try {
@@ -182,19 +184,24 @@ void Stub::listen() noexcept {
     has_ended_ = true;
     has_begun = has_begun_;
     answered_.notify_all();
-    // Whoever waits for an answer wakes up, after what was sent before the end.
+    // A thread that waits for an answer wakes up, after the packets sent before the end.
     work_.shut();
   }
   control_.shut();
-  calls_->close();
+  {
+    // The instance's thread may still be in `catch_up`, and change the metrics that end here.
+    const std::lock_guard lock(listening_);
+    calls_->close();
+  }
   if (has_begun) report();
 }
 
 void Stub::listen_until_end() {
   pollfd ends[] = {{control_.fd(), 0, 0}, {calls_->fd(), 0, 0}, {wakes_.get(), POLLIN, 0}, {pidfd_.get(), POLLIN, 0}};
   for (;;) {
-    const int pause = flow_.pause_milliseconds();
-    // Both, as what is asked may be about what was told before. Their ends are seen in any case.
+    const int pause = rate_limiter_.pause_milliseconds();
+    // Pause both, because a question may refer to an earlier message of the control channel. The ends are seen in any
+    // case.
     ends[0].events = pause ? 0 : POLLIN;
     ends[1].events = static_cast<short>(ends[0].events | calls_->events());
     const int ready = poll(ends, std::size(ends), pause ? pause : wait_milliseconds());
@@ -206,16 +213,17 @@ void Stub::listen_until_end() {
       eventfd_read(wakes_.get(), &count);
     }
     const bool has_exited = is_readable(ends[3]);
-    // A question may be about what was said here before.
+    // Read the control channel first: a question may refer to a message there.
     if ((is_readable(ends[0]) || is_readable(ends[1])) && !read_control()) return;
     if ((ends[1].revents & POLLOUT) != 0) calls_->send_waiting();
-    // A stub that asks nothing any more may still answer.
-    if (is_readable(ends[1]) && !calls_->read(flow_)) ends[1].fd = -1;
-    if (answers_.has_many_released()) tell_released();
-    flow_.settle();
-    if (open_requests_.are_open()) tell_cancelled();
+    // A stub that closed this channel may still answer.
+    if (is_readable(ends[1]) && !calls_->read(rate_limiter_)) ends[1].fd = -1;
+    if (answers_.has_many_released()) send_released();
+    rate_limiter_.settle();
+    if (open_requests_.are_open()) send_cancelled();
     if (has_exited) {
-      // What it sent before its end is not lost. Whoever holds its end of the channel yet may send on for ever.
+      // Read the messages that it sent before its end. Limit them: a process that still holds the channel may send for
+      // ever.
       read_control(kMostLastMessages);
       return;
     }
@@ -224,13 +232,13 @@ void Stub::listen_until_end() {
 
 int Stub::wait_milliseconds() {
   if (open_requests_.are_open()) return kLookMilliseconds;
-  return loans_.has_grown() || answers_.has_grown() ? kKeepMilliseconds : -1;
+  return borrowed_blocks_.has_grown() || answers_.has_grown() ? kKeepMilliseconds : -1;
 }
 
-// False at the end of the channel.
+// Returns false at the end of the channel.
 bool Stub::read_control(int most) {
   const bool is_open = take_in_control(most);
-  // After all that is there has been looked at: who asks for memory waits, and asks for nothing more.
+  // Grow after all messages were read: a stub that asks for memory waits, and sends no second GROW.
   if (growth_) {
     const wire::Grow wish = *std::exchange(growth_, std::nullopt);
     grow(wish.size, wish.device);
@@ -242,12 +250,11 @@ bool Stub::take_in_control(int most) {
   std::string stored;
   for (int i = 0; i < most; ++i) {
     const Channel::Received received = control_.receive(packet_, true);
-    if (received != Channel::Received::kDone) return received == Channel::Received::kNothing;
+    if (!is_there(received)) return received == Channel::Received::kNothing;
     const auto message = opened(wire::kControl, packet_.bytes(), answers_, &stored);
-    // Responses are work that was asked for. Growth takes memory, and an honest stub asks for ever more.
+    // Responses were asked for, so they are not charged. GROW is charged like all others: it takes memory.
     if (message.kind() != Kind::RESPONSES) {
-      const double cost = message.kind() == Kind::GROW ? wire::kGrowthCost : 1;
-      flow_.took(stored.empty() ? packet_.bytes().size() : stored.size(), cost);
+      rate_limiter_.took(stored.empty() ? packet_.bytes().size() : stored.size(), wire::cost_of(message.kind()));
     }
     handle(message);
   }
@@ -260,10 +267,13 @@ void Stub::handle(const Decoded<Kind>& message) {
       for (const wire::Response& row : wire::Responses(message.fields).responses) {
         open_requests_.take(row, answers_);
       }
-      if (answers_.has_many_released()) tell_released();
+      if (answers_.has_many_released()) send_released();
       return;
     case Kind::LOG:
       log_of_model(wire::Log(message.fields));
+      return;
+    case Kind::DENIALS:
+      log_denials(wire::Denials(message.fields));
       return;
     case Kind::GROW:
       if (growth_) throw Violation("GROW came before the last one was answered");
@@ -274,12 +284,15 @@ void Stub::handle(const Decoded<Kind>& message) {
       return;
     case Kind::RELEASE: {
       std::lock_guard lock(mutex_);
-      for (const wire::Place& place : wire::Release(message.fields).places) let_go_.push_back(place);
-      if (let_go_.size() > kMostLetGo) throw Violation("it releases more than it was given");
+      for (const wire::Place& place : wire::Release(message.fields).places) released_early_.push_back(place);
+      if (released_early_.size() > borrowed_blocks_.count()) {
+        throw Violation("the stub releases more blocks than it was given");
+      }
       return;
     }
     case Kind::METRICS:
-      flow_.took(0, static_cast<double>(calls_->change_metrics(wire::Metrics(message.fields))) / wire::kObservationsPerMessage);
+      rate_limiter_.took(0, static_cast<double>(calls_->change_metrics(wire::Metrics(message.fields))) /
+                                wire::kObservationsPerMessage);
       return;
     case Kind::READINESS: {
       const wire::Readiness answer(message.fields);
@@ -294,63 +307,99 @@ void Stub::handle(const Decoded<Kind>& message) {
       return;
     }
     default:
-      throw Violation(std::string(message.message->name) + " was not asked for");
+      throw Violation(std::string(message.message->name) + " came unasked");
   }
 }
 
-// What is left out is counted, and told before the next line that is not.
-void Stub::log_of_model(const wire::Log& line) {
-  if (!log_lines_.spend(1 + static_cast<double>(line.message.size() / wire::kLogLineBytes))) {
-    ++lines_left_out_;
+// Returns the first lines of a text, as many as the budget allows, and counts the others.
+std::string_view Stub::lines_that_may_be_logged(std::string_view text) {
+  size_t begin = 0;
+  while (begin <= text.size()) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    if (!log_lines_.spend(1 + static_cast<double>((end - begin) / wire::kLogLineBytes))) {
+      lines_left_out_ += 1 + static_cast<uint64_t>(std::count(text.begin() + begin, text.end(), '\n'));
+      break;
+    }
+    begin = end + 1;
+  }
+  return text.substr(0, std::max<size_t>(begin, 1) - 1);
+}
+
+// Logs a message of the model. Before it comes a line with the number of lines left out.
+void Stub::log_of_model(const wire::Log& said) {
+  std::string_view message = said.message;
+  while (!message.empty() && message.back() == '\n') message.remove_suffix(1);
+  const uint64_t left_out = std::exchange(lines_left_out_, 0);
+  const std::string_view lines = lines_that_may_be_logged(message);
+  if (lines.empty() && lines_left_out_ > 0) {
+    lines_left_out_ += left_out;
     return;
   }
-  if (lines_left_out_) {
-    log(triton::kWarning, "model '" + model_.name() + "': " + std::to_string(lines_left_out_) +
+  if (left_out) {
+    log(triton::kWarning, "model '" + model_.name() + "': " + std::to_string(left_out) +
                               " lines of an instance were left out: too many a second "
                               "(MOONPOOL_LOG_LINES_PER_S is " +
                               std::to_string(model_.facts().log_lines_per_s) + ")");
-    lines_left_out_ = 0;
   }
-  const int level = static_cast<int>(line.level), number = static_cast<int>(line.line);
-  if (!model_.facts().is_private) return log_from(level, line.file, number, line.message);
-  // One that is contained names no place in front of the line, which could be one of the server's own files.
+  const int level = static_cast<int>(said.level), number = static_cast<int>(said.line);
+  if (!model_.facts().is_private) {
+    return log_from(level, said.file, number, lines.size() == message.size() ? said.message : lines);
+  }
+  // A contained model gets no place in front of the line: it could name one of the server's own files.
   std::string where;
-  if (number) where = " (" + std::string(line.file.substr(line.file.rfind('/') + 1)) + ":" + std::to_string(number) + ")";
-  log(level, "[" + name_ + "] " + one_line(line.message) + where);
+  if (number) {
+    where = " (" + std::string(said.file.substr(said.file.rfind('/') + 1)) + ":" + std::to_string(number) + ")";
+  }
+  log(level, "[" + name_ + "] " + one_line(lines) + where);
+}
+
+// Logs each denial with a text once, up to kMostDenialsLogged. The stub may lie about them.
+void Stub::log_denials(const wire::Denials& denials) {
+  if (!model_.facts().is_private) throw Violation("DENIALS came of a model that is not contained");
+  for (const wire::DenialsDenials& row : denials.denials) {
+    // A row without a text only counts. Fork never has one.
+    if (row.text.empty() && row.what != wire::kFork) continue;
+    if (denials_logged_.size() == kMostDenialsLogged) return;
+    if (!denials_logged_.emplace(row.what, row.text).second) continue;
+    const std::string times = row.count > 1 ? " (" + std::to_string(row.count) + " times)" : "";
+    log(triton::kInfo, "[" + name_ + "] its sandbox did not let it " + std::string(wire::kDenialWords[row.what]) +
+                           (row.text.empty() ? "" : " ") + one_line(row.text) + times + "; " +
+                           std::string(wire::kDenialOptions[row.what]));
+  }
 }
 
 void Stub::grow(uint64_t needed, int64_t device) {
-  // With word of all that is free again, which may be enough.
-  tell_released();
+  // Send releases first: the freed memory may be enough.
+  send_released();
   try {
     if (device != wire::kNoDevice) {
       throw Failure(triton::kUnsupported, "inside of tritonserver, outputs lie in ordinary memory");
     }
     answers_.grow(needed);
   } catch (const Failure& failure) {
-    tell<Kind::REFUSED>(failure.what());
+    send<Kind::REFUSED>(failure.what());
   }
 }
 
-void Stub::tell_released() {
+void Stub::send_released() {
   for (;;) {
     answers_.take_released(&released_, wire::kMaxPlacesInPacket);
     if (released_.empty()) return;
-    tell<Kind::RELEASE>(released_);
+    send<Kind::RELEASE>(released_);
   }
 }
 
 void Stub::tidy() {
   if (open_requests_.are_open()) {
-    tell_cancelled();
+    send_cancelled();
     return;
   }
   if (!is_executing_) take_back_late();
-  loans_.tidy();
-  tell_released();
+  borrowed_blocks_.tidy();
+  send_released();
 }
 
-// Tell the launcher of the end, and hear why it came.
+// Reports the end to the launcher, and waits for the reason.
 void Stub::report() noexcept {
   std::string why;
   {
@@ -363,9 +412,9 @@ void Stub::report() noexcept {
   if (!death_) {
     launcher_->send<Word::LOST>(instance_, generation_, is_executing_.load(), false, why);
     try {
-      const auto letter = mailbox_.next();
-      if (letter->word != Word::DIED) throw Failure(triton::kInternal, "the launcher does not say why it died");
-      const wire::Died died(letter->fields);
+      const auto message = mailbox_.next();
+      if (message->word != Word::DIED) throw Failure(triton::kInternal, "the launcher does not say why it died");
+      const wire::Died died(message->fields);
       death_.emplace(static_cast<int>(died.code), std::string(died.message));
       is_final_ = !died.restarts_in_ms;
     } catch (const Failure& failure) {

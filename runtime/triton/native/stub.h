@@ -1,4 +1,20 @@
-// One process of an instance, as the server has it: its channels, its memory, and the thread that listens to it.
+// The server's side of one process of an instance: its channels, its memory, and the thread that listens to it.
+//
+// Theory of operation. Two threads work with a stub. The instance's own thread sends batches on the work channel and
+// waits for answers there. `listener_` polls the control and calls channels, the pidfd, and an eventfd, by which `wake`
+// wakes it.
+//
+// `listening_` guards everything that is done about the stub's messages. The listener holds it for each round; the
+// instance's thread takes it in `catch_up`, to read metrics that the stub sent before its answer. `mutex_` guards the
+// few members that any thread may use: the reason of the end, questions, blocks that the model released. It is
+// never held while something is read from the stub.
+//
+// The model may release a block before the answer that says it keeps the block was read, because the two come on
+// different channels. Such blocks wait in `released_early_` and are taken back between batches (`take_back_late`).
+//
+// A stub ends once, for the first reason that `distrust`, the pidfd or a channel gives. The listener sends LOST to the
+// launcher unless `leave` came first; if the stub ended before `begin`, `begin` sends it. `death` waits for the
+// launcher's reason. The destructor joins the thread.
 #pragma once
 
 #include <atomic>
@@ -6,8 +22,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "api.h"
@@ -24,60 +42,60 @@ namespace moonpool {
 
 class Stub final : public RegionSource {
  public:
-  // Takes over the control and calls channels, as the launcher says. `name` is the instance's, and outlives this. Throws
+  // Takes over the control and calls channels from the launcher. `name` is the instance's, and outlives this. Throws
   // Failure.
   Stub(std::shared_ptr<Launcher> launcher, Mailbox& mailbox, const Model& model, const std::string& name,
        const wire::Born& born, std::vector<Descriptor> descriptors);
-  // Ends the thread. What is open is failed.
+  // Ends the thread, and fails open requests.
   ~Stub();
 
-  // Takes over the work channel, too. From now on its end is told to the launcher.
+  // Takes over the work channel, too. From now on the end of the stub is reported to the launcher.
   void begin(const wire::Started& started, Descriptor work);
   uint64_t generation() const { return generation_; }
 
-  // The work channel, for the thread that executes.
+  // Returns the work channel, for the thread that executes.
   const Channel& work() const { return work_; }
-  // Around a batch: whether the stub has requests.
+  // Note if the stub has requests, before and after a batch.
   void set_executing(bool is_executing) { is_executing_ = is_executing; }
-  // Take in what a stub with metrics told before it answered: whoever has the response may look for them. For the thread
-  // that executes. Throws Violation.
+  // Read the messages that a stub with metrics sent before its answer, because a client that has the response may read
+  // the metrics. For the instance's thread. Throws Violation.
   void catch_up();
-  // What the model kept and let go of while it had nothing to answer. When no batch is out.
+  // Take back blocks that the model kept and released between answers. Only while no batch is out.
   void take_back_late();
-  Loans& loans() { return loans_; }
+  BorrowedBlocks& borrowed_blocks() { return borrowed_blocks_; }
   Answers& answers() { return answers_; }
   OpenRequests& open_requests() { return open_requests_; }
 
-  // Send a message on the control channel; nothing where the stub is gone. From any thread. Throws Violation for a stub
-  // that does not read.
+  // Send a message on the control channel, if the stub has not ended. From any thread. Throws Violation if the stub
+  // does not read.
   template <wire::Kind kind, class... Fields>
-  void tell(const Fields&... fields) {
+  void send(const Fields&... fields) {
     Writer writer;
     wire::encode<kind>(writer, fields...);
-    tell_packet(writer.bytes());
+    send_packet(writer.bytes());
   }
-  // Tell which levels of the log are wanted, where that has changed.
-  void tell_log_levels() {
-    log_levels_.tell([this](auto... levels) { tell<wire::Kind::LOGGING>(levels...); });
+  // Send the wanted levels of the log if they have changed.
+  void send_log_levels() {
+    log_levels_.report([this](auto... levels) { send<wire::Kind::LOGGING>(levels...); });
   }
-  // Tell of requests that nobody waits for any more.
-  void tell_cancelled();
-  // Have somebody look again at what there is to do while nothing comes. From any thread.
+  // Send CANCEL for requests that nobody waits for any more.
+  void send_cancelled();
+  // Wake the listener. From any thread.
   void wake() const;
   // False if the process has ended. Throws Failure if the model itself says that it is not ready.
   bool check_ready();
 
-  // End it, for this reason; the first one counts. From any thread.
+  // End the stub for this reason; the first reason counts. From any thread.
   void distrust(const std::string& why) noexcept;
-  // Its end is not to be told any more; whoever tells of it already has done so when this returns.
+  // Stop reporting the end of the stub. A report that has begun is complete when this returns.
   void leave();
-  // Until the process has ended.
+  // Wait until the process has ended.
   void wait();
-  // Ask for its end because a batch takes too long.
+  // Ask the launcher to end the process, because a batch takes too long.
   void overdue();
   bool has_ended() const { return has_ended_; }
-  // For a stub that has ended, or closed a channel: ends what is left of it, and waits until nobody listens to it any
-  // more. Why it ended, and whether the instance was given up for now.
+  // For a stub that has ended or closed a channel: end the rest of it, wait until the listener has stopped, and return
+  // the reason. `is_final` is true if the instance was given up for now.
   const Failure& death();
   bool is_final() const { return is_final_; }
 
@@ -87,8 +105,10 @@ class Stub final : public RegionSource {
   void retire(uint64_t region) override;
 
  private:
-  // Messages of one channel that are read before others have their turn.
+  // The most messages of one channel to read before other channels get their turn.
   static constexpr int kManyMessages = 64;
+  // The most denials of one process that are logged.
+  static constexpr size_t kMostDenialsLogged = 16;
 
   void listen() noexcept;
   void listen_until_end();
@@ -96,12 +116,14 @@ class Stub final : public RegionSource {
   bool read_control(int most = kManyMessages);
   bool take_in_control(int most);
   void handle(const Decoded<wire::Kind>& message);
-  void log_of_model(const wire::Log& line);
+  void log_of_model(const wire::Log& said);
+  std::string_view lines_that_may_be_logged(std::string_view text);
+  void log_denials(const wire::Denials& denials);
   void grow(uint64_t needed, int64_t device);
-  void tell_released();
+  void send_released();
   void tidy();
   void report() noexcept;
-  void tell_packet(std::string_view packet, int descriptor = -1);
+  void send_packet(std::string_view packet, int descriptor = -1);
 
   const std::shared_ptr<Launcher> launcher_;
   Mailbox& mailbox_;
@@ -112,17 +134,19 @@ class Stub final : public RegionSource {
   Channel work_, control_;
   Descriptor pidfd_, wakes_;
   std::atomic<uint64_t> next_region_;
-  Loans loans_;
+  BorrowedBlocks borrowed_blocks_;
   Answers answers_;
   OpenRequests open_requests_;
   const std::shared_ptr<Calls> calls_;
-  // Guards what follows, and all that is done about what the stub says: while a batch is answered, two may listen.
+  // Guards the members down to `packet_`, and all work on the stub's messages.
   std::mutex listening_;
   std::vector<wire::Place> released_;
-  std::optional<wire::Grow> growth_;  // that was asked for and not answered yet
-  // Lines that it may log, and how many more it did.
+  std::optional<wire::Grow> growth_;  // a request for memory that is not answered yet
+  // The budget of lines of its log.
   Budget log_lines_;
-  Flow flow_;
+  // Denials that were logged: kind and text.
+  std::set<std::pair<uint64_t, std::string>> denials_logged_;
+  RateLimiter rate_limiter_;
   uint64_t lines_left_out_ = 0;
   Packet packet_;
 
@@ -131,11 +155,11 @@ class Stub final : public RegionSource {
   LogLevels log_levels_;
   bool has_is_ready_ = false;
 
-  // Guards what follows.
+  // Guards the members down to `is_stopping_`.
   std::mutex mutex_;
   std::condition_variable answered_;
-  // Blocks that the model let go of; the answer that says that it keeps them may not have been read yet.
-  std::vector<wire::Place> let_go_;
+  // Blocks that the model released, perhaps before the answer that says that it keeps them was read.
+  std::vector<wire::Place> released_early_;
   uint64_t question_ = 0, answered_question_ = 0;
   std::optional<std::string> reason_;
   std::string why_;

@@ -53,6 +53,7 @@ enum class Kind : uint8_t {
   BEGUN = 29,  // batch
   LENT_REGION = 40,  // region, size
   EVENT = 48,  // device, handle
+  DENIALS = 49,  // denials
   INFER = 30,  // call, model, version, decoupled, timeout_us, released, blocks, inputs, outputs, details
   REPLY = 31,  // call, final, released, blocks, outputs, parameters, error
   WITHDRAW = 32,  // call
@@ -84,7 +85,7 @@ enum class Word : uint8_t {
   SCRUB = 71,  // question, model, text
   RETURNED = 72,  // instance, generation, writer, region
   HELLO = 80,  // version, protocol, moonpool, pid
-  MODEL_READY = 81,  // model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask
+  MODEL_READY = 81,  // model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask, is_decoupled
   REFUSED = 82,  // number, code, message
   STARTED = 83,  // instance, generation, has_is_ready, sandbox
   DIED = 85,  // instance, generation, code, message, restarts_in_ms
@@ -96,7 +97,13 @@ enum class Word : uint8_t {
   SCRUBBED = 92,  // question, text
 };
 
-constexpr uint64_t kProtocolVersion = 4;
+constexpr uint64_t kCounter = 0;
+constexpr uint64_t kGauge = 1;
+constexpr uint64_t kHistogram = 2;
+constexpr uint64_t kIncrement = 0;
+constexpr uint64_t kSet = 1;
+constexpr uint64_t kObserve = 2;
+constexpr uint64_t kProtocolVersion = 5;
 constexpr uint64_t kMaxDims = 32;
 constexpr uint64_t kMaxDevices = 4096;
 constexpr int64_t kNoDevice = -1;
@@ -105,6 +112,7 @@ constexpr uint64_t kMaxBatch = 65536;
 constexpr uint64_t kMaxPlaces = 1048576;
 constexpr uint64_t kMaxPlacesInPacket = 1024;
 constexpr uint64_t kMaxMetricChanges = 256;
+constexpr uint64_t kMaxObservations = 1048576;
 constexpr uint64_t kMaxMetricParts = 65536;
 constexpr uint64_t kLong = 1048576;
 constexpr uint64_t kShort = 4096;
@@ -125,34 +133,49 @@ constexpr uint64_t kFinal = 1;
 constexpr uint64_t kAgain = 2;
 constexpr uint64_t kMaxResponsesInPacket = 64;
 constexpr uint64_t kMaxCalls = 4096;
-constexpr uint64_t kCounter = 0;
-constexpr uint64_t kGauge = 1;
-constexpr uint64_t kHistogram = 2;
-constexpr uint64_t kIncrement = 0;
-constexpr uint64_t kSet = 1;
-constexpr uint64_t kObserve = 2;
-constexpr uint64_t kLauncherVersion = 5;
+constexpr uint64_t kLauncherVersion = 6;
 constexpr uint64_t kMaxMessageBytes = 67108864;
 constexpr uint64_t kFirstRegion = 4294967296;
 constexpr uint64_t kMessagesPerS = 20000;
 constexpr uint64_t kMessageBytes = 512;
 constexpr uint64_t kPauseMs = 20;
-constexpr uint64_t kGrowthCost = 100;
-constexpr uint64_t kTaskCost = 20;
 constexpr uint64_t kObservationsPerMessage = 100;
+constexpr uint64_t kMaxMetrics = 10000;
+constexpr uint64_t kMetricsCharacters = 16777216;
+constexpr uint64_t kMetricPartCharacters = 64;
 constexpr uint64_t kLogLineBytes = 8192;
 constexpr uint64_t kMaxTasks = 64;
 constexpr uint64_t kCopiedBytes = 67108864;
 constexpr uint64_t kCopiedLoadsBytes = 1073741824;
 constexpr uint64_t kJsonFactor = 20;
 constexpr uint64_t kUnreadBytes = 67108864;
+constexpr uint64_t kUnreadAnswerBytes = 64;
+constexpr uint64_t kLongestError = 65536;
+constexpr uint64_t kReleaseAt = 64;
 constexpr uint64_t kShortMessage = 7000;
 constexpr uint64_t kMaxPacketBytes = 32768;
+constexpr uint64_t kAlignment = 64;
+constexpr uint64_t kMaxElements = 576460752303423488;
+constexpr uint64_t kLengthBytes = 4;
 // Bytes that an element takes, by its datatype; 0 for BYTES, and for 0, which is none.
 constexpr std::array<uint8_t, 15> kItemBytes = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0, 2};
 // Characters that a line of the log shows as escapes, from the first to the last.
 constexpr std::array<std::array<uint32_t, 2>, 7> kShownCodes = {{{0, 8}, {10, 31}, {127, 159}, {1564, 1564}, {8206, 8207}, {8232, 8238}, {8294, 8303}}};
-static_assert(kMaxValues == 2097152, "as in ipc/bounds.py");
+constexpr uint64_t kFork = 6;
+constexpr std::array<std::string_view, 9> kDenialWords = {"read", "write to", "make a socket of", "listen at", "connect to", "find the address of", "start a process", "start the program", "signal process"};
+constexpr std::array<std::string_view, 9> kDenialOptions = {"MOONPOOL_SANDBOX_PATHS would allow it", "MOONPOOL_SANDBOX_PATHS would allow it", "no option allows it", "no option allows it", "MOONPOOL_SANDBOX_PORTS would allow it", "MOONPOOL_SANDBOX_PORTS would allow it", "MOONPOOL_SANDBOX_SYSCALLS=fork would allow it", "MOONPOOL_SANDBOX_SYSCALLS=fork,execve would allow it", "no option allows it"};
+static_assert(kMaxValues == 2097152, "as in ipc/codec.py");
+
+// How many messages one counts as, beside its size.
+constexpr double cost_of(Kind kind) {
+  switch (kind) {
+    case Kind::GROW: return 100;
+    case Kind::LOAD_MODEL: return 20;
+    case Kind::UNLOAD_MODEL: return 20;
+    case Kind::IS_MODEL_READY: return 20;
+    default: return 1;
+  }
+}
 
 struct Place {
   uint64_t region{};
@@ -228,6 +251,20 @@ struct MetricsChanges {
   void write(Writer& writer) const {
     writer.array(4);
     write_all(writer, metric, operation, value, count);
+  }
+};
+
+struct DenialsDenials {
+  uint64_t what{};
+  uint64_t count{};
+  std::string_view text{};
+  void read(Reader& reader) {
+    reader.array();
+    read_all(reader, what, count, text);
+  }
+  void write(Writer& writer) const {
+    writer.array(3);
+    write_all(writer, what, count, text);
   }
 };
 
@@ -386,6 +423,11 @@ struct Metrics {
   explicit Metrics(Reader reader) { read_all(reader, changes, dropped); }
 };
 
+struct Denials {
+  List<DenialsDenials> denials{};
+  explicit Denials(Reader reader) { read_all(reader, denials); }
+};
+
 struct Readiness {
   uint64_t question{};
   std::optional<std::string_view> reason{};
@@ -487,7 +529,8 @@ struct ModelReady {
   uint64_t log_lines_per_s{};
   std::optional<uint64_t> recycle_requests{};
   std::optional<List<std::string_view>> may_ask{};
-  explicit ModelReady(Reader reader) { read_all(reader, model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask); }
+  bool is_decoupled{};
+  explicit ModelReady(Reader reader) { read_all(reader, model, config, reschedules, max_batch_size, inputs, outputs, execute_timeout_ms, is_private, log_lines_per_s, recycle_requests, may_ask, is_decoupled); }
 };
 
 struct Refused {
@@ -659,8 +702,13 @@ inline constexpr Spec kSpecs[] = {
     {"metric", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"operation", Type::kInt, false, 0, 0, 0, 2u},
     {"value", Type::kReal, false, 0, 0, 0, 0u},
-    {"count", Type::kInt, false, 0, 0, 1, 9223372036854775807u},
+    {"count", Type::kInt, false, 0, 0, 1, 1048576u},
     {"", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
+    {"denials", Type::kList, false, 97, 1, 0, 17u},
+    {"", Type::kRow, false, 98, 3, 0, 0u},
+    {"what", Type::kInt, false, 0, 0, 0, 8u},
+    {"count", Type::kInt, false, 0, 0, 1, 4294967295u},
+    {"text", Type::kText, false, 0, 0, 0, 1024u},
     {"info", Type::kFlag, false, 0, 0, 0, 0u},
     {"warning", Type::kFlag, false, 0, 0, 0, 0u},
     {"error", Type::kFlag, false, 0, 0, 0, 0u},
@@ -680,20 +728,20 @@ inline constexpr Spec kSpecs[] = {
     {"timeout_us", Type::kInt, false, 0, 0, 0, 18446744073709551615u},
     {"released", Type::kList, false, 17, 1, 0, 1048576u},
     {"blocks", Type::kList, false, 20, 1, 0, 131072u},
-    {"inputs", Type::kList, false, 118, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 126, 1, 0, 65536u},
-    {"details", Type::kRow, true, 127, 7, 0, 0u},
-    {"", Type::kRow, false, 119, 6, 0, 0u},
+    {"inputs", Type::kList, false, 123, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 131, 1, 0, 65536u},
+    {"details", Type::kRow, true, 132, 7, 0, 0u},
+    {"", Type::kRow, false, 124, 6, 0, 0u},
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
-    {"shape", Type::kList, false, 125, 1, 0, 32u},
+    {"shape", Type::kList, false, 130, 1, 0, 32u},
     {"block", Type::kInt, false, 0, 0, 0, 131072u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"", Type::kText, false, 0, 0, 0, 1048576u},
     {"request_id", Type::kText, false, 0, 0, 0, 1048576u},
-    {"correlation_id", Type::kOneOf, false, 134, 2, 0, 0u},
+    {"correlation_id", Type::kOneOf, false, 139, 2, 0, 0u},
     {"flags", Type::kInt, false, 0, 0, 0, 4294967295u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
     {"trace", Type::kText, true, 0, 0, 0, 4096u},
@@ -705,7 +753,7 @@ inline constexpr Spec kSpecs[] = {
     {"final", Type::kFlag, false, 0, 0, 0, 0u},
     {"released", Type::kList, false, 17, 1, 0, 1048576u},
     {"blocks", Type::kList, false, 20, 1, 0, 131072u},
-    {"outputs", Type::kList, false, 118, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 123, 1, 0, 65536u},
     {"parameters", Type::kTable, true, 0, 0, 0, 4096u},
     {"error", Type::kRow, true, 54, 2, 0, 0u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -713,8 +761,8 @@ inline constexpr Spec kSpecs[] = {
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"model", Type::kText, false, 0, 0, 0, 4096u},
     {"config", Type::kText, false, 0, 0, 0, 4194304u},
-    {"files", Type::kList, true, 149, 1, 0, 65536u},
-    {"", Type::kRow, false, 150, 2, 0, 0u},
+    {"files", Type::kList, true, 154, 1, 0, 65536u},
+    {"", Type::kRow, false, 155, 2, 0, 0u},
     {"path", Type::kText, false, 0, 0, 0, 1048576u},
     {"contents", Type::kRaw, false, 0, 0, 0, 2147483648u},
     {"call", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -727,9 +775,9 @@ inline constexpr Spec kSpecs[] = {
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"description", Type::kText, false, 0, 0, 0, 1048576u},
     {"metric_kind", Type::kInt, false, 0, 0, 0, 2u},
-    {"labels", Type::kList, true, 164, 1, 0, 65536u},
-    {"buckets", Type::kList, true, 167, 1, 0, 65536u},
-    {"", Type::kRow, false, 165, 2, 0, 0u},
+    {"labels", Type::kList, true, 169, 1, 0, 65536u},
+    {"buckets", Type::kList, true, 172, 1, 0, 65536u},
+    {"", Type::kRow, false, 170, 2, 0, 0u},
     {"name", Type::kText, false, 0, 0, 0, 1048576u},
     {"value", Type::kText, false, 0, 0, 0, 1048576u},
     {"", Type::kReal, false, 0, 0, 0, 0u},
@@ -757,13 +805,14 @@ inline constexpr Spec kSpecs[] = {
     {"config", Type::kText, true, 0, 0, 0, 16777216u},
     {"reschedules", Type::kFlag, false, 0, 0, 0, 0u},
     {"max_batch_size", Type::kInt, false, 0, 0, 0, 2147483647u},
-    {"inputs", Type::kList, false, 199, 1, 0, 65536u},
-    {"outputs", Type::kList, false, 199, 1, 0, 65536u},
+    {"inputs", Type::kList, false, 205, 1, 0, 65536u},
+    {"outputs", Type::kList, false, 205, 1, 0, 65536u},
     {"execute_timeout_ms", Type::kInt, true, 0, 0, 0, 9223372036854775807u},
     {"is_private", Type::kFlag, false, 0, 0, 0, 0u},
     {"log_lines_per_s", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"recycle_requests", Type::kInt, true, 0, 0, 1, 9223372036854775807u},
-    {"may_ask", Type::kList, true, 199, 1, 0, 4096u},
+    {"may_ask", Type::kList, true, 205, 1, 0, 4096u},
+    {"is_decoupled", Type::kFlag, false, 0, 0, 0, 0u},
     {"", Type::kText, false, 0, 0, 0, 4096u},
     {"number", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"code", Type::kInt, false, 0, 0, 0, 7u},
@@ -830,12 +879,12 @@ inline constexpr Spec kSpecs[] = {
     {"message", Type::kText, false, 0, 0, 0, 1048576u},
     {"file", Type::kText, false, 0, 0, 0, 4096u},
     {"line", Type::kInt, false, 0, 0, 0, 2147483648u},
-    {"", Type::kList, false, 266, 1, 0, 65536u},
-    {"", Type::kList, false, 267, 1, 0, 65536u},
-    {"", Type::kRow, false, 268, 6, 0, 0u},
+    {"", Type::kList, false, 272, 1, 0, 65536u},
+    {"", Type::kList, false, 273, 1, 0, 65536u},
+    {"", Type::kRow, false, 274, 6, 0, 0u},
     {"index", Type::kInt, false, 0, 0, 0, 65535u},
     {"datatype", Type::kInt, false, 0, 0, 1, 14u},
-    {"shape", Type::kList, false, 125, 1, 0, 32u},
+    {"shape", Type::kList, false, 130, 1, 0, 32u},
     {"block", Type::kInt, false, 0, 0, 0, 131072u},
     {"offset", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
     {"size", Type::kInt, false, 0, 0, 0, 9223372036854775807u},
@@ -854,7 +903,7 @@ constexpr Table<Kind, 10> kWork = {{{
     {"INDIRECT", 9, 0, 21, 3},
 }}, kSpecs};
 
-constexpr Table<Kind, 21> kControl = {{{
+constexpr Table<Kind, 22> kControl = {{{
     {"SANDBOX", 15, 1, 59, 1},
     {"REGION", 16, 1, 60, 5},
     {"LENT_REGION", 40, 1, 65, 2},
@@ -868,59 +917,60 @@ constexpr Table<Kind, 21> kControl = {{{
     {"CANCEL", 23, 1, 86, 2},
     {"INDIRECT", 9, 0, 21, 3},
     {"METRICS", 24, 2, 88, 2},
-    {"LOGGING", 25, 1, 96, 4},
-    {"READY", 26, 1, 100, 1},
-    {"READINESS", 27, 2, 101, 2},
+    {"DENIALS", 49, 2, 96, 1},
+    {"LOGGING", 25, 1, 101, 4},
+    {"READY", 26, 1, 105, 1},
+    {"READINESS", 27, 2, 106, 2},
     {"PEER", 28, 1, 57, 0},
-    {"BEGUN", 29, 2, 103, 1},
-    {"FORK", 45, 1, 104, 1},
-    {"REAP", 46, 1, 105, 1},
-    {"EXITED", 47, 2, 106, 2},
+    {"BEGUN", 29, 2, 108, 1},
+    {"FORK", 45, 1, 109, 1},
+    {"REAP", 46, 1, 110, 1},
+    {"EXITED", 47, 2, 111, 2},
 }}, kSpecs};
 
 constexpr Table<Kind, 12> kCalls = {{{
-    {"INFER", 30, 2, 108, 10},
-    {"REPLY", 31, 1, 136, 7},
-    {"CANCEL_CALL", 43, 2, 143, 1},
-    {"WITHDRAW", 32, 2, 143, 1},
-    {"LET_GO", 33, 2, 144, 1},
-    {"LOAD_MODEL", 34, 2, 145, 4},
-    {"UNLOAD_MODEL", 35, 2, 152, 3},
-    {"IS_MODEL_READY", 36, 2, 155, 3},
-    {"NEW_METRIC", 38, 2, 158, 6},
-    {"METRIC_VALUE", 39, 2, 168, 2},
-    {"DONE", 37, 1, 170, 3},
+    {"INFER", 30, 2, 113, 10},
+    {"REPLY", 31, 1, 141, 7},
+    {"CANCEL_CALL", 43, 2, 148, 1},
+    {"WITHDRAW", 32, 2, 148, 1},
+    {"LET_GO", 33, 2, 149, 1},
+    {"LOAD_MODEL", 34, 2, 150, 4},
+    {"UNLOAD_MODEL", 35, 2, 157, 3},
+    {"IS_MODEL_READY", 36, 2, 160, 3},
+    {"NEW_METRIC", 38, 2, 163, 6},
+    {"METRIC_VALUE", 39, 2, 173, 2},
+    {"DONE", 37, 1, 175, 3},
     {"INDIRECT", 9, 0, 21, 3},
 }}, kSpecs};
 
 constexpr Table<Word, 24> kLauncher = {{{
-    {"LONG", 60, 0, 173, 1},
-    {"BACKEND", 61, 1, 174, 4},
-    {"LOGGING", 62, 1, 178, 4},
-    {"MODEL", 63, 1, 182, 6},
-    {"MODEL_READY", 81, 2, 188, 11},
-    {"REFUSED", 82, 2, 200, 3},
-    {"INSTANCE", 64, 1, 203, 5},
-    {"BORN", 89, 2, 208, 7},
-    {"STARTED", 83, 2, 215, 4},
-    {"MEMORY", 70, 1, 219, 7},
-    {"RETURNED", 72, 1, 226, 4},
-    {"SET_ASIDE", 91, 2, 230, 2},
-    {"SCRUB", 71, 1, 232, 3},
-    {"SCRUBBED", 92, 2, 235, 2},
-    {"LOST", 65, 1, 237, 5},
-    {"OVERDUE", 66, 1, 242, 2},
-    {"GROWN", 90, 2, 244, 2},
-    {"RENEW", 69, 1, 246, 3},
-    {"DIED", 85, 2, 249, 5},
-    {"END", 67, 1, 254, 1},
-    {"END_MODEL", 68, 1, 255, 1},
-    {"ENDED", 86, 2, 256, 1},
-    {"HELLO", 80, 2, 257, 4},
-    {"NOTE", 88, 2, 261, 4},
+    {"LONG", 60, 0, 178, 1},
+    {"BACKEND", 61, 1, 179, 4},
+    {"LOGGING", 62, 1, 183, 4},
+    {"MODEL", 63, 1, 187, 6},
+    {"MODEL_READY", 81, 2, 193, 12},
+    {"REFUSED", 82, 2, 206, 3},
+    {"INSTANCE", 64, 1, 209, 5},
+    {"BORN", 89, 2, 214, 7},
+    {"STARTED", 83, 2, 221, 4},
+    {"MEMORY", 70, 1, 225, 7},
+    {"RETURNED", 72, 1, 232, 4},
+    {"SET_ASIDE", 91, 2, 236, 2},
+    {"SCRUB", 71, 1, 238, 3},
+    {"SCRUBBED", 92, 2, 241, 2},
+    {"LOST", 65, 1, 243, 5},
+    {"OVERDUE", 66, 1, 248, 2},
+    {"GROWN", 90, 2, 250, 2},
+    {"RENEW", 69, 1, 252, 3},
+    {"DIED", 85, 2, 255, 5},
+    {"END", 67, 1, 260, 1},
+    {"END_MODEL", 68, 1, 261, 1},
+    {"ENDED", 86, 2, 262, 1},
+    {"HELLO", 80, 2, 263, 4},
+    {"NOTE", 88, 2, 267, 4},
 }}, kSpecs};
 
-constexpr size_t kLayoutSpec = 265;
+constexpr size_t kLayoutSpec = 271;
 // The tensors of each request, or response, of a batch.
 using Layout = List<List<Tensor>>;
 

@@ -3,12 +3,11 @@
 from moonpool.testing.host import Load, RecordingHost
 from moonpool.testing.in_process import InProcessModel
 from moonpool.testing.in_stub import StubModel
-from moonpool.testing.load import load, load_in_stub
+from moonpool.testing.load import load, load_in_stub, utilities
 from moonpool.testing.model import LoadedModel, NotOneResponse
 from moonpool.testing.outputs import BadOutput
 from moonpool.testing.request import Request, request
 from moonpool.testing.response import Response
-from moonpool.testing.utilities import utilities
 
 __all__ = [
     "BadOutput",

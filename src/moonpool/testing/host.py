@@ -1,43 +1,36 @@
-"""What a model in the process of a test asks of its host: other models, which the test provides, and a record of it all."""
+"""The host of a model in the process of a test: it answers from models that the test provides, and records every call."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.tensors import BF16, code_of
-from moonpool.runtime.batcher import QueueTimeout
-from moonpool.runtime.config import ConfigError
-from moonpool.runtime.errors import InvalidRequest, ModelError, ModelNotFound
-from moonpool.runtime.metrics import BadMetric
-from moonpool.runtime.model_control import version_of, wanted_of
-from moonpool.runtime.repository import RepositoryError
-from moonpool.stub.errors import ErrorCode, TritonError, TritonModelException
-from moonpool.stub.host import ONLY_IN_EXECUTE, Host
+from moonpool.runtime.errors import InvalidRequest, ModelError, ModelNotFound, QueueTimeout
+from moonpool.runtime.hosting.model_control import version_of, wanted_of
+from moonpool.runtime.model.backend import Model as Description
+from moonpool.runtime.model.config.source import ConfigError
+from moonpool.runtime.observe.metrics import BadMetric
+from moonpool.runtime.process.files import RepositoryError
+from moonpool.stub.pb_utils.errors import ErrorCode, TritonError, TritonModelException
+from moonpool.stub.pb_utils.host import ONLY_IN_EXECUTE, Host
+from moonpool.stub.pb_utils.request import InferenceRequest
+from moonpool.stub.pb_utils.response import Answer, InferenceResponse, ResponseIterator
+from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.report import describe
-from moonpool.stub.response import InferenceResponse
-from moonpool.stub.response_iterator import ResponseIterator
-from moonpool.stub.tensor import Tensor
+from moonpool.testing.metrics import Metrics
 from moonpool.testing.model import LoadedModel
 from moonpool.testing.outputs import copied
 from moonpool.testing.request import Request
+from moonpool.testing.response import Response
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
-
-    from moonpool.runtime.backend import Model as Description
-    from moonpool.stub.host import Answer
-    from moonpool.stub.request import InferenceRequest
-    from moonpool.testing.metrics import Metrics
-    from moonpool.testing.response import Response
-
-    Target = Callable[..., object] | LoadedModel
+Target = Callable[..., object] | LoadedModel
 
 
 class Load(NamedTuple):
@@ -51,24 +44,24 @@ class Load(NamedTuple):
 class RecordingHost(Host):
     """Answers from what the test has provided under the names of other models.
 
-    A function gets the inputs by name, and returns its outputs by name or an `InferenceResponse`; a generator of such is a
-    decoupled model; what it raises becomes an error. All are loaded and ready until the model unloads them.
+    A function gets the inputs by name, and returns its outputs by name or an `InferenceResponse`. A generator function is
+    a decoupled model. An exception becomes an error response. All models are loaded and ready until the model unloads them.
     """
 
     def __init__(
         self, targets: Mapping[str, Target], names: Iterable[str], metrics: Metrics
     ) -> None:
-        """`targets` may be filled later; `names` are all that there will be."""
+        """Take `targets`, which may be filled later, and the `names` of all models that it will have."""
         self._targets = targets
         self.metrics = metrics
-        # Who asks: the model, and the name of its instance.
+        # The model that asks, and the name of its instance.
         self.asker: Description
         self.instance = ""
         # False while the model initializes and finalizes, when it may not send requests.
         self.is_serving = False
         # The names of the models that are loaded.
         self.ready = set(names)
-        # What the model asked for, in order.
+        # The model's calls, in order.
         self.requests: list[InferenceRequest] = []
         self.loads: list[Load] = []
         self.unloads: list[str] = []
@@ -107,7 +100,7 @@ class RecordingHost(Host):
         return await asyncio.get_running_loop().run_in_executor(None, iterator._wait)
 
     def ainfer(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Answer]:
-        """A coroutine function is awaited; others run at once."""
+        """Await a coroutine function; run any other function at once."""
         self._record(request)
         return self._astream(request) if decoupled else self._ainfer(request)
 
@@ -117,7 +110,7 @@ class RecordingHost(Host):
         self.requests.append(request)
 
     def _begun(self, request: InferenceRequest, asked: Request) -> object:
-        """As `_called`, but an error becomes a response."""
+        """Call the target like `_called`, but turn an error into a response."""
         try:
             return self._called(request, asked, decoupled=True)
         except Exception as error:
@@ -142,7 +135,7 @@ class RecordingHost(Host):
     def _called(
         self, request: InferenceRequest, asked: Request, *, decoupled: bool = False
     ) -> object:
-        """What the function returns, or the responses of the model."""
+        """Call the target: return what a function returns, or the responses of a model."""
         name, version = request._model_name, request._model_version
         target = self._targets.get(name)
         if target is None or not self._is_loaded(name, None if version == -1 else version):
@@ -265,7 +258,7 @@ def _each(request: InferenceRequest, returned: object) -> Generator[InferenceRes
 def _as_responses(
     returned: object, request: InferenceRequest
 ) -> Generator[InferenceResponse, None, bool]:
-    """What a function returned, or the responses of a model; then whether the end was told apart from the last."""
+    """Yield what a function returned, or the responses of a model; return True if the end came apart from the last one."""
     if not isinstance(returned, Iterator):
         yield _as_response(returned, request)
         return False
@@ -309,14 +302,14 @@ def _tensor(name: str, value: object) -> Tensor:
 
 
 def _raised(request: InferenceRequest, error: Exception) -> InferenceResponse:
-    """What a model says that raised: the function stands for one."""
+    """Make the error response of a model that raised, since the function stands for a model."""
     model = request._model_name
     text = f"Failed to process the request(s) for model '{model}_0', message: {describe(error)}"
     return InferenceResponse(error=TritonError(text))
 
 
 def _failed(request: InferenceRequest, error: Exception) -> InferenceResponse:
-    """What is said of a request that its model could not be given, or could not answer in time."""
+    """Make the error response for a request that its model could not get, or did not answer in time."""
     code = error.code if isinstance(error, MoonpoolError) else "INTERNAL"
     text = f"Model {request._model_name} - Error when running inference: {error}"
     if isinstance(error, QueueTimeout):  # an error of the queue, not of running the model

@@ -1,4 +1,17 @@
-"""A model in the process of the test: for debuggers, and for looking at its object."""
+"""A model in the process of the test, so that a debugger stops in it and the test can look at its object.
+
+Theory of operation. The model's code runs on the thread that calls it. Coroutines run on one thread with an event loop,
+as in a stub. `_executing` is held for a whole call of `execute`, because an instance executes one batch at a time.
+It is reentrant, because a model that calls itself would reach another instance.
+
+The model may send responses from threads of its own. `Collector` puts them into the `Exchange` of their request under a
+condition, and a test that waits for a response wakes. Its lock is reentrant because finalizers send, too: when a model
+drops a request without a last response, the garbage collector ends that request, and it may run while the same thread
+holds the lock. An exchange refers to the request weakly, or nothing would ever be dropped.
+
+`close` first stops requests to other models, then waits for the coroutines, then calls `finalize`, and puts the process's
+own imports back in any case.
+"""
 
 from __future__ import annotations
 
@@ -8,55 +21,252 @@ import logging
 import os
 import threading
 import time
+import weakref
 from bdb import BdbQuit
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from moonpool.ipc.messages import AGAIN, FINAL, Details
 from moonpool.ipc.tensors import BYTES
-from moonpool.runtime.batcher import QueueTimeout
-from moonpool.runtime.details import details_of
-from moonpool.runtime.errors import InvalidRequest, LoadFailed, RequestTimedOut
-from moonpool.runtime.log_settings import LogSettings
-from moonpool.runtime.request import Details
-from moonpool.runtime.signature import Signature
-from moonpool.runtime.start import completed, start_of
-from moonpool.runtime.waiting_room import WaitingRoom
+from moonpool.runtime.errors import InvalidRequest, LoadFailed, QueueTimeout, RequestTimedOut
+from moonpool.runtime.model.backend import Model as Description
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.config.sequences import SequenceBatching
+from moonpool.runtime.model.details import details_of
+from moonpool.runtime.model.request import InferenceRequest as CheckedRequest
+from moonpool.runtime.model.reshaping import of_outputs
+from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.observe.log_settings import LogSettings
+from moonpool.runtime.schedule.request_queue import RequestQueue
+from moonpool.runtime.schedule.sequence_controls import SequenceControls
+from moonpool.runtime.schedule.sequences import Sequencer
+from moonpool.runtime.stubs.start_message import completed, start_of
 from moonpool.stub.coroutines import Coroutines
-from moonpool.stub.execute import RELEASE_RESCHEDULE
 from moonpool.stub.loader import LoadError
-from moonpool.stub.model import Model, import_class
-from moonpool.stub.native import NativeAdapter
-from moonpool.stub.readiness import Readiness
+from moonpool.stub.model import Model, Readiness, import_class
+from moonpool.stub.native.model import NativeAdapter
+from moonpool.stub.pb_utils.errors import ErrorCode, TritonError
+from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest, InferenceTrace
+from moonpool.stub.pb_utils.response import InferenceResponse, Reply, ReplyPort
+from moonpool.stub.pb_utils.tensor import Tensor
+from moonpool.stub.peers.placement import Placer
 from moonpool.stub.report import describe
-from moonpool.stub.request import InferenceRequest, InferenceTrace
-from moonpool.stub.tensor import Tensor
-from moonpool.testing.collector import Collector, Exchange
 from moonpool.testing.host import RecordingHost
 from moonpool.testing.model import LoadedModel
-from moonpool.testing.outputs import check_outputs
+from moonpool.testing.outputs import check_outputs, copied
 from moonpool.testing.request import Request
-from moonpool.testing.sequences import Sequences
+from moonpool.testing.response import Response
 from moonpool.testing.surroundings import Surroundings
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from moonpool.runtime.backend import Model as Description
-    from moonpool.runtime.request import InferenceRequest as CheckedRequest
-    from moonpool.stub.response import InferenceResponse
-    from moonpool.testing.response import Response
+class Exchange:
+    """One request of a batch, and the responses that the model has sent to it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.responses: list[Response] = []
+        self.is_final = False
+        # The final flag came without a response.
+        self.ended_alone = False
+        # The model rescheduled the request.
+        self.is_again = False
+        # The exception that ended the request, if one did.
+        self.cause: BaseException | None = None
+        self.is_cancelled = request.cancel_after == 0
+        # Weak references: if the model drops both without a last response, the request has to end with an error.
+        self._request: weakref.ref[InferenceRequest] | None = None
+        self._reply: weakref.ref[Reply] | None = None
+        request.executions.add(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_final or self.is_again
+
+    def hand_over(self, request: InferenceRequest) -> None:
+        """Note the object that the model gets for this request now."""
+        self.is_again = False
+        self._request, self._reply = weakref.ref(request), None
+        request._cancelled = self.is_cancelled
+
+    def made(self, reply: Reply) -> None:
+        self._reply = weakref.ref(reply)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        request = None if self._request is None else self._request()
+        reply = None if self._reply is None else self._reply()
+        if request is not None:
+            request._cancelled = True
+        if reply is not None:
+            reply.is_cancelled = True
+
+
+class Collector(ReplyPort):
+    """Keeps the responses of a model. Any thread may call any method."""
+
+    def __init__(self, start: dict[str, Any], config: ModelConfig) -> None:
+        self._reshaped = of_outputs(config)
+        self.is_decoupled = bool(start["decoupled"])
+        self._names: list[str] = start["outputs"]
+        self._placer = Placer(_Nowhere(), start)  # type: ignore[arg-type]
+        self._changed = threading.Condition(threading.RLock())
+        self._open: dict[tuple[int, int], Exchange] = {}
+
+    def expect(self, batch: int, exchanges: Sequence[Exchange]) -> None:
+        """Expect responses to the requests of a batch, which are known by their places in it."""
+        with self._changed:
+            for index, exchange in enumerate(exchanges):
+                self._open[batch, index] = exchange
+
+    def reply(self, batch: int, index: int, wanted: Collection[str]) -> Reply:
+        reply = Reply(self, batch, index, wanted)
+        self._open[batch, index].made(reply)
+        return reply
+
+    def respond(self, reply: Reply, response: InferenceResponse | None, flags: int) -> None:
+        """Keep a response. As in a stub, a response that cannot be sent becomes an error."""
+        with self._changed:
+            exchange = self._open[reply.batch, reply.index]
+            if response is not None:
+                if exchange.responses and not self.is_decoupled:
+                    exchange.responses.clear()  # it is the error of a sender that was dropped
+                exchange.responses.append(self._received(response, reply, exchange.cause))
+            if len(exchange.responses) == exchange.request.cancel_after:
+                exchange.cancel()
+            if flags == FINAL:
+                exchange.ended_alone = response is None and self.is_decoupled
+                exchange.request.executions.discard(exchange)
+            if flags:
+                exchange.is_final, exchange.is_again = flags == FINAL, flags == AGAIN
+                del self._open[reply.batch, reply.index]
+            self._changed.notify_all()
+
+    def _received(
+        self, response: InferenceResponse, reply: Reply, cause: BaseException | None
+    ) -> Response:
+        _, remark = self._placer.answer(response, reply.wanted, [])
+        parameters, error = remark or (None, None)
+        if error is not None:
+            code, message = error
+            return Response({}, error=TritonError(message, ErrorCode(code)), cause=cause)
+        outputs = {
+            tensor._name: copied(tensor)
+            for tensor in self._placer.wanted(response._outputs, reply.wanted)
+        }
+        for name, reshaping in self._reshaped.items():
+            if name in outputs:
+                outputs[name] = outputs[name].reshape(reshaping.of(outputs[name].shape))
+        unknown = [t._name for t in response._outputs if t._name not in self._names]
+        return Response(outputs, parameters, unknown=unknown)
+
+    def wait(self, exchange: Exchange, seen: int, deadline: float | None) -> bool:
+        """Wait for more responses than those `seen`, or for the end. Return False if the deadline came first."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: exchange.is_over or len(exchange.responses) > seen,
+                None if deadline is None else max(0.0, deadline - time.monotonic()),
+            )
+
+
+class _Nowhere:
+    """Stands for a region where outputs are checked for their place and not written."""
+
+    id = offset = 0
+
+    def __init__(self) -> None:
+        self.region = self
+
+    def allocate(self, size_bytes: int) -> _Nowhere:  # noqa: ARG002 - as Regions has it
+        return self
+
+    def hold(self, blocks: Sequence[object]) -> None:
+        """Do nothing, since nothing lies in a region."""
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Do nothing, since the test's copy is made elsewhere."""
+
+
+_INSTANCE = "here"
+_DAY_US = 24 * 3600 * 1_000_000
+
+
+class Sequences:
+    """A sequence batcher for the one instance of a test: its rules and its inputs, without its delays.
+
+    One thread at a time may use it.
+    """
+
+    def __init__(self, config: ModelConfig, batching: SequenceBatching) -> None:
+        at_once = replace(
+            batching,
+            max_idle_us=_DAY_US,
+            max_queue_delay_us=0,
+            minimum_slot_utilization=0.0,
+            preferred_batch_sizes=(),
+        )
+        self._slots = batching.slots
+        self._model = config.name
+        self._controls = SequenceControls(config, batching.controls)
+        self._sequencer: Sequencer[CheckedRequest, str] = Sequencer(
+            at_once, config.max_batch_size, config.name
+        )
+        self._sequencer.join(_INSTANCE, time.monotonic_ns())
+
+    def run(
+        self,
+        requests: Sequence[CheckedRequest],
+        execute: Callable[[list[CheckedRequest]], list[bool]],
+    ) -> None:
+        """Pass the requests to `execute` in batches, until each has had its last response.
+
+        `execute` returns True for each request of the batch that comes again; requests that fill empty places are part of
+        the batch. Raises `InvalidRequest` if the rules of sequences are broken, or if a sequence would have to wait
+        for another one.
+        """
+        try:
+            for request in requests:
+                self._controls.check(request.correlation_id)
+                self._sequencer.add(request, time.monotonic_ns())
+            while len(self._sequencer):
+                self._execute(execute)
+        except BaseException:
+            for request in requests:
+                self._sequencer.remove(request, time.monotonic_ns())
+            raise
+
+    def _execute(self, execute: Callable[[list[CheckedRequest]], list[bool]]) -> None:
+        formation = self._sequencer.form(time.monotonic_ns(), [_INSTANCE])
+        if not formation.batches:
+            raise InvalidRequest(
+                f"an instance of model '{self._model}' has {self._slots} sequences at a time, and so many "
+                "are open: a runtime would wait until one of them has ended"
+            )
+        ((_, places),) = formation.batches
+        batch = self._controls.complete(places)
+        again = [False] * len(batch)
+        try:
+            again = execute(batch)
+        finally:
+            for request, comes_again in zip(batch, again, strict=True):
+                if comes_again and not request.fills_place:
+                    self._sequencer.again(request, time.monotonic_ns())
+                else:
+                    self._sequencer.done(request, time.monotonic_ns())
+
 
 _log = logging.getLogger("moonpool.stub")
-# For coroutines to end when the model is closed.
+# Seconds for coroutines to end when the model is closed.
 _PATIENCE_S = 5.0
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
 
 
 class InProcessModel(LoadedModel):
-    """Calls the model on the thread of the caller, but for coroutines, which run on a thread as in a stub."""
+    """A model that runs on the caller's thread. Its coroutines run on a thread of their own, as in a stub."""
 
     def __init__(
         self,
@@ -68,14 +278,14 @@ class InProcessModel(LoadedModel):
         backend_dir: str,
         checks_outputs: bool,
     ) -> None:
-        """`model_class` is used as it is; without it, that of the description's file is imported."""
+        """Use `model_class` as it is; without it, import the class from the file of the description."""
         super().__init__(description.config, description.version)
         self.host = host
         self._timeout_s = timeout_s
         self._checks_outputs = checks_outputs
         self._is_closed = False
         self._environment = description.options.execution_env_path
-        # An instance executes one batch at a time. A model may call itself, which is another instance then.
+        # An instance executes one batch at a time. A model that calls itself would reach another instance.
         self._executing = threading.RLock()
         self._batches = 0
         source = description.source
@@ -104,7 +314,7 @@ class InProcessModel(LoadedModel):
             raise
         self._args: dict[str, str] = start["args"]
         self._input_names: list[str] = start["inputs"]
-        self._signature, self._room = Signature(self.config), WaitingRoom(self.config)
+        self._signature, self._queue = Signature(self.config), RequestQueue(self.config)
         batching = self.config.sequence_batching
         self._sequences = None if batching is None else Sequences(self.config, batching)
         self._collector = Collector(start, self.config)
@@ -120,12 +330,12 @@ class InProcessModel(LoadedModel):
 
     @property
     def args(self) -> dict[str, str]:
-        """What `initialize` got."""
+        """The arguments that `initialize` got."""
         return dict(self._args)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Inside, the model's code runs, in its surroundings. Raises `LoadFailed` for `LoadError`."""
+        """Run the model's code inside, in its surroundings. Raises `LoadFailed` for `LoadError`."""
         try:
             with self._surroundings.active():
                 yield
@@ -187,7 +397,7 @@ class InProcessModel(LoadedModel):
                 f"model '{self.name}' is {self.config.max_batch_size}"
             )
         # Nothing waits here. But a request that would reach another process too late is rejected everywhere.
-        if any(self._room.is_late(request) for request in checked):
+        if any(self._queue.is_late(request) for request in checked):
             raise QueueTimeout
         exchanges = [Exchange(request) for request in requests]
         if self._sequences is None:
@@ -201,9 +411,9 @@ class InProcessModel(LoadedModel):
     def _execute_to_end(
         self, of_request: Mapping[int, Exchange], batch: Sequence[CheckedRequest]
     ) -> list[bool]:
-        """Call `execute` for a batch of sequences and wait; says which requests are to come again."""
+        """Call `execute` for a batch of sequences and wait for its end; return True for each request that comes again."""
         deadline = self._deadline()
-        # What fills an empty place, nobody waits for.
+        # Nobody waits for a request that fills an empty place.
         exchanges = [of_request.get(id(request)) or Exchange(Request({})) for request in batch]
         self._execute(exchanges, batch)
         for exchange in exchanges:
@@ -222,7 +432,7 @@ class InProcessModel(LoadedModel):
     def _each(
         self, exchange: Exchange, request: CheckedRequest, deadline: float | None
     ) -> Iterator[Response]:
-        """The responses to a request that was executed, as they come."""
+        """Yield the responses to a request that was executed, as they come."""
         seen = 0
         rows = None if self.config.decoupled else request.batch_size
         while not (exchange.is_final and seen == len(exchange.responses)):
@@ -234,7 +444,7 @@ class InProcessModel(LoadedModel):
                 yield response
 
     def _checked(self, request: Request) -> CheckedRequest:
-        """As the runtime would take it. Raises `InvalidRequest`."""
+        """Check a request as the runtime would. Raises `InvalidRequest`."""
         details = details_of(
             request.request_id,
             request.correlation_id,
@@ -266,12 +476,12 @@ class InProcessModel(LoadedModel):
                     else:
                         self._answer(requests, self._model.responses(returned, requests))
             except (KeyboardInterrupt, BdbQuit):
-                raise  # it is not the model that wants to end
+                raise  # the user ends the test, not the model
             except BaseException as error:  # a model may raise anything, SystemExit included
                 self._fail(requests, exchanges, error)
 
     def _for_model(self, request: CheckedRequest, index: int) -> InferenceRequest:
-        """The request as a stub gives it to the model, with inputs in memory of its own."""
+        """Make the request as a stub gives it to the model, with inputs in memory of its own."""
         names = self._input_names
         tensors = []
         for placement, tensor in zip(request.inputs, request.shapes.tensors, strict=True):
@@ -310,7 +520,7 @@ class InProcessModel(LoadedModel):
         returned: object,
         error: BaseException | None,
     ) -> None:
-        """On the thread of the coroutines: one of them has ended."""
+        """Answer a batch whose coroutine has ended. Runs on the thread of the coroutines."""
         try:
             if error is not None:
                 raise error
@@ -324,9 +534,9 @@ class InProcessModel(LoadedModel):
         exchanges: Sequence[Exchange],
         error: BaseException,
     ) -> None:
-        """Every request of the batch that has not ended gets the error."""
+        """End every open request of the batch with the error."""
         message = self._model.failure(describe(error))
-        if any(request.reply().is_answered for request in requests):  # whose answers stand
+        if any(request.reply().is_answered for request in requests):  # those answers stand
             _log.error("[%s] %s", self.config.name, message, exc_info=error)
         for request, exchange in zip(requests, exchanges, strict=True):
             exchange.cause = error
@@ -339,7 +549,7 @@ class InProcessModel(LoadedModel):
             return readiness.why_not()
 
     def on_close(self, also: Callable[[], None]) -> None:
-        """To be called when this model has been finalized."""
+        """Call `also` after this model was finalized."""
         self._also_close = also
 
     def close(self) -> None:
@@ -357,4 +567,4 @@ class InProcessModel(LoadedModel):
 
 
 def _nobody(*_: object) -> None:
-    """There is no runtime to tell."""
+    """Do nothing, since no runtime is there."""

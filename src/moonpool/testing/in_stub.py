@@ -1,37 +1,33 @@
-"""A model in a process of its own, as it is served: for what a test in one process cannot show."""
+"""A model in a stub, as it is served: a test can see what one process cannot show."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moonpool.runtime.errors import ModelError
-from moonpool.runtime.signature import Signature
-from moonpool.stub.errors import ErrorCode, TritonError
+from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.schedule.stream import ResponseStream
+from moonpool.stub.pb_utils.errors import ErrorCode, TritonError
 from moonpool.testing.model import LoadedModel
 from moonpool.testing.outputs import check_outputs
+from moonpool.testing.request import Request
 from moonpool.testing.response import Response
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
-
-    from moonpool.runtime.runtime import Runtime
-    from moonpool.runtime.stream import ResponseStream
-    from moonpool.testing.request import Request
 
 
 class StubModel(LoadedModel):
-    """The requests of a batch are sent at the same time; which of them the runtime joins is its own decision.
+    """A model in a stub. It sends the requests of a batch at the same time; the runtime decides which of them it joins.
 
-    What ends the stub, or takes too long, is raised: `StubDied`, `ExecuteTimedOut`, `RequestTimedOut`.
+    Raises `StubDied` if the stub ends, and `ExecuteTimedOut` or `RequestTimedOut` if it takes too long.
     """
 
     def __init__(
         self, runtime: Runtime, name: str, timeout_s: float | None, *, checks_outputs: bool
     ) -> None:
-        """`runtime` has the model loaded, and belongs to this object from now on."""
+        """Own `runtime`, which has loaded the model."""
         super().__init__(runtime.config(name), runtime.models()[name][-1])
         self.runtime = runtime
         self._timeout_s = timeout_s
@@ -79,7 +75,7 @@ class StubModel(LoadedModel):
                     yield response
             finally:
                 request.executions.discard(execution)
-        return self.config.decoupled  # as most such models do it
+        return self.config.decoupled  # most decoupled models send the end alone
 
     def _tell_cancelled(self, request: Request) -> None:
         for execution in list(request.executions):
@@ -87,7 +83,7 @@ class StubModel(LoadedModel):
                 execution.stream._tell_cancelled()
 
     def _rows(self, request: Request) -> int | None:
-        """The batch dimension that outputs must have, if any. Raises `InvalidRequest`."""
+        """Return the batch dimension that outputs must have, if any. Raises `InvalidRequest`."""
         checked = self._signature.request(request.inputs, request.outputs)
         return None if self.config.decoupled else checked.batch_size
 
@@ -107,7 +103,7 @@ class _Execution:
 
 
 def _each(stream: ResponseStream) -> Iterator[Response]:
-    """The responses, errors of the model among them, in memory of the test's own."""
+    """Yield the responses, the model's errors among them, in memory of the test's own."""
     while True:
         try:
             response = next(stream)

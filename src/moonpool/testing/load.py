@@ -1,33 +1,28 @@
-"""A model from its directory, file or class to where a test can use it."""
+"""Load a model for a test, from its directory, file or class."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from moonpool.runtime.config import minimal
-from moonpool.runtime.config_defaults import PYTHON_BACKEND
+import moonpool_pytest
 from moonpool.runtime.errors import LoadFailed
-from moonpool.runtime.loading import Wanted, model_of, prepare
-from moonpool.runtime.python_based import BackendDirectory
+from moonpool.runtime.hosting.backends import BackendDirectory
+from moonpool.runtime.model.backend import Model as Description
+from moonpool.runtime.model.config.model import PYTHON_BACKEND, ModelConfig, minimal
+from moonpool.runtime.model.source import ModelSource, file_of_class
+from moonpool.runtime.repository.loading import Wanted, model_of, prepare
 from moonpool.runtime.runtime import Runtime
-from moonpool.runtime.source import ModelSource, file_of_class
 from moonpool.stub.loader import CLASS_NAME
-from moonpool.testing.host import RecordingHost
+from moonpool.testing.host import RecordingHost, Target
 from moonpool.testing.in_process import InProcessModel
 from moonpool.testing.in_stub import StubModel
 from moonpool.testing.metrics import Metrics
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from moonpool.runtime.backend import Model as Description
-    from moonpool.runtime.config import ModelConfig
-    from moonpool.testing.host import Target
-
-    Source = str | os.PathLike[str] | type
+Source = str | os.PathLike[str] | type
 
 
 def load(
@@ -43,13 +38,13 @@ def load(
 ) -> InProcessModel:
     """Load a model in this process; use it in a `with` statement.
 
-    `source` is the model's directory, one Python file, or a class. Of a directory it is the latest `version` unless another
-    is named; `config`, in the JSON form of `config.pbtxt`, goes before what the directory says. The model is imported in
-    this interpreter, whatever environment its configuration names.
+    `source` is the model's directory, one Python file, or a class. From a directory it loads the latest version, or
+    `version`. `config`, in the JSON form of `config.pbtxt`, overrides the configuration of the directory. The model is
+    imported in this interpreter, whatever environment its configuration names.
 
-    `models` are those that it may send requests to: functions, as `RecordingHost` describes them, models that were
-    loaded for tests, or sources of further ones, which see the same `models`. `backend_directory` is as in `Runtime`.
-    `timeout_s` is how long to wait for responses after `execute` has returned. `checks_outputs` says whether outputs of
+    The model may send requests to `models`. Each is a function, as `RecordingHost` describes it, a model that was
+    loaded for tests, or the source of another one, which sees the same `models`. `backend_directory` is as in `Runtime`.
+    `timeout_s` is the time to wait for responses after `execute` has returned. With `checks_outputs`, outputs of
     another name, datatype or shape than the configuration's raise `BadOutput`.
 
     Raises `LoadFailed` (caused by what the model raised), `ConfigError`, `RepositoryError`, `ModelNotFound`.
@@ -90,10 +85,10 @@ def load_in_stub(
     timeout_s: float | None = 30.0,
     checks_outputs: bool = True,
 ) -> StubModel:
-    """As `load`, but in a stub of a runtime of its own: in the model's own environment, as it will be served.
+    """Load a model like `load`, but in a stub of a runtime of its own, in the model's own environment, as it is served.
 
-    All of `models` are sources there, since functions of the test are not in the stub's process. A class must be
-    one that `Runtime.load` takes.
+    All of `models` are sources, because a stub cannot call functions of the test. A class must be one that
+    `Runtime.load` takes.
     """
     runtime = Runtime(backend_directory=backend_directory)
     try:
@@ -140,9 +135,24 @@ def _description(
 
 
 def _of_class(model_class: type, name: str, config: Mapping[str, Any]) -> Description:
-    """Any class: it is not imported anew, so it may also be one that was made in a function."""
+    """Describe any class. It is not imported again, so it may have been made in a function."""
     file = file_of_class(model_class) or Path(os.path.abspath(model_class.__name__))
     is_tritons = model_class.__name__ == CLASS_NAME or hasattr(model_class, "execute")
     kind = "triton" if is_tritons else "native"
     source = ModelSource(kind, file, model_class.__qualname__, file.parent, file.parent)
     return model_of(name, source, minimal(name), None, 1, config)
+
+
+@contextlib.contextmanager
+def utilities() -> Iterator[None]:
+    """Let `import triton_python_backend_utils` and `import c_python_backend_utils` work inside.
+
+    Use it in programs and in test frameworks other than pytest, for which a plug-in does this. If a module of one of these
+    names can be imported anyway, as in Triton's own stub, that module is used. Afterwards the names are gone, but
+    modules that were imported stay valid. Only one thread at a time may use it.
+    """
+    uninstall = moonpool_pytest.install()
+    try:
+        yield
+    finally:
+        uninstall()

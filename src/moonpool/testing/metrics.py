@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
 
-from moonpool.runtime.exposition import expose
-from moonpool.runtime.metrics import Family, MetricRegistry
-from moonpool.runtime.own_metrics import KINDS, check_name
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from moonpool.runtime.metrics import Metric
+from moonpool.runtime.observe.exposition import expose
+from moonpool.runtime.observe.metric_families import KINDS, check_name
+from moonpool.runtime.observe.metrics import Family, Metric, MetricRegistry
 
 
 class Metrics:
-    """A runtime's registry, with the numbers under which models know what is in it. Thread-safe."""
+    """A runtime's registry of metrics, and the numbers by which models know them. Thread-safe."""
 
     def __init__(self) -> None:
         self._registry = MetricRegistry(KINDS)
         self._numbers = count(1)
         self._held: dict[int, Family | Metric] = {}
-        # Numbers that finalizers let go of, which may run in the middle of anything.
+        # Finalizers may run in the middle of any method, so they only append the numbers that they drop.
         self._dropped: deque[int] = deque()
 
     def new(
@@ -36,7 +31,7 @@ class Metrics:
         *,
         is_contained: bool = False,
     ) -> int:
-        """As `Host.new_metric`, for a model that may be in a sandbox. Raises `BadMetric`."""
+        """Make a metric like `Host.new_metric`, for a model that may be in a sandbox. Raises `BadMetric`."""
         self._tidy()
         check_name(name, kind, is_contained=is_contained)
         number = next(self._numbers)
@@ -48,24 +43,24 @@ class Metrics:
         return number
 
     def change(self, number: int, operation: int, value: float) -> None:
-        """As `Host.change_metric`. Raises `BadMetric`."""
+        """Change a metric like `Host.change_metric`. Raises `BadMetric`."""
         self._registry.change(self._metric(number), operation, value)
 
     def value(self, number: int) -> float:
-        """As `Host.metric_value`."""
+        """Return the value of a metric."""
         return self._metric(number).value
 
     def drop(self, number: int) -> None:
-        """As `Host.drop_metric`."""
+        """Drop a metric like `Host.drop_metric`; the next call of another method removes it."""
         self._dropped.append(number)
 
     def text(self) -> str:
-        """All metrics as Prometheus reads them."""
+        """Return all metrics in the text format that Prometheus reads."""
         self._tidy()
         return expose(self._registry.families())
 
     def __getitem__(self, line: str) -> float:
-        """The number behind `name` or `name{label="value"}` in `text`. Raises KeyError."""
+        """Return the number behind `name` or `name{label="value"}` in `text`. Raises KeyError."""
         for each in self.text().splitlines():
             if each.rpartition(" ")[0] == line:
                 return float(each.rpartition(" ")[2])

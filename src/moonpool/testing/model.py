@@ -1,34 +1,30 @@
-"""A model that is loaded for a test: one interface, whether it runs in this process or in a stub."""
+"""A model that is loaded for a test, with one interface for models in this process and in a stub."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Self
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.testing.request import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from moonpool.runtime.config import ModelConfig
-    from moonpool.testing.response import Response
+from moonpool.testing.response import Response
 
 
 class NotOneResponse(MoonpoolError):
-    """`infer` is for models that answer with one response; `responses` has them all."""
+    """A model did not answer `infer` with one response; `responses` returns any number."""
 
 
 class LoadedModel(ABC):
-    """Use it as a context manager, or call `close`: the model's `finalize` runs then.
+    """A loaded model. Use it as a context manager, or call `close`, which runs the model's `finalize`.
 
     A request is a `Request`, or inputs by name: `model.infer(X=[[1, 2]])`, `model.infer({"X": array})`.
-    What does not fit the configuration raises `InvalidRequest`, as the runtime would.
+    A request that does not fit the configuration raises `InvalidRequest`, as in a runtime.
     """
 
     def __init__(self, config: ModelConfig, version: int) -> None:
-        # As the model has completed it.
+        # The configuration after the model has completed it.
         self.config = config
         self.version = version
 
@@ -39,32 +35,32 @@ class LoadedModel(ABC):
     def infer(
         self, request: Request | Mapping[str, Any] | None = None, /, **inputs: Any
     ) -> Response:
-        """The response to a request. Raises `ModelError` where it is an error, and `NotOneResponse`."""
+        """Return the response to a request. Raises `ModelError` if it is an error, and `NotOneResponse`."""
         return self._only(self.responses(request, **inputs)).check()
 
     def responses(
         self, request: Request | Mapping[str, Any] | None = None, /, **inputs: Any
     ) -> list[Response]:
-        """All responses to a request, in the order in which they were sent; errors are among them."""
+        """Return all responses to a request, errors among them, in the order in which the model sent them."""
         return self._batch([_as_request(request, inputs)])[0]
 
     def stream(
         self, request: Request | Mapping[str, Any] | None = None, /, **inputs: Any
     ) -> Generator[Response, None, bool]:
-        """As `responses`, each when it is there. The first `next` sends the request, closing the iterator cancels it."""
+        """Yield the responses to a request as they come. The first `next` sends it; closing the iterator cancels it."""
         return self._stream(_as_request(request, inputs))
 
     def _stream(self, request: Request) -> Generator[Response, None, bool]:
         return (yield from self._send(request))
 
     def infer_batch(self, requests: Sequence[Request | Mapping[str, Any]]) -> list[Response]:
-        """One response to each request of a batch; errors are among them. Raises `NotOneResponse`."""
+        """Return one response to each request of a batch, errors among them. Raises `NotOneResponse`."""
         return [self._only(responses) for responses in self.responses_batch(requests)]
 
     def responses_batch(
         self, requests: Sequence[Request | Mapping[str, Any]]
     ) -> list[list[Response]]:
-        """All responses to each request of a batch."""
+        """Return all responses to each request of a batch."""
         return self._batch([_as_request(request, {}) for request in requests])
 
     def _only(self, responses: list[Response]) -> Response:
@@ -77,7 +73,7 @@ class LoadedModel(ABC):
 
     @abstractmethod
     def _batch(self, requests: Sequence[Request]) -> list[list[Response]]:
-        """All responses to each request of a batch."""
+        """Send a batch, and return all responses to each request."""
 
     @abstractmethod
     def _send(self, request: Request) -> Generator[Response, None, bool]:
@@ -89,7 +85,7 @@ class LoadedModel(ABC):
 
     @abstractmethod
     def why_not_ready(self) -> str | None:
-        """Asks the model's `is_ready`, if it has one: None where it is ready, else the reason."""
+        """Ask the model's `is_ready`, if it has one. Return None if the model is ready, else the reason."""
 
     @abstractmethod
     def close(self) -> None:

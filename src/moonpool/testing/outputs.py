@@ -1,31 +1,27 @@
-"""Outputs of a model, copied as they are when they are sent, and held against its configuration."""
+"""Outputs of a model: copied at the moment of sending, and compared with its configuration."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moonpool.ipc.bytes_tensor import decode_bytes
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.ipc.tensors import BF16, BYTES, DTYPES, code_of
+from moonpool.ipc.tensors import BF16, BYTES, DTYPES, code_of, decode_bytes
 from moonpool.ipc.tensors import NAMES as DATATYPES
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from moonpool.runtime.config import ModelConfig
-    from moonpool.stub.tensor import Tensor
-    from moonpool.testing.response import Response
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.stub.pb_utils.tensor import Tensor
+from moonpool.testing.response import Response
 
 
 class BadOutput(MoonpoolError):
-    """An output that is not what the model's configuration tells its clients."""
+    """An output differs from what the model's configuration promises to clients."""
 
 
 def copied(tensor: Tensor) -> NDArray[Any]:
-    """The array of a client: another memory than the model's, BYTES as an object array of `bytes`."""
+    """Copy a tensor into the array that a client gets; BYTES become an object array of `bytes`."""
     if not tensor.is_cpu():
         return np.array(tensor._data.to_host())
     if tensor._wire is None:
@@ -39,8 +35,9 @@ def copied(tensor: Tensor) -> NDArray[Any]:
 def check_outputs(response: Response, config: ModelConfig, rows: int | None) -> None:
     """Raise `BadOutput` unless names, datatypes and shapes of the outputs are those of the configuration.
 
-    `rows` is the batch dimension of the request, None where that of the outputs may be another. A runtime leaves out what
-    has no name there, and lets the rest pass, as Triton does; but clients, and other models, rely on the configuration.
+    `rows` is the batch dimension of the request, or None if outputs may have another one. A runtime drops outputs that
+    the configuration does not name, and lets the others pass, as Triton does. But clients and other models rely on the
+    configuration.
     """
     expected = {tensor.name: tensor for tensor in config.outputs}
     for name in response.unknown:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from moonpool.runtime.request import Parameter
+from moonpool.runtime.model.request import Parameter
 
 
-class Execution(Protocol):
-    """A request that was sent, and is not done yet."""
+class RequestExecution(Protocol):
+    """A request that was sent and has not ended."""
 
     def cancel(self) -> None:
-        """Its client goes away."""
+        """Cancel it, as a client that goes away."""
 
 
 class Request:
-    """Inputs by name, and what else a client may say. It can be sent any number of times.
+    """Inputs by name, and everything else that a client may send. A request can be sent any number of times.
 
-    `inputs` are arrays of the datatypes and shapes of the model's configuration, or lists and numbers that become such.
-    `outputs` names those that are wanted, all by default. `timeout_us` is what the model reads as `timeout()`; it may
-    shorten the timeout of the model's queue policy. `trace_context` is what the model reads as `trace().get_context()`.
-    `cancel_after` lets the client go away after that many responses, 0 before the first.
+    `inputs` are arrays of the datatypes and shapes of the model's configuration, or lists and numbers that become such
+    arrays. `outputs` names the wanted outputs, all by default. The model reads `timeout_us` as `timeout()`; it may
+    shorten the timeout of the model's queue policy. The model reads `trace_context` as `trace().get_context()`.
+    `cancel_after` cancels the request after that many responses; 0 cancels it before the first.
     """
 
     def __init__(
@@ -50,11 +48,11 @@ class Request:
         self.parameters = parameters
         self.trace_context = trace_context
         self.cancel_after = cancel_after
-        # Whoever executes it now, and can be told.
-        self.executions: set[Execution] = set()
+        # The executions that `cancel` reaches.
+        self.executions: set[RequestExecution] = set()
 
     def cancel(self) -> None:
-        """The client goes away: for a model that has the request now, `is_cancelled()` is True. Any thread."""
+        """Cancel the request: a model that has it now reads `is_cancelled()` as True. Any thread may call it."""
         for execution in list(self.executions):
             execution.cancel()
 
@@ -63,5 +61,5 @@ class Request:
 
 
 def request(inputs: Mapping[str, Any] | None = None, /, **details: Any) -> Request:
-    """A request with these inputs; `details` are those of `Request`."""
+    """Make a request with these inputs; `details` are the keyword arguments of `Request`."""
     return Request({} if inputs is None else inputs, **details)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from moonpool.runtime.errors import ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from moonpool.stub.errors import TritonError
+from moonpool.stub.pb_utils.errors import TritonError
 
 
 class Response:
     """Either outputs by name, with parameters, or an error.
 
-    `response["Y"]` is an output; it raises what the client would see where the response is an error.
+    `response["Y"]` is an output. If the response is an error, it raises the error that the client would see.
     """
 
     def __init__(
@@ -31,13 +28,13 @@ class Response:
         self.outputs = dict(outputs)
         self.parameters = dict(parameters or {})
         self.error = error
-        # What the model raised, where that is what became the error and it was in this process.
+        # The exception behind the error, if a model in this process raised one.
         self.cause = cause
-        # Outputs of the model that its configuration does not have: clients never see them.
+        # Outputs that the configuration does not name. Clients never see them.
         self.unknown = list(unknown)
 
     def check(self) -> Response:
-        """This response, unless it is an error: then raises `ModelError`, caused by what the model raised."""
+        """Return this response. Raises `ModelError` if it is an error, caused by what the model raised."""
         if self.error is not None:
             error = ModelError(self.error.message(), self.error.code().name)
             if self.cause is not None:

@@ -1,7 +1,13 @@
-"""What a stub is to its one model, where several models may live in one process: imports, a host, a log.
+"""Imports, host and log of each model, for several models in one process. In a stub, the whole process has only one.
 
-Every version's file is called `1.model` or the like, and brings its neighbours under names as common. Here the modules and
-folders of the model that runs are in place, and those of the others are not.
+Every version's file is called `1.model` or the like, and its neighbours have names as common. So only the modules and
+folders of the model that runs are in `sys.modules` and `sys.path`; those of the others are kept aside.
+
+Theory of operation. One model is current at a time, for the whole process. `_switching` protects the exchange: it takes the
+modules, folders, host and log of the old model out, and puts those of the new one in. Its lock is reentrant because `close`
+switches while it holds it. A model stays current after its code has returned, so that its threads and coroutines
+find its modules; only a nested call, as from model to model, puts the caller's model back. If two models run at the same
+time on two threads, both see the imports of the current one.
 """
 
 from __future__ import annotations
@@ -11,30 +17,27 @@ import importlib
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from types import ModuleType
 
-from moonpool.stub import host, logger, pb_utils
+from moonpool.stub import pb_utils
 from moonpool.stub.loader import UTILITIES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from types import ModuleType
-
-    from moonpool.stub.host import Host
-    from moonpool.stub.logger import Sink
+from moonpool.stub.pb_utils import host, logger
+from moonpool.stub.pb_utils.host import Host
+from moonpool.stub.pb_utils.logger import Sink
 
 _switching = threading.RLock()
 
 
 class Surroundings:
-    """What `import` finds, and whom `pb_utils` asks and tells, while one model is the current one of the process."""
+    """The modules that `import` finds, and the host and log of `pb_utils`, while this model is the current one."""
 
     _current: Surroundings | None = None
 
     def __init__(
         self, version_directory: str, folders: Iterable[str], asks: Host, log: Sink
     ) -> None:
-        """`folders` hold the model's files; `asks` is the host of the model."""
+        """Take the `folders` of the model's files, and its host, `asks`."""
         self._version_directory = version_directory
         self._log = log
         self._folders = tuple(os.path.realpath(folder) + os.sep for folder in folders)
@@ -43,12 +46,12 @@ class Surroundings:
         self._path: list[str] = []
         self._modules_before: dict[str, ModuleType] = {}
         self._path_before: list[str] = []
-        # Files may be newer than what the import system remembers of their folders.
+        # The import system caches the contents of folders, and the files may be newer.
         importlib.invalidate_caches()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, this model is the current one; it stays so afterwards unless another one was."""
+        """Make this model the current one inside. It stays current afterwards unless another one was before."""
         before = Surroundings._current
         self._switch(self)
         try:
@@ -58,7 +61,7 @@ class Surroundings:
                 self._switch(before)
 
     def close(self) -> None:
-        """The model is gone: the process has its own imports again."""
+        """Give the process its own imports back."""
         with _switching:
             if Surroundings._current is self:
                 self._switch(None)
@@ -82,7 +85,7 @@ class Surroundings:
         sys.path.extend(self._path)
         pb_utils.set_model_dir(self._version_directory)
         host.use(self._host)
-        # Which messages are wanted, the test says by its own logging.
+        # The test chooses levels by its own logging.
         logger.set_levels(True, True, True, True)
         logger.set_sink(self._log)
 

@@ -28,7 +28,7 @@ DATATYPES = {
     "double": "TYPE_FP64",
     "string": "TYPE_STRING",
 }
-# What a graph whose tensors all begin with a variable dimension gets where nothing is configured.
+# For a graph whose tensors all begin with a variable dimension, if the configuration does not say.
 DEFAULT_MAX_BATCH_SIZE = 4
 LEVELS = {
     -1: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
@@ -36,12 +36,12 @@ LEVELS = {
     1: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     2: onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
 }
-# moonpool's own: memory for an output that the runtime reads without a copy.
+# Under moonpool, memory for an output that the runtime reads without a copy.
 empty = getattr(pb_utils, "empty", np.empty)
 
 
 class ModelState:
-    """What the configuration and the graph say of a model."""
+    """Holds the graph of a model, and what its configuration says of it."""
 
     def __init__(self, config: dict) -> None:
         self.name = config["name"]
@@ -54,7 +54,7 @@ class ModelState:
         self.batches = config["max_batch_size"] > 0
 
     def complete(self, config: pb_utils.ModelConfig) -> None:
-        """Say of the model what the graph knows and the configuration leaves out."""
+        """Add to the configuration what it leaves out and the graph knows."""
         given = config.as_dict()
         tensors = [*self.inputs.values(), *self.outputs.values()]
         can_batch = all(tensor.shape and dim(tensor.shape[0]) == -1 for tensor in tensors)
@@ -72,7 +72,7 @@ class ModelState:
         self._check_names("output", given["output"], self.outputs)
         for tensor in self.inputs.values():
             config.add_input(self._described(tensor, given["input"]))
-        # Of several outputs the configuration may want but some.
+        # The configuration may name only some of the outputs.
         for name in [tensor["name"] for tensor in given["output"]] or self.outputs:
             config.add_output(self._described(self.outputs[name], given["output"]))
 
@@ -93,7 +93,7 @@ class ModelState:
             # The configuration may narrow a variable dimension of the graph.
             if other["name"] == tensor.name and fits(other["dims"], dims):
                 dims = other["dims"]
-        # A scalar is a list of one for the runtime.
+        # For the runtime, a scalar has one dimension of size 1.
         return {"name": tensor.name, "data_type": DATATYPES[element], "dims": dims or [1]}
 
 
@@ -109,7 +109,7 @@ class ModelInstanceState:
         }
 
     def set_input_tensors(self, requests: list) -> dict[str, np.ndarray]:
-        """The inputs of all requests by name; those of one request are not copied."""
+        """Return the inputs of all requests by name. Those of a single request are not copied."""
         parts: dict[str, list[np.ndarray]] = {}
         for request in requests:
             for tensor in request.inputs():
@@ -124,9 +124,9 @@ class ModelInstanceState:
         return inputs
 
     def execute(self, inputs: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
-        """The outputs by name; where the graph says how large one is, it is written in place."""
+        """Return the outputs by name. If the graph gives the shape of an output, it is written in place."""
         if any(array.dtype == object for array in inputs.values()):
-            # Texts cannot be bound.
+            # ONNX Runtime cannot bind strings.
             return dict(zip(self.names, self.model.session.run(self.names, inputs)))
         binding = self.model.session.io_binding()
         for name, array in inputs.items():
@@ -142,18 +142,18 @@ class ModelInstanceState:
         self.model.session.run_with_iobinding(binding)
         found = dict(zip(self.names, binding.get_outputs()))
         outputs = {k: placed[k] if k in placed else v.numpy() for k, v in found.items()}
-        # What the graph calls a scalar is a list of one for the runtime.
+        # For the runtime, a scalar has one dimension of size 1.
         return {k: v if v.ndim else v.reshape(1) for k, v in outputs.items()}
 
     def _shape(self, name: str, rows: int) -> list[int] | None:
-        """The shape that the graph gives an output; None where the data decides it."""
+        """Return the shape of an output by the graph; None if the data decides it."""
         dims = [dim(size) for size in self.model.outputs[name].shape]
         if self.model.batches:
             dims[0] = rows
         return None if -1 in dims or 0 in dims or self.dtypes[name] is np.object_ else dims
 
     def read_output_tensors(self, outputs: dict, requests: list, rows: list[int]) -> list:
-        """One response for each request, with its rows of the outputs that it asks for."""
+        """Return one response for each request, with its rows of the outputs that it asks for."""
         responses, start = [], 0
         for name, array in outputs.items():
             if self.model.batches and array.shape[:1] != (sum(rows),):
@@ -173,7 +173,7 @@ class ModelInstanceState:
 
 
 class TritonPythonModel:
-    """What the stub drives."""
+    """Is the class that the stub calls."""
 
     @staticmethod
     def auto_complete_config(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
@@ -185,7 +185,7 @@ class TritonPythonModel:
         self.instance = ModelInstanceState(ModelState(config), config)
 
     def execute(self, requests: list) -> list:
-        """Requests of a model that batches are joined; others run one after the other."""
+        """Join the requests of a model that takes batches; run others one after the other."""
         if not self.instance.model.batches:
             return [self._run([request], [1])[0] for request in requests]
         rows = [request.inputs()[0].shape()[0] for request in requests]
@@ -197,7 +197,7 @@ class TritonPythonModel:
 
 
 def session_options(config: dict) -> onnxruntime.SessionOptions:
-    """ONNX Runtime's options from the parameters and the optimization level of a configuration."""
+    """Make ONNX Runtime's options from the parameters and the optimization level of a configuration."""
     parameters = {k: v["string_value"] for k, v in config["parameters"].items()}
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = int(parameters.get("intra_op_thread_count", 0))
@@ -214,7 +214,7 @@ def session_options(config: dict) -> onnxruntime.SessionOptions:
 
 
 def dim(size: object) -> int:
-    """A dimension of a graph as the configuration writes it: variable ones are -1."""
+    """Return a dimension of a graph as the configuration writes it: -1 if it is variable."""
     return size if isinstance(size, int) else -1
 
 
@@ -223,7 +223,7 @@ def fits(dims: list[int], graph: list[int]) -> bool:
 
 
 def is_whole(config: dict, model: ModelState) -> bool:
-    """Whether the configuration gives a tensor all dimensions of the graph, the first one included."""
+    """Return whether the configuration gives a tensor all dimensions of the graph, the first one included."""
     known = {**model.inputs, **model.outputs}
     return any(
         tensor["name"] in known and len(tensor["dims"]) == len(known[tensor["name"]].shape)

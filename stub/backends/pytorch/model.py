@@ -29,7 +29,7 @@ DTYPES = {
 
 
 class ModelState:
-    """What the configuration and the file say of a model."""
+    """Holds the module of a model, and what its configuration says of it."""
 
     def __init__(self, config: dict) -> None:
         self.name = config["name"]
@@ -53,7 +53,7 @@ class ModelState:
         return self.parameters.get(key, str(default)).lower() in ("true", "1")
 
     def _positions(self) -> dict[str, int]:
-        """Which argument each input is: by `<name>__<index>`, by argument name, else in order."""
+        """Assign inputs to arguments: by `<name>__<index>`, by argument name, or else in order."""
         if all(index_of(name) is not None for name in self.inputs):
             found = {name: index_of(name) for name in self.inputs}
         elif set(self.inputs) <= set(self.arguments):
@@ -80,7 +80,7 @@ class ModelInstanceState:
         self.optimized = not model.flag("DISABLE_OPTIMIZED_EXECUTION", False)
 
     def set_input_tensors(self, requests: list) -> dict[str, torch.Tensor]:
-        """The inputs of all requests by name; those of one request are not copied."""
+        """Return the inputs of all requests by name. Those of a single request are not copied."""
         parts: dict[str, list[torch.Tensor]] = {}
         for request in requests:
             for tensor in request.inputs():
@@ -100,7 +100,7 @@ class ModelInstanceState:
             return self.model.module(*arguments)
 
     def read_output_tensors(self, result: object, requests: list, rows: list[int]) -> list:
-        """One response for each request, with its rows of the outputs that it asks for."""
+        """Return one response for each request, with its rows of the outputs that it asks for."""
         outputs = {name: self._output(result, name, sum(rows)) for name in self.model.outputs}
         responses, start = [], 0
         for request, count in zip(requests, rows):
@@ -147,7 +147,7 @@ class ModelInstanceState:
 
 
 class TritonPythonModel:
-    """What the stub drives."""
+    """Is the class that the stub calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
         model = ModelState(json.loads(args["model_config"]))
@@ -158,7 +158,7 @@ class TritonPythonModel:
         self.instance = ModelInstanceState(model)
 
     def execute(self, requests: list) -> list:
-        """Requests of a model that batches are joined; others run one after the other."""
+        """Join the requests of a model that takes batches; run others one after the other."""
         if not self.instance.model.batches:
             return [self._run([request], [1])[0] for request in requests]
         rows = [request.inputs()[0].shape()[0] for request in requests]
@@ -170,7 +170,7 @@ class TritonPythonModel:
 
 
 def load(path: str) -> tuple:
-    """The module of a file, the names of its arguments, and whether it takes one dict of tensors."""
+    """Load a file. Returns the module, the names of its arguments, and whether it takes one dict of tensors."""
     if path.endswith(".pt2"):
         program = torch.export.load(path)
         positional, named = program.example_inputs
@@ -185,6 +185,6 @@ def load(path: str) -> tuple:
 
 
 def index_of(name: str) -> int | None:
-    """The index in a name such as `INPUT__0`."""
+    """Return the index in a name such as `INPUT__0`."""
     match = re.fullmatch(r".+__(\d+)", name)
     return None if match is None else int(match.group(1))

@@ -1,6 +1,6 @@
-"""What takes bytes from outside, each as a function of bytes that raises nothing.
+"""Fuzz targets: the functions that read bytes from outside, each as a function of bytes that must not raise.
 
-A target lets pass the errors that are promised for bad bytes. Whatever else comes out of it has been found.
+A target swallows the errors that are promised for bad bytes. Any other error is a finding.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ TARGETS: dict[str, Target] = {
     "start": messages.start,
     "metrics": messages.metrics,
     "output": messages.output,
+    "denials": messages.denials,
     "link": links.link,
-    "call_desk": calls.call_desk,
+    "call_dispatcher": calls.call_dispatcher,
     "http_infer": clients.http_infer,
     "http_generate": clients.http_generate,
     "grpc_wire": clients.grpc_wire,

@@ -6,12 +6,12 @@ import io
 import tempfile
 from pathlib import Path
 
-from moonpool.runtime.environment_archive import unpack
-from moonpool.runtime.environment_error import BadEnvironment
+from moonpool.runtime.errors import BadEnvironment
+from moonpool.runtime.repository.archive import unpack
 
 
 def archive(data: bytes) -> None:
-    """An archive of any format, unpacked."""
+    """Unpack an archive of any format."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             unpack(io.BytesIO(data), Path(folder), size_limit_bytes=1 << 20)

@@ -1,4 +1,4 @@
-"""What a model asks for, past the real stub's library."""
+"""Calls of a model, made without the real stub's library."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind
-from moonpool.runtime.call_desk import CallDesk
-from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.errors import InvalidRequest, ModelNotFound, NotGranted
-from moonpool.runtime.metrics import MetricRegistry
-from moonpool.runtime.request import InferenceRequest, Response
-from moonpool.runtime.signature import Signature
-from moonpool.runtime.stub_metrics import StubMetrics
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.request import InferenceRequest, Response
+from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.observe.metrics import MetricRegistry
+from moonpool.runtime.stubs.calls.dispatcher import CallDispatcher
+from moonpool.runtime.stubs.control import MessageRateLimiter
+from moonpool.runtime.stubs.metrics import StubMetrics
 
 _CONFIG = ModelConfig.from_dict(
     {
@@ -35,7 +36,7 @@ _CONFIG = ModelConfig.from_dict(
 
 
 class _Reactor:
-    """Does at once what is to be done soon, and nothing later."""
+    """A reactor that does at once what should be done soon, and nothing later."""
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         callback()
@@ -45,7 +46,7 @@ class _Reactor:
 
 
 class _Echo:
-    """A scheduler that answers at once, or, where the request has an id, when it is left."""
+    """A scheduler that answers at once. A request with an id it answers when its caller leaves."""
 
     def __init__(self) -> None:
         self.waiting: list[InferenceRequest] = []
@@ -61,7 +62,7 @@ class _Echo:
 
 
 class _Models:
-    """The runtime as the model sees it: there is `echo`, and nothing else."""
+    """The runtime as the model sees it: it has the model `echo` and no other."""
 
     def __init__(self) -> None:
         self.asker = SimpleNamespace(name="asker")
@@ -86,7 +87,7 @@ class _Models:
             raise InvalidRequest(f"{config}{files}")
 
     def begin_unload(self, name: str) -> None:
-        """Nothing is there."""
+        """Do nothing, since no such model is loaded."""
 
     def ask_ready(self, name: str, version: str, answer: Callable[[bool], object]) -> None:
         if version:
@@ -96,24 +97,25 @@ class _Models:
 
 
 def _alarm(_level: int, text: str, *_: object) -> None:
-    """Fail: every line that is logged is one that nobody expected."""
+    """Fail, since no line is expected in the log."""
     raise AssertionError(text)
 
 
-def call_desk(data: bytes) -> None:
-    """A desk says what was wrong with a call, or that its stub is not to be believed."""
+def call_dispatcher(data: bytes) -> None:
+    """Let the dispatcher read calls. It answers each with an error, or ends the stub for a breach of the protocol."""
     pair, choices = Pair(), Choices(data)
     ours, theirs = Channel.pair()
     peer = Channel(theirs)
     models, reactor = _Models(), _Reactor()
     metrics = StubMetrics(MetricRegistry(), lambda: None)
-    desk = CallDesk(ours, pair.link, reactor, models, metrics)  # type: ignore[arg-type]
-    desk.watch(lambda *_: None, lambda: None, _alarm)
+    limiter = MessageRateLimiter(reactor)  # type: ignore[arg-type]
+    dispatcher = CallDispatcher(ours, pair.link, reactor, models, metrics, limiter)  # type: ignore[arg-type]
+    dispatcher.watch(lambda *_: None, lambda: None, _alarm)
     told: list[bytes] = []
     try:
         while choices:
             packet = _packet(pair, choices, told)
-            desk._handle(desk._codec.decode(packet))
+            dispatcher._handle(dispatcher._codec.decode(packet))
             while (answer := peer.receive_ready()) is not None:
                 told.append(answer)
     except (RemoteProtocolError, PeerGone):
@@ -122,8 +124,8 @@ def call_desk(data: bytes) -> None:
         for thread in threading.enumerate():
             if thread.name == "moonpool-call":
                 thread.join()
-        desk.close()
-        if desk.open_calls or models.scheduler.waiting:
+        dispatcher.close()
+        if dispatcher.open_calls or models.scheduler.waiting:
             raise AssertionError("calls are left open")
         peer.close()
         metrics.close()

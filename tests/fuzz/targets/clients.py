@@ -1,4 +1,4 @@
-"""What clients send: requests for inference over HTTP and gRPC, and places in memory that they share."""
+"""Fuzz targets for clients' bytes: inference requests over HTTP and gRPC, and places in shared memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tritonclient.grpc import service_pb2 as kserve
 
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.config import ModelConfig
 from moonpool.runtime.errors import InvalidRequest
-from moonpool.runtime.frontend import requests
-from moonpool.runtime.frontend.grpc import wire
-from moonpool.runtime.frontend.grpc.infer_request import Asked
-from moonpool.runtime.frontend.http import generate, infer_request, infer_response
-from moonpool.runtime.frontend.shared_memory import SharedMemoryError, SystemSharedMemory, _Region
-from moonpool.runtime.request import InferenceRequest, Response, Wire
-from moonpool.runtime.signature import Signature
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
+from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.server.grpc import wire
+from moonpool.runtime.server.grpc.infer_request import InferMessage
+from moonpool.runtime.server.http import generate, infer_request, infer_response
+from moonpool.runtime.server.inference import request as requests
+from moonpool.runtime.server.shared_memory import SharedMemoryError, SystemSharedMemory, _Region
 
 _CONFIG = ModelConfig.from_dict(
     {
@@ -43,7 +43,7 @@ _ALONE = ModelConfig.from_dict({**_CONFIG.raw, "input": [tensor("X", "FP32", -1)
 
 
 class _Service:
-    """Of a server: clients share no memory here, and models have no folder."""
+    """Stands in for a server. Its clients share no memory, and its models have no folder."""
 
     def read_shared(self, *_: Any) -> Any:
         raise InvalidRequest("Unable to find shared memory region")
@@ -57,14 +57,14 @@ _HOSTED: Any = SimpleNamespace(
 )
 _SERVICE: Any = _Service()
 _OUTPUTS: dict[str, Any] = {
-    "Y": Wire(11, (1, 4), np.zeros(16, np.uint8)),
-    "T": Wire(13, (1, 1), np.frombuffer(b"\x01\0\0\0a", np.uint8)),
+    "Y": WireTensor(11, (1, 4), np.zeros(16, np.uint8)),
+    "T": WireTensor(13, (1, 1), np.frombuffer(b"\x01\0\0\0a", np.uint8)),
 }
 _RESPONSE = Response(_OUTPUTS, {"a": 1})
 
 
 def _travels(request: InferenceRequest) -> None:
-    """What is a request can be sent to a stub."""
+    """Check that a parsed request can be sent to a stub."""
     encode(request.details)
     for array in request.arrays:
         array.tobytes()
@@ -96,10 +96,10 @@ def http_generate(data: bytes) -> None:
 
 
 def grpc_wire(data: bytes) -> None:
-    """What the library takes for a message is taken apart into the same."""
+    """Check that our parser reads every message that protobuf accepts, with the same fields."""
     try:
         parts = wire.split(data)
-    except wire.BadMessage:
+    except wire.BadProtobuf:
         parts = None
     try:
         whole = kserve.ModelInferRequest.FromString(data)
@@ -120,10 +120,10 @@ def grpc_wire(data: bytes) -> None:
 
 def grpc_infer(data: bytes) -> None:
     try:
-        asked = Asked(data)
+        asked = InferMessage(data)
         asked.read()
         _travels(asked.request(_SERVICE, _HOSTED))
-    except (wire.BadMessage, MoonpoolError) as error:
+    except (wire.BadProtobuf, MoonpoolError) as error:
         str(error)
 
 
@@ -131,7 +131,7 @@ _OBJECT_BYTES, _BEGIN, _END = 4096, 1024, 3072
 
 
 def shared_memory(data: bytes) -> None:
-    """Nothing is read or written but what was registered, and nothing grows."""
+    """Check that only the registered range is read or written, and that the object does not grow."""
     choices = Choices(data)
     fd = os.memfd_create("fuzz", os.MFD_CLOEXEC)
     os.pwrite(fd, b"o" * _OBJECT_BYTES, 0)

@@ -12,13 +12,13 @@ from tests.runtime.scripted import KiB, Pair
 from moonpool.ipc.codec import control_codec, encode
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import Kind, Side
-from moonpool.runtime.request import InferenceRequest, Response
+from moonpool.runtime.model.request import InferenceRequest, Response
 
 _CONTROL = control_codec(Side.RUNTIME)
 
 
 class _Liar:
-    """Makes up messages out of what there is, and of what there is not."""
+    """Makes up messages of places that exist and of others."""
 
     def __init__(self, pair: Pair, choices: Choices) -> None:
         self._pair = pair
@@ -40,7 +40,7 @@ class _Liar:
         return [self._place() for _ in self._choices.some(2)]
 
     def blocks(self) -> list[list[int]]:
-        """To go with the layout that was made last."""
+        """Make blocks that go with the layout that was made last."""
         count = self._choices.number(*[self._rows] * 3, 0, 1, 2) % 8
         return [[*self._place(), self._choices.number(16, 16, 4, 0)] for _ in range(count)]
 
@@ -94,7 +94,7 @@ class _Liar:
 
 
 def link(data: bytes) -> None:
-    """Whatever the peer says, each answer is one for each request, or the peer is not to be believed."""
+    """Drive a link. Each answer has one outcome for each request, or is a breach of the protocol."""
     pair, choices = Pair(), Choices(data)
     kept: list[Any] = []
     try:
@@ -131,20 +131,20 @@ def _step(pair: Pair, choices: Choices, kept: list[Any]) -> None:
     elif operation == 3:
         _take(link.response(_told(Kind.RESPONSES, [liar.response()])[0])[1], kept)
     elif operation == 4:
-        link.let_go_of(_told(Kind.RELEASE, liar.places()))
+        link.release(_told(Kind.RELEASE, liar.places()))
     else:
         kept.clear()
         link.tidy()
 
 
 def _told(kind: Kind, things: list[Any]) -> list[Any]:
-    """As they come out of the control channel."""
+    """Make rows as the control channel decodes them."""
     found: list[Any] = _CONTROL.decode(encode(kind, things))[1]
     return found
 
 
 def _take(outcome: Any, kept: list[Any]) -> None:
-    """Look at all that was answered, and keep it for a while."""
+    """Read all outputs of the answers, and keep them for a while."""
     if isinstance(outcome, Response):
         for array in outcome.outputs.values():
             array.tobytes()

@@ -1,4 +1,4 @@
-"""What a stub says, one thing at a time."""
+"""Messages of a stub, and the parts of them, one kind at a time."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from typing import Any
 
 import msgpack
 from tests.fuzz.choices import Choices
+from tests.heap_region import HeapRegion
 from tests.ipc.described import TABLES, message_fits
 
-from moonpool.ipc.bounds import check_items
-from moonpool.ipc.bytes_tensor import check_bytes, decode_bytes, encode_bytes
-from moonpool.ipc.codec import Codec
+from moonpool.ipc.codec import Codec, check_items
+from moonpool.ipc.denials import KINDS
 from moonpool.ipc.errors import BadTensor, RemoteProtocolError
-from moonpool.ipc.heap import HeapRegion
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.policy import LEVELS, Policy
-from moonpool.runtime.answer_reader import AnswerReader
+from moonpool.ipc.tensors import check_bytes, decode_bytes, encode_bytes
 from moonpool.runtime.errors import LoadFailed
-from moonpool.runtime.metrics import BadMetric, MetricRegistry
-from moonpool.runtime.output import Output
-from moonpool.runtime.request import InferenceRequest
-from moonpool.runtime.sandbox.confinement import confirmed
-from moonpool.runtime.stub_metrics import StubMetrics
+from moonpool.runtime.isolation.inspection import confirmed
+from moonpool.runtime.model.config.options import PATHS
+from moonpool.runtime.model.denials import MOST_TEXTS, DenialBook
+from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.observe.metrics import BadMetric, MetricRegistry
+from moonpool.runtime.process.diagnose import call_in
+from moonpool.runtime.stubs.answers import AnswerReader
+from moonpool.runtime.stubs.metrics import StubMetrics
+from moonpool.runtime.stubs.output import StubOutput
 
 _REGION_BYTES = 4096
 
@@ -54,7 +57,7 @@ def calls(data: bytes) -> None:
 
 
 def stored(data: bytes) -> None:
-    """No packet unpacks to more than was found beforehand."""
+    """Check that no packet unpacks to more than its check found."""
     most = data[0] if data else 0
     try:
         check_items(data[1:], most)
@@ -77,7 +80,7 @@ def _items(value: object) -> int:
 
 
 def layout(data: bytes) -> None:
-    """The layout of an answer, read, checked against blocks, and opened."""
+    """Read the layout of an answer, check it against blocks, and open them."""
     choices = Choices(data)
     count = choices.byte() % 4
     sizes = [choices.number(0, 16, 64, 4096) % _REGION_BYTES for _ in choices.some()]
@@ -106,7 +109,7 @@ def layout(data: bytes) -> None:
 
 
 def strings(data: bytes) -> None:
-    """BYTES: what is accepted is the same in both ways of looking at it, and comes back as it was."""
+    """Check that both readers of BYTES accept the same tensors, and that these can be encoded to the same bytes."""
     choices = Choices(data)
     shape = [choices.number(0, 1, 2, 3) for _ in choices.some(4)]
     raw = choices.rest()
@@ -125,7 +128,7 @@ def strings(data: bytes) -> None:
 
 
 def start(data: bytes) -> None:
-    """What a stub says of itself before it has a model."""
+    """Read what a stub sends before it has a model."""
     choices = Choices(data)
     policy = Policy(level=choices.of(LEVELS))
     try:
@@ -139,7 +142,7 @@ def start(data: bytes) -> None:
 
 
 def metrics(data: bytes) -> None:
-    """Metrics are made, changed, read and dropped; what is left of them in the end is nothing."""
+    """Make, change, read and drop metrics. None is left at the end."""
     choices = Choices(data)
     registry = MetricRegistry({"taken": 0})
     ours, others = (StubMetrics(registry, lambda: None) for _ in range(2))
@@ -171,11 +174,33 @@ def metrics(data: bytes) -> None:
         raise AssertionError("something is left")
 
 
+def denials(data: bytes) -> None:
+    """Read denials of a stub, and records of the kernel's log."""
+    call_in(data, 1, 0.0)
+    choices = Choices(data)
+    book, expected = DenialBook(), 0
+    while choices:
+        rows = []
+        for _ in choices.some(len(KINDS)):
+            kind, count = choices.byte() % len(KINDS), 1 + choices.byte()
+            text = choices.take(choices.byte()).decode("utf-8", "replace")
+            rows.append([kind, count, text])
+            expected += count
+        book.add("m_0", rows)
+    told = book.latest("m_0")
+    if sum(book.counts("m_0").values()) != expected or len(told) > MOST_TEXTS:
+        raise AssertionError(f"{expected} refusals, and {book.counts('m_0')}, {len(told)} told")
+    for each in told:
+        _, _, paths = each.option.partition("MOONPOOL_SANDBOX_PATHS=")
+        if paths and PATHS.read(paths) not in (((paths[3:], True),), ((paths[3:], False),)):
+            raise AssertionError(f"{each.option} is read as something else")
+
+
 def output(data: bytes) -> None:
-    """What a stub prints and logs."""
+    """Read what a stub prints and logs."""
     choices = Choices(data)
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    printed = Output("m_0", read_fd, choices.byte())
+    printed = StubOutput("m_0", read_fd, choices.byte())
     try:
         while choices:
             piece = choices.take(1 + choices.byte())

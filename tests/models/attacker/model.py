@@ -1,6 +1,6 @@
-"""Tries what its input ATTEMPT names, `module.function` and arguments, and says what came of it.
+"""Makes the attempt that its input ATTEMPT names, `module.function` and arguments, and answers with the result.
 
-Nothing here does harm where nobody stops it: what is tried is the step before the harm, such as signal 0.
+No attempt does harm if nothing stops it: each is the step before the harm, such as signal 0.
 """
 
 import errno

@@ -1,7 +1,8 @@
-"""What a model may want of files."""
+"""Attempts on files."""
 
 import ctypes
 import os
+import struct
 import tempfile
 
 from tries_kernel import LIBC
@@ -47,7 +48,7 @@ def make_folder(path):
 
 
 def make_device(path):
-    """The machine's memory, under a name of one's own."""
+    """Make a device file for the machine's memory."""
     os.mknod(path, 0o600 | 0o020000, os.makedev(1, 1))
     os.unlink(path)
 
@@ -55,6 +56,51 @@ def make_device(path):
 def make_pipe(path):
     os.mkfifo(path)
     os.unlink(path)
+
+
+def write(path, text):
+    with open(path, "w") as file:
+        return file.write(text)
+
+
+def replace(path, text):
+    """Write a new file that only its owner can read, and put it in the place of the old one, as careful programs do."""
+    fd, name = tempfile.mkstemp(dir=os.path.dirname(path))
+    with open(fd, "w") as file:
+        file.write(text)
+    os.rename(name, path)
+
+
+def flags_of_mount(path):
+    return os.statvfs(path).f_flag
+
+
+def set_mode(path, mode):
+    os.chmod(path, mode)
+    return os.stat(path).st_mode & 0o7777
+
+
+def make_with_mode(path, mode):
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, mode))
+    return os.stat(path).st_mode & 0o7777
+
+
+def make_with_old_call(path, mode):
+    if LIBC.creat(path.encode(), mode) < 0:
+        raise OSError(ctypes.get_errno(), "creat")
+
+
+def make_unnamed_with_mode(folder, mode):
+    os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY, mode))
+
+
+def give_to(path, user):
+    os.chown(path, user, user)
+
+
+def set_capability(path):
+    """Give a file cap_setuid for everybody who runs it: VFS_CAP_REVISION_2 with the effective bit."""
+    os.setxattr(path, "security.capability", struct.pack("<5I", 0x02000001, 1 << 7, 0, 0, 0))
 
 
 def change_mode(path):
@@ -75,7 +121,7 @@ def set_attribute(path):
 
 
 def link(path, to):
-    """A name of one's own for a file of others."""
+    """Make a hard link to a file of another user."""
     os.link(path, to)
     os.unlink(to)
 
@@ -88,7 +134,7 @@ def read_by_symlink(path):
 
 
 def read_from_root(path):
-    """Through the root folder of this very process."""
+    """Read a file through the root folder of this very process."""
     return read("/proc/self/root" + path)
 
 
@@ -97,7 +143,7 @@ def read_by_dots(path):
 
 
 def watch(path):
-    """Be told of what others do with a file."""
+    """Watch the accesses of other processes to a file."""
     fd = LIBC.inotify_init1(0)
     if fd < 0:
         raise OSError(ctypes.get_errno(), "inotify_init1")
@@ -109,7 +155,7 @@ def watch(path):
 
 
 def go_to(path):
-    """A working directory elsewhere, and what is there by its bare name."""
+    """Change the working directory, and open a file there by its bare name."""
     before = os.getcwd()
     os.chdir(os.path.dirname(path))
     try:
@@ -123,7 +169,7 @@ def change_root(path):
 
 
 def fill(count_bytes):
-    """Write that much into one file, and remove it."""
+    """Write so much into one file, and remove it."""
     path = os.path.join(os.getcwd(), "filled")
     written = 0
     try:
@@ -136,7 +182,7 @@ def fill(count_bytes):
 
 
 def fill_in_many(count_bytes, file_bytes):
-    """The same in files of this size."""
+    """Write so much into files of a size, and remove them."""
     paths = []
     written = 0
     try:
@@ -152,14 +198,14 @@ def fill_in_many(count_bytes, file_bytes):
 
 
 def keep(name):
-    """A file that stays, and where it is."""
+    """Write a file that stays, and return its path."""
     with open(name, "w") as file:
         file.write("kept")
     return os.path.abspath(name)
 
 
 def many_empty(count):
-    """So many names of nothing, in a folder of a folder."""
+    """Make so many empty folders."""
     made = 0
     try:
         for number in range(count):

@@ -1,4 +1,4 @@
-"""System calls by their numbers, as code that brings its own instructions would make them."""
+"""Attempts with system calls by their numbers, as code with its own instructions would make them."""
 
 import ctypes
 import mmap
@@ -120,22 +120,22 @@ def make(name, arguments=()):
 
 
 def with_null(name):
-    """With nothing in any argument: where it is allowed, the kernel finds that wrong."""
+    """Make a system call with zeros as arguments. If it is allowed, the kernel rejects the arguments."""
     return call(name, 0, 0, 0, 0, 0, 0)
 
 
 def with_bad(name):
-    """With arguments that are wrong wherever it is allowed."""
+    """Make a system call with arguments that are wrong if it is allowed."""
     return call(name, -1, -1, -1, -1, -1, -1)
 
 
 def as_x32(name="getpid"):
-    """By the numbers of the x32 ABI, which a list of x86_64's numbers does not name."""
+    """Make a system call by its number in the x32 ABI, which a list of x86_64's numbers does not contain."""
     return system_call(X32 | NUMBERS[name][0])
 
 
 def as_i386():
-    """By the gate of 32-bit programs, where every number means something else: 20 is getpid."""
+    """Make a system call through the gate of 32-bit programs, where numbers have other meanings: 20 is getpid."""
     code = bytes.fromhex("53b814000000cd805bc3")  # push rbx; mov eax, 20; int 0x80; pop rbx; ret
     page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     page.write(code)
@@ -149,7 +149,7 @@ def prctl(option, *arguments):
 
 
 def forget_the_parent():
-    """PR_SET_PDEATHSIG, so as to outlive the runtime."""
+    """Try PR_SET_PDEATHSIG, to outlive the runtime."""
     return prctl(1, 0)
 
 
@@ -162,10 +162,10 @@ def drop_no_new_privs():
 
 
 def allow_tracers():
-    """PR_SET_PTRACER_ANY."""
+    """Try PR_SET_PTRACER_ANY."""
     return prctl(0x59616D61, -1)
 
 
 def move_its_memory():
-    """PR_SET_MM: lies in /proc about where things are."""
+    """Try PR_SET_MM, which falsifies addresses in /proc."""
     return prctl(35, 1, 0)

@@ -1,4 +1,4 @@
-"""What a model may want of memory."""
+"""Attempts on memory."""
 
 import ctypes
 import mmap
@@ -9,14 +9,14 @@ from tries_kernel import LIBC, call
 
 
 def allocate(count_bytes):
-    """Take it and touch it."""
+    """Allocate memory and touch it."""
     taken = bytearray(count_bytes)
     taken[:: mmap.PAGESIZE] = b"x" * len(taken[:: mmap.PAGESIZE])
     return len(taken)
 
 
 def allocate_in_pieces(count_bytes):
-    """Until there is none, or so much."""
+    """Allocate until no memory is left, or so much was allocated."""
     pieces = []
     while len(pieces) << 24 < count_bytes:
         pieces.append(bytearray(os.urandom(1)) * (1 << 24))
@@ -24,7 +24,7 @@ def allocate_in_pieces(count_bytes):
 
 
 def map_shared(count_bytes):
-    """Anonymous and shared: no limit on data counts it."""
+    """Map anonymous shared memory, which no limit on data counts."""
     with mmap.mmap(-1, count_bytes) as pages:
         for at in range(0, count_bytes, mmap.PAGESIZE):
             pages[at] = 1
@@ -41,21 +41,21 @@ def memory_file(count_bytes):
 
 
 def system_v(count_bytes):
-    """Memory that stays when its processes are gone."""
+    """Make shared memory that stays when its processes are gone."""
     identifier = call("shmget", 0, count_bytes, 0o1600)
     LIBC.shmctl(identifier, 0, None)
     return identifier
 
 
 def lock_all():
-    """Keep all of it from being paged out: MCL_CURRENT | MCL_FUTURE."""
+    """Lock all memory: MCL_CURRENT | MCL_FUTURE."""
     if LIBC.mlockall(3) != 0:
         raise OSError(ctypes.get_errno(), "mlockall")
     LIBC.munlockall()
 
 
 def timers(count):
-    """How many of so many timers can be had."""
+    """Make so many timers; returns how many were made."""
     timers = [ctypes.c_int() for _ in range(count)]
     made = 0
     try:
@@ -70,7 +70,7 @@ def timers(count):
 
 
 def stack_overflow():
-    """In C, where no interpreter counts."""
+    """Recurse in C, where no interpreter counts."""
     array = (ctypes.c_int * 2)(1, 0)
     sys.setrecursionlimit(10**8)
     compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)

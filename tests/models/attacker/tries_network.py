@@ -1,4 +1,4 @@
-"""What a model may want of the network and of services of the machine."""
+"""Attempts on the network and on services of the machine."""
 
 import ctypes
 import socket
@@ -6,7 +6,7 @@ import struct
 
 
 def filter_a_socket():
-    """SO_ATTACH_FILTER, by which the kernel runs a program of whoever asks."""
+    """Try SO_ATTACH_FILTER, with which the kernel runs a program of the caller."""
     program = (ctypes.c_ubyte * 8)(*struct.pack("HBBI", 6, 0, 0, 0))
     end, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     end.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HxxxxxxQ", 1, ctypes.addressof(program)))
@@ -29,21 +29,21 @@ def listen():
 
 
 def unix(path):
-    """A path, or an abstract name after a @."""
+    """Connect to a path, or to an abstract name after a @."""
     address = "\0" + path[1:] if path.startswith("@") else path
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
         end.connect(address)
 
 
 def unix_by_old_socket(path):
-    """With a socket that was made as half of a pair, which may be allowed where others are not."""
+    """Connect a socket that was made as half of a pair, which may be allowed if others are not."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with here, there:
         here.connect(path)
 
 
 def unix_by_left_socket(path):
-    """With half of a pair whose other half is gone."""
+    """Connect half of a pair whose other half is gone."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     there.close()
     with here:
@@ -51,7 +51,7 @@ def unix_by_left_socket(path):
 
 
 def unix_by_address(path):
-    """The same, by an address at each packet."""
+    """Send with an address for each packet."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with here, there:
         here.sendto(b"x", path)
@@ -82,12 +82,12 @@ def packets():
 
 
 def cipher():
-    """AF_ALG: the kernel's ciphers, which had holes."""
+    """Try AF_ALG: the kernel's ciphers, which had holes."""
     socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET, 0).close()
 
 
 def virtual():
-    """AF_VSOCK: to the host of a virtual machine."""
+    """Try AF_VSOCK, to the host of a virtual machine."""
     socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM).close()
 
 
@@ -96,6 +96,6 @@ def resolve(name):
 
 
 def metadata():
-    """Where clouds tell a machine its credentials."""
+    """Connect to the address from which clouds give a machine its credentials."""
     with socket.create_connection(("169.254.169.254", 80), timeout=0.2):
         pass

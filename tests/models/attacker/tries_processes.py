@@ -1,4 +1,4 @@
-"""What a model may want of processes: its own, its runtime's, its siblings'."""
+"""Attempts on processes: its own, its runtime's, its siblings'."""
 
 import ctypes
 import errno
@@ -18,7 +18,7 @@ class Iovec(ctypes.Structure):
 
 
 def in_thread(function):
-    """What the function returns or raises in a thread that ends at once: a tracer lets go then."""
+    """Call a function in a thread that ends at once, as a tracer lets go then. Returns or raises what it does."""
     caught = []
 
     def run():
@@ -37,7 +37,7 @@ def in_thread(function):
 
 
 def signal_to(pid):
-    """0 is no signal, but the question whether one may be sent."""
+    """Send signal 0, which only asks whether a signal may be sent."""
     os.kill(pid, 0)
 
 
@@ -63,7 +63,7 @@ def signal_by_descriptor(pid):
 
 
 def signal_by_ownership(pid):
-    """Have the kernel send the signals of one's own descriptor to another process."""
+    """Let the kernel send the signals of a descriptor to another process."""
     read_fd, write_fd = os.pipe()
     try:
         fcntl.fcntl(read_fd, fcntl.F_SETOWN, pid)
@@ -74,7 +74,7 @@ def signal_by_ownership(pid):
 
 
 def trace(pid):
-    """PTRACE_SEIZE, which does not stop the other."""
+    """Try PTRACE_SEIZE, which does not stop the other process."""
     in_thread(lambda: call("ptrace", 0x4206, pid, 0, 0))
 
 
@@ -131,7 +131,7 @@ def list_of_process(pid, name):
 
 
 def _clock(pid):
-    """The number of a process's clock of processor time."""
+    """Return the number of a process's clock of processor time."""
     time = (ctypes.c_long * 2)()
     return ~pid << 3 | 2, ctypes.byref(time)
 
@@ -153,7 +153,7 @@ def _robust_list(pid):
     call("get_robust_list", pid, ctypes.byref(ctypes.c_void_p()), ctypes.byref(ctypes.c_size_t()))
 
 
-# Calls that say of a pid whether there is such a process.
+# Calls that tell whether a process of a pid exists.
 QUESTIONS = {
     "getpgid": os.getpgid,
     "getsid": os.getsid,
@@ -198,12 +198,12 @@ def list_processes():
 
 
 def compare(pid):
-    """Which kernel objects two processes share."""
+    """Compare the kernel objects of two processes."""
     return call("kcmp", pid, os.getpid(), 1, 0, 0)
 
 
 def limit(pid):
-    """Set a limit of the other to what it is."""
+    """Set a limit of another process to its present value."""
     resource.prlimit(pid, resource.RLIMIT_CORE, resource.prlimit(pid, resource.RLIMIT_CORE))
 
 
@@ -212,7 +212,7 @@ def read_limit(pid):
 
 
 def raise_own_limit():
-    """The hard limit of one's own tasks; below it a model may do as it likes."""
+    """Set a hard limit of its own; below it a model may do as it likes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -234,7 +234,7 @@ def schedule(pid):
 
 
 def prioritise_io(pid):
-    """IOPRIO_WHO_PROCESS, best effort, lowest."""
+    """Set the I/O priority: IOPRIO_WHO_PROCESS, best effort, lowest."""
     call("ioprio_set", 1, pid, (2 << 13) | 7)
 
 
@@ -246,11 +246,11 @@ def fork():
 
 
 def fork_twice():
-    """A grandchild in a session of its own, which could outlive its parent."""
+    """Start a grandchild in a new session, which could outlive its parent."""
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        # The one in the middle is gone; nobody here would notice if the other one stayed.
+        # The child in the middle is gone, and nobody here would notice if the grandchild stayed.
         os.fork()
         os._exit(0)
     os.waitpid(pid, 0)
@@ -266,7 +266,7 @@ def spawn():
 
 
 def clone_without_thread():
-    """CLONE_VM | CLONE_FILES without CLONE_THREAD is a process that shares all but its pid."""
+    """Call clone without CLONE_THREAD, which makes a process."""
     pid = call("clone", signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:
         os._exit(0)
@@ -283,12 +283,12 @@ def clone3_process():
 
 
 def execute_program(path="/bin/true"):
-    """Where it is allowed nothing of this process is left to say so."""
+    """Run another program in this process. If that is allowed, this process cannot report it."""
     os.execv(path, [path])
 
 
 def execute_memory():
-    """A program that no file system has."""
+    """Run a program that is in no file system."""
     fd = os.memfd_create("program")
     with open("/bin/true", "rb") as file:
         os.write(fd, file.read())
@@ -296,7 +296,7 @@ def execute_memory():
 
 
 def start_threads(count):
-    """So many that do nothing; returns how many came to be."""
+    """Start so many threads that do nothing; returns how many started."""
     stop = threading.Event()
     threads = []
     try:
@@ -324,7 +324,7 @@ def set_groups():
 
 
 def take_capabilities():
-    """capset with all of them."""
+    """Try capset with all capabilities."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     data = (ctypes.c_uint32 * 6)(*[0xFFFFFFFF] * 3, *[0xFFFFFFFF] * 3)
     if LIBC.capset(ctypes.byref(header), ctypes.byref(data)) != 0:
@@ -332,7 +332,7 @@ def take_capabilities():
 
 
 def start_session():
-    """Leave the group that the runtime would end."""
+    """Leave the process group that the runtime would end."""
     os.setsid()
 
 
@@ -341,7 +341,7 @@ def join_group(pid):
 
 
 def fork_and_read(path):
-    """The name of the error that a child gets, or "read"."""
+    """Return the name of the error that a child gets, or "read"."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""What a model may say to its runtime that the stub around it would not say."""
+"""Messages from a model to its runtime that its stub would not send."""
 
 import array
 import ctypes
@@ -12,21 +12,21 @@ import threading
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-# The request that executes.
+# The request that executes now.
 REQUEST = []
 MAX_PACKET_BYTES = 32 * 1024
 # Kinds of messages, and a datatype.
 ANSWER, GROW, RELEASE, RETIRE, LOG, FP32 = 6, 17, 19, 20, 21, 11
-# What keeps running after the attempt is over.
+# Set while a thread runs on after the attempt.
 RUNNING = threading.Event()
 
 
 def peer():
-    """The stub's own object for its runtime: nothing in a process is hidden from its code."""
+    """Find the stub's own object for its runtime: nothing in a process is hidden from its code."""
     (found,) = [
         each
         for each in gc.get_objects()
-        if type(each).__module__ == "moonpool.stub.peer" and type(each).__name__ == "Peer"
+        if type(each).__module__ == "moonpool.stub.peers.peer" and type(each).__name__ == "Peer"
     ]
     return found
 
@@ -54,12 +54,19 @@ def say(packet):
         end.send(packet)
 
 
+def tell_denials(rows, times=1):
+    """Send denials that the model made up."""
+    with control() as end:
+        for _ in range(times):
+            end.send(packed(49, rows))
+
+
 def say_garbage():
     say(b"\xc1\xff garbage")
 
 
 def say_pickle():
-    """What would run a program in whoever unpickles it."""
+    """Send a pickle that would run a program in a process that unpickles it."""
     import pickle
 
     class Program:
@@ -70,7 +77,7 @@ def say_pickle():
 
 
 def say_extension():
-    """A type of msgpack's own, of which some decoders make objects."""
+    """Send an extension type of msgpack, of which some decoders make objects."""
     import msgpack
 
     say(msgpack.packb([ANSWER, msgpack.ExtType(0, b"x" * 16)]))
@@ -85,12 +92,12 @@ def say_nested():
 
 
 def say_bomb():
-    """An array of four thousand million things, in nine bytes."""
+    """Send an array of four thousand million items, in nine bytes."""
     say(b"\xdd\xff\xff\xff\xff\x01\x01\x01\x01")
 
 
 def answer(number=None, region=None, at=0, size=16, shape=(4,), datatype=FP32, offset=0, index=0):
-    """An answer with one output in the response region, but for these changes."""
+    """Make an answer with one output in the response region, with these changes."""
     regions = peer().regions
     own = regions.arena.regions()[0].id
     block = [own if region is None else region, at, size]
@@ -109,7 +116,7 @@ def answer_not_a_number():
 
 
 def flood_answers():
-    """One answer ever again, for as long as the runtime reads."""
+    """Send one answer again and again, as long as the runtime reads."""
     with work() as end:
         while True:
             end.send(packed(ANSWER, batch(), [], [], [], packed([]), None, None))
@@ -128,7 +135,7 @@ def flood_growth():
 
 
 def send_descriptors(count):
-    """Descriptors that the runtime would hold if it took them, with lines for the log."""
+    """Send descriptors with lines for the log; the runtime would hold them if it took them."""
     fds = array.array("i", [0, 1, 2] * 3)
     with control() as end:
         for _ in range(count):
@@ -138,7 +145,7 @@ def send_descriptors(count):
 
 
 def change_flags():
-    """Make all that is shared blocking, then not, in the hope that it is shared with the runtime."""
+    """Make all descriptors blocking, then not, then blocking, in the hope that the runtime shares the flag."""
     changed = 0
     for fd in range(256):
         for flags in (0, os.O_NONBLOCK, 0):
@@ -174,7 +181,7 @@ def with_kept_region(function, size=1 << 24):
 
 
 def keep_and_retire(rounds, size):
-    """Grow, keep the descriptor of what came, give it back, and so again; how much memory those have in the end."""
+    """Grow, keep the descriptor, give the region back, and repeat; returns the memory of these regions in the end."""
     from moonpool.ipc import region
 
     original = region.SharedRegion.forget_fd
@@ -192,7 +199,7 @@ def keep_and_retire(rounds, size):
     try:
         for number in range(rounds):
             try:
-                # Each a little larger than all that came before.
+                # Each is a little larger than all before it.
                 made = regions._grow(size + number * mmap.PAGESIZE)
             except Exception as error:
                 refused += 1
@@ -206,7 +213,7 @@ def keep_and_retire(rounds, size):
         region.SharedRegion.forget_fd = original
     for fd in KEPT_REGION:
         status = os.fstat(fd)
-        # What was given back is written to again: nobody else's view of it is needed for that.
+        # Write again to regions that were given back; the kept descriptor is enough for that.
         for at in range(0, status.st_size, mmap.PAGESIZE):
             os.pwrite(fd, b"x", at)
         sizes[status.st_ino] = os.fstat(fd).st_blocks * 512
@@ -225,12 +232,12 @@ def grow_region():
 
 
 def seal_region():
-    """F_ADD_SEALS, F_SEAL_WRITE."""
+    """Try F_ADD_SEALS with F_SEAL_WRITE."""
     return with_kept_region(lambda fd: fcntl.fcntl(fd, 1033, 8))
 
 
 def map_beyond_region():
-    """The bytes behind the end, which would be whose?"""
+    """Read the bytes behind the end of a region."""
 
     def read(fd):
         with mmap.mmap(fd, 1 << 25) as pages:
@@ -240,7 +247,7 @@ def map_beyond_region():
 
 
 def flip_answers(seconds):
-    """From now on, for so long, the lengths inside of what was answered change all the time."""
+    """Change the lengths inside of the answer all the time, from now on and for so long."""
     regions = peer().regions.arena.regions()
     views = [np.frombuffer(region.memory(), np.uint32) for region in regions]
     deadline = threading.Timer(seconds, RUNNING.clear)
@@ -258,7 +265,7 @@ def flip_answers(seconds):
 
 
 def search(backwards):
-    """How often a text is in the memory that this process shares; this request must not have it itself."""
+    """Count a text in the memory that this process shares; this request must not contain it."""
     wanted = backwards[::-1].encode()
     count = 0
     with open("/proc/self/maps") as maps:
@@ -271,7 +278,7 @@ def search(backwards):
 
 
 def ask(model, count):
-    """Another model, for so many bytes, so that memory may come to be lent in both directions."""
+    """Call another model with so many bytes, so that memory may be lent in both directions."""
     tensor = pb_utils.Tensor("X", np.zeros(count // 4, np.float32))
     request = pb_utils.InferenceRequest(
         model_name=model, requested_output_names=["OUT_X"], inputs=[tensor]
@@ -287,7 +294,7 @@ KEPT = []
 
 
 def load_model(name, config, file):
-    """Code of one's own in a process with a configuration of one's own."""
+    """Load its own code in a process with its own configuration."""
     files = {"file:1/model.py": file.encode()}
     pb_utils.load_model(model_name=name, files=files, config=config)
 
@@ -297,7 +304,7 @@ def unload_model(name):
 
 
 def make_metrics(count):
-    """Names and labels without end."""
+    """Make metrics with endless names and labels."""
     made = 0
     for number in range(count):
         family = pb_utils.MetricFamily(
@@ -328,6 +335,6 @@ def write_output(count, line):
 
 
 def log_from(file, text):
-    """A line of the log as the stub sends it, with a place of its own."""
+    """Send a line of the log as the stub does, with a false place."""
     with control() as end:
         end.send(packed(LOG, 1, text, file, 1))

@@ -1,4 +1,4 @@
-"""Takes resources that the kernel counts for all processes of a user, or for nobody, and tells how many it got."""
+"""Attempts on resources that the kernel counts for all processes of a user, or not at all. Each returns how many it got."""
 
 import ctypes
 import errno
@@ -14,14 +14,14 @@ import threading
 
 from tries_kernel import LIBC, call
 
-# As many of anything as nobody may want to have.
+# More of anything than a model needs.
 MANY = 100_000
 AF_UNIX, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE = 1, 1, 7, 8, 32, 33
 F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_OFD_SETLK = 1024, 1026, 1031, 37
 
 
 def taken(make, most):
-    """How many there were until the kernel gave no more."""
+    """Take resources until the kernel gives no more; returns their number."""
     made = []
     try:
         while len(made) < most:
@@ -40,7 +40,7 @@ def taken(make, most):
 
 
 def epoll_watches(most=1000):
-    """Each epoll watches every pipe."""
+    """Let each epoll watch every pipe."""
     pipes = [os.pipe()[0] for _ in range(10)]
     watches = 0
     while watches < most:
@@ -65,14 +65,14 @@ def signal_descriptors(most=MANY):
 
 
 def waiting_signals(most):
-    """Signals that are queued, as each of these is."""
+    """Queue signals, each of which is kept."""
     number = signal.SIGRTMIN + 3
     signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     signal.signal(number, signal.SIG_DFL)
     try:
         for sent in range(most):
-            # To this thread: the others do not block it.
+            # To this thread, as the others do not block the signal.
             call("tgkill", os.getpid(), threading.get_native_id(), number)
         return most
     except BlockingIOError:
@@ -87,7 +87,7 @@ def inotify():
 
 
 def message_queue():
-    """POSIX: it stays when the process is gone."""
+    """Make a POSIX message queue, which stays when the process is gone."""
     name = b"moonpool-attacker"
     fd = call("mq_open", name, os.O_CREAT | os.O_RDWR, 0o600, None)
     call("mq_unlink", name)
@@ -134,7 +134,7 @@ def notification():
 
 
 def locked_bytes(most, command=fcntl.F_SETLK):
-    """Locks on every second byte of one file."""
+    """Lock every second byte of one file."""
     with tempfile.TemporaryFile() as file:
         for place in range(most):
             lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 2 * (most - place), 1, 0)
@@ -147,7 +147,7 @@ def locked_bytes_of_descriptions(most):
 
 
 def locked_files(most=MANY):
-    """As many as it has descriptors."""
+    """Lock one file through as many descriptors as it may have."""
 
     with tempfile.NamedTemporaryFile() as shared:
 
@@ -160,7 +160,7 @@ def locked_files(most=MANY):
 
 
 def lock_memory(count_bytes):
-    """Keep so much from being paged out."""
+    """Lock so much memory."""
     with mmap.mmap(-1, count_bytes) as pages:
         at = ctypes.addressof(ctypes.c_char.from_buffer(pages))
         failed = LIBC.mlock(ctypes.c_void_p(at), ctypes.c_size_t(count_bytes))

@@ -1,4 +1,4 @@
-"""What a model finds in its own process, and what it may do to itself."""
+"""Attempts on its own process."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ def status():
 
 
 def descriptors():
-    """What each open descriptor is: its kind, and whether it can be written."""
+    """List the open descriptors: the kind of each, and whether it can be written."""
     found = {}
     for fd in range(4096):
         try:
@@ -68,7 +68,7 @@ def limit(name):
 
 
 def nodes_of_gpus():
-    """Descriptors of devices."""
+    """List descriptors of devices."""
     return [
         fd
         for fd, kind in descriptors().items()
@@ -77,7 +77,7 @@ def nodes_of_gpus():
 
 
 def core():
-    """End so that the kernel would write a core file."""
+    """End in a way in which the kernel would write a core file."""
     os.kill(os.getpid(), signal.SIGQUIT)
     signal.pause()
 
@@ -103,18 +103,18 @@ def hang(how):
 
 
 def raise_with_secrets():
-    """An error with a path and an address in it."""
+    """Raise an error with a path and an address in it."""
     raise RuntimeError(f"cannot read /etc/moonpool/secret.key of {object()!r}")
 
 
 def protect_from_oom():
-    """Let the machine end others when it is short of memory."""
+    """Ask the machine to end other processes when it is short of memory."""
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("-1000" if os.geteuid() == 0 else "0")
 
 
 def rewrite_itself():
-    """Its own memory by its file, which no protection of pages stops."""
+    """Write its own memory through /proc, which no protection of pages stops."""
     with open("/proc/self/mem", "r+b", buffering=0):
         pass
 

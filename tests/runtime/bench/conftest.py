@@ -1,4 +1,4 @@
-"""What tests of the load generator share."""
+"""Fixtures of the tests of the load generator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
-from moonpool.runtime.bench.endpoint import Endpoint
+from moonpool.runtime.bench.request import Endpoint
 
 
 class Kserve(NamedTuple):
-    """Where the small server is."""
+    """The endpoints of the small server."""
 
     http: Endpoint
     grpc: Endpoint

@@ -1,4 +1,4 @@
-"""What windows are made of, when they have settled, and how two series compare."""
+"""The figures of a window, when windows have settled, and the comparison of two series."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonpool.runtime.bench import digests
 from moonpool.runtime.bench import result as results
-from moonpool.runtime.bench.comparison import (
+from moonpool.runtime.bench.request import BadAddress, Endpoint, QuestionTensor
+from moonpool.runtime.bench.result import (
     Incomparable,
     check_requests,
     differences,
@@ -19,14 +19,18 @@ from moonpool.runtime.bench.comparison import (
     ratios,
     verdict,
 )
-from moonpool.runtime.bench.endpoint import BadAddress, Endpoint
-from moonpool.runtime.bench.load import Concurrency, Rate
-from moonpool.runtime.bench.question import Tensor
-from moonpool.runtime.bench.split import Split, between
-from moonpool.runtime.bench.stability import is_stable
-from moonpool.runtime.bench.sweep import Point, sweep
-from moonpool.runtime.bench.window import Window, merged
-from moonpool.runtime.cli.plot import title
+from moonpool.runtime.bench.windows import (
+    Concurrency,
+    Point,
+    Rate,
+    Split,
+    Window,
+    between,
+    is_stable,
+    merged,
+    sweep,
+)
+from moonpool.runtime.cli.bench_report import title
 
 
 def window(requests: int, latency_us: float = 100.0, seconds: float = 1.0) -> Window:
@@ -54,6 +58,11 @@ def test_a_poisson_rate_has_its_mean_and_its_spread() -> None:
     assert due_ns.tolist() != Rate(1000, "poisson").due_ns(50.0, seed=2).tolist()
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "A figure comes from three windows that agree. If they do not, the report says that it has "
+    "not settled.",
+)
 def test_three_windows_that_agree_are_stable() -> None:
     assert not is_stable([window(100), window(100)], 10)
     assert is_stable([window(100), window(105), window(95)], 10)
@@ -114,6 +123,9 @@ class Steps:
         self._log.append(self.where)
         return window(next(self._counts), seconds=seconds)
 
+    def advice(self, whole: Window) -> None:
+        del whole
+
     def configuration_fields(self) -> None:
         return None
 
@@ -137,6 +149,7 @@ def test_subjects_take_turns_until_all_are_stable() -> None:
     assert len(second.whole.latencies_ns) == 90
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "A figure comes from three …")
 def test_what_does_not_settle_is_given_up_and_said() -> None:
     [[point]] = sweep(
         [Steps("a", [1, 100, 1, 100], [])],
@@ -238,6 +251,7 @@ def test_results_of_other_requests_are_not_compared(
         check_requests(about(), about(**changes), "file")
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "Results of different requests are not …")
 def test_what_else_differs_is_named() -> None:
     assert differences(about(), about(date="yesterday", where="there")) == []
     assert differences(
@@ -267,6 +281,7 @@ def test_a_picture_s_title_says_what_differs() -> None:
     assert title(found) == "m, X FP32 [1, 4]\nhere (solid) and http://a (dashed)"
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "A comparison shows both tables, and …")
 @pytest.mark.parametrize(
     ("name", "least", "most", "word"),
     [
@@ -285,7 +300,7 @@ def test_a_ratio_is_better_or_worse_where_all_windows_agree(
 
 def test_a_request_s_digest_is_of_every_byte() -> None:
     def digest(name: str, datatype: str, shape: tuple[int, ...], data: bytes) -> str:
-        return digests.of_requests([Tensor(name, datatype, shape, data)])
+        return results.digest_of_requests([QuestionTensor(name, datatype, shape, data)])
 
     usual = digest("X", "INT8", (2, 1), b"ab")
     assert usual == digest("X", "INT8", (2, 1), b"ab")
@@ -301,13 +316,13 @@ def test_a_request_s_digest_is_of_every_byte() -> None:
 def test_a_configuration_s_digest_is_of_its_meaning() -> None:
     over_http = {"name": "m", "max_batch_size": 8, "input": [{"name": "X", "dims": [4]}]}
     over_grpc = {"max_batch_size": "8", "input": [{"name": "X", "dims": ["4"]}], "backend": ""}
-    found = digests.of_configuration(over_http)
+    found = results.digests_of_configuration(over_http)
 
     assert found.keys() == {"max_batch_size", "input"}
-    assert found == digests.of_configuration({**over_grpc, "unheard_of": 1})
-    assert found["input"] != digests.of_configuration({"input": [{"name": "Y"}]})["input"]
+    assert found == results.digests_of_configuration({**over_grpc, "unheard_of": 1})
+    assert found["input"] != results.digests_of_configuration({"input": [{"name": "Y"}]})["input"]
     with pytest.raises(ValueError, match="no configuration of a model"):
-        digests.of_configuration({"max_batch_size": {}})
+        results.digests_of_configuration({"max_batch_size": {}})
 
 
 @pytest.mark.parametrize(

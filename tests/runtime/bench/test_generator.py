@@ -11,22 +11,19 @@ import numpy as np
 import pytest
 from tests.runtime.bench.conftest import Kserve
 
-from moonpool.runtime.bench.connection import Unreachable
-from moonpool.runtime.bench.generator import Generator
-from moonpool.runtime.bench.grpc_wire import GrpcWire
-from moonpool.runtime.bench.http_wire import HttpWire
-from moonpool.runtime.bench.load import Rate
-from moonpool.runtime.bench.question import METHOD, STREAM_METHOD, Question, Tensor
-from moonpool.runtime.bench.tally import Tally
-from moonpool.runtime.bench.wire import Wire
+from moonpool.runtime.bench.engine import Generator, Tally, Unreachable, Wire
+from moonpool.runtime.bench.grpc import GrpcWire
+from moonpool.runtime.bench.http import HttpWire
+from moonpool.runtime.bench.request import METHOD, STREAM_METHOD, Question, QuestionTensor
+from moonpool.runtime.bench.windows import Rate
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 SECONDS = 0.1
 
 
 def question(model: str, elements: int = 4) -> Question:
     array = np.arange(elements, dtype=np.float32).reshape(1, -1)
-    return Question(model, "", [Tensor.of(f"INPUT{i}", "FP32", array) for i in range(2)])
+    return Question(model, "", [QuestionTensor.of(f"INPUT{i}", "FP32", array) for i in range(2)])
 
 
 def generator(kserve: Kserve, scheme: str, asked: Question) -> Generator:
@@ -63,6 +60,11 @@ def test_a_closed_loop_counts_what_was_answered(kserve: Kserve, scheme: str, ele
         assert 0 < min(tally.latencies_ns) <= tally.seconds * 1e9
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Requests that a server refuses, hangs up on or never answers are counted by reason, and "
+    "each of them ends.",
+)
 def test_what_a_server_refuses_is_counted_by_its_words(kserve: Kserve, scheme: str) -> None:
     pressed = generator(kserve, scheme, question("fails"))
     try:
@@ -86,6 +88,7 @@ def test_answers_in_chunks_are_answers(kserve: Kserve) -> None:
     assert len(tally.latencies_ns) > 0
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "Requests that a server refuses …")
 def test_a_connection_that_is_closed_is_an_error_and_opened_anew(kserve: Kserve) -> None:
     pressed = generator(kserve, "http", question("closes"))
     try:
@@ -114,6 +117,11 @@ def test_an_open_loop_sends_when_the_time_has_come(
     assert min(tally.late_ns) >= 0
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "The latency of a planned request counts from the moment when it was due. Requests that "
+    "were late or never sent are counted, and the report says so.",
+)
 def test_an_open_loop_counts_from_when_a_request_was_due(silent: tuple[str, int]) -> None:
     pressed = Generator(silent, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=0.2)
     try:
@@ -128,11 +136,12 @@ def test_an_open_loop_counts_from_when_a_request_was_due(silent: tuple[str, int]
 
 @pytest.fixture
 def silent() -> Iterator[tuple[str, int]]:
-    """An address where connections are taken and nothing is said."""
+    """An address that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield "127.0.0.1", server.getsockname()[1]
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "Requests that a server refuses …")
 def test_an_answer_that_does_not_come_is_an_error(silent: tuple[str, int]) -> None:
     pressed = Generator(silent, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=0.1)
     try:
@@ -212,10 +221,15 @@ def pressed_where(said: bytes) -> Tally:
             thread.join()
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "The responses of a stream are counted and timed. A message that only marks the end does "
+    "not count.",
+)
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_the_responses_of_a_stream_are_counted_and_timed(kserve: Kserve, count: int) -> None:
     endpoint = kserve.grpc
-    tensor = Tensor.of("COUNT", "INT32", np.array([count], np.int32))
+    tensor = QuestionTensor.of("COUNT", "INT32", np.array([count], np.int32))
     message = Question("repeat", "", [tensor]).as_grpc(is_stream=True)
 
     def wire() -> Wire:

@@ -14,13 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.runtime.bench.desk import Refused
-from moonpool.runtime.bench.endpoint import Endpoint
-from moonpool.runtime.bench.grpc_wire import GrpcWire
-from moonpool.runtime.bench.http_wire import HttpWire
-from moonpool.runtime.bench.question import Tensor
-from moonpool.runtime.bench.server import Server
-from moonpool.runtime.bench.wire import Wire, WireError
+from moonpool.runtime.bench.control_client import Refused
+from moonpool.runtime.bench.engine import Wire, WireError
+from moonpool.runtime.bench.grpc import GrpcWire
+from moonpool.runtime.bench.http import HttpWire
+from moonpool.runtime.bench.request import Endpoint, QuestionTensor
+from moonpool.runtime.bench.server import MeasuredServer
+from moonpool.runtime.bench.windows import Window
+
+pytestmark = pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Whatever a server sends, each request has an outcome, or the error says that it is not the "
+    "protocol.",
+)
 
 # Kinds that mean something and some that do not; streams of the connection and of requests.
 FRAMES = st.builds(
@@ -87,7 +93,7 @@ def test_http(pieces: list[bytes]) -> None:
 
 
 @pytest.fixture
-def saying() -> Iterator[Callable[[Any], Server]]:
+def saying() -> Iterator[Callable[[Any], MeasuredServer]]:
     """A server that answers this to everything, as `moonpool bench` has it."""
     said: list[bytes] = []
 
@@ -106,11 +112,11 @@ def saying() -> Iterator[Callable[[Any], Server]]:
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
         thread = threading.Thread(target=listening.serve_forever)
         thread.start()
-        server = Server(
-            Endpoint("http", "127.0.0.1", listening.server_address[1]), "m", "", timeout_s=10.0
+        server = MeasuredServer(
+            Endpoint("http", "127.0.0.1", listening.server_address[1]), "m", "", timeout_s=60.0
         )
 
-        def say(value: Any) -> Server:
+        def say(value: Any) -> MeasuredServer:
             said.append(json.dumps(value).encode())
             return server
 
@@ -137,7 +143,7 @@ def saying() -> Iterator[Callable[[Any], Server]]:
     ],
 )
 def test_a_description_that_is_none_is_refused(
-    saying: Callable[[Any], Server], value: object
+    saying: Callable[[Any], MeasuredServer], value: object
 ) -> None:
     with pytest.raises(Refused, match=r"as the protocol has it|gave no JSON object"):
         saying(value).interface()
@@ -154,15 +160,17 @@ def test_a_description_that_is_none_is_refused(
         {"outputs": [{"name": "Y", "parameters": {"binary_data_size": "x"}}]},
     ],
 )
-def test_an_answer_that_is_none_is_refused(saying: Callable[[Any], Server], value: object) -> None:
-    inputs = [Tensor.of("X", "FP32", np.zeros(1, np.float32))]
+def test_an_answer_that_is_none_is_refused(
+    saying: Callable[[Any], MeasuredServer], value: object
+) -> None:
+    inputs = [QuestionTensor.of("X", "FP32", np.zeros(1, np.float32))]
     with pytest.raises(Refused, match="as the protocol has it"):
         saying(value).prepare(inputs, processes=1, most_connections=1)
 
 
 @pytest.mark.parametrize("value", [{"model_stats": 5}, {"model_stats": {}}])
 def test_statistics_that_are_none_are_refused(
-    saying: Callable[[Any], Server], value: dict[str, Any]
+    saying: Callable[[Any], MeasuredServer], value: dict[str, Any]
 ) -> None:
     server = saying(value)
     if value["model_stats"]:
@@ -170,3 +178,29 @@ def test_statistics_that_are_none_are_refused(
             server._statistics()
     else:
         assert server._statistics() is None
+
+
+ADVICE = {"reason": "processor", "text": "another instance would help", "line": "instance_group []"}
+MINE = {"name": "m", "version": "2", "advice": {**ADVICE, "more": 1}}
+
+
+@pytest.mark.promise("Measuring (`moonpool bench`)", "If another instance would help …")
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        ({"models": [{"name": "other", "version": "1", "advice": 7}, MINE]}, ADVICE),
+        ({"models": [{"name": "m", "version": "1"}]}, None),
+        ({"models": [{**MINE, "advice": None}]}, None),
+        ({"models": [{**MINE, "advice": {"text": "x"}}]}, None),
+        ({"models": [{**MINE, "advice": {**ADVICE, "line": ["x"]}}]}, None),
+        ({"models": [{**MINE, "advice": [1]}]}, None),
+        ({"models": [5]}, None),
+        ({"models": 5}, None),
+        ({"models": []}, None),
+        ([], None),
+    ],
+)
+def test_advice_is_taken_as_a_server_of_moonpools_words_it_and_not_otherwise(
+    saying: Callable[[Any], MeasuredServer], value: object, advice: dict[str, str] | None
+) -> None:
+    assert saying(value).advice(Window(1.0)) == advice

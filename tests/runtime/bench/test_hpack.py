@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonpool.runtime.bench import hpack
-from moonpool.runtime.bench.wire import WireError
+from moonpool.runtime.bench.engine import WireError
 
 
 @pytest.mark.parametrize(

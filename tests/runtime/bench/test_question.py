@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from moonpool.runtime.bench.endpoint import Endpoint
-from moonpool.runtime.bench.question import Place, Question, Tensor
+from moonpool.runtime.bench.request import Endpoint, Place, Question, QuestionTensor
 
 ENDPOINT = Endpoint("http", "here", 80, "/prefix")
-FLOATS = Tensor.of("A", "FP32", np.array([[1.5, -2]], np.float32))
-TEXTS = Tensor.of("B", "BYTES", np.array(["ä", "b"], object))
+FLOATS = QuestionTensor.of("A", "FP32", np.array([[1.5, -2]], np.float32))
+TEXTS = QuestionTensor.of("B", "BYTES", np.array(["ä", "b"], object))
 
 
 def http(question: Question) -> tuple[list[str], dict[str, object], bytes]:

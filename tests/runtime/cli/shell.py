@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tests.dispositions import default_signals
 
 import moonpool
 
-PATIENCE_S = 50.0
+PATIENCE_S = 120.0
 PACKAGE = Path(next(iter(moonpool.__path__)))
 MODELS = PACKAGE / "examples" / "models"
 
@@ -52,13 +53,14 @@ class CommandLine:
     def start(
         self, *arguments: object, stdout: int | None, stderr: int | None, **variables: str
     ) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self.command(*arguments),
-            stdout=stdout,
-            stderr=stderr,
-            cwd=self.folder,
-            env=environment(variables),
-        )
+        with default_signals():
+            return subprocess.Popen(
+                self.command(*arguments),
+                stdout=stdout,
+                stderr=stderr,
+                cwd=self.folder,
+                env=environment(variables),
+            )
 
 
 def write_model(repository: Path, name: str, code: str, config: str = "") -> Path:

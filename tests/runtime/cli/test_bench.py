@@ -7,9 +7,9 @@ import json
 import re
 
 import pytest
-from tests.runtime.cli.shell import MODELS, CommandLine
+from tests.runtime.cli.shell import MODELS, CommandLine, write_model
 
-from moonpool.runtime.cli.table import figure, table
+from moonpool.runtime.cli.shared import figure, table
 
 
 @pytest.mark.parametrize("mode", [[], ["--async"]])
@@ -57,6 +57,10 @@ def test_there_is_a_picture_or_word_of_what_it_needs(cli: CommandLine) -> None:
     assert ended.returncode == 0
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "A saved result is never replaced unless `--overwrite` says so, and is named by its `--label`.",
+)
 def test_a_result_has_a_label_and_replaces_no_other(cli: CommandLine) -> None:
     bench = (
         "bench", MODELS, "add_sub", "--concurrency", "1", "--seconds", "0.05", "--windows", "3",
@@ -80,6 +84,11 @@ def test_a_result_has_a_label_and_replaces_no_other(cli: CommandLine) -> None:
     assert "again over one instance:" in replaced.stdout
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Results of different requests are not compared. If the model's configuration or the "
+    "circumstances differ, the command names the difference.",
+)
 def test_results_of_other_requests_are_refused_and_other_configurations_are_told(
     cli: CommandLine,
 ) -> None:
@@ -107,6 +116,10 @@ def test_results_of_other_requests_are_refused_and_other_configurations_are_told
     assert "the two differ" not in cli(*bench, "--against", "add_sub.json").stderr
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "All loads that did not settle share one line.",
+)
 def test_loads_that_did_not_settle_have_one_line(cli: CommandLine) -> None:
     ended = cli(
         "bench", MODELS, "add_sub", "--concurrency", "1,2", "--seconds", "0.02", "--windows", "2"
@@ -122,6 +135,27 @@ def test_inputs_that_do_not_fit_are_told_at_once(cli: CommandLine) -> None:
     assert ended.returncode == 1
     assert ended.stdout == ""
     assert "INPUT0" in ended.stderr
+
+
+@pytest.mark.promise("The server (`moonpool serve`)", "`check`, `infer` and `bench` host models …")
+def test_models_are_hosted_as_the_operator_says(cli: CommandLine) -> None:
+    write_model(
+        cli.folder / "models",
+        "greedy",
+        "from moonpool import Float32\n\n\nclass Same:\n"
+        "    def __call__(self, X: Float32[:]) -> Float32[:]:\n        return X\n",
+        'parameters { key: "MOONPOOL_SANDBOX_PORTS" value: { string_value: "443" } }',
+    )
+    arguments = (
+        "bench", "models", "greedy", "--concurrency=1", "--seconds=0.05", "--shape=X=2",
+        "--sandbox=strict",
+    )  # fmt: skip
+
+    ended = cli(*arguments)
+    assert ended.returncode == 1
+    assert "cannot give it more than its sandbox does" in ended.stderr
+    assert cli(*arguments, "--sandbox-grants=greedy:MOONPOOL_SANDBOX_PORTS=443").returncode == 0
+    assert cli(*arguments, "--model-option=greedy:MOONPOOL_SANDBOX_PORTS=80").returncode == 0
 
 
 def test_a_table_is_aligned() -> None:

@@ -45,6 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield started
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "The processes of the load …")
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 @pytest.mark.parametrize("memory", ["none", "system"])
 def test_requests_of_every_kind_are_answered(
@@ -63,6 +64,7 @@ def test_requests_of_every_kind_are_answered(
     assert server.get("/v2/systemsharedmemory/status") == (200, [])
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "Results of different requests are not …")
 def test_one_server_over_two_protocols_has_one_configuration(
     cli: CommandLine, server: RunningServer
 ) -> None:

@@ -26,6 +26,11 @@ def url(request: pytest.FixtureRequest, kserve: Kserve) -> str:
     return kserve.endpoint(request.param).url
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Any KServe v2 server can be measured over HTTP and gRPC. The report includes the server's "
+    "own figures of where the time went.",
+)
 def test_a_server_is_measured_with_what_it_says_itself(cli: CommandLine, url: str) -> None:
     ended = cli(
         "bench", "add_sub", "--url", url, "--concurrency", "1,3", *QUICK, *SHAPES,
@@ -48,6 +53,7 @@ def test_a_server_is_measured_with_what_it_says_itself(cli: CommandLine, url: st
     assert [row["server_compute_output_us"] for row in rows] == ["4.0", "4.0"]
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "The latency of a planned …")
 def test_a_rate_is_asked_for_and_what_came_late_is_said(cli: CommandLine, url: str) -> None:
     ended = cli(
         "bench", "add_sub", "--url", url, "--request-rate", "100,1000000", *QUICK, *SHAPES,
@@ -61,6 +67,15 @@ def test_a_rate_is_asked_for_and_what_came_late_is_said(cli: CommandLine, url: s
     assert "1e+06/s: could not keep up" in ended.stderr
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Two servers are measured in turns, and their ratios are those of the pairs; an earlier "
+    "result can be compared with.",
+)
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "A comparison shows both tables, and calls a ratio better or worse only if all windows agree.",
+)
 def test_two_servers_are_measured_in_turns(cli: CommandLine, kserve: Kserve) -> None:
     ended = cli(
         "bench", "add_sub", "--url", kserve.http.url, "--against", kserve.grpc.url,
@@ -84,6 +99,7 @@ def test_two_servers_are_measured_in_turns(cli: CommandLine, kserve: Kserve) -> 
     assert report["requests_digest"] == report["against"]["requests_digest"]
 
 
+@pytest.mark.promise("Measuring (`moonpool bench`)", "Two servers are measured in turns, …")
 def test_a_result_is_compared_with_an_earlier_one(cli: CommandLine, url: str) -> None:
     bench = ("bench", "add_sub", "--url", url, *QUICK, *SHAPES)
     cli(*bench, "--concurrency", "1", "--save", ".")
@@ -146,6 +162,10 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
     assert "'nope'" in ended.stderr
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "Options that do not fit together are refused.",
+)
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -188,6 +208,11 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.promise(
+    "Measuring (`moonpool bench`)",
+    "The processes of the load generator end with the command, however that ends, and nothing "
+    "stays registered at a server.",
+)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_generator_ends_with_the_command(
     cli: CommandLine, kserve: Kserve, number: signal.Signals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ EXPECTED = {
     "good": r"ok: good: version 1, 1 instance, loaded in [0-9.]+ s",
     "misspelt": r"error: misspelt: models/misspelt/config\.pbtxt:3: max_bach_size: .+",
     "syntax": r"error: syntax: models/syntax/1/model\.py:2: SyntaxError: .+",
-    "needs": r"error: needs: models/needs/1/model\.py:1: ModuleNotFoundError: .+'not_there'",
+    "needs": r"error: needs: models/needs/1/model\.py:1: ModuleNotFoundError: .+'not_there'; install not_there for .+ EXECUTION_ENV_PATH",
     "raises": r"error: raises: models/raises/1/model\.py:5: .*ZeroDivisionError: .+",
     "dies": r"error: dies: models/dies: .+ exited with 7 .+",
     "homeless": r"error: homeless: models/homeless/config\.pbtxt:3: .+/no/env.+",
@@ -101,6 +102,7 @@ def test_the_examples_have_no_errors_whatever_is_installed(cli: CommandLine) -> 
     assert "error" not in ended.stdout
 
 
+@pytest.mark.promise("Models", "A configuration that asks for more …")
 def test_limits_of_configurations_are_those_of_the_server(cli: CommandLine, tmp_path: Path) -> None:
     write_model(tmp_path / "many", "m", TRITON, IO + "instance_group [{ count: 2 }]\n")
 
@@ -125,3 +127,94 @@ def test_what_is_no_file_is_an_error_of_its_model_alone(cli: CommandLine, tmp_pa
     assert "pipe/config.pbtxt: cannot be read: it is a named pipe" in ended.stdout
     assert "root links to /, a folder that it lies in" in ended.stdout
     assert ended.returncode == 1
+
+
+def parameter(key: str, value: str) -> str:
+    return f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that ask for more than `strict` gives them."""
+    repository = tmp_path_factory.mktemp("strangers") / "strangers"
+    asks = parameter("MOONPOOL_SANDBOX_PATHS", "/usr, rw:/var/tmp")
+    write_model(repository, "asks", TRITON, IO + asks + parameter("MOONPOOL_SANDBOX_PORTS", "443"))
+    hostile = parameter("EXECUTION_ENV_PATH", "/env,MOONPOOL_SANDBOX_PATHS=rw:/")
+    write_model(repository, "hostile", TRITON, IO + hostile)
+    return repository
+
+
+GRANT = "asks:MOONPOOL_SANDBOX_PATHS=/usr,rw:/var/tmp,MOONPOOL_SANDBOX_PORTS=443"
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "`moonpool check --sandbox strict` prints what a model asks for beyond its level as a grant "
+    "that can be pasted and is taken.",
+)
+def test_what_a_model_asks_for_is_printed_in_a_form_to_paste(
+    cli: CommandLine, strangers: Path
+) -> None:
+    (cli.folder / "strangers").symlink_to(strangers)
+
+    ended = cli("check", "strangers", "asks", "--sandbox", "strict")
+
+    file = "strangers/asks/config.pbtxt"
+    assert ended.stdout.splitlines() == [
+        f"error: asks: {file}:3: asks for MOONPOOL_SANDBOX_PATHS=/usr,rw:/var/tmp, beyond its sandbox",
+        f"error: asks: {file}:4: asks for MOONPOOL_SANDBOX_PORTS=443, beyond its sandbox",
+        f"error: asks: to grant this and no more: --sandbox-grants={GRANT}; "
+        f'in Python: Runtime(sandbox_grants=["{GRANT}"])',
+    ]
+    assert ended.returncode == 1
+    # As a shell reads it.
+    pasted = shlex.split(
+        ended.stdout.splitlines()[-1].split("no more: ")[1].split("; in Python")[0]
+    )
+    assert pasted == [f"--sandbox-grants={GRANT}"]
+    ended = cli("check", "strangers", "asks", "--sandbox", "strict", *pasted)
+    assert ended.stdout.startswith("ok: asks: version 1")
+    ended = cli("check", "strangers", "asks", "--sandbox=strict", "--sandbox-grants=asks")
+    assert ended.stdout.startswith("ok: asks: version 1")
+
+
+def test_what_would_paste_as_something_else_is_not_printed_to_be_pasted(
+    cli: CommandLine, strangers: Path
+) -> None:
+    ended = cli("check", strangers, "hostile", "--sandbox", "strict")
+
+    assert ended.stdout.splitlines()[-1].startswith(
+        "error: hostile: to grant whatever its configuration says, now and later: "
+        "--sandbox-grants=hostile; "
+    )
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "`check`, `infer` and `bench` host models as the operator says, with the options of `serve`.",
+)
+def test_options_of_models_are_those_of_the_server(cli: CommandLine, strangers: Path) -> None:
+    options = (
+        "--model-option=a*:MOONPOOL_SANDBOX_PATHS=/usr",
+        "--model-option=asks:MOONPOOL_SANDBOX_PORTS=80",
+    )
+
+    ended = cli("check", strangers, "asks", "--sandbox=strict", *options)
+    assert ended.stdout.startswith("ok: asks: version 1")
+    ended = cli("check", strangers, "asks", "--model-option=asks:MOONPOOL_SANDBOX=strict")
+    assert "asks for MOONPOOL_SANDBOX_PORTS=443" in ended.stdout
+    ended = cli("check", strangers, "asks", *options, "--model-option=nobody:MOONPOOL_THREADS=1")
+    assert "options are set for model 'nobody', and no repository has such" in ended.stdout
+    ended = cli("check", strangers, "--model-option=asks:MOONPOOL_THREAD=1")
+    assert (ended.returncode, 'did you mean "MOONPOOL_THREADS"' in ended.stderr) == (2, True)
+
+
+def test_a_value_that_the_operator_replaces_is_wrong_for_nobody(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    """The load does not read it either."""
+    write_model(tmp_path, "m", TRITON, IO + parameter("MOONPOOL_TASK_LIMIT", "lots"))
+
+    assert "'lots'" in cli("check", tmp_path).stdout
+    ended = cli("check", tmp_path, "--model-option=m:MOONPOOL_TASK_LIMIT=64")
+    assert (ended.returncode, ended.stdout.split(",")[0]) == (0, "ok: m: version 1")

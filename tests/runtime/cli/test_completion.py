@@ -53,6 +53,11 @@ def offered(folder: Path, line: str) -> set[str]:
     return set(ended.stdout.replace("\\", "").split())
 
 
+@pytest.mark.promise(
+    "The command line",
+    "`moonpool completion` lets bash complete commands, options, values, directories and names "
+    "of models.",
+)
 @pytest.mark.slow
 @needs_argcomplete
 @pytest.mark.parametrize(

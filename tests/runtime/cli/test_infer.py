@@ -11,8 +11,8 @@ from tests.runtime.cli.shell import MODELS, CommandLine, write_model
 
 from moonpool import InvalidRequest
 from moonpool.runtime.cli.inputs import as_arrays, made_up, parse_inputs
-from moonpool.runtime.cli.session import UsageError
-from moonpool.runtime.config import ModelConfig
+from moonpool.runtime.cli.shared import UsageError
+from moonpool.runtime.model.config.model import ModelConfig
 
 
 def test_outputs_are_printed_with_datatype_and_shape(cli: CommandLine) -> None:
@@ -47,6 +47,7 @@ def test_texts_come_out_as_json(cli: CommandLine) -> None:
     assert json.loads(ended.stdout) == {"ANSWER": [["alive: für Elise"]]}
 
 
+@pytest.mark.promise("HTTP", "A parameter of a request or …")
 @pytest.mark.parametrize("datatype", ["FP32", "FP16"])
 def test_what_json_has_no_number_for_comes_out_as_text(cli: CommandLine, datatype: str) -> None:
     kind = {"FP32": "Float32", "FP16": "Float16"}[datatype]
@@ -204,3 +205,26 @@ def test_made_up_inputs_fit_the_configuration() -> None:
         "B": ("bool", (3, 1)),
         "T": ("object", (3, 1)),
     }
+
+
+@pytest.mark.promise("The server (`moonpool serve`)", "`check`, `infer` and `bench` host models …")
+def test_a_model_is_hosted_as_the_operator_says(cli: CommandLine) -> None:
+    """The command fails where the model may open what `strict` keeps it from, or is not where the option puts it."""
+    data = cli.folder / "data"
+    data.write_text("7")
+    data.chmod(0o644)
+    reads = (
+        "from moonpool import Float32\n\n\nclass Reads:\n"
+        "    def __call__(self, X: Float32[:]) -> Float32[:]:\n"
+        f"        return X * float(open({str(data)!r}).read())\n"
+    )
+    write_model(cli.folder / "models", "reads", reads)
+    asked = ("infer", "models", "reads", "--input", "X=[2]", "--sandbox=strict")
+
+    refused = cli(*asked)
+    assert refused.returncode != 0
+    assert f"MOONPOOL_SANDBOX_PATHS=ro:{data} would allow it" in refused.stderr
+    granted = cli(*asked, f"--model-option=r*:MOONPOOL_SANDBOX_PATHS={data}")
+    assert "14." in granted.stdout
+    ended = cli(*asked, "--model-option=reads:MOONPOOL_SANDBOX_PATH=/")
+    assert (ended.returncode, 'did you mean "MOONPOOL_SANDBOX_PATHS"' in ended.stderr) == (2, True)

@@ -40,6 +40,11 @@ def url(request: pytest.FixtureRequest, server: RunningServer) -> str:
     return f"{request.param}://127.0.0.1:{server.ports[request.param]}"
 
 
+@pytest.mark.promise(
+    "The command line",
+    "`moonpool infer --url` asks any KServe v2 server over HTTP and gRPC, and refuses an answer "
+    "that does not follow the protocol.",
+)
 def test_a_server_is_asked_as_a_repository_is(cli: CommandLine, url: str) -> None:
     ended = cli("infer", "add_sub", "--url", url, *SUMS)
 
@@ -98,6 +103,8 @@ def test_what_the_server_refuses_is_told(
         (["models", "m", "--header", "a=b"], "--header needs --url"),
         (["m", "--url", "ftp://a"], "must be http://HOST:PORT or grpc://HOST:PORT"),
         (["m", "--url", "http://a", "--backend-directory", "x"], "not for --url"),
+        (["m", "--url", "http://a", "--sandbox", "strict"], "not for --url"),
+        (["m", "--url", "http://a", "--model-option", "m:MOONPOOL_THREADS=1"], "not for --url"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(
@@ -153,6 +160,7 @@ def test_a_server_without_binary_tensors_is_understood(cli: CommandLine, liar: A
     assert json.loads(ended.stdout) == {"Y": [1.0, 2.0], "T": ["a", "ü"]}
 
 
+@pytest.mark.promise("The command line", "`moonpool infer --url` asks any KServe …")
 @pytest.mark.parametrize(
     "answer",
     [

@@ -1,4 +1,4 @@
-"""What all commands have in common: help, exit codes, how they end."""
+"""All commands have help, exit codes and their ways to end in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool.runtime.cli.main import make_parser
 
-COMMANDS = ("demo", "infer", "check", "bench")
+COMMANDS = (
+    "demo", "infer", "check", "bench", "serve", "top", "triton", "sandbox", "run-model", "completion",
+)  # fmt: skip
 
 
 def test_the_version_is_printed(cli: CommandLine) -> None:
@@ -23,7 +25,7 @@ def test_the_version_is_printed(cli: CommandLine) -> None:
 def test_the_help_lists_the_commands_and_exit_codes() -> None:
     text = make_parser().format_help()
 
-    assert [command for command in COMMANDS if f"  {command} " not in text] == []
+    assert [command for command in COMMANDS if f"\n    {command}" not in text] == []
     assert "exit codes" in text
 
 
@@ -62,6 +64,10 @@ def test_a_wrong_command_line_is_exit_code_2_with_the_usage(
     assert ended.stderr.startswith("usage: moonpool")
 
 
+@pytest.mark.promise(
+    "The command line",
+    "Options of every command may stand anywhere behind its name.",
+)
 @pytest.mark.parametrize(
     "words",
     [
@@ -97,7 +103,7 @@ def test_a_failure_is_exit_code_1_with_one_line(cli: CommandLine, command: list[
 
 
 def first_line(process: subprocess.Popen[bytes]) -> bytes:
-    """What a process says first; it is ended if it says nothing."""
+    """Return a process's first line of output. A process that prints nothing is killed."""
     if process.stdout is None:
         pytest.fail("the process was started without a pipe")
     timer = threading.Timer(PATIENCE_S, process.kill)

@@ -14,6 +14,12 @@ import pytest
 from tests.runtime.cli.shell import MODELS, CommandLine, environment, write_model
 from tests.waiting import Deadline
 
+pytestmark = pytest.mark.promise(
+    "Testing models",
+    "`moonpool run-model` gives the model the terminal: breakpoints, and the debugger where it "
+    "raised.",
+)
+
 ADD_SUB = ["--input", "INPUT0=[[1,2,3,4]]", "--input", "INPUT1=[[5,6,7,8]]"]
 
 MODEL = """
@@ -120,7 +126,7 @@ class Terminal:
             )
 
     def read_until(self, text: str) -> str:
-        """What was written up to and with this text."""
+        """Read up to this text, and return the output since the last call, this text included."""
         while text not in self._seen:
             ready, _, _ = select.select([self._fd], [], [], self._deadline.remaining_s)
             try:

@@ -16,7 +16,7 @@ from tests.runtime.cli.shell import MODELS, PATIENCE_S, CommandLine
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.terminal import Terminal
+from moonpool.runtime.process.terminal import Terminal
 
 COLOUR = re.compile(rb"\x1b\[[0-9;]+m")
 
@@ -32,7 +32,7 @@ def pseudo_terminal() -> Iterator[tuple[int, int]]:
 
 
 def shown(cli: CommandLine, stream: str, *arguments: object, **variables: str) -> bytes:
-    """What a command writes to a terminal, which is its `stream`; the other one is a pipe."""
+    """Return what a command writes to a terminal, which is its `stream`. The other stream is a pipe."""
     with pseudo_terminal() as (ours, theirs):
         stdout = theirs if stream == "stdout" else subprocess.PIPE
         stderr = theirs if stream == "stderr" else subprocess.PIPE

@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.cli.shell import CommandLine
 from tests.runtime.triton.library import library
 
-from moonpool.runtime.triton import check, installation
+from moonpool.runtime.triton import install
 
 # It may have to be compiled first.
 pytestmark = pytest.mark.timeout(240)
@@ -23,7 +23,7 @@ def real() -> Path:
 
 @pytest.fixture
 def backends(tmp_path: Path) -> Path:
-    """What a server has: its own backends, and those of others."""
+    """A server's folder of backends: its own, and some of others."""
     for name in ("python", "onnxruntime", "vllm"):
         (tmp_path / "backends" / name).mkdir(parents=True)
     (tmp_path / "backends" / "python" / "libtriton_python.so").write_bytes(b"the server's own")
@@ -43,6 +43,11 @@ def names(folder: Path) -> set[str]:
     return {each.name for each in folder.iterdir()}
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "The library is copied beside the other backends, with a file that names the interpreter "
+    "and the launcher to start. A library that a server has mapped stays as it is.",
+)
 def test_install_puts_a_copy_and_who_is_to_be_started_beside_the_other_backends(
     cli: CommandLine, backends: Path, any_library: Path
 ) -> None:
@@ -58,23 +63,31 @@ def test_install_puts_a_copy_and_who_is_to_be_started_beside_the_other_backends(
     assert (folder / "moonpool.txt").stat().st_mode & 0o777 == 0o644
     assert (folder / "moonpool.txt").read_text().splitlines() == [
         sys.executable,
-        str(installation.LAUNCHER),
+        str(install.LAUNCHER),
     ]
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "The library is copied beside …",
+)
 def test_installing_again_replaces_the_library_and_leaves_the_mapped_one_as_it_is(
     backends: Path, any_library: Path
 ) -> None:
-    installed = installation.install(backends, any_library) / "libtriton_moonpool.so"
+    installed = install.install(backends, any_library) / "libtriton_moonpool.so"
     with open(installed, "rb") as mapped:
         any_library.write_bytes(b"a newer one")
 
-        installation.install(backends, any_library)
+        install.install(backends, any_library)
 
         assert installed.read_bytes() == b"a newer one"
         assert mapped.read() == b"any bytes"
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "`uninstall` removes the files that …",
+)
 def test_install_leaves_a_directory_alone_that_it_did_not_make(
     cli: CommandLine, backends: Path, any_library: Path
 ) -> None:
@@ -87,6 +100,11 @@ def test_install_leaves_a_directory_alone_that_it_did_not_make(
     assert names(backends / "moonpool") == set()
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "In an overlay, moonpool is the backend `python`. Nothing else is changed, there or "
+    "anywhere else.",
+)
 def test_in_an_overlay_moonpool_is_python_and_the_others_are_as_they_were(
     cli: CommandLine, backends: Path, any_library: Path, tmp_path: Path
 ) -> None:
@@ -106,19 +124,24 @@ def test_an_overlay_that_is_made_again_has_what_is_there_now(
     backends: Path, any_library: Path, tmp_path: Path
 ) -> None:
     into = tmp_path / "overlay"
-    installation.overlay(backends, any_library, into)
+    install.overlay(backends, any_library, into)
     (backends / "vllm").rename(backends / "trtllm")
 
-    installation.overlay(backends, any_library, into)
+    install.overlay(backends, any_library, into)
 
     assert names(into) == {"moonpool", "onnxruntime", "python", "trtllm"}
 
 
 def test_an_overlay_is_made_only_where_there_is_nothing(backends: Path, any_library: Path) -> None:
-    with pytest.raises(installation.NotInstallable, match="was not made by moonpool"):
-        installation.overlay(backends, any_library, backends)
+    with pytest.raises(install.NotInstallable, match="was not made by moonpool"):
+        install.overlay(backends, any_library, backends)
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "`uninstall` removes the files that moonpool made, and nothing else. Files and folders that "
+    "somebody else made are left alone.",
+)
 def test_uninstall_removes_what_was_made_and_nothing_else(
     cli: CommandLine,
     backends: Path,
@@ -128,10 +151,10 @@ def test_uninstall_removes_what_was_made_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = names(backends)
-    installed = installation.install(backends, any_library)
-    overlay = installation.overlay(backends, any_library)
+    installed = install.install(backends, any_library)
+    overlay = install.overlay(backends, any_library)
 
-    assert installation.uninstall(backends) == [overlay, installed]
+    assert install.uninstall(backends) == [overlay, installed]
 
     assert names(backends) == before
     assert not overlay.exists()
@@ -145,19 +168,23 @@ def test_uninstall_removes_what_was_made_and_nothing_else(
 def test_an_overlay_elsewhere_is_uninstalled_by_its_own_name(
     backends: Path, any_library: Path, tmp_path: Path
 ) -> None:
-    overlay = installation.overlay(backends, any_library, tmp_path / "overlay")
+    overlay = install.overlay(backends, any_library, tmp_path / "overlay")
 
-    assert installation.uninstall(overlay) == [overlay]
+    assert install.uninstall(overlay) == [overlay]
 
     assert (backends / "vllm" / "model.py").exists()
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "`uninstall` removes the files that …",
+)
 def test_a_file_of_somebody_is_not_removed(backends: Path, any_library: Path) -> None:
-    folder = installation.install(backends, any_library)
+    folder = install.install(backends, any_library)
     (folder / "notes.txt").write_text("mine")
 
-    with pytest.raises(installation.NotInstallable, match=r"notes\.txt"):
-        installation.uninstall(backends)
+    with pytest.raises(install.NotInstallable, match=r"notes\.txt"):
+        install.uninstall(backends)
 
     assert (folder / "notes.txt").exists()
 
@@ -165,12 +192,10 @@ def test_a_file_of_somebody_is_not_removed(backends: Path, any_library: Path) ->
 def test_a_moonpool_without_a_library_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(installation, "_PLACES", (tmp_path / "none.so",))
+    monkeypatch.setattr(install, "_PLACES", (tmp_path / "none.so",))
 
-    with pytest.raises(
-        installation.NotInstallable, match=r"tritonserver: (run make -C|install g\+\+) "
-    ):
-        installation.find_library()
+    with pytest.raises(install.NotInstallable, match=r"tritonserver: (run make -C|install g\+\+) "):
+        install.find_library()
 
 
 def test_a_directory_that_cannot_be_written_is_told(cli: CommandLine, any_library: Path) -> None:
@@ -208,10 +233,14 @@ def server_with(folder: Path, functions: str) -> Path:
     return path
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "`check` loads the library, starts a launcher, and names the functions that a server lacks.",
+)
 def test_check_finds_a_server_in_which_moonpool_works(
     cli: CommandLine, backends: Path, real: Path
 ) -> None:
-    needed = check._needed(real)
+    needed = install._needed(real)
     assert isinstance(needed, list)
     assert "TRITONBACKEND_ModelServer" in needed
     (backends.parent / "lib").mkdir()
@@ -228,6 +257,10 @@ def test_check_finds_a_server_in_which_moonpool_works(
     )
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "`check` loads the library, starts …",
+)
 def test_check_names_the_functions_that_a_server_has_not(
     cli: CommandLine, backends: Path, real: Path, tmp_path: Path
 ) -> None:
@@ -240,6 +273,10 @@ def test_check_names_the_functions_that_a_server_has_not(
     assert "is too old, or no server: it has no TRITONSERVER_ErrorDelete, " in line
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "`check` loads the library, starts …",
+)
 def test_check_says_why_a_library_cannot_be_loaded(
     cli: CommandLine, backends: Path, any_library: Path
 ) -> None:
@@ -250,10 +287,10 @@ def test_check_says_why_a_library_cannot_be_loaded(
 
 
 def test_check_finds_an_installation_of_another_moonpool(backends: Path, any_library: Path) -> None:
-    folder = installation.install(backends, any_library)
+    folder = install.install(backends, any_library)
     (folder / "libtriton_moonpool.so").write_bytes(b"an older one")
 
-    (finding,) = check._installed(backends, any_library)
+    (finding,) = install._installed(backends, any_library)
 
     assert (finding.works, finding.what.endswith("make it again")) == (False, True)
 
@@ -262,27 +299,31 @@ def test_check_finds_an_overlay(
     backends: Path, any_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (finding,) = check._installed(backends, any_library)
+    (finding,) = install._installed(backends, any_library)
     assert (finding.works, finding.what.startswith("not yet for ")) == (None, True)
-    overlay = installation.overlay(backends, any_library)
+    overlay = install.overlay(backends, any_library)
 
-    (finding,) = check._installed(backends, any_library)
+    (finding,) = install._installed(backends, any_library)
     any_library.write_bytes(b"a newer one")
-    (stale,) = check._installed(backends, any_library)
+    (stale,) = install._installed(backends, any_library)
 
     assert (finding.works, finding.what) == (True, str(overlay / "python"))
     assert stale.works is False
 
 
+@pytest.mark.promise(
+    "Coming into a tritonserver (`moonpool triton`)",
+    "`check` loads the library, starts …",
+)
 def test_check_starts_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert check._launcher() == check.Finding("interpreter", True, sys.executable)
+    assert install._launcher() == install.TritonFinding("interpreter", True, sys.executable)
 
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     os.chmod(python, 0o755)
     monkeypatch.setattr(sys, "executable", str(python))
 
-    finding = check._launcher()
+    finding = install._launcher()
 
     assert finding.works is False
     assert "it cannot import msgpack: No module named 'msgpack'" in finding.what

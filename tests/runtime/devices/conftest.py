@@ -17,8 +17,8 @@ import moonpool
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.region import DeviceRegion
-from moonpool.runtime import gpus
-from moonpool.runtime.allotment import next_number
+from moonpool.runtime.model import gpus
+from moonpool.runtime.stubs.allotment import next_number
 
 __all__ = ["card", "fake", "fake_library"]
 
@@ -76,9 +76,9 @@ class Host:
         return len(list(memory._arena.blocks())) - 1
 
     def infer(self, x: object, how: str = "pass", model: str = "m", **options: Any) -> Any:
-        """What the model makes of X, and whether X was in ordinary memory for it."""
+        """Return the model's output, and true if it received X in ordinary memory."""
         inputs = {"X": x, "HOW": np.array([how.encode()], object)}
-        outputs = self.runtime.infer(model, inputs, timeout_s=30, **options)
+        outputs = self.runtime.infer(model, inputs, timeout_s=60, **options)
         return outputs["Y"], bool(on_host(outputs["ON_CPU"])[0])
 
 
@@ -95,7 +95,7 @@ AnyHost = TypeVar("AnyHost", bound=Host)
 
 @contextmanager
 def closing(make: Callable[[], AnyHost]) -> Iterator[AnyHost]:
-    """With the driver that this process and others find now."""
+    """Make a host that uses the driver on the library path, and close it at the end."""
     gpus.usable_gpus.cache_clear()
     host = make()
     try:
@@ -110,7 +110,7 @@ def closing(make: Callable[[], AnyHost]) -> Iterator[AnyHost]:
 
 @pytest.fixture
 def fake_host(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHost]:
-    """With a device that works at once, in this process and in others."""
+    """A host with the fake device, in this process and in others. Its work is done at once."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(fake.library.parent))
     with closing(lambda: FakeHost(fake)) as host:
         yield host
@@ -118,14 +118,14 @@ def fake_host(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHost]
 
 @pytest.fixture
 def card_host(card: None) -> Iterator[Host]:  # noqa: ARG001 - it drives the device
-    """With the machine's own GPU."""
+    """A host with the machine's own GPU."""
     with closing(Host) as host:
         yield host
 
 
 @pytest.fixture(params=["fake_host", pytest.param("card_host", marks=pytest.mark.gpu)])
 def host(request: pytest.FixtureRequest) -> Host:
-    """With a device: the fake one, and where there is one the machine's own."""
+    """A host with a device: the fake one, or the machine's own where it has one."""
     found: Host = request.getfixturevalue(request.param)
     return found
 

@@ -1,4 +1,4 @@
-"""What is made of answers on a device that nobody asked for there."""
+"""Answers on a device that no caller asked for there arrive in ordinary memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.tensors import CODES
-from moonpool.runtime.answer_reader import AnswerReader
-from moonpool.runtime.call_requests import _MOST_FETCHED, Fetching
 from moonpool.runtime.errors import BackendError, ModelUnavailable
-from moonpool.runtime.request import InferenceRequest, Response, Shapes, Wire
+from moonpool.runtime.model.request import InferenceRequest, Response, Shapes, WireTensor
+from moonpool.runtime.stubs.answers import AnswerReader
+from moonpool.runtime.stubs.calls.requests import _MOST_FETCHED, Fetching
+
+pytestmark = pytest.mark.promise(
+    "GPUs in the runtime",
+    "A contained stub that answers on a device is ended if ordinary memory was asked for, and a "
+    "model can make only a limited number of the runtime's threads wait for its GPU.",
+)
 
 
 def read(*, is_confined: bool, datatype: str = "FP32") -> Any:
-    """An answer with one output, which lies on a device, to somebody who only passes it on."""
+    """Read an answer with one output on a device, for a caller that only passes it on."""
     reader = AnswerReader(is_confined=is_confined)
     reader.output_names, reader.has_devices = ["Y"], True
     region = DeviceRegion.create(1, 1, device(0))
@@ -40,7 +46,7 @@ def test_they_are_copied_where_the_stub_is_trusted(fake: Fake) -> None:  # noqa:
 
     assert isinstance(response, Response)
     output: Any = response.outputs["Y"]
-    assert isinstance(output, Wire)
+    assert isinstance(output, WireTensor)
     assert (output.raw.view(np.float32) == [0, 1, 2, 3]).all()
 
 
@@ -79,13 +85,14 @@ def test_a_model_cannot_have_any_number_of_inputs_copied_at_a_time() -> None:
     assert [type(each) for each in came] == [ModelUnavailable]
     slow.may_go.set()
     for _ in range(_MOST_FETCHED + 1):
-        assert done.acquire(timeout=10)
+        assert done.acquire(timeout=60)
     assert {type(each) for each in came[1:]} == {OutOfMemory}
     fetching.start(slow, {"X": 1}, go_on)
-    assert done.acquire(timeout=10)
+    assert done.acquire(timeout=60)
     assert came[-1] == {"X": 1}
 
 
+@pytest.mark.promise("At the limits", "If no thread can be started …")
 def test_inputs_that_cannot_be_copied_are_told_and_leave_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,7 +105,7 @@ def test_inputs_that_cannot_be_copied_are_told_and_leave_room_for_others(
     came: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     fetching.start(slow, {"X": MemoryError("none left")}, came.put)
-    error = came.get(timeout=10)
+    error = came.get(timeout=60)
     assert isinstance(error, BackendError)
     assert "none left" in str(error)
 
@@ -106,9 +113,9 @@ def test_inputs_that_cannot_be_copied_are_told_and_leave_room_for_others(
         patch.setattr(threading.Thread, "start", refuse)
         for _ in range(_MOST_FETCHED + 1):
             fetching.start(slow, {"X": 1}, came.put)
-            error = came.get(timeout=10)
+            error = came.get(timeout=60)
             assert isinstance(error, ModelUnavailable)
             assert "can't start new thread" in str(error)
 
     fetching.start(slow, {"X": 1}, came.put)
-    assert came.get(timeout=10) == {"X": 1}
+    assert came.get(timeout=60) == {"X": 1}

@@ -9,11 +9,17 @@ from tests.waiting import wait_until
 
 from moonpool.ipc.cuda.array import DeviceArray
 
+pytestmark = pytest.mark.promise(
+    "GPUs in the runtime",
+    "Tensors stay on the device from model to model; whatever the memories of two models, the "
+    "values are the same, and they come in the memory that is preferred.",
+)
+
 VALUES = np.arange(1, 17, dtype=np.float32)
 
 
 def seen(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Where the models that were asked put their answers."""
+    """Return the memory kinds in which the called models put their answers."""
     said = [record.message for record in caplog.records if "answered" in record.message]
     return [text.split("] ")[-1].partition(" (")[0] for text in said]
 
@@ -62,6 +68,7 @@ def test_the_memory_that_a_model_prefers_is_what_it_gets(
     assert seen(caplog) == [f"b answered {there}"] * 2
 
 
+@pytest.mark.promise("GPUs in the runtime", "Each reader of a tensor …")
 def test_a_chain_of_models_waits_for_what_the_device_does_late(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

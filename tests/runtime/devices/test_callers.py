@@ -12,8 +12,8 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool.ipc.cuda.array import DeviceArray
-from moonpool.runtime.frontend.requests import make_request
-from moonpool.runtime.responses import wait_for_response
+from moonpool.runtime.schedule.callers import wait_for_response
+from moonpool.runtime.server.inference.request import make_request
 
 VALUES = np.arange(16, dtype=np.float32)
 # Copies between memories of any kind.
@@ -24,6 +24,11 @@ def copies(host: FakeHost) -> int:
     return sum(host.fake.calls(name) for name in COPIES)
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "Memory of the runtime's own on a device, as it is or as a library has it, is lent to "
+    "models and comes back without a copy.",
+)
 def test_memory_of_the_runtimes_own_is_lent_and_comes_back_as_it_is(fake_host: FakeHost) -> None:
     fake_host.load()
     x = fake_host.on_device(VALUES)
@@ -38,6 +43,7 @@ def test_memory_of_the_runtimes_own_is_lent_and_comes_back_as_it_is(fake_host: F
     assert (y.to_host() == VALUES).all()
 
 
+@pytest.mark.promise("GPUs in the runtime", "Outputs arrive in the memory …")
 def test_an_output_on_the_device_is_an_array_that_others_can_take(host: Host) -> None:
     host.load()
 
@@ -50,6 +56,11 @@ def test_an_output_on_the_device_is_an_array_that_others_can_take(host: Host) ->
     assert (y.to_host() == VALUES + 1).all()
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "Arrays of other libraries are copied once on the device; for a model that takes none "
+    "there, once, into memory that it reads.",
+)
 def test_arrays_of_other_libraries_are_copied_once_on_the_device(fake_host: FakeHost) -> None:
     fake_host.load()
     x = Foreign(VALUES)
@@ -63,6 +74,7 @@ def test_arrays_of_other_libraries_are_copied_once_on_the_device(fake_host: Fake
     assert (y.to_host() == VALUES).all()
 
 
+@pytest.mark.promise("GPUs in the runtime", "Memory of the runtime's own on …")
 def test_what_a_library_made_of_the_runtimes_memory_is_lent_as_well(fake_host: FakeHost) -> None:
     fake_host.load()
 
@@ -88,6 +100,7 @@ def test_what_a_library_made_of_the_runtimes_memory_is_lent_as_well(fake_host: F
     assert fake_host.memory_used() == 0
 
 
+@pytest.mark.promise("GPUs in the runtime", "Arrays of other libraries are copied …")
 def test_without_a_word_models_get_inputs_in_ordinary_memory_copied_once(
     fake_host: FakeHost,
 ) -> None:
@@ -103,6 +116,11 @@ def test_without_a_word_models_get_inputs_in_ordinary_memory_copied_once(
     assert (y == VALUES).all()
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "Outputs arrive in the memory that `outputs_in` names. Without it they arrive in ordinary "
+    "memory in a server, and elsewhere in the memory in which the model left them.",
+)
 @pytest.mark.parametrize("how", ["pass", "add"])
 def test_outputs_are_asked_for_in_ordinary_memory(host: Host, how: str) -> None:
     host.load()
@@ -113,6 +131,7 @@ def test_outputs_are_asked_for_in_ordinary_memory(host: Host, how: str) -> None:
     assert (y == VALUES + (how == "add")).all()
 
 
+@pytest.mark.promise("GPUs in the runtime", "Outputs arrive in the memory …")
 def test_outputs_are_asked_for_on_the_device(host: Host) -> None:
     host.load()
 
@@ -131,9 +150,10 @@ def test_other_wishes_are_refused(host: Host, wish: str) -> None:
         host.infer(VALUES, outputs_in=wish)
 
 
+@pytest.mark.promise("GPUs in the runtime", "Outputs arrive in the memory …")
 @pytest.mark.parametrize("kind", ["GPU", "CPU"])
 def test_what_is_only_passed_on_comes_in_ordinary_memory(host: Host, kind: str) -> None:
-    """As HTTP and gRPC send it."""
+    """HTTP and gRPC send such outputs on as bytes."""
     host.load(kind=kind)
     hosted = host.runtime.registry.find("m", None)
     inputs: dict[str, Any] = {"X": host.on_device(VALUES), "HOW": np.array([b"add"], object)}
@@ -145,6 +165,7 @@ def test_what_is_only_passed_on_comes_in_ordinary_memory(host: Host, kind: str) 
     assert (y.raw.view(np.float32) == VALUES + 1).all()
 
 
+@pytest.mark.promise("GPUs in the runtime", "The driver is not loaded if …")
 def test_the_runtime_has_no_context_before_device_memory_is_handled(fake_host: FakeHost) -> None:
     before = fake_host.fake.calls("cuDevicePrimaryCtxRetain")
     fake_host.load()
@@ -156,6 +177,10 @@ def test_the_runtime_has_no_context_before_device_memory_is_handled(fake_host: F
     assert fake_host.fake.calls("cuDevicePrimaryCtxRetain") == before
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "Each reader of a tensor waits until the device has written it.",
+)
 def test_what_the_device_does_late_is_waited_for(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +199,10 @@ def test_what_the_device_does_late_is_waited_for(
         assert (y.to_host() == VALUES + i).all()
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "Requests in memories of all kinds are batched together.",
+)
 def test_requests_with_arrays_of_all_kinds_are_one_batch(host: Host) -> None:
     host.load(batch=4)
     row = VALUES.reshape(1, -1)
@@ -190,6 +219,11 @@ def test_requests_with_arrays_of_all_kinds_are_one_batch(host: Host) -> None:
         assert (output.to_host() == VALUES + i).all()
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "An output on a device outlives the process that made it; an input that a model keeps stays "
+    "what it is.",
+)
 def test_an_answer_outlives_the_stub_that_made_it(host: Host) -> None:
     host.load()
     y, _ = host.infer(host.on_device(VALUES), "add")
@@ -202,6 +236,7 @@ def test_an_answer_outlives_the_stub_that_made_it(host: Host) -> None:
     assert (host.infer(host.on_device(VALUES), "add")[0].to_host() == VALUES + 1).all()
 
 
+@pytest.mark.promise("GPUs in the runtime", "An output on a device outlives …")
 def test_an_input_that_a_model_keeps_stays_what_it_is(host: Host) -> None:
     host.load()
     first, second = host.on_device(VALUES), host.on_device(VALUES + 1)
@@ -216,6 +251,11 @@ def test_an_input_that_a_model_keeps_stays_what_it_is(host: Host) -> None:
     assert (third.to_host() == VALUES + 2).all()
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "Memory of a device has limits like ordinary memory, and if it runs out, one request gets "
+    "an error.",
+)
 def test_more_than_a_model_may_have_is_an_error_and_the_model_lives(host: Host) -> None:
     host.load(REGION_LIMIT_BYTES="2M")
     large = np.zeros(1 << 20, np.float32)
@@ -256,6 +296,7 @@ def test_an_input_of_another_datatype_is_refused_where_it_lies(host: Host) -> No
         host.infer(Gaps(VALUES))
 
 
+@pytest.mark.promise("GPUs in the runtime", "Many requests leave nothing on the device.")
 def test_many_requests_leave_nothing_on_the_device(fake_host: FakeHost) -> None:
     fake_host.load()
     x = Foreign(VALUES)

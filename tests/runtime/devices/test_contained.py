@@ -11,7 +11,13 @@ from tests.e2e.hosting import MODELS
 from tests.gpu.cards import Fake
 from tests.runtime.devices.conftest import FakeHost, Foreign, Host, on_host
 
-from moonpool.runtime.sandbox import gpu_access
+from moonpool.runtime.isolation import gpu_access
+
+pytestmark = pytest.mark.promise(
+    "GPUs in the runtime",
+    "A contained instance gets the nodes of the driver and of its own GPU, and sees only "
+    "that GPU. It gets one only if its configuration and the server name it.",
+)
 
 VALUES = np.arange(16, dtype=np.float32)
 
@@ -46,7 +52,7 @@ PROGRAM = """
     import json, pathlib, sys, tempfile
     import numpy as np
     import moonpool
-    from moonpool.runtime.sandbox import gpu_access
+    from moonpool.runtime.isolation import gpu_access
 
     folder = pathlib.Path(sys.argv[2])
     for bus in ("10", "11"):
@@ -83,7 +89,7 @@ PROGRAM = """
 def test_its_gpu_is_the_only_one_that_it_sees_whatever_its_number(
     fake: Fake, tmp_path: Path
 ) -> None:
-    """What lies on another one is copied to it; outputs that are wanted there come in ordinary memory."""
+    """Inputs on another GPU are copied to it. Outputs that are wanted on another GPU come in ordinary memory."""
     said = fake.run(PROGRAM, str(MODELS / "on_device.py"), str(tmp_path), FAKE_CUDA_DEVICES=2)
 
     assert json.loads(said) == [

@@ -31,8 +31,8 @@ PROGRAM = """
             print(json.dumps(str(error)))
             sys.exit()
         hosted = runtime.registry.find("m", None)
-        seats = [seat.instance for seat in hosted.supervisor.seats]
-        said = [[each.name, each.kind, each.device_id] for each in seats]
+        found = [record.instance for record in hosted.supervisor.records]
+        said = [[each.name, each.kind, each.device_id] for each in found]
         came = []
         for gpu in (0, 1):
             array = runtime.empty("m", "X", (4,), device=gpu)
@@ -46,6 +46,7 @@ PROGRAM = """
 VALUES = [[0, 0, 0, 0, 0]] * 4 + [[1, 1, 1, 1, 1]] * 4
 
 
+@pytest.mark.promise("GPUs in the runtime", "Instances are placed on GPUs as …")
 @pytest.mark.parametrize(
     ("group", "instances"),
     [
@@ -67,6 +68,11 @@ def test_there_are_so_many_instances_on_each_gpu_and_tensors_stay_on_theirs(
     assert json.loads(said) == [instances, VALUES]
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "If a configuration names a GPU that does not exist, the load fails, and the error says "
+    "which GPUs there are, or why there are none.",
+)
 @pytest.mark.parametrize(
     ("settings", "group", "words"),
     [

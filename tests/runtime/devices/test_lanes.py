@@ -1,4 +1,4 @@
-"""What runtime and stub tell each other of devices, and what the runtime makes of a stub that lies."""
+"""Runtime and stub exchange messages about devices, and the runtime refuses those of a stub that lies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from tests.gpu.cards import Fake
 from tests.waiting import wait_until
 
 from moonpool.ipc.errors import CudaUnavailable, RemoteProtocolError
-from moonpool.runtime import lanes as module
-from moonpool.runtime.lanes import Lanes
+from moonpool.runtime.stubs import devices as module
+from moonpool.runtime.stubs.devices import Lanes
+
+pytestmark = pytest.mark.promise(
+    "GPUs in the runtime",
+    "A stub that lies about events or devices is refused or ended. The runtime waits for a silent "
+    "stub only for a limited time, and not at all if other stubs would have to wait.",
+)
 
 
 class Ends:
@@ -50,6 +56,11 @@ def test_a_stub_that_sees_some_devices_numbers_those(fake: Fake) -> None:  # noq
         lanes.lane(0)
 
 
+@pytest.mark.promise(
+    "GPUs in the runtime",
+    "No events are shared with a contained stub: the runtime's driver reads nothing that the stub "
+    "wrote, and no stream waits for it.",
+)
 def test_with_a_contained_stub_no_events_are_shared(fake: Fake) -> None:  # noqa: ARG001
     ends = Ends((0,))
     ends.lanes.lane(0)

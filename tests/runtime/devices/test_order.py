@@ -1,4 +1,4 @@
-"""Who is told of work on a device waits for it, on the device: only one side is late, so that nothing else makes it right."""
+"""The side that receives work on a device waits for it there. One side alone is late, so nothing else orders the work."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def load_library(host: Host, **options: str) -> None:
     )
 
 
+@pytest.mark.promise(
+    "Device memory in a model",
+    "Runtime and stub wait on the device for the work that the other one has put there, also "
+    "at the end of a stub.",
+)
 def test_a_model_waits_for_what_the_runtime_does_late(fake_host: FakeHost) -> None:
     fake_host.load()
     fake_host.infer(Foreign(VALUES), "host")
@@ -40,6 +45,7 @@ def test_a_model_waits_for_what_the_runtime_does_late(fake_host: FakeHost) -> No
     assert (on_host(y) == VALUES + 6).all()
 
 
+@pytest.mark.promise("Device memory in a model", "Runtime and stub wait on the device …")
 @pytest.mark.parametrize("wanted", ["where they are", "ordinary"])
 def test_a_caller_waits_for_what_a_model_s_library_does_late(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch, wanted: str
@@ -51,6 +57,6 @@ def test_a_caller_waits_for_what_a_model_s_library_does_late(
     for step in range(2):
         x = fake_host.runtime.empty("library", "X", VALUES.shape, device=0)
         x.device.write(x.address, VALUES + step)
-        y = fake_host.runtime.infer("library", {"X": x}, timeout_s=30, **options)["Y"]
+        y = fake_host.runtime.infer("library", {"X": x}, timeout_s=60, **options)["Y"]
         assert isinstance(y, np.ndarray) == (wanted == "ordinary")
         assert (on_host(y) == VALUES + step).all()

@@ -27,6 +27,11 @@ def swap(host: Host) -> Host:
     return host
 
 
+@pytest.mark.promise(
+    "Device memory in a model",
+    "Pipelines go through ordinary memory and that of a device, and models on a device ask each "
+    "other there.",
+)
 def test_a_pipeline_goes_through_ordinary_memory_the_device_and_back(swap: Host) -> None:
     config = {
         "input": [{"name": "X", **FP32}],
@@ -35,11 +40,12 @@ def test_a_pipeline_goes_through_ordinary_memory_the_device_and_back(swap: Host)
         "parameters": {"callee": {"string_value": "swap"}},
     }
     swap.runtime.load("pipeline", MODELS / "gpu_pipeline.py", config=config)
-    y = swap.runtime.infer("pipeline", {"X": X}, timeout_s=30)["Y"]
+    y = swap.runtime.infer("pipeline", {"X": X}, timeout_s=60)["Y"]
     assert isinstance(y, np.ndarray)
     assert (y == 2 * X + 1).all()
 
 
+@pytest.mark.promise("Device memory in a model", "Pipelines go through ordinary memory and …")
 @pytest.mark.parametrize("there", [True, False])
 def test_a_model_on_the_device_asks_another_one_there(swap: Host, *, there: bool) -> None:
     config = {
@@ -50,7 +56,7 @@ def test_a_model_on_the_device_asks_another_one_there(swap: Host, *, there: bool
     }
     swap.runtime.load("asks", MODELS / "gpu_bls.py", config=config)
     a, b = (Foreign(X), Foreign(X + 1)) if there else (X, X + 1)
-    outputs = swap.runtime.infer("asks", {"INPUT0": a, "INPUT1": b}, timeout_s=30)
+    outputs = swap.runtime.infer("asks", {"INPUT0": a, "INPUT1": b}, timeout_s=60)
     seen = ["gpu" if there else "cpu"] * 2 + ["gpu", "gpu"]
     assert outputs["SEEN"].tolist() == [" ".join(seen).encode()]
     assert (on_host(outputs["OUTPUT0"]) == X + 1).all()

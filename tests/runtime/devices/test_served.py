@@ -11,6 +11,12 @@ from tests.e2e.hosting import MODELS
 from tests.gpu.cards import Fake
 from tests.server.running import running
 
+pytestmark = pytest.mark.promise(
+    "GPUs in the runtime",
+    "Clients of a server, with one front end or several, get bytes, in whichever memory a model "
+    "leaves its outputs.",
+)
+
 CONFIG = """
     backend: "python"
     input [

@@ -1,4 +1,4 @@
-"""What the native codec and Python's say of the same packet is the same."""
+"""The native codec and Python's agree on every packet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def corpus() -> list[Asked]:
 
 
 def agree(asked: Asked, told: Told) -> bool:
-    """Whether both accept the packet. Raises AssertionError where they do not agree on it."""
+    """Return true if both codecs accept the packet. Raises AssertionError if they do not agree on it."""
     fields, theirs = python_reads(asked)
     if not told.refused:
         assert not theirs, (asked, theirs)
@@ -51,7 +51,7 @@ def agree(asked: Asked, told: Told) -> bool:
 
 
 def python_reads(asked: Asked) -> tuple[Sequence[object], str]:
-    """What it says, or why it is refused."""
+    """Return the fields that Python's codec reads, and the reason if it refuses the packet."""
     try:
         if asked.channel == "layout":
             return unpack_layout(asked.packet, asked.sender or _MOST_VALUES), ""
@@ -63,7 +63,7 @@ def python_reads(asked: Asked) -> tuple[Sequence[object], str]:
 
 
 def has_a_name_twice(packet: bytes) -> bool:
-    """Of two entries with the same name Python keeps one, and counts one."""
+    """Return true if a map has two entries of one name. Python's codec keeps one of them, and counts one."""
     twice = []
 
     def entries(pairs: list[tuple[str, object]]) -> dict[str, object]:

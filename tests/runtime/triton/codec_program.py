@@ -36,10 +36,10 @@ class CodecProgram:
 
     def __init__(self, folder: Path) -> None:
         """Compile it into the folder."""
-        self._program = _compiled("codec_program", folder)
+        self._program = _compiled("codec_program", folder, "-O0")
 
     def tell(self, asked: list[Asked]) -> list[Told]:
-        """What the codec says of each; what it cannot bear ends the test."""
+        """Return the native codec's result for each packet. A crash fails the test."""
         ended = subprocess.run(
             [str(self._program)], input=_packets(asked), capture_output=True, check=False
         )
@@ -78,12 +78,12 @@ class CodecFuzzer:
 
 
 def asked_of(data: bytes) -> Asked:
-    """What lies in a file of the corpus."""
+    """Return the question that a file of the corpus holds."""
     return Asked(CHANNELS[data[0]], data[1], data[2:])
 
 
 def file_of(asked: Asked) -> bytes:
-    """What is to lie in a file of the corpus."""
+    """Return the contents of a file of the corpus for this question."""
     return bytes([CHANNELS.index(asked.channel), asked.sender]) + asked.packet
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.runtime.triton import installation
+from moonpool.runtime.triton import install
 
-NATIVE = installation.FOLDER / "native"
+NATIVE = install.FOLDER / "native"
 
 
 def library(sanitizers: str = "") -> Path:
@@ -31,7 +31,7 @@ def library(sanitizers: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     command = ["make", "-C", str(NATIVE), "-j2", f"OUT={folder}"]
     if sanitizers:
-        command += [f"SANITIZE={sanitizers}", "CXXFLAGS=-O1"]
+        command += [f"SANITIZE={sanitizers}", "CXXFLAGS=-O0"]
     # One process compiles, the others wait.
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -45,13 +45,13 @@ def _found(sanitizers: str) -> Path:
     if sanitizers:
         pytest.skip("the library with sanitizers is not compiled here")
     try:
-        return installation.find_library()
-    except installation.NotInstallable as error:
+        return install.find_library()
+    except install.NotInstallable as error:
         pytest.skip(str(error))
 
 
 def sanitizer_libraries(names: Sequence[str]) -> str:
-    """What a program is to load before everything else that loads a library with sanitizers. Skips where they are not."""
+    """Return the LD_PRELOAD of a program that loads a library with sanitizers. Skips if there are none."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         pytest.skip("there is no C++ compiler")

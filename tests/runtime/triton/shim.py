@@ -24,9 +24,9 @@ from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import PeerGone
 from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.region import SharedRegion
-from moonpool.runtime.triton.installation import LAUNCHER
+from moonpool.runtime.triton.install import LAUNCHER
+from moonpool.runtime.triton.launcher_channel import LauncherChannel
 from moonpool.runtime.triton.messages import End, Word
-from moonpool.runtime.triton.post import Post
 
 _TIMEOUT_S = 30.0
 _FP32 = 11
@@ -67,7 +67,7 @@ class Stub:
         return self.answer()
 
     def answer(self) -> list[float]:
-        """What comes next on the work channel, which is to be an ANSWER of one output."""
+        """Return the next message on the work channel, which must be an ANSWER of one output."""
         _, batch, _, _, blocks, packed, remarks, _ = self.work.receive()
         assert (batch, remarks) == (self._batch, None)
         ((tensor,),) = unpack_layout(packed)
@@ -110,7 +110,7 @@ class Shim:
             close_fds=False,
         )
         end.close()
-        self._post = Post(channel, End.SHIM)
+        self._peer = LauncherChannel(channel, End.SHIM)
         self._heard: queue.SimpleQueue[tuple[list[Any], list[int]] | None] = queue.SimpleQueue()
         self._hearing = threading.Thread(target=self._hear)
         self._hearing.start()
@@ -126,11 +126,11 @@ class Shim:
     def _hear(self) -> None:
         with suppress(PeerGone):
             while True:
-                self._heard.put(self._post.hear())
+                self._heard.put(self._peer.receive())
         self._heard.put(None)
 
     def tell(self, *message: object) -> None:
-        self._post.tell(*message)
+        self._peer.send(*message)
 
     def hear(self, *words: Word, timeout_s: float = _TIMEOUT_S) -> list[Any]:
         """The next message that is one of these, with what comes before it that concerns stubs noted."""
@@ -185,7 +185,7 @@ class Shim:
     def lose(
         self, stub: Stub, *, is_executing: bool = True, is_shortage: bool = False, why: str = ""
     ) -> list[Any]:
-        """What DIED says."""
+        """Report a stub as lost, and return the fields of DIED."""
         number = self.number_of(stub)
         self.tell(Word.LOST, number, stub.generation, is_executing, is_shortage, why)
         return self.hear(Word.DIED)
@@ -197,14 +197,14 @@ class Shim:
         assert self.hear(Word.ENDED) == [Word.ENDED, number]
 
     def stderr(self) -> str:
-        """What the launcher has written there, once it has ended."""
+        """Return the launcher's stderr, once it has ended."""
         assert self.process.stderr is not None
         return self.process.stderr.read().decode()
 
     def close(self) -> None:
-        self._post.wake()
+        self._peer.wake()
         self._hearing.join()
-        self._post.close()
+        self._peer.close()
         # What was said last, and nobody asked for.
         while not self._heard.empty():
             _, fds = self._heard.get() or ([], [])

@@ -22,6 +22,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> CodecProgram:
     return CodecProgram(tmp_path_factory.mktemp("codec"))
 
 
+@pytest.mark.promise(
+    "The wire",
+    "The native codec accepts, reads, writes and refuses the same packets as Python's, with the "
+    "same error texts, whatever the bytes are. It never reads beyond them.",
+)
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_every_vector_is_read_as_python_reads_it(program: CodecProgram, channel: str) -> None:
     known = vectors(channel)
@@ -76,6 +81,7 @@ _VALUES = [
 ]
 
 
+@pytest.mark.promise("The wire", "The native codec accepts, reads …")
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_both_codecs_refuse_the_same_of_changed_packets(
     program: CodecProgram, channel: str
@@ -93,11 +99,13 @@ def test_both_codecs_refuse_the_same_of_changed_packets(
     assert accepted > 2000
 
 
+@pytest.mark.promise("The wire", "The native codec accepts, reads …")
 def test_both_codecs_agree_on_what_a_fuzzer_found(program: CodecProgram) -> None:
     found = corpus()
     assert 0 < sum(map(agree, found, program.tell(found))) < len(found)
 
 
+@pytest.mark.promise("The wire", "The native codec accepts, reads …")
 def test_layouts_are_read_alike_however_many_values_they_may_have(program: CodecProgram) -> None:
     dice = random.Random("layouts")
     asked = [

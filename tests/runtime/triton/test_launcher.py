@@ -30,6 +30,11 @@ def test_a_stub_that_was_started_answers_the_shim(start: Start) -> None:
     assert stub.infer([1, 2, 3]) == [2, 4, 6]
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "A model in a tritonserver finalizes when it is unloaded or replaced, for as long as its "
+    "configuration says.",
+)
 def test_an_instance_that_is_ended_is_finalized_first(
     shim: Shim, start: Start, tmp_path: Path
 ) -> None:
@@ -43,6 +48,7 @@ def test_an_instance_that_is_ended_is_finalized_first(
     assert not os.path.exists(f"/proc/{stub.pid}")
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "A model in a tritonserver finalizes …")
 def test_an_instance_that_does_not_finalize_in_time_is_ended(shim: Shim, start: Start) -> None:
     text = f"{DOUBLES}\n    def finalize(self):\n        import time; time.sleep(1000)"
     stub = start(text, with_options(MOONPOOL_FINALIZE_TIMEOUT_S="0.1"))
@@ -52,6 +58,11 @@ def test_an_instance_that_does_not_finalize_in_time_is_ended(shim: Shim, start: 
     assert not os.path.exists(f"/proc/{stub.pid}")
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "If a stub dies, the log says why. It is started again after ever longer pauses, until no "
+    "restarts are left. A restart that fails counts as a death.",
+)
 def test_a_stub_that_died_is_explained_and_started_again(shim: Shim, start: Start) -> None:
     stub = start()
     stub.kill()
@@ -74,6 +85,11 @@ def test_a_stub_that_died_without_requests_was_idle(shim: Shim, start: Start) ->
     assert shim.lose(stub, is_executing=False)[4].endswith("while it was idle.")
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "A stub that broke the protocol, before or after it was started, is killed. Clients learn "
+    "that it was, and the log has the details.",
+)
 def test_a_stub_that_broke_the_protocol_is_killed_and_the_details_are_told(
     shim: Shim, start: Start
 ) -> None:
@@ -86,6 +102,7 @@ def test_a_stub_that_broke_the_protocol_is_killed_and_the_details_are_told(
     assert any("ANSWER.batch may not be -1" in text for _, text in shim.notes)
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "If a stub dies, the …")
 def test_ever_longer_pauses_lie_before_ever_more_restarts_until_there_are_no_more(
     shim: Shim, start: Start
 ) -> None:
@@ -107,6 +124,7 @@ def test_ever_longer_pauses_lie_before_ever_more_restarts_until_there_are_no_mor
     assert "it is started again after 60 s" in message
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "An instance that was given up …")
 def test_an_instance_that_was_given_up_is_started_again_after_a_rest(
     shim: Shim, start: Start
 ) -> None:
@@ -121,6 +139,7 @@ def test_an_instance_that_was_given_up_is_started_again_after_a_rest(
     assert shim.stubs[2].infer([1.5]) == [3.0]
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "An instance that was given up …")
 def test_an_instance_that_rests_can_be_ended(shim: Shim, start: Start) -> None:
     stub = start(config=with_options(MOONPOOL_MAX_RESTARTS="0"))
     stub.kill()
@@ -128,10 +147,11 @@ def test_an_instance_that_rests_can_be_ended(shim: Shim, start: Start) -> None:
     shim.end(stub)
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "A lack of descriptors in …")
 def test_a_server_that_has_no_room_for_a_process_costs_the_model_no_death(
     shim: Shim, start: Start
 ) -> None:
-    """With no restart allowed, one death would be the end."""
+    """The model may not restart at all, so a single death would be its end."""
     start(config=with_options(MOONPOOL_MAX_RESTARTS="0"))
     for _ in range(3):
         *_, message, restarts_in_ms = shim.lose(
@@ -142,6 +162,7 @@ def test_a_server_that_has_no_room_for_a_process_costs_the_model_no_death(
         shim.hear(Word.STARTED)
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "If a stub dies, the …")
 def test_a_restart_that_fails_is_a_death_of_its_own(
     shim: Shim, start: Start, tmp_path: Path
 ) -> None:
@@ -156,6 +177,7 @@ def test_a_restart_that_fails_is_a_death_of_its_own(
     assert "no disk" in message
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "A process that has served long …")
 def test_a_process_that_has_served_long_enough_is_replaced(shim: Shim, start: Start) -> None:
     stub = start(config=with_options(MOONPOOL_MAX_RESTARTS="0", MOONPOOL_RECYCLE_REQUESTS="2"))
     number = shim.number_of(stub)
@@ -168,6 +190,7 @@ def test_a_process_that_has_served_long_enough_is_replaced(shim: Shim, start: St
     assert (0, f"[m_0] is started anew: {because}") in shim.notes
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "A model in a tritonserver finalizes …")
 def test_a_process_that_does_not_finalize_in_time_is_replaced_all_the_same(
     shim: Shim, start: Start
 ) -> None:
@@ -189,6 +212,7 @@ def test_an_instance_that_is_being_replaced_can_be_ended(shim: Shim, start: Star
     assert shim.hear(Word.ENDED) == [Word.ENDED, number]
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "A process that has served long …")
 def test_a_process_that_holds_too_much_memory_is_told_of(shim: Shim, start: Start) -> None:
     text = "KEPT = []\n" + DOUBLES.replace(
         "requests):\n", "requests):\n        KEPT.append(b'x' * (150 << 20))\n"
@@ -199,6 +223,10 @@ def test_a_process_that_holds_too_much_memory_is_told_of(shim: Shim, start: Star
     assert shim.hear(Word.GROWN) == [Word.GROWN, 2, 1]
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "The launcher ignores messages about a process that has already ended.",
+)
 def test_what_is_said_of_an_earlier_generation_is_passed_by(shim: Shim, start: Start) -> None:
     first = start()
     first.kill()
@@ -212,6 +240,10 @@ def test_what_is_said_of_an_earlier_generation_is_passed_by(shim: Shim, start: S
     assert shim.stubs[number].infer([1]) == [2]
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "A batch over its time ends its process, with a reason.",
+)
 def test_a_batch_that_takes_too_long_is_ended(shim: Shim, start: Start) -> None:
     text = (
         "import time\nclass TritonPythonModel:\n    def execute(self, _):\n        time.sleep(1000)"
@@ -231,6 +263,10 @@ def test_a_batch_that_takes_too_long_is_ended(shim: Shim, start: Start) -> None:
     )
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "If a model does not start, the error is in its own words.",
+)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -251,6 +287,7 @@ def test_a_model_that_does_not_start_is_refused_with_its_own_words(
     assert expected in message
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "A stub that broke the …")
 def test_a_stub_that_breaks_the_protocol_before_it_is_started_is_refused(
     shim: Shim, write: Write
 ) -> None:
@@ -274,6 +311,11 @@ def test_an_instance_that_is_starting_can_be_ended(shim: Shim, write: Write) -> 
     assert shim.hear(Word.ENDED) == [Word.ENDED, number]
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "Memory of an instance grows as far as the model's limit, the machine and the "
+    "server's control groups allow. Beyond that, a request is refused.",
+)
 def test_memory_is_set_aside_for_an_instance_as_far_as_it_may_have_it(
     shim: Shim, start: Start
 ) -> None:
@@ -298,6 +340,7 @@ def test_memory_is_set_aside_for_an_instance_as_far_as_it_may_have_it(
     assert shim.hear(Word.SET_ASIDE, Word.REFUSED)[:2] == [Word.REFUSED, 1003]
 
 
+@pytest.mark.promise("Containment", "All shared memory that a contained …")
 def test_memory_that_came_back_counts_and_is_set_aside_again(shim: Shim, start: Start) -> None:
     options = {"MOONPOOL_REGION_LIMIT_BYTES": str(8 << 20), "MOONPOOL_SANDBOX": "strict"}
     stub = start(DOUBLES, with_options(**options))
@@ -321,6 +364,7 @@ def test_memory_that_came_back_counts_and_is_set_aside_again(shim: Shim, start: 
     assert shim.hear(Word.SET_ASIDE, Word.REFUSED)[:2] == [Word.REFUSED, 2]
 
 
+@pytest.mark.promise("Executing in a tritonserver", "Memory of an instance grows as …")
 def test_more_memory_than_the_machine_has_is_refused(shim: Shim, start: Start) -> None:
     stub = start()
 
@@ -340,6 +384,7 @@ def test_more_memory_than_the_machine_has_is_refused(shim: Shim, start: Start) -
     assert f"cannot set aside {1 << 50} bytes of shared memory: " in message
 
 
+@pytest.mark.promise("Executing in a tritonserver", "The text of a contained …")
 def test_what_a_model_says_of_an_error_is_logged_whole_and_told_without_folders(
     shim: Shim, write: Write
 ) -> None:
@@ -356,6 +401,7 @@ def test_what_a_model_says_of_an_error_is_logged_whole_and_told_without_folders(
     assert sum("/srv/a/b" in text for _, text in shim.notes) < 30 * 100
 
 
+@pytest.mark.promise("Readiness", "If the file of a model …")
 def test_a_model_that_is_not_there_is_refused(shim: Shim, tmp_path: Path) -> None:
     word, _, _, message = shim.load(tmp_path / "nothing", CONFIG)
 
@@ -371,6 +417,11 @@ def test_an_option_that_there_is_not_is_refused(shim: Shim, write: Write) -> Non
     assert 'did you mean "MOONPOOL_SANDBOX"?' in message
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "A model completes its configuration in a process of its own; fields of newer servers stay "
+    "as they are.",
+)
 def test_a_model_completes_its_configuration(shim: Shim, write: Write) -> None:
     text = """
 class TritonPythonModel:
@@ -397,6 +448,10 @@ def test_a_model_that_completes_nothing_changes_nothing(shim: Shim, write: Write
     assert shim.load(write(DOUBLES), CONFIG, completes=True)[2] is None
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "START may be longer than the memory that a stub begins with can hold.",
+)
 def test_a_configuration_may_be_longer_than_a_packet(shim: Shim, write: Write) -> None:
     many = [tensor(f"X{number}") for number in range(4000)]
     # No more than a page of memory in each direction.
@@ -439,6 +494,7 @@ def test_deaths_and_loads_leave_nothing_behind_in_the_launcher(shim: Shim, write
     wait_until(is_as_before, what=f"no more files, threads and regions than {before}")
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "Launcher and stubs end with the …")
 def test_stubs_end_with_the_launcher(shim: Shim, start: Start) -> None:
     stub = start()
 
@@ -451,6 +507,10 @@ def test_stubs_end_with_the_launcher(shim: Shim, start: Start) -> None:
     wait_until(lambda: not os.path.exists(f"/proc/{stub.pid}"))
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "Launcher and stubs end with the server, and stubs with the launcher, however it ends.",
+)
 def test_launcher_and_stubs_end_with_the_server(shim: Shim, start: Start) -> None:
     stub = start()
 
@@ -458,6 +518,16 @@ def test_launcher_and_stubs_end_with_the_server(shim: Shim, start: Start) -> Non
 
     assert shim.process.returncode == 0
     assert not os.path.exists(f"/proc/{stub.pid}")
+
+
+@pytest.mark.promise("Lifecycle", "A stub, and each program …")
+def test_a_stub_starts_with_default_dispositions_though_the_launcher_ignores_signals(
+    start: Start, tmp_path: Path
+) -> None:
+    ignored = "[n.name for n in signal.Signals if signal.getsignal(n) is signal.SIG_IGN]"
+    start(f"import signal\nopen({str(tmp_path / 'seen')!r}, 'w').write(repr({ignored}))\n{DOUBLES}")
+
+    assert (tmp_path / "seen").read_text() == "['SIGPIPE', 'SIGXFSZ']"
 
 
 def test_signals_to_the_server_and_its_children_do_not_end_a_launcher(

@@ -1,4 +1,4 @@
-"""What the processes are that a launcher starts for a tritonserver."""
+"""A launcher starts processes for a tritonserver with the right environment, arguments and rights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.runtime.triton.conftest import Start, Write
 from tests.runtime.triton.doubles import CONFIG, DOUBLES, with_options
 from tests.runtime.triton.shim import Shim
@@ -46,7 +47,7 @@ def launched(**options: Any) -> Iterator[Shim]:
 
 
 def told(shim: Shim, directory: Path, config: dict[str, Any] = CONFIG) -> dict[str, Any]:
-    """What a model with the text TELLS sees."""
+    """Load a model with the text TELLS, and return the facts that it reports."""
     ready = shim.load(directory, config)
     assert ready[0] == Word.MODEL_READY, ready
     shim.begin_start(ready[1], "m_0_0")
@@ -62,6 +63,7 @@ def seen_with(directory: Path, config: dict[str, Any] = CONFIG, **variables: str
         return told(shim, directory, config)
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "The server's open files do not …")
 def test_a_model_sees_the_environment_of_the_server(write: Write) -> None:
     given = {"MY_ENV": "there", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
 
@@ -70,6 +72,7 @@ def test_a_model_sees_the_environment_of_the_server(write: Write) -> None:
     assert {name: seen["variables"].get(name) for name in given} == given
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "The server's open files do not …")
 def test_a_contained_model_sees_what_it_sees_outside_of_tritonserver(write: Write) -> None:
     options = with_options(MOONPOOL_SANDBOX="strict", MOONPOOL_ENVIRONMENT="MY_*")
     # Its descriptors it may not list.
@@ -90,6 +93,7 @@ def python_of_the_server(folder: Path, version: str) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "The server's open files do not …")
 def test_packages_on_the_servers_path_are_a_models_where_its_python_is_the_servers(
     write: Write, tmp_path: Path
 ) -> None:
@@ -110,6 +114,11 @@ def test_the_home_of_the_servers_python_is_not_a_models(write: Write) -> None:
     assert "PYTHONHOME" not in seen["variables"]
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "The server's open files do not reach a model. It sees the server's environment as in "
+    "Triton, except variables that would lead its interpreter to packages of another version.",
+)
 def test_files_and_sockets_of_the_server_do_not_reach_a_model(write: Write, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, open(tmp_path / "open", "w") as file:
         os.set_inheritable(listening.fileno(), True)
@@ -139,6 +148,11 @@ def test_a_model_gets_the_arguments_that_triton_gives(shim: Shim, write: Write) 
     }
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "A model runs in the environment that its configuration names, and in the sandbox that it "
+    "or the server's command line asks for.",
+)
 def test_a_model_runs_in_the_environment_that_its_configuration_names(
     write: Write, tmp_path: Path
 ) -> None:
@@ -196,6 +210,7 @@ def test_a_model_of_the_backend_moonpool_is_one_of_python(shim: Shim, write: Wri
     assert shim.start(ready[1]).infer([4]) == [8]
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "A model runs in the environment …")
 def test_a_stub_in_the_sandbox_strict_answers(start: Start) -> None:
     stub = start(config=with_options(MOONPOOL_SANDBOX="strict"))
 
@@ -205,6 +220,11 @@ def test_a_stub_in_the_sandbox_strict_answers(start: Start) -> None:
     assert "seccomp" in stub.started[4]
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "Models and Python-based backends may be links to folders elsewhere, also where the model "
+    "sees nothing but its own.",
+)
 def test_models_and_backends_may_be_links_also_in_the_sandbox_strict(
     write: Write, tmp_path: Path
 ) -> None:
@@ -225,26 +245,44 @@ def test_models_and_backends_may_be_links_also_in_the_sandbox_strict(
         assert shim.start(shared[1], "b").infer([1]) == [2]
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "A model runs in the environment …")
 def test_the_servers_command_line_has_a_sandbox_for_all_models(write: Write) -> None:
     with launched(options={"sandbox": "strict", "auto-complete-config": "true"}) as shim:
         ready = shim.load(write(DOUBLES), CONFIG)
 
-        # Private, and it may ask for no other model.
-        assert ready[8:] == [True, 1000, None, []]
+        # Private, it may ask for no other model, and it is not decoupled.
+        assert ready[8:] == [True, 1000, None, [], False]
         assert shim.start(ready[1]).infer([1]) == [2]
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "A model runs in the environment …")
 def test_under_it_a_model_does_not_give_itself_more(write: Write) -> None:
     more = with_options(MOONPOOL_SANDBOX_PATHS="/etc")
 
     with launched(options={"sandbox": "strict"}) as shim:
         word, _, _, message = shim.load(write(DOUBLES), more)
     assert word == Word.REFUSED
-    assert message.endswith("start it with --backend-config=python,sandbox-grants=m")
+    assert message.endswith(
+        "start it with --backend-config=python,sandbox-grants=m:MOONPOOL_SANDBOX_PATHS=/etc"
+    )
     with launched(options={"sandbox": "strict", "sandbox-grants": "other,m"}) as shim:
         assert shim.load(write(DOUBLES), more)[0] == Word.MODEL_READY
 
 
+def test_under_it_a_model_has_the_values_that_it_was_granted_and_no_others(write: Write) -> None:
+    grants = "m:MOONPOOL_SANDBOX_PATHS=/etc,/usr;other"
+    with launched(options={"sandbox": "strict", "sandbox-grants": grants}) as shim:
+        asked = with_options(MOONPOOL_SANDBOX_PATHS="/etc")
+        assert shim.load(write(DOUBLES), asked)[0] == Word.MODEL_READY
+        asked = with_options(MOONPOOL_SANDBOX_PATHS="rw:/etc")
+        assert shim.load(write(DOUBLES), asked)[0] == Word.REFUSED
+    with launched(options={"sandbox": "strict", "sandbox-grants": "m:MOONPOOL_PATHS=/"}) as shim:
+        word, _, _, message = shim.load(write(DOUBLES), CONFIG)
+    assert word == Word.REFUSED
+    assert 'did you mean "MOONPOOL_SANDBOX_PATHS"' in message
+
+
+@pytest.mark.promise("Models", "A configuration that asks for more …")
 def test_a_configuration_asks_for_no_more_than_the_command_line_lets_it(write: Write) -> None:
     with launched(options={"config-limits": "items=50,config_bytes=10"}) as shim:
         word, _, _, message = shim.load(write(DOUBLES), CONFIG)
@@ -269,6 +307,7 @@ def test_a_model_is_no_folder_that_it_lies_in(write: Write, tmp_path: Path) -> N
     assert "a folder that it lies in" in message
 
 
+@pytest.mark.promise("Models", "A model that a repository agent …")
 def test_repository_agents_are_the_servers_own(write: Write) -> None:
     agents = {"agents": [{"name": "checksum", "parameters": {}}]}
 
@@ -287,6 +326,10 @@ def test_a_sandbox_that_there_is_not_refuses_every_model(write: Write) -> None:
     assert message.startswith("--backend-config sandbox: must be one of off, standard, ")
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "What a model logs and asks for while it initializes reaches the server.",
+)
 def test_what_a_model_says_while_it_initializes_goes_to_the_shim(start: Start) -> None:
     stub = start(
         DOUBLES
@@ -315,6 +358,7 @@ def test_what_a_model_logs_while_it_completes_is_for_the_servers_log(
     assert (1, "[m_auto_complete] nothing is missing (model.py:11)") in shim.notes
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "What a model logs and asks …")
 def test_a_model_makes_metrics_while_it_initializes(shim: Shim, write: Write) -> None:
     text = (
         DOUBLES

@@ -29,18 +29,18 @@ RIGHT = np.full(4, 0.5, np.float32)
 
 
 def names_of(datatype: str) -> tuple[str, str]:
-    """The input and the output of the model `every` for a datatype."""
+    """Return the names of input and output of the model `every` for a datatype."""
     kind = "STRING" if datatype == "BYTES" else datatype
     return f"IN_{kind}", f"OUT_{kind}"
 
 
 def as_sent(array: NDArray[Any]) -> list[Any]:
-    """What a client gets back: texts as bytes."""
+    """Return the array that a client gets back: texts as bytes."""
     return [each.encode() if isinstance(each, str) else each for each in array.tolist()]
 
 
 def is_sum(result: Any) -> bool:
-    """Whether a result of tritonclient is what `add_sub` makes of LEFT and RIGHT."""
+    """Return whether a result of tritonclient is `add_sub`'s answer to LEFT and RIGHT."""
     return bool(
         (result.as_numpy("OUTPUT0") == LEFT + RIGHT).all()
         and (result.as_numpy("OUTPUT1") == LEFT - RIGHT).all()

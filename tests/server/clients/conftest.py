@@ -1,4 +1,4 @@
-"""A server for real clients, shared by all."""
+"""A server that all tests of real clients share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tritonclient over gRPC, as it comes."""
+"""tritonclient over gRPC, unmodified."""
 
 from __future__ import annotations
 

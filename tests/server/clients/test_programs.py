@@ -1,4 +1,4 @@
-"""Programs that people press and ask servers with: perf_analyzer and curl, unmodified."""
+"""Programs that people use with servers: perf_analyzer and curl, unmodified."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def perf_analyzer() -> Path:
 
 
 def _pressed(program: Path, *flags: str) -> str:
-    """What it says after a short measurement, which must have gone well."""
+    """Return its output after a short measurement, which must succeed."""
     libraries = program.parents[1].glob("lib/python*/site-packages/nvidia/*/lib")
     ended = subprocess.run(
         [program, "-m", "add_sub", "--measurement-mode=count_windows", "--measurement-request-count=20", "--max-trials=20", "--stability-percentage=999", *flags],
         env={**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, libraries))},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=170,
         check=False,
     )  # fmt: skip
     if "error while loading shared libraries" in ended.stderr:

@@ -16,7 +16,7 @@ FOUR = np.arange(4, dtype=np.float32)
 def add_sub(
     left: bytes = FOUR.tobytes(), right: bytes = FOUR.tobytes(), request_id: str = ""
 ) -> Any:
-    """For the example model: two inputs of four floats."""
+    """Return a request to the example model: two inputs of four floats."""
     asked = messages.ModelInferRequest(model_name="add_sub", id=request_id)
     for name, data in (("INPUT0", left), ("INPUT1", right)):
         asked.inputs.add(name=name, datatype="FP32", shape=[4])
@@ -25,7 +25,7 @@ def add_sub(
 
 
 def repeat(count: int, *, fail: bool = False, size: int = 0, request_id: str = "") -> Any:
-    """For the decoupled model."""
+    """Return a request to the decoupled model."""
     asked = messages.ModelInferRequest(model_name="repeat", id=request_id)
     for name, datatype, data in (
         ("COUNT", "INT32", np.int32(count).tobytes()),
@@ -38,7 +38,7 @@ def repeat(count: int, *, fail: bool = False, size: int = 0, request_id: str = "
 
 
 def text(model: str, name: str, value: str, request_id: str = "") -> Any:
-    """For a model with one input of one string."""
+    """Return a request to a model with one input of one string."""
     asked = messages.ModelInferRequest(model_name=model, id=request_id)
     asked.inputs.add(name=name, datatype="BYTES", shape=[1])
     asked.raw_input_contents.append(packed([value.encode()]))
@@ -46,12 +46,12 @@ def text(model: str, name: str, value: str, request_id: str = "") -> Any:
 
 
 def packed(strings: Sequence[bytes]) -> bytes:
-    """Strings as they travel."""
+    """Return strings as they travel."""
     return b"".join(len(each).to_bytes(4, "little") + each for each in strings)
 
 
 def refused(call: Any, asked: Any) -> tuple[grpc.StatusCode, str]:
-    """The status of an RPC that must fail."""
+    """Return the status of an RPC that must fail."""
     with pytest.raises(grpc.RpcError) as raised:
         call(asked, timeout=TIMEOUT_S)
     return raised.value.code(), raised.value.details()

@@ -8,12 +8,12 @@ import grpc
 import pytest
 from tests.server.grpc.serving import Served
 
-from moonpool.runtime.frontend.grpc.options import GrpcOptions
+from moonpool.runtime.server.grpc.options import GrpcOptions
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _grpc_is_there() -> Iterator[None]:
-    """gRPC's core opens descriptors when it is first used and closes them when nobody uses it any more."""
+    """Keep gRPC's core in use, which opens descriptors when it is first used and closes them after its last use."""
     server = grpc.server(None)
     server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -25,7 +25,7 @@ def _grpc_is_there() -> Iterator[None]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """Call it with names of models in `tests/models` or example models, and options of the server."""
+    """Return a function that takes names of models and options, and starts a server with them."""
     started: list[Served] = []
 
     def start(*models: str, **options: object) -> Served:

@@ -12,9 +12,9 @@ from tritonclient.grpc import service_pb2 as kserve
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 import moonpool
-from moonpool.runtime.frontend.grpc.options import GrpcOptions
-from moonpool.runtime.frontend.grpc.server import GrpcServer
-from moonpool.runtime.frontend.service import Service
+from moonpool.runtime.server.grpc.options import GrpcOptions
+from moonpool.runtime.server.grpc.server import GrpcServer
+from moonpool.runtime.server.service import Service
 
 TIMEOUT_S = 30.0
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -24,7 +24,7 @@ messages: ModuleType = kserve
 
 
 class Served:
-    """Started; `close` ends all of it, the clients too."""
+    """Started by its constructor. `close` ends everything, the clients too."""
 
     def __init__(self, models: Sequence[str], options: GrpcOptions) -> None:
         self.runtime = moonpool.Runtime()
@@ -39,20 +39,20 @@ class Served:
         self.address = f"127.0.0.1:{self.server.port}"
 
     def client(self) -> triton.InferenceServerClient:
-        """Triton's own."""
+        """Return a client of Triton's."""
         client = triton.InferenceServerClient(self.address)
         self._clients.append(client)
         return client
 
     def channel(self, *options: tuple[str, object]) -> grpc.Channel:
-        """gRPC's own, over a connection that it shares with no other."""
+        """Return a channel of gRPC's with a connection of its own."""
         own = ("grpc.use_local_subchannel_pool", 1)
         channel = grpc.insecure_channel(self.address, [own, *options])
         self._channels.append(channel)
         return channel
 
     def stub(self) -> GRPCInferenceServiceStub:
-        """The methods of the service, each as a function."""
+        """Return the methods of the service as functions."""
         return GRPCInferenceServiceStub(self.channel())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A stream whose requests are sent when a test says so."""
+"""Streams whose requests are sent one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.server.grpc.serving import TIMEOUT_S
 
 
 class Requests:
-    """Iterated over by gRPC; ends when it is closed."""
+    """Requests that gRPC iterates over until they are closed."""
 
     def __init__(self, *asked: Any) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -29,7 +29,7 @@ class Requests:
 
 
 def told(response: Any) -> tuple[str, str, bool | None, list[bytes]]:
-    """Of a response in a stream: error, id, whether it is the last, tensors."""
+    """Return the error, the id, whether it is the last, and the tensors of a response in a stream."""
     answer = response.infer_response
     final = None
     if "triton_final_response" in answer.parameters:
@@ -38,6 +38,6 @@ def told(response: Any) -> tuple[str, str, bool | None, list[bytes]]:
 
 
 def ask_all(stub: Any, *asked: Any, metadata: Any = ()) -> list[Any]:
-    """All responses to some requests, where the client says at once that there are no more."""
+    """Return all responses to some requests, after which the client ends its side at once."""
     call = stub.ModelStreamInfer(iter(asked), timeout=TIMEOUT_S, metadata=metadata)
     return [told(response) for response in call]

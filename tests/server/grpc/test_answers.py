@@ -1,4 +1,4 @@
-"""Who waits for answers: the polling thread for quick models, another one for the rest."""
+"""Answers of stubs: the polling thread waits for quick models, another one for the rest."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.runtime.desk import office
+from tests.runtime.held_batches import holding
 from tests.runtime.recorder import PATIENCE_S, model_directory, x
 
 from moonpool import Runtime
 from moonpool.ipc.errors import PeerGone
-from moonpool.runtime.execution import Execution
-from moonpool.runtime.frontend.grpc.answers import Answers
-from moonpool.runtime.request import Outcome
-from moonpool.runtime.waiter import Waiter
+from moonpool.runtime.model.request import Outcome, Waiter
+from moonpool.runtime.schedule.scheduler import Execution
+from moonpool.runtime.server.grpc.answers import Answers
 
 
 class Client(Waiter):
-    """Where its outcome came, and which."""
+    """Keeps its outcome, and the thread that it came on."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -60,7 +59,7 @@ def sent(runtime: Runtime, answers: Answers) -> Client:
 
 
 def test_a_quick_answer_is_read_where_the_request_was_sent(folder: Path, answers: Answers) -> None:
-    with office(folder) as (backend, runtime):
+    with holding(folder) as (backend, runtime):
         backend.is_quick = True
         client = sent(runtime, answers)
         assert answers.has_fresh
@@ -72,7 +71,7 @@ def test_a_quick_answer_is_read_where_the_request_was_sent(folder: Path, answers
 
 
 def test_what_takes_longer_is_left_to_the_other_thread(folder: Path, answers: Answers) -> None:
-    with office(folder) as (backend, runtime):
+    with holding(folder) as (backend, runtime):
         client = sent(runtime, answers)
         answers.attend()
         assert not answers.has_fresh
@@ -85,7 +84,7 @@ def test_what_takes_longer_is_left_to_the_other_thread(folder: Path, answers: An
 
 
 def test_a_slow_model_is_not_waited_for_again_at_once(folder: Path, answers: Answers) -> None:
-    with office(folder) as (backend, runtime):
+    with holding(folder) as (backend, runtime):
         slow = sent(runtime, answers)
         answers.attend()
         backend.wait_for(1).answer()
@@ -100,7 +99,7 @@ def test_a_slow_model_is_not_waited_for_again_at_once(folder: Path, answers: Ans
 def test_a_model_that_dies_meanwhile_is_an_error_of_its_request(
     folder: Path, answers: Answers
 ) -> None:
-    with office(folder) as (backend, runtime):
+    with holding(folder) as (backend, runtime):
         client = sent(runtime, answers)
         backend.wait_for(1).break_down(PeerGone("the instance is gone"))
 
@@ -111,7 +110,7 @@ def test_a_model_that_dies_meanwhile_is_an_error_of_its_request(
 
 
 def test_at_the_end_nothing_is_waited_for_and_nothing_lost(folder: Path, answers: Answers) -> None:
-    with office(folder) as (backend, runtime):
+    with holding(folder) as (backend, runtime):
         client = sent(runtime, answers)
         answers.attend(0)
         assert not answers.has_fresh

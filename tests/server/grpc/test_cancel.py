@@ -1,4 +1,4 @@
-"""Clients that go away: the request leaves the queue, and its model is told."""
+"""Clients that go away: their requests leave the queue, and models see that they are cancelled."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ import pytest
 from tests.server.grpc.asking import add_sub, text
 from tests.server.grpc.serving import TIMEOUT_S, Served
 from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.promise(
+        "Tensors and requests of clients",
+        "A request can be cancelled while it is queued or executes. An event loop gets no "
+        "outcome of a request that it cancelled.",
+    ),
+    pytest.mark.promise(
+        "gRPC",
+        "If a client cancels, its deadline passes or its connection ends, its request "
+        "leaves the queue, and the model can see that it is cancelled.",
+    ),
+]
 
 Serve = Callable[..., Served]
 
@@ -86,6 +99,7 @@ def test_a_connection_that_ends_cancels_what_was_asked_over_it(
     wait_until(lambda: idle(served))
 
 
+@pytest.mark.promise("gRPC", "A drain finishes the requests in …")
 def test_a_drain_whose_time_is_over_cancels_what_is_left(serve: Serve, tmp_path: Path) -> None:
     served = serve("waits")
     path = tmp_path / "asked"
@@ -99,6 +113,11 @@ def test_a_drain_whose_time_is_over_cancels_what_is_left(serve: Serve, tmp_path:
     wait_until(lambda: path.with_suffix(".cancelled").exists())
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "A drain finishes the requests in flight, accepts no new ones, and cancels those that "
+    "are left when its time is over. Streams end once they have their responses.",
+)
 def test_a_drain_finishes_what_is_there(serve: Serve, tmp_path: Path) -> None:
     served = serve("waits")
     path = tmp_path / "asked"

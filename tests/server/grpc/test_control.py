@@ -14,6 +14,11 @@ import pytest
 from tests.server.grpc.asking import FOUR, add_sub, refused
 from tests.server.grpc.serving import MODELS, TIMEOUT_S, Served, messages
 
+pytestmark = pytest.mark.promise(
+    "gRPC",
+    "All other methods of the service, and gRPC's own health service, answer like Triton's.",
+)
+
 Serve = Callable[..., Served]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -168,6 +173,10 @@ def test_traces_and_the_log_have_settings(serve: Serve) -> None:
     assert refused(stub.LogSettings, wrong) == (INVALID, "expect boolean for 'log_info'")
 
 
+@pytest.mark.promise("HTTP", "A request is refused if it …")
+@pytest.mark.promise(
+    "gRPC", "APIs may require a header, and requests that change the server may require a token."
+)
 def test_apis_may_ask_for_a_header_and_changes_for_a_token(serve: Serve) -> None:
     served = serve("add_sub", restricted={"inference": ("key", "value")}, control_token="secret")
     client, stub = served.client(), served.stub()

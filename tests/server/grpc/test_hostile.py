@@ -21,7 +21,7 @@ from tests.server.grpc.streaming import Requests, ask_all
 from tests.waiting import wait_until
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from moonpool.runtime.frontend.grpc.wire import length
+from moonpool.runtime.server.grpc.wire import length
 
 Serve = Callable[..., Served]
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -33,6 +33,7 @@ def still_serves(served: Served) -> bool:
     return bool(served.stub().ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub")
 
 
+@pytest.mark.promise("gRPC", "Whatever bytes a client sends, as …")
 def test_bytes_that_are_no_http_2_harm_nobody(serve: Serve) -> None:
     served = serve("add_sub")
     for data in (
@@ -40,9 +41,9 @@ def test_bytes_that_are_no_http_2_harm_nobody(serve: Serve) -> None:
         b"\0" * 100,
         PREFACE[:10],
         PREFACE + b"\xff" * 500,
-        # A frame of the largest size, of which nothing comes.
+        # The head of a frame of the largest size, without the rest.
         PREFACE + SETTINGS + b"\xff\xff\xff\1\4\0\0\0\1",
-        # Headers that are no headers, and data for a stream that was never begun.
+        # Malformed headers, and data for a stream that was never begun.
         PREFACE + SETTINGS + b"\0\0\4\1\5\0\0\0\1\xff\xff\xff\xff",
         PREFACE + SETTINGS + b"\0\0\1\0\0\0\0\0\7x",
     ):
@@ -52,6 +53,7 @@ def test_bytes_that_are_no_http_2_harm_nobody(serve: Serve) -> None:
     assert still_serves(served)
 
 
+@pytest.mark.promise("gRPC", "Thousands of connections and calls that are dropped harm nobody.")
 def test_thousands_of_connections_that_come_and_go_harm_nobody(serve: Serve) -> None:
     served = serve("add_sub")
     for number in range(3000):
@@ -65,6 +67,10 @@ def test_thousands_of_connections_that_come_and_go_harm_nobody(serve: Serve) -> 
     wait_until(lambda: not served.server._core._calls)
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "Connections over the limit are closed before they send anything, with TLS or without.",
+)
 @pytest.mark.parametrize("data", [b"", PREFACE, b"\x16\x03\x01"])
 @pytest.mark.parametrize("tls", [False, True])
 def test_connections_that_stay_have_a_bound_before_they_say_anything(
@@ -75,7 +81,7 @@ def test_connections_that_stay_have_a_bound_before_they_say_anything(
     served = serve(max_connections=50, use_ssl=tls, **files)
 
     def held() -> int:
-        """Descriptors of the server, which is in this process."""
+        """Count the descriptors of the server, which is in this process."""
         return len(os.listdir("/proc/self/fd")) - len(clients)
 
     clients: list[socket.socket] = []
@@ -89,7 +95,7 @@ def test_connections_that_stay_have_a_bound_before_they_say_anything(
             if number % 20 == 0:
                 most = max(most, held())
         assert most <= before + 50 + 4
-        # Those that are too many are closed.
+        # Connections over the limit are closed.
         wait_until(lambda: sum(map(_is_closed, clients)) >= 450)
     finally:
         for client in clients:
@@ -118,7 +124,7 @@ def test_a_message_that_is_too_large_is_refused(serve: Serve) -> None:
 
 
 def aliased(count: int) -> Any:
-    """Asks for so many outputs of 32 MiB, which all are the same memory."""
+    """Return a request for so many outputs of 32 MiB, which are all the same memory."""
     asked = messages.ModelInferRequest(model_name="aliased", id="7")
     asked.inputs.add(name="N", datatype="INT32", shape=[1])
     asked.raw_input_contents.append(count.to_bytes(4, "little"))
@@ -131,6 +137,11 @@ def most_resident_bytes() -> int:
     return int(found[1]) << 10
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "An answer that no message of gRPC can hold is refused before its outputs, which may all be "
+    "the same memory, are joined.",
+)
 def test_an_answer_that_no_message_can_hold_is_refused_before_it_is_made(serve: Serve) -> None:
     channel = serve("aliased").channel(("grpc.max_receive_message_length", -1))
     stub = GRPCInferenceServiceStub(channel)
@@ -160,7 +171,7 @@ def field(number: int, data: bytes) -> bytes:
 
 NAMED = field(1, b"add_sub")
 WHOLE = 64 << 20
-# Fields that a protobuf library makes many times as large as they are, and the words for them.
+# Fields that take many times their size in a protobuf library, and the words of the refusal.
 GROWING: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "strings": (
         lambda: field(5, field(5, b"B\0" * (WHOLE // 2))),
@@ -187,6 +198,12 @@ GROWING: dict[str, tuple[Callable[[], bytes], str, str]] = {
 }
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A gRPC message whose fields or numbers would take many times its size is refused "
+    "before they are read: in a stream, through a front end and by every method. Large "
+    "files and tensors are read.",
+)
 @pytest.mark.parametrize("what", GROWING)
 def test_fields_that_would_take_more_memory_than_the_message_are_refused(
     serve: Serve, what: str
@@ -211,6 +228,10 @@ def test_fields_that_would_take_more_memory_than_the_message_are_refused(
     assert still_serves(served)
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A gRPC message whose fields or …",
+)
 def test_a_stream_ends_at_fields_that_would_take_more_memory(serve: Serve) -> None:
     served = serve("add_sub")
     call = served.channel().stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
@@ -224,6 +245,10 @@ def test_a_stream_ends_at_fields_that_would_take_more_memory(serve: Serve) -> No
     assert still_serves(served)
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A gRPC message whose fields or …",
+)
 @pytest.mark.parametrize(
     ("method", "words"),
     [
@@ -243,6 +268,10 @@ def test_every_method_bounds_its_message(serve: Serve, method: str, words: str) 
     assert still_serves(served)
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A gRPC message whose fields or …",
+)
 def test_large_files_and_values_in_few_fields_are_read(serve: Serve) -> None:
     stub = serve("add_sub").stub()
     load = messages.RepositoryModelLoadRequest(model_name="nope")
@@ -254,11 +283,12 @@ def test_large_files_and_values_in_few_fields_are_read(serve: Serve) -> None:
             [1.0] * (2 << 20)
         )
 
-    # Both are read, and refused for what they say.
+    # Both are read, and refused for their content.
     assert "unrecognized load parameter 'nope'" in refused(stub.RepositoryModelLoad, load)[1]
     assert "more than" not in refused(stub.ModelInfer, asked)[1]
 
 
+@pytest.mark.promise("gRPC", "Thousands of connections and calls that …")
 def test_calls_that_are_dropped_before_their_message_harm_nobody(serve: Serve) -> None:
     served = serve("add_sub")
     call = served.channel().stream_unary(METHOD)
@@ -276,6 +306,7 @@ def test_calls_that_are_dropped_before_their_message_harm_nobody(serve: Serve) -
 NAMES = ["", "../..", "a/b", "nul\0", "line\nbreak", "ü" * 3000, "%2e%2e", "x" * 10_000]
 
 
+@pytest.mark.promise("gRPC", "Whatever bytes a client sends, as …")
 def test_names_that_lead_elsewhere_are_not_found(serve: Serve) -> None:
     stub = serve("add_sub").stub()
     for name in NAMES:
@@ -292,6 +323,11 @@ KINDS = [name for name in dir(messages) if name.endswith("Request")]
 METHODS = [name.removesuffix("Request") for name in KINDS if not name.startswith("ModelInfer")]
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "Whatever bytes a client sends, as messages, frames or names, it gets a response or a "
+    "status, and the others are served.",
+)
 def test_whatever_bytes_come_the_answer_is_a_response_or_a_status(serve: Serve) -> None:
     served = serve("add_sub")
     channel = served.channel()
@@ -318,7 +354,7 @@ def test_whatever_bytes_come_the_answer_is_a_response_or_a_status(serve: Serve) 
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> dict[str, Path]:
-    """Of an authority, and of a server and a client that it vouches for."""
+    """Make certificates of an authority, and of a server and a client that it vouches for."""
     import subprocess
 
     def openssl(*arguments: str) -> None:
@@ -338,6 +374,10 @@ def certificates(tmp_path: Path) -> dict[str, Path]:
     return {path.name: path for path in tmp_path.iterdir()}
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "With mutual TLS only clients with a certificate of the authority are served.",
+)
 def test_clients_without_the_right_certificate_are_not_served(
     serve: Serve, certificates: dict[str, Path]
 ) -> None:

@@ -1,4 +1,4 @@
-"""ModelInfer: what goes in, what comes out, and what is refused in which words."""
+"""ModelInfer: requests, responses and refusals."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ def test_a_request_is_answered_with_its_id(serve: Serve) -> None:
     assert [floats(data) for data in answer.raw_output_contents] == [[0, 2, 4, 6], [0, 0, 0, 0]]
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "Triton's clients, for threads, event loops and streams, work as they are.",
+)
 def test_triton_s_client_gets_arrays(serve: Serve) -> None:
     client = serve("add_sub").client()
     inputs = []
@@ -58,6 +62,7 @@ async def ask_in_a_loop(address: str) -> Any:
         return (await client.infer("add_sub", inputs)).as_numpy("OUTPUT0")
 
 
+@pytest.mark.promise("gRPC", "Triton's clients, for threads, event loops …")
 def test_triton_s_client_for_event_loops_gets_arrays(serve: Serve) -> None:
     address = serve("add_sub").address
 
@@ -89,6 +94,11 @@ def every(datatype: str) -> Any:
     return asked
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "Requests over gRPC are answered as Triton answers them, with every datatype, raw or "
+    "typed, and refused with its texts.",
+)
 def test_every_datatype_comes_back_as_it_was_sent(serve: Serve) -> None:
     stub = serve("every").stub()
     for datatype, (data, _, field, values) in VALUES.items():
@@ -125,6 +135,7 @@ def test_the_best_classes_of_an_output_come_in_its_place(serve: Serve) -> None:
     assert answer.raw_output_contents[0] == packed([b"6.000000:3", b"4.000000:2"])
 
 
+@pytest.mark.promise("HTTP", "A parameter of a request or …")
 def test_a_parameter_that_json_does_not_have_is_refused(serve: Serve) -> None:
     stub = serve("told").stub()
     for value in (float("nan"), float("inf")):
@@ -175,6 +186,7 @@ def test_a_model_is_told_what_came_with_the_request(serve: Serve) -> None:
         }
 
 
+@pytest.mark.promise("gRPC", "Requests over gRPC are answered as …")
 def test_an_error_of_a_model_has_its_code(serve: Serve) -> None:
     stub = serve("fails").stub()
     for code in ("UNKNOWN", "INTERNAL", "NOT_FOUND", "UNAVAILABLE", "ALREADY_EXISTS", "CANCELLED"):
@@ -214,7 +226,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], object], str]] = {
         PREFIX + "All input dimensions should be specified for input 'INPUT0' for model "
         "'add_sub', got [-1]",
     ),
-    "a datatype that is none": (
+    "unknown datatype": (
         lambda r: setattr(r.inputs[0], "datatype", "FLOAT"),
         PREFIX + "inference input 'INPUT0' data-type is '<invalid>', but model 'add_sub' "
         "expects 'FP32'",
@@ -263,6 +275,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+@pytest.mark.promise("gRPC", "Requests over gRPC are answered as …")
 def test_a_request_that_does_not_fit_is_refused_in_triton_s_words(serve: Serve) -> None:
     stub = serve("add_sub").stub()
 
@@ -309,6 +322,10 @@ def test_a_thousand_requests_at_once_get_their_own_answers(serve: Serve) -> None
     assert wanted in served.service.metrics.text()
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "A request like an earlier one is checked only where it differs.",
+)
 def test_a_request_like_one_before_is_checked_where_it_differs(serve: Serve) -> None:
     served = serve("add_sub", "told")
     stub = served.stub()
@@ -320,7 +337,7 @@ def test_a_request_like_one_before_is_checked_where_it_differs(serve: Serve) -> 
         assert (answer.id, floats(answer.raw_output_contents[1])[0]) == (str(number), number)
         code, words = refused(stub.ModelInfer, add_sub(bytes(12)))
         assert (code, "Expected 16, got 12" in words) == (INVALID, True)
-    # The inputs may come in any order, and the model be another one by the same name.
+    # The inputs may come in any order, and another model may have the same name.
     turned = add_sub(request_id="turned")
     turned.inputs.reverse()
     for left in (1.0, 2.0):

@@ -13,9 +13,9 @@ from tests.server.grpc.serving import ROOT, TIMEOUT_S, Served, messages
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.frontend.grpc.health import HealthCheckRequest, HealthCheckResponse
-from moonpool.runtime.frontend.grpc.options import GrpcOptions
-from moonpool.runtime.frontend.grpc.server import GrpcServer
+from moonpool.runtime.server.grpc.control import HealthCheckRequest, HealthCheckResponse
+from moonpool.runtime.server.grpc.options import GrpcOptions
+from moonpool.runtime.server.grpc.server import GrpcServer
 
 Serve = Callable[..., Served]
 SERVICE = "/inference.GRPCInferenceService"
@@ -36,6 +36,7 @@ def test_a_model_is_ready_once_it_is_loaded(serve: Serve) -> None:
     assert not client.is_model_ready("nope")
 
 
+@pytest.mark.promise("gRPC", "All other methods of the service, …")
 def test_probes_ask_the_health_service_of_grpc(serve: Serve) -> None:
     channel = serve().channel()
     check = channel.unary_unary(
@@ -47,6 +48,11 @@ def test_probes_ask_the_health_service_of_grpc(serve: Serve) -> None:
     assert check(HealthCheckRequest(), timeout=TIMEOUT_S).status == 1
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "Models that are loading, or do not answer whether they are ready, delay no probe of "
+    "the server and no scrape of its metrics.",
+)
 def test_models_that_keep_a_probe_waiting_keep_no_other_waiting(serve: Serve) -> None:
     served = serve()
     channel, stub = served.channel(), served.stub()
@@ -63,7 +69,7 @@ def test_models_that_keep_a_probe_waiting_keep_no_other_waiting(serve: Serve) ->
         HealthCheckResponse.FromString,
     )
 
-    # As many as there are threads for what is not inference.
+    # One for each thread of the RPCs that are not inference.
     asked = [stub.ModelReady.future(of_model, timeout=TIMEOUT_S) for _ in range(5)]
 
     assert check(HealthCheckRequest(), timeout=TIMEOUT_S).status == 1
@@ -119,6 +125,7 @@ def test_a_server_that_was_never_started_gives_its_port_back(serve: Serve) -> No
     second.close()
 
 
+@pytest.mark.promise("gRPC", "A drain finishes the requests in …")
 def test_a_drained_server_takes_no_calls(serve: Serve) -> None:
     served = serve()
     stub = served.stub()
@@ -154,7 +161,7 @@ def test_a_drain_waits_for_calls_until_its_time_is_over(serve: Serve) -> None:
 
 
 class Held:
-    """Requests that do not come before the end of the block."""
+    """Send no request before the end of the block."""
 
     def __init__(self) -> None:
         self._is_over = threading.Event()

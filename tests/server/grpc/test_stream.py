@@ -22,7 +22,7 @@ NUMBERS = [np.int32(number).tobytes() for number in range(3)]
 
 
 def sums(first: float) -> list[bytes]:
-    """What the adding model answers to so much and nothing."""
+    """Return the outputs of the adding model for this value and zero."""
     data = np.full(4, first, np.float32).tobytes()
     return [data, data]
 
@@ -40,6 +40,12 @@ def test_a_stream_of_nothing_ends(serve: Serve) -> None:
     assert ask_all(serve().stub()) == []
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "Responses in a stream come in the order of the requests, and those of decoupled "
+    "models when they are sent. Errors have the id of their request, and the stream goes "
+    "on.",
+)
 def test_responses_come_in_the_order_of_the_requests(serve: Serve) -> None:
     asked = [add(number, str(number)) for number in range(300)]
     asked[7].model_name = "nope"
@@ -51,6 +57,7 @@ def test_responses_come_in_the_order_of_the_requests(serve: Serve) -> None:
     assert responses == expected
 
 
+@pytest.mark.promise("gRPC", "Responses in a stream come in …")
 def test_a_slow_request_holds_those_behind_it_and_no_decoupled_one(
     serve: Serve, tmp_path: Path
 ) -> None:
@@ -96,6 +103,7 @@ def test_responses_to_many_requests_are_mixed_and_each_has_its_id(serve: Serve) 
     assert by_id == {**{f"r{n}": five for n in range(20)}, "a": [sums(1)[0]]}
 
 
+@pytest.mark.promise("gRPC", "Responses in a stream come in …")
 def test_what_does_not_fit_is_an_error_in_the_stream_which_goes_on(serve: Serve) -> None:
     broken = add(1, "broken")
     broken.raw_input_contents[0] = b"short"
@@ -139,6 +147,7 @@ def test_bytes_that_are_no_message_end_the_stream(serve: Serve) -> None:
     assert raised.value.code() is grpc.StatusCode.INTERNAL
 
 
+@pytest.mark.promise("gRPC", "Triton's clients, for threads, event loops …")
 def test_triton_s_client_streams(serve: Serve) -> None:
     client = serve("repeat").client()
     arrived: list[Any] = []
@@ -169,6 +178,11 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(serve: Serve, tmp_path: 
     assert not paths[1].with_suffix(".begun").exists()
 
 
+@pytest.mark.promise(
+    "gRPC",
+    "If a client does not read its stream, the stream ends at a limit and its requests "
+    "are cancelled.",
+)
 def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: Serve) -> None:
     served = serve("repeat", "add_sub", max_backlog_bytes=8 << 20)
     requests = Requests(repeat(2000, size=1 << 16))
@@ -177,7 +191,7 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
     scheduler = served.runtime.registry.find("repeat").scheduler
     wait_until(lambda: scheduler.executing, what="the request")
 
-    wait_until(lambda: not scheduler.executing and not len(scheduler.outcomes.open), 30)
+    wait_until(lambda: not scheduler.executing and not len(scheduler.open_requests), 60.0)
 
     with pytest.raises(grpc.RpcError) as raised:
         list(call)
@@ -188,11 +202,15 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
     wait_until(lambda: not core._calls)
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "The bytes that wait for all …",
+)
 def test_of_many_clients_that_do_not_read_the_one_is_left_for_whom_the_most_waits(
     serve: Serve,
 ) -> None:
     served = serve("repeat", max_backlogs_bytes=48 << 20)
-    backlog = served.server._inference.backlog
+    backlog = served.server._streams.backlog
     few, many = Requests(repeat(400, size=1 << 16)), Requests(repeat(2000, size=1 << 16))
     stub = served.stub()
     patient = stub.ModelStreamInfer(iter(few), timeout=6 * TIMEOUT_S)
@@ -201,7 +219,7 @@ def test_of_many_clients_that_do_not_read_the_one_is_left_for_whom_the_most_wait
     scheduler = served.runtime.registry.find("repeat").scheduler
     wait_until(lambda: len(backlog._of) == 2, what="both to wait")
 
-    wait_until(lambda: not scheduler.executing and not len(scheduler.outcomes.open), 30)
+    wait_until(lambda: not scheduler.executing and not len(scheduler.open_requests), 60.0)
 
     with pytest.raises(grpc.RpcError) as raised:
         list(greedy)
@@ -212,6 +230,7 @@ def test_of_many_clients_that_do_not_read_the_one_is_left_for_whom_the_most_wait
     assert backlog._total_bytes == 0
 
 
+@pytest.mark.promise("gRPC", "Hundreds of streams that are dropped leave nothing behind.")
 def test_hundreds_of_streams_that_are_dropped_leave_nothing(serve: Serve) -> None:
     served = serve("add_sub")
     calls = []
@@ -231,6 +250,7 @@ def test_hundreds_of_streams_that_are_dropped_leave_nothing(serve: Serve) -> Non
     assert served.stub().ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub"
 
 
+@pytest.mark.promise("gRPC", "A drain finishes the requests in …")
 def test_a_drain_ends_streams_when_what_was_asked_is_answered(serve: Serve, tmp_path: Path) -> None:
     served = serve("waits")
     idle, busy = Requests(), Requests(text("waits", "PATH", str(tmp_path / "asked")))

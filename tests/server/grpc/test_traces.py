@@ -1,4 +1,4 @@
-"""What is traced of requests over gRPC."""
+"""Traces of requests over gRPC."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.server.grpc.asking import add_sub, refused, repeat
 from tests.server.grpc.serving import TIMEOUT_S, Served
 from tests.server.grpc.streaming import ask_all
 from tests.waiting import wait_until
 
-from moonpool.runtime.frontend.trace_settings import trace_options
-from moonpool.runtime.frontend.traces import Traces
+from moonpool.runtime.server.tracing.settings import trace_options
+from moonpool.runtime.server.tracing.traces import Traces
+
+pytestmark = pytest.mark.promise(
+    "gRPC",
+    "Requests over gRPC are traced from end to end, and those of a stream one by one.",
+)
 
 Serve = Callable[..., Served]
 
@@ -26,7 +32,7 @@ def traced(serve: Serve, file: Path, *models: str) -> Served:
 
 
 def marks(served: Served, file: Path) -> dict[str, list[str]]:
-    """What is written, by the ids of requests, once nothing is under way."""
+    """Return the marks of each request by its id, once no request is open."""
     wait_until(lambda: not served.server._core._calls)
     served.service.traces.close()
     lines: list[dict[str, Any]] = json.loads(file.read_text())

@@ -12,9 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.grpc.serving import messages
 
-from moonpool.runtime.frontend.grpc.infer_response import answer
-from moonpool.runtime.frontend.grpc.wire import BadMessage, join, length, split, text_field
-from moonpool.runtime.request import Response
+from moonpool.runtime.model.request import Response
+from moonpool.runtime.server.grpc.infer_response import answer
+from moonpool.runtime.server.grpc.wire import BadProtobuf, join, length, split, text_field
+
+pytestmark = pytest.mark.promise(
+    "gRPC",
+    "A message that is taken apart by its tensors is the same message to the protobuf library, "
+    "whatever its bytes are.",
+)
 
 TEXTS = st.text(max_size=20)
 
@@ -54,7 +60,7 @@ def test_what_is_no_message_is_one_to_nobody(data: bytes) -> None:
         parts = split(data)
         head = messages.ModelInferRequest.FromString(parts.head)
         head.id = parts.request_id.decode()
-    except (BadMessage, DecodeError, UnicodeDecodeError):
+    except (BadProtobuf, DecodeError, UnicodeDecodeError):
         return
     head.raw_input_contents.extend(data[at : at + size] for at, size in parts.tensors)
 
@@ -74,7 +80,7 @@ def test_a_message_that_is_cut_off_is_none_or_a_smaller_one(
     cut = whole[: data.draw(st.integers(0, len(whole)))]
     try:
         parts = split(cut)
-    except BadMessage:
+    except BadProtobuf:
         with pytest.raises(DecodeError):
             messages.ModelInferRequest.FromString(cut)
     else:
@@ -114,8 +120,12 @@ def test_whole_numbers_of_a_response_are_told_whatever_their_size(value: int) ->
     assert getattr(parameter, parameter.WhichOneof("parameter_choice")) == value
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A message with more fields than any request has is refused before they are read.",
+)
 def test_a_message_has_not_any_number_of_fields() -> None:
-    # Inputs that say nothing take two bytes each, and a hundred times that once they are read.
-    with pytest.raises(BadMessage, match="more than 65536 fields"):
+    # Empty inputs take two bytes each, and a hundred times that once they are read.
+    with pytest.raises(BadProtobuf, match="more than 65536 fields"):
         split(b"\x2a\0" * 65_537)
     assert split(b"\x2a\0" * 65_536).tensors == []

@@ -1,4 +1,4 @@
-"""What a server holds: memory, descriptors, threads, of its own process and its stubs together."""
+"""Memory, descriptors and threads of a server and its stubs together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Figures(NamedTuple):
-    """A process and all below it."""
+    """List a process and all below it."""
 
     processes: int
     descriptors: int
@@ -39,7 +39,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Of its own; what it shares with others, such as regions, is counted where they are."""
+    """Return the memory of a process alone. Memory that it shares, such as regions, is counted elsewhere."""
     status = Path(f"/proc/{pid}/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
     return 0 if found is None else int(found[1]) * 1024

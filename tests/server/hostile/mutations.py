@@ -1,4 +1,4 @@
-"""Valid requests and what may go wrong with them, for hypothesis to choose from."""
+"""Valid requests and the things that may go wrong with them, for hypothesis to choose from."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ KEYS = [
 
 @st.composite
 def wrong_requests(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A path and a body that was valid before one to three things were done to it."""
+    """Make a path and a body that was valid before one to three changes."""
     path, valid = draw(st.sampled_from(VALID))
     body = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 3))):
@@ -72,7 +72,7 @@ def wrong_requests(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 def _mutated(draw: st.DrawFn, body: Any) -> Any:
-    """Something anywhere in it is replaced, left out or added."""
+    """Replace, remove or add something anywhere in it."""
     places = list(_places(body))
     if not places:
         return draw(ANYTHING)
@@ -90,7 +90,7 @@ def _mutated(draw: st.DrawFn, body: Any) -> Any:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place of a value that can be changed: what holds it, and where."""
+    """List every place of a value that can be changed: its container and its key."""
     if not isinstance(value, dict | list):
         return
     inner = value.items() if isinstance(value, dict) else enumerate(value)

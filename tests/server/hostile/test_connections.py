@@ -15,6 +15,12 @@ from tests.server.wire import as_bytes
 from tests.triton.protocol.tensors import GOOD
 from tests.waiting import Deadline
 
+pytestmark = pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "Clients that are slow, come in large numbers, lie about lengths, do not read or go "
+    "away do not harm others, and leave no descriptor, thread or memory behind.",
+)
+
 BODY = as_bytes(GOOD)
 HEAD = b"POST /v2/models/add_sub/infer HTTP/1.1\r\nHost: x\r\n"
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
@@ -28,7 +34,7 @@ def _connected(port: int) -> Iterator[socket.socket]:
 
 
 def _said(port: int, data: bytes) -> bytes:
-    """All that comes back from a client that says this and no more."""
+    """Send these bytes and no more, and return the whole answer."""
     found = b""
     with _connected(port) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(data)
@@ -120,7 +126,7 @@ def test_slow_clients_harm_nobody(target: Target) -> None:
 
 
 def test_answers_that_nobody_reads_are_given_up(target: Target) -> None:
-    """Large answers to clients that ask for many and take none, then go."""
+    """Clients ask for many large answers, take none, and go."""
     count = 200_000
     head = b'{"inputs":[{"name":"IN_FP32","shape":[%d],"datatype":"FP32",' % count
     head += b'"parameters":{"binary_data_size":%d}}],"parameters":{"binary_data_output":true}}'

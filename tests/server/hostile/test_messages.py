@@ -1,4 +1,4 @@
-"""Bytes over gRPC that are no message, or one that lies: a status, and nothing else happens."""
+"""Bytes over gRPC that are no message, or a message that lies, get a status, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ def _asked(channel: grpc.Channel, method: str, message: bytes) -> tuple[grpc.Sta
     return grpc.StatusCode.OK, ""
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A request that is wrong in …",
+)
 @settings(
     max_examples=300,
     deadline=None,
@@ -74,6 +78,14 @@ def test_wrong_messages_are_told(
     assert "internal error" not in said
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "No shape, count, depth or length …",
+)
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A client gets the text of an error, or its beginning if it is long.",
+)
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -1,4 +1,4 @@
-"""Requests that are wrong anywhere in them: an error that says so, soon, and nothing else happens."""
+"""Requests that are wrong anywhere in them get an error soon, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MANY = settings(
 
 
 def _is_proper(reply: Reply) -> None:
-    """An answer, or an error in words; never one that the server itself did not expect."""
+    """Check that an answer is a result or an expected error in words."""
     assert reply.status in {200, 400, 404, 405, 409, 413, 431, 499, 500, 501, 503}, reply
     if reply.status >= 400:
         text = reply.body.decode().removeprefix("data: ")
@@ -32,6 +32,10 @@ def _is_proper(reply: Reply) -> None:
         assert "internal error" not in said, said
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A request that is wrong in any place gets an error with a text, and soon.",
+)
 @MANY
 @given(request=wrong_requests(), lie=st.sampled_from([None, None, 0, 1, -1, 10, 2**31, 2**64, "x"]))
 def test_wrong_values_are_told(target: Target, request: tuple[str, bytes], lie: object) -> None:
@@ -47,6 +51,10 @@ NAMES = [
 ]  # fmt: skip
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "Names of models, versions, regions and objects find nothing but the thing of that name.",
+)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "path",
@@ -66,6 +74,10 @@ def test_strange_names_are_names_of_nothing(target: Target, name: str, path: str
             assert path.endswith("unload")
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "Names of models, versions, regions and …",
+)
 @pytest.mark.parametrize(
     "key", ["/../etc/passwd", "..", "/", "/a/b", "/\0", "a\0b", "/" + "x" * 300, "/é", "sem.x"]
 )
@@ -78,6 +90,10 @@ def test_strange_keys_open_nothing(target: Target, key: str) -> None:
     _is_proper(reply)
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "No shape, count, depth or length that a client states is believed before it is checked.",
+)
 @pytest.mark.parametrize(
     ("what", "request_"),
     [
@@ -124,6 +140,10 @@ def _bomb(encoding: str, size_bytes: int) -> bytes:
     return b"".join([*parts, packer.flush()])
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A body that decompresses to more than is allowed is refused.",
+)
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 @pytest.mark.parametrize("path", ["/v2/models/add_sub/infer", "/v2/repository/index"])
 def test_what_unpacks_to_too_much_is_refused(target: Target, encoding: str, path: str) -> None:

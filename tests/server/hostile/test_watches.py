@@ -1,4 +1,4 @@
-"""A user who has no watches of epoll left: some connections are not taken, and the server and the others go on."""
+"""A user without watches of epoll left: some connections are refused, and the server and the others go on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ import pytest
 from tests import few_watches
 from tests.server.running import RunningServer, running
 from tests.waiting import Deadline, wait_until
+
+pytestmark = pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "If the server's user has no watches of epoll left, a connection that gets none ends. The "
+    "server, other connections and starting instances go on.",
+)
 
 # Descriptors from this number on have no watch: some more than a server has that has no clients.
 FIRST = 160
@@ -59,7 +65,7 @@ def is_live(server: RunningServer) -> bool:
 
 
 def stub_of(server: RunningServer) -> int:
-    """The process of its one instance; 0 while there is none."""
+    """Return the process of its only instance; 0 while there is none."""
     for task in Path(f"/proc/{server.process.pid}/task").iterdir():
         for pid in (task / "children").read_text().split():
             if b"triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -68,7 +74,7 @@ def stub_of(server: RunningServer) -> int:
 
 
 def filled(held: contextlib.ExitStack, port: int) -> list[socket.socket]:
-    """Clients that are served, as many as get a watch; it ends with some that get none."""
+    """Connect clients until some get no watch, and return those that are served."""
     served: list[socket.socket] = []
     refused = 0
     deadline = Deadline(ANSWER_S)

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import uvloop
 
-from moonpool.runtime.frontend.addresses import bound_sockets
-from moonpool.runtime.frontend.http.exchange import Exchange
-from moonpool.runtime.frontend.http.head import BadMessage, Head
-from moonpool.runtime.frontend.http.options import HttpLimits
-from moonpool.runtime.frontend.http.port import Port
-from moonpool.runtime.frontend.http.tls import TlsServer
+from moonpool.runtime.server.http.connection import HttpExchange, HttpPort
+from moonpool.runtime.server.http.head import BadHttpMessage, Head
+from moonpool.runtime.server.http.options import HttpLimits
+from moonpool.runtime.server.http.tls import TlsServer
+from moonpool.runtime.server.listening import bound_sockets
 
 # The first loop of a process opens a pipe for signals that libuv keeps for the next ones.
 uvloop.new_event_loop().close()
@@ -29,7 +28,7 @@ TIMEOUT_S = 30.0
 
 
 class Answer(NamedTuple):
-    """What a client reads."""
+    """The response that a client reads."""
 
     status: int
     headers: dict[str, str]
@@ -44,7 +43,7 @@ class Client:
         self._answers = self.socket.makefile("rb")
 
     def wrap(self, context: ssl.SSLContext, name: str) -> None:
-        """From now on in TLS."""
+        """Speak TLS from now on."""
         self._answers.close()
         self.socket = context.wrap_socket(self.socket, server_hostname=name)
         self._answers = self.socket.makefile("rb")
@@ -54,18 +53,18 @@ class Client:
             self.socket.sendall(piece)
 
     def answer(self, method: str = "GET") -> Answer:
-        """The next answer, whole."""
+        """Return the next answer."""
         response = HTTPResponse(_Kept(self._answers), method=method)  # type: ignore[arg-type]
         response.begin()
         body = response.read()
         return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, body)
 
     def line(self) -> bytes:
-        """One line."""
+        """Return one line."""
         return self._answers.readline()
 
     def rest(self) -> bytes:
-        """All that comes until the server ends the connection."""
+        """Return all bytes until the server ends the connection."""
         return self._answers.read()
 
     def close(self) -> None:
@@ -80,7 +79,7 @@ class Client:
 
 
 class _Kept:
-    """A file that answers are read from one after another."""
+    """Gives one file to the readers of several answers, and stays open."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -89,10 +88,10 @@ class _Kept:
         return self
 
     def close(self) -> None:
-        """There is more to come."""
+        """Stay open for the next answer."""
 
     def flush(self) -> None:
-        """Nothing is written."""
+        """Do nothing, as nothing is written."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -102,12 +101,12 @@ class Scripted:
     """Answers by path: /echo at once, /held when the test says so, /broken never, /stream in pieces, /big with many bytes."""
 
     def __init__(self) -> None:
-        self.held: list[Exchange] = []
+        self.held: list[HttpExchange] = []
         self.cancelled = threading.Event()
         self.handled: list[tuple[str, bytes]] = []
         self.lent: list[memoryview] = []
 
-    def handle(self, exchange: Exchange) -> None:
+    def handle(self, exchange: HttpExchange) -> None:
         path = exchange.head.target
         self.handled.append((exchange.head.method, bytes(path)))
         if path == b"/held":
@@ -126,8 +125,8 @@ class Scripted:
         else:
             exchange.respond(200, (), (bytes(exchange.body),))
 
-    def refuse(self, head: Head) -> BadMessage | None:
-        return BadMessage(403, "not this one") if head.target == b"/refused" else None
+    def refuse(self, head: Head) -> BadHttpMessage | None:
+        return BadHttpMessage(403, "not this one") if head.target == b"/refused" else None
 
     def most_bytes_of(self, head: Head) -> int:  # noqa: ARG002 - the same for all
         return 1 << 40
@@ -150,7 +149,7 @@ class Listening:
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="test-http")
         self._thread.start()
-        self.port = self.call(lambda: Port(self.loop, self.handler, HttpLimits(**limits)))
+        self.port = self.call(lambda: HttpPort(self.loop, self.handler, HttpLimits(**limits)))
         self.server = self.run(self._listen)
         self.number = self.server.sockets[0].getsockname()[1]
 
@@ -163,7 +162,7 @@ class Listening:
         return server
 
     def call(self, function: Callable[[], T]) -> T:
-        """What a function gives in the loop's thread."""
+        """Call a function in the loop's thread, and return its result."""
         done: Future[T] = Future()
 
         def call() -> None:
@@ -176,7 +175,7 @@ class Listening:
         return done.result(TIMEOUT_S)
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """What a coroutine gives in the loop."""
+        """Run a coroutine in the loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(function(), self.loop).result(TIMEOUT_S)
 
     def client(self) -> Client:

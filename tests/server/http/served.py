@@ -57,7 +57,7 @@ SOURCES: dict[str, tuple[Path, dict[str, Any] | None]] = {
 
 @contextlib.contextmanager
 def served(*names: str, **options: Any) -> Iterator[Serving]:
-    """A server with these models, for the length of a test."""
+    """Start a server with these models for one test."""
     with moonpool.Runtime() as runtime:
         for name in names:
             source, config = SOURCES[name]
@@ -110,7 +110,7 @@ def arrays_of(count: int) -> dict[str, NDArray[Any]]:
 def triton_echo(
     serving: Serving, arrays: Mapping[str, NDArray[Any]], compression: str | None
 ) -> dict[str, NDArray[Any]]:
-    """What the model `echo` gives for these inputs, by Triton's client."""
+    """Return the outputs of the model `echo` for these inputs, read by Triton's client."""
     client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{serving.port}")
     try:
         inputs = []

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import uvloop
 
 import moonpool
-from moonpool.runtime.frontend.http.options import HttpOptions
-from moonpool.runtime.frontend.http.server import HttpServer
-from moonpool.runtime.frontend.service import Service
+from moonpool.runtime.server.http.options import HttpOptions
+from moonpool.runtime.server.http.server import HttpServer
+from moonpool.runtime.server.service import Service
 
 uvloop.new_event_loop().close()
 TIMEOUT_S = 15.0
@@ -23,7 +23,7 @@ MODELS = Path(__file__).parents[3] / "examples" / "models"
 
 
 class Reply(NamedTuple):
-    """What a client reads."""
+    """The response that a client reads."""
 
     status: int
     headers: dict[str, str]
@@ -57,7 +57,7 @@ class Serving:
             self._end()
             raise
         self.port = self.server.ports["http"]
-        # All threads at once, so that none comes up in the middle of a test, which would have left it behind.
+        # Start all threads now: one that starts in the middle of a test would look like a leak.
         for executor in (self.server._executor, self.server._patient):
             count = executor._max_workers
             together = threading.Barrier(count)
@@ -71,7 +71,7 @@ class Serving:
         return server
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """What a coroutine gives in the loop."""
+        """Run a coroutine in the loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(function(), self.loop).result(TIMEOUT_S)
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""One connection: what is read from it, and in which order it is answered."""
+"""One connection: the requests on it, and the order of their answers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def test_a_request_is_answered(listening: Listening) -> None:
     assert answer.headers == {"content-length": "5"}
 
 
+@pytest.mark.promise("HTTP", "Requests on a connection are answered …")
 def test_a_request_may_come_byte_by_byte(listening: Listening) -> None:
     request = post("/echo", b"hello", "X-Y: z")
     with listening.client() as client:
@@ -29,6 +30,11 @@ def test_a_request_may_come_byte_by_byte(listening: Listening) -> None:
         assert client.answer().body == b"hello"
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "Requests on a connection are answered in order, one at a time, however their bytes "
+    "arrive. Bodies may have a length or come in chunks.",
+)
 def test_requests_that_come_at_once_are_answered_in_order(listening: Listening) -> None:
     bodies = [str(number).encode() for number in range(500)]
     with listening.client() as client:
@@ -37,6 +43,7 @@ def test_requests_that_come_at_once_are_answered_in_order(listening: Listening) 
         assert [client.answer().body for _ in bodies] == bodies
 
 
+@pytest.mark.promise("HTTP", "Requests on a connection are answered …")
 def test_a_request_waits_for_the_answer_to_the_one_before_it(listening: Listening) -> None:
     handler = listening.handler
     with listening.client() as client:
@@ -48,6 +55,7 @@ def test_a_request_waits_for_the_answer_to_the_one_before_it(listening: Listenin
         assert [client.answer().body, client.answer().body] == [b"1", b"2"]
 
 
+@pytest.mark.promise("HTTP", "Large bodies are received into the …")
 @pytest.mark.parametrize("size_bytes", [0, 1, 1 << 10, 300_000, 5_000_000])
 def test_a_body_of_any_size_comes_whole(listening: Listening, size_bytes: int) -> None:
     body = bytes(range(251)) * (size_bytes // 251 + 1)
@@ -57,6 +65,10 @@ def test_a_body_of_any_size_comes_whole(listening: Listening, size_bytes: int) -
             assert client.answer().body == body[:size_bytes]
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "Large bodies are received into the memory that the handler chooses, and arrive complete.",
+)
 def test_a_large_body_is_received_where_the_handler_wants_it(listening: Listening) -> None:
     body = bytes(range(256)) * 4096
 
@@ -64,6 +76,7 @@ def test_a_large_body_is_received_where_the_handler_wants_it(listening: Listenin
     assert bytes(listening.handler.lent[0]) == body
 
 
+@pytest.mark.promise("HTTP", "Requests on a connection are answered …")
 def test_a_body_may_come_in_chunks(listening: Listening) -> None:
     head = b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = b"3\r\nabc\r\n1F;a=b\r\n" + b"x" * 31 + b"\r\n0\r\nTrailer: 1\r\n\r\n"
@@ -134,6 +147,10 @@ def test_a_large_response_comes_whole(listening: Listening) -> None:
     assert listening.ask(b"GET /big/20 HTTP/1.1\r\n\r\n").body == bytes(20 << 20)
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "If a client goes, at any time and in any way, its request is cancelled, in the model, too.",
+)
 @pytest.mark.parametrize("is_abrupt", [False, True])
 def test_a_client_that_goes_cancels_its_request(listening: Listening, is_abrupt: bool) -> None:
     handler = listening.handler
@@ -146,7 +163,7 @@ def test_a_client_that_goes_cancels_its_request(listening: Listening, is_abrupt:
     exchange = handler.held[0]
 
     assert exchange.is_gone
-    # Whoever comes too late with an answer does no harm.
+    # An answer that comes too late does no harm.
     listening.call(lambda: exchange.respond(200))
     listening.call(exchange.finish)
 

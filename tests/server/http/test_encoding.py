@@ -1,4 +1,4 @@
-"""Bodies that travel compressed."""
+"""Compressed bodies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from moonpool.runtime.frontend.http import encoding
-from moonpool.runtime.frontend.http.encoding import inflate
-from moonpool.runtime.frontend.http.head import BadMessage
+from moonpool.runtime.server.http import body
+from moonpool.runtime.server.http.body import inflate
+from moonpool.runtime.server.http.head import BadHttpMessage
 
 
 class Counted:
-    """A decompressor that notes how many bytes it was given, and how many it left: both are copied."""
+    """A decompressor that counts the bytes that it gets and those that it leaves, as both are copied."""
 
     handled_bytes = 0
 
@@ -33,6 +33,10 @@ class Counted:
         return getattr(self._real, name)
 
 
+@pytest.mark.promise(
+    "At the limits",
+    "The work for a compressed body grows in proportion to its size, whatever its content.",
+)
 @pytest.mark.parametrize(
     "packed",
     [
@@ -47,17 +51,18 @@ def test_the_work_for_a_body_grows_as_the_body_does(
 ) -> None:
     monkeypatch.setattr(Counted, "handled_bytes", 0)
     fakes = SimpleNamespace(decompressobj=Counted, error=zlib.error)
-    monkeypatch.setattr(encoding, "zlib", fakes)
+    monkeypatch.setattr(body, "zlib", fakes)
 
     plain = inflate(packed, 16 << 20)
 
     assert plain == gzip.decompress(packed)
-    # A part may be followed by many others in what is fed at a time.
+    # A piece of the body may hold many parts, and is handled again for each.
     assert Counted.handled_bytes <= 3 * len(packed) + 256 * (1 << 17)
 
 
+@pytest.mark.promise("At the limits", "The work for a compressed body …")
 def test_parts_without_end_are_refused() -> None:
-    with pytest.raises(BadMessage, match="more than 65536 parts") as refused:
+    with pytest.raises(BadHttpMessage, match="more than 65536 parts") as refused:
         inflate(gzip.compress(b"", mtime=0) * 70_000, 1 << 20)
 
     assert refused.value.status == HTTPStatus.BAD_REQUEST

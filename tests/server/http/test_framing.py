@@ -1,4 +1,4 @@
-"""However the bytes of requests are cut, they are the same requests; and any bytes are dealt with."""
+"""Bytes of requests cut in any place are the same requests, and any bytes are handled."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.server.http.listening import Scripted
 
-from moonpool.runtime.frontend.http.connection import Connection
-from moonpool.runtime.frontend.http.exchange import Exchange
-from moonpool.runtime.frontend.http.options import HttpLimits
-from moonpool.runtime.frontend.http.port import Port
+from moonpool.runtime.server.http.connection import HttpConnection, HttpExchange, HttpPort
+from moonpool.runtime.server.http.options import HttpLimits
 
 
 class Recorded(Scripted):
-    """Keeps what it was given."""
+    """Keeps the bodies of requests."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bodies: list[bytes] = []
 
-    def handle(self, exchange: Exchange) -> None:
+    def handle(self, exchange: HttpExchange) -> None:
         self.bodies.append(bytes(exchange.body))
         exchange.respond(200, (), (b"%d" % len(exchange.body),))
 
 
 class Wire:
-    """What a connection needs of a transport."""
+    """Stands for a transport."""
 
     def __init__(self) -> None:
         self.sent = b""
@@ -59,7 +57,7 @@ class Wire:
         return None
 
     def pause_reading(self) -> None:
-        """There is no hurry."""
+        """Do nothing: the test reads everything."""
 
     resume_reading = pause_reading
 
@@ -72,10 +70,10 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> tuple[list[bytes], Wire]:
-    """The bodies that came of it, and what was answered."""
+    """Feed a connection, and return the bodies of its requests and the wire with its answers."""
     handler, wire = Recorded(), Wire()
-    port = Port(loop, handler, HttpLimits())
-    connection = Connection(port)
+    port = HttpPort(loop, handler, HttpLimits())
+    connection = HttpConnection(port)
     connection.connection_made(wire)  # type: ignore[arg-type]
     for piece in pieces:
         while piece and not wire.is_closed:
@@ -91,7 +89,7 @@ def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> tuple[list[byte
 
 
 def request(body: bytes, chunk: int) -> bytes:
-    """With a length, or in chunks of so many bytes."""
+    """Return a request whose body has a length, or comes in chunks of so many bytes."""
     if not chunk:
         return b"POST /x HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     chunks = [body[i : i + chunk] for i in range(0, len(body), chunk)]
@@ -99,6 +97,7 @@ def request(body: bytes, chunk: int) -> bytes:
     return b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + coded + b"0\r\n\r\n"
 
 
+@pytest.mark.promise("HTTP", "Requests on a connection are answered …")
 @settings(max_examples=100, deadline=None)
 @given(
     bodies=st.lists(
@@ -118,6 +117,11 @@ def test_requests_are_the_same_however_they_are_cut(
     assert not wire.is_closed
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "Whatever bytes arrive, they are answered, refused, or kept until more come. A client "
+    "that never waits for answers does not delay others.",
+)
 @settings(max_examples=200, deadline=None)
 @given(
     before=st.integers(0, 3),
@@ -136,7 +140,7 @@ def test_any_bytes_leave_an_answer_or_a_wait(
     bodies, wire = fed(loop, [request(b"good", 0)] * before + [broken])
 
     assert bodies[:before] == [b"good"] * before
-    # Whatever it was, it is either a request, or refused, or there has to come more.
+    # The bytes were a request, or were refused, or need more to follow.
     answers = wire.sent.count(b"HTTP/1.1 ")
     refused = wire.sent.count(b"Connection: close")
     assert answers - wire.sent.count(b" 100 Continue") == len(bodies) + (

@@ -24,6 +24,10 @@ def events(body: bytes) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "`generate` returns one object, `generate_stream` an event for each response.",
+)
 def test_one_response_comes_as_an_object_with_its_names_in_order(serving: Serving) -> None:
     reply = serving.post(ONE, {"text_input": "hi"})
 
@@ -33,6 +37,7 @@ def test_one_response_comes_as_an_object_with_its_names_in_order(serving: Servin
     )
 
 
+@pytest.mark.promise("HTTP", "`generate` returns one object, `generate_stream` an …")
 def test_many_responses_come_as_events(serving: Serving) -> None:
     reply = serving.post(MANY, {"text_input": "hi", "count": 3})
 
@@ -85,6 +90,7 @@ def test_the_first_response_decides_about_the_status(serving: Serving) -> None:
     assert events(reply.body) == [{"error": "on purpose"}]
 
 
+@pytest.mark.promise("HTTP", "A key that occurs twice in a request of `generate` is an error.")
 @pytest.mark.parametrize(
     ("body", "status", "error"),
     [
@@ -129,9 +135,10 @@ def cancelled(serving: Serving) -> int:
     return int(serving.post(ONE, {"text_input": "cancelled"}).value["told"])
 
 
+@pytest.mark.promise("HTTP", "If a client goes, at any …")
 def test_a_client_that_goes_ends_an_endless_stream(serving: Serving) -> None:
     before = cancelled(serving)
-    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)
     connection.request("POST", MANY, json.dumps({"text_input": "hi", "count": 0}))
     response = connection.getresponse()
     assert events(
@@ -144,12 +151,15 @@ def test_a_client_that_goes_ends_an_endless_stream(serving: Serving) -> None:
     wait_until(lambda: cancelled(serving) == before + 1)
 
 
+@pytest.mark.promise(
+    "HTTP", "A client that does not read its events cannot fill the server's memory."
+)
 def test_a_client_that_takes_nothing_of_a_stream_does_not_fill_the_memory() -> None:
     with served("speaks") as serving:
-        connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)
         connection.request("POST", MANY, json.dumps({"text_input": "x" * 10_000, "count": 0}))
         try:
-            # It is left once too much waits for it, and that ends the request.
-            wait_until(lambda: cancelled(serving) == 1, 30)
+            # It is disconnected once too much waits for it, and that ends the request.
+            wait_until(lambda: cancelled(serving) == 1, 60.0)
         finally:
             connection.close()

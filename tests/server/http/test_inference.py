@@ -94,6 +94,11 @@ def test_only_the_outputs_that_are_wanted_come(serving: Serving) -> None:
     outputs = serving.post(ADD_SUB, add_sub(outputs=[{"name": "OUTPUT1"}])).value["outputs"]
 
     assert [each["name"] for each in outputs] == ["OUTPUT1"]
+    wanted = [{"name": "OUTPUT1", "parameters": {"binary_data": True}}]
+    for _ in range(2):  # the second request is not checked again
+        reply = post_binary(serving, ADD_SUB, binary_add_sub(outputs=wanted), b"".join(FOUR))
+        length = int(reply.headers["inference-header-content-length"])
+        assert [each["name"] for each in json.loads(reply.body[:length])["outputs"]] == ["OUTPUT1"]
 
 
 def test_classes_come_in_place_of_numbers(serving: Serving) -> None:
@@ -109,6 +114,7 @@ def test_classes_come_in_place_of_numbers(serving: Serving) -> None:
     ]
 
 
+@pytest.mark.promise("HTTP", "Triton's client gets what it sent: …")
 def test_every_kind_of_value_travels_as_json(serving: Serving) -> None:
     values: dict[str, list[Any]] = {
         "STRING": ["a", "", "ü", "\0", "null"],
@@ -141,6 +147,10 @@ def test_numbers_that_json_does_not_have_travel_as_triton_writes_them(serving: S
     assert b'"data":[NaN,Infinity,-Infinity]' in serving.post(ECHO, body).body
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "A parameter of a request or a response is never NaN or infinite in JSON.",
+)
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
 def test_a_response_parameter_that_json_does_not_have_is_an_error(
@@ -158,6 +168,7 @@ def test_a_response_parameter_that_json_does_not_have_is_an_error(
     assert reply.status == 400
 
 
+@pytest.mark.promise("HTTP", "A parameter of a request or …")
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_request_parameter_that_json_does_not_have_is_refused(
     serving: Serving, number: str
@@ -173,6 +184,11 @@ def test_a_request_parameter_that_json_does_not_have_is_refused(
         assert reply.error.startswith("parameter 'p' must be a finite number, not ")
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "Triton's client gets what it sent: all kinds of tensors, binary or as JSON, compressed or "
+    "not, in its own shared memory.",
+)
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("count", [4, LARGE])
 def test_triton_s_client_gets_what_it_sent(
@@ -239,6 +255,10 @@ _ONE_OF = (
 )
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "Malformed requests and false lengths are rejected with Triton's error texts.",
+)
 @pytest.mark.parametrize(
     ("body", "status", "error"),
     [
@@ -274,6 +294,7 @@ def test_a_request_that_is_none_is_told_so_in_triton_s_words(
     assert reply.headers["content-type"] == "application/json"
 
 
+@pytest.mark.promise("HTTP", "Malformed requests and false lengths are …")
 @pytest.mark.parametrize(
     ("length", "tensors", "error"),
     [
@@ -327,11 +348,12 @@ def test_only_post_infers(serving: Serving) -> None:
     assert (reply.status, reply.error) == (405, "Method Not Allowed")
 
 
+@pytest.mark.promise("HTTP", "If a client goes, at any …")
 def test_a_client_that_goes_cancels_its_request_in_the_model(serving: Serving) -> None:
     kept = {"inputs": [{"name": "X", "datatype": "BOOL", "shape": [1], "data": [True]}]}
     asked = {"inputs": [{"name": "X", "datatype": "BOOL", "shape": [1], "data": [False]}]}
     path = "/v2/models/holds/infer"
-    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)
     connection.request("POST", path, json.dumps(kept))
     wait_until(lambda: serving.runtime.statistics("holds")["execution_count"] == 2)
     assert serving.post(path, asked).value["outputs"][0]["data"] == [0]
@@ -341,15 +363,16 @@ def test_a_client_that_goes_cancels_its_request_in_the_model(serving: Serving) -
     wait_until(lambda: serving.post(path, asked).value["outputs"][0]["data"] == [1])
 
 
+@pytest.mark.promise("HTTP", "Heads, bodies, decompressed bodies and the …")
 @pytest.mark.parametrize("made", [gzip.compress, zlib.compress])
 def test_a_bomb_is_refused_before_it_takes_the_memory(made: Any) -> None:
-    from moonpool.runtime.frontend.http.encoding import inflate
-    from moonpool.runtime.frontend.http.head import BadMessage
+    from moonpool.runtime.server.http.body import inflate
+    from moonpool.runtime.server.http.head import BadHttpMessage
 
     bomb = made(bytes(64 << 20))
     tracemalloc.start()
     try:
-        with pytest.raises(BadMessage) as refused:
+        with pytest.raises(BadHttpMessage) as refused:
             inflate(bomb, 1 << 20)
         _, most_bytes = tracemalloc.get_traced_memory()
     finally:

@@ -1,4 +1,4 @@
-"""JSON takes many times its own size once it is read: how much of it there may be."""
+"""Limits of JSON, whose values take many times the memory of its text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.server.http.listening import Client
 from tests.server.http.served import served
 from tests.server.http.serving import Serving
 
-from moonpool.runtime.frontend.http.json_text import NotJson, loads
-from moonpool.runtime.frontend.http.options import HttpLimits
-from moonpool.runtime.frontend.tensors import of_values
-from moonpool.runtime.server.frontends import http_options
-from moonpool.runtime.server.options import ServerOptions
+from moonpool.runtime.server.http.json_text import NotJson, loads
+from moonpool.runtime.server.http.options import HttpLimits
+from moonpool.runtime.server.inference.tensors import of_values
+from moonpool.runtime.server.options.protocols import http_options
+from moonpool.runtime.server.options.table import ServerOptions
 
 MOST = 2000
 PLAIN = "/v2/models/plain/infer"
@@ -30,7 +30,7 @@ def limited() -> Iterator[Serving]:
 
 
 def binary(count: int, **parameters: object) -> tuple[bytes, dict[str, str]]:
-    """A request whose input lies behind its JSON."""
+    """Return a request whose input lies behind its JSON."""
     described = {
         "name": "X",
         "datatype": "UINT8",
@@ -46,6 +46,10 @@ def asking(count: int, **parameters: object) -> bytes:
     return json.dumps({"inputs": inputs, "parameters": parameters}, separators=(",", ":")).encode()
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "JSON over the limit is refused …",
+)
 @pytest.mark.parametrize("form", ["plain", "packed", "with binary data"])
 def test_json_over_the_limit_is_refused(limited: Serving, form: str) -> None:
     body, headers = asking(MOST), {}
@@ -66,14 +70,22 @@ def test_binary_data_are_not_counted(limited: Serving) -> None:
     assert limited.post(PLAIN, *binary(10 * MOST, binary_data_output=True)).status == 200
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "JSON over the limit is refused …",
+)
 @pytest.mark.parametrize("path", ["/v2/models/plain/generate", "/v2/logging"])
 def test_so_it_is_elsewhere(limited: Serving, path: str) -> None:
-    # Larger than what is read before anybody looks at it.
+    # Larger than a body that is read before it may be refused.
     body = json.dumps({"X": [0] * 200_000}).encode()
 
     assert limited.post(path, body).status == 413
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "JSON over the limit is refused …",
+)
 def test_outputs_over_the_limit_are_not_sent_as_json(limited: Serving) -> None:
     reply = limited.post(PLAIN, *binary(10 * MOST))
 
@@ -86,12 +98,17 @@ INPUT_SIZE = "exceeds the maximum allowed value of 2000 bytes. Use --http-max-in
 
 @pytest.fixture(scope="module")
 def sized() -> Iterator[Serving]:
-    """A server with Triton's limit, as its flag sets it."""
+    """Start a server with Triton's limit, as its flag sets it."""
     limits = http_options(ServerOptions(http_max_input_size=MOST)).limits
     with served("plain", limits=limits) as serving:
         yield serving
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "`--http-max-input-size` limits a request as it is sent and after its decompression, "
+    "with Triton's error text.",
+)
 def test_a_request_over_tritons_limit_is_refused_in_tritons_words(sized: Serving) -> None:
     text = asking(MOST)
     packed = gzip.compress(text), {"Content-Encoding": "gzip"}
@@ -118,6 +135,7 @@ def test_a_request_over_tritons_limit_is_refused_in_tritons_words(sized: Serving
     assert sized.post(PLAIN, *binary(1000)).status == 200
 
 
+@pytest.mark.promise("HTTP", "`--http-max-input-size` limits a request as it …")
 def test_tritons_limit_is_that_of_json_unless_something_else_is_said() -> None:
     def json_bytes(**options: int) -> int:
         return http_options(ServerOptions(**options)).limits.json_bytes  # type: ignore[arg-type]
@@ -128,11 +146,20 @@ def test_tritons_limit_is_that_of_json_unless_something_else_is_said() -> None:
     assert json_bytes(http_max_input_size=1 << 10, http_max_json_bytes=1 << 20) == 1 << 10
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "JSON over the limit is refused …",
+)
 def test_arrays_without_end_are_refused() -> None:
     with pytest.raises(NotJson, match="more than 1048576 arrays"):
         loads(b"[" + b"[]," * (1 << 20) + b"[]]")
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "JSON over the limit is refused before it is parsed, compressed or not. So are too "
+    "many arrays or members of objects, and outputs that would become such JSON.",
+)
 def test_members_without_end_are_refused() -> None:
     for space in (b"", b" \t\n"):
         members = b",".join(b'"%d"%b:1' % (number, space) for number in range((1 << 20) + 1))

@@ -1,8 +1,10 @@
-"""What clients may not do: too much, too slowly, not as HTTP has it. And how a server ends."""
+"""Clients that send too much, too slowly or no HTTP, and the end of a server."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -10,6 +12,7 @@ import ssl
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,16 +22,16 @@ from tests.server.http.serving import Serving
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.frontend.http import port
-from moonpool.runtime.frontend.http.options import HttpLimits
-from moonpool.runtime.frontend.http.port import Port
+from moonpool.runtime.server.http import connection, tls
+from moonpool.runtime.server.http.connection import HttpPort
+from moonpool.runtime.server.http.options import HttpLimits
 
 __all__ = ["listening"]
 
 
 @pytest.fixture
 def strict() -> Iterator[Listening]:
-    """With little room."""
+    """A port with small limits."""
     made = Listening(head_bytes=2048, body_bytes=100_000, connections=4)
     yield made
     made.close()
@@ -52,6 +55,16 @@ def error_of(answer: Answer) -> str:
     return error
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "Bytes that are not HTTP, or that can be read in two ways, are refused and end the connection.",
+)
+@pytest.mark.promise(
+    "HTTP",
+    "A request is refused if it has a header twice that decides where the request ends, "
+    "who sent it or how it is read. If it has another header twice, or metadata over "
+    "gRPC, all values count. Chunks are accepted over HTTP/1.1 only.",
+)
 @pytest.mark.parametrize(
     ("data", "status"),
     [
@@ -123,6 +136,11 @@ def test_an_upgrade_is_not_made_and_the_request_answered(listening: Listening) -
     assert listening.ask(request).status == 200
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "Heads, bodies, decompressed bodies and the number of connections have limits, which "
+    "apply before memory is taken.",
+)
 @pytest.mark.parametrize("pieces", [1, 30])
 def test_a_head_that_is_too_long_is_refused(strict: Listening, pieces: int) -> None:
     head = b"GET / HTTP/1.1\r\n" + b"X-Y: " + b"z" * 3000
@@ -133,6 +151,7 @@ def test_a_head_that_is_too_long_is_refused(strict: Listening, pieces: int) -> N
         assert client.answer().status == 431
 
 
+@pytest.mark.promise("HTTP", "Heads, bodies, decompressed bodies and the …")
 @pytest.mark.parametrize(
     "head",
     [
@@ -169,6 +188,11 @@ def test_a_body_is_not_asked_for_where_the_request_is_refused(listening: Listeni
     assert (answer.status, error_of(answer)) == (403, "not this one")
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "A client that is too slow to send headers or a body, or to read, is disconnected. A "
+    "slow model is waited for.",
+)
 @pytest.mark.parametrize(
     ("data", "what"),
     [
@@ -191,6 +215,7 @@ def test_a_client_that_says_nothing_is_left(impatient: Listening) -> None:
         assert client.rest() == b""
 
 
+@pytest.mark.promise("HTTP", "A client that is too slow …")
 def test_a_client_that_takes_nothing_is_left(impatient: Listening) -> None:
     with impatient.client() as client:
         client.send(b"GET /big/64 HTTP/1.1\r\n\r\n")
@@ -199,6 +224,7 @@ def test_a_client_that_takes_nothing_is_left(impatient: Listening) -> None:
         wait_until(lambda: impatient.port.connections == 0)
 
 
+@pytest.mark.promise("HTTP", "A client that is too slow …")
 def test_a_model_that_takes_its_time_is_waited_for(impatient: Listening) -> None:
     handler = impatient.handler
     with impatient.client() as client:
@@ -211,6 +237,7 @@ def test_a_model_that_takes_its_time_is_waited_for(impatient: Listening) -> None
         assert client.answer().body == b"late"
 
 
+@pytest.mark.promise("HTTP", "Heads, bodies, decompressed bodies and the …")
 def test_one_connection_too_many_is_told_so(strict: Listening) -> None:
     clients = [strict.client() for _ in range(4)]
     for client in clients:
@@ -223,6 +250,7 @@ def test_one_connection_too_many_is_told_so(strict: Listening) -> None:
         client.close()
 
 
+@pytest.mark.promise("HTTP", "Heads, bodies, decompressed bodies and the …")
 def test_requests_that_lie_in_wait_do_not_take_the_memory(listening: Listening) -> None:
     handler = listening.handler
     with listening.client() as client, ThreadPoolExecutor(1) as sender:
@@ -242,6 +270,7 @@ def test_requests_that_lie_in_wait_do_not_take_the_memory(listening: Listening) 
             sending.result(10)
 
 
+@pytest.mark.promise("HTTP", "A server that ends finishes the requests in flight.")
 def test_a_server_that_ends_finishes_what_it_has_begun(listening: Listening) -> None:
     handler = listening.handler
     with listening.client() as idle, listening.client() as busy:
@@ -259,6 +288,7 @@ def test_a_server_that_ends_finishes_what_it_has_begun(listening: Listening) -> 
             assert draining.result(10) is True
 
 
+@pytest.mark.promise("HTTP", "A server that ends finishes the …")
 def test_a_server_that_cannot_wait_cuts_off(listening: Listening) -> None:
     handler = listening.handler
     with listening.client() as client:
@@ -270,6 +300,10 @@ def test_a_server_that_cannot_wait_cuts_off(listening: Listening) -> None:
     assert handler.cancelled.is_set()
 
 
+@pytest.mark.promise(
+    "Watching a server",
+    "A client that leaves before its answer is counted as such, over HTTP and over gRPC.",
+)
 def test_a_client_that_leaves_before_its_answer_is_counted(listening: Listening) -> None:
     with listening.client() as client:
         client.send(b"GET / HTTP/1.1\r\n\r\n")
@@ -314,6 +348,52 @@ def test_a_port_may_speak_tls(tmp_path: Path) -> None:
         made.close()
 
 
+class Refusing(socket.socket):
+    """A socket that accepts nobody, as if the process had no descriptor left."""
+
+    refused = 0
+
+    def accept(self) -> Any:
+        self.refused += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.promise(
+    "HTTP",
+    "If a port with TLS can accept nobody, the log says so at most every 30 seconds.",
+)
+def test_a_port_that_can_accept_nobody_says_so_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls, "_REST_S", 0.001)
+
+    async def serve(times: int) -> None:
+        loop = asyncio.get_running_loop()
+        place: Any = SimpleNamespace(loop=loop)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        server = tls.TlsServer(place, [refusing], context, 10)
+        refusing.setblocking(False)
+        await server.start_serving()
+        with socket.create_connection(refusing.getsockname()):
+            await asyncio.to_thread(wait_until, lambda: refusing.refused >= times)
+        server.close()
+
+    for quiet_s in (30.0, 0.0):
+        monkeypatch.setattr(tls, "_QUIET_S", quiet_s)
+        caplog.clear()
+        with Refusing() as refusing:
+            refusing.bind(("127.0.0.1", 0))
+            asyncio.run(serve(50))
+            assert refusing.refused >= 50
+        said = [text for text in caplog.messages if "no connection can be accepted" in text]
+        assert len(said) == (1 if quiet_s else refusing.refused)
+        assert said[0].startswith("no connection can be accepted (tried 1 times): [Errno 24]")
+
+
+@pytest.mark.promise(
+    "HTTP",
+    "A port with TLS disconnects a client that does not finish the handshake in time.",
+)
 def test_a_client_that_does_not_come_to_speak_tls_is_left(tmp_path: Path) -> None:
     key, certificate = self_signed(tmp_path)
     options = {"certificate": certificate, "private_key": key}
@@ -326,6 +406,7 @@ def test_a_client_that_does_not_come_to_speak_tls_is_left(tmp_path: Path) -> Non
         assert connection.recv(1) == b""
 
 
+@pytest.mark.promise("HTTP", "A client counts as a connection before it speaks TLS.")
 def test_half_handshakes_count_as_connections(tmp_path: Path) -> None:
     key, certificate = self_signed(tmp_path)
     options = {"certificate": certificate, "private_key": key}
@@ -341,7 +422,7 @@ def test_half_handshakes_count_as_connections(tmp_path: Path) -> None:
             half = stack.enter_context(socket.create_connection(("127.0.0.1", serving.port), 30.0))
             with contextlib.suppress(ConnectionError):
                 half.sendall(b"\x16\x03\x01")
-        # One of either kind is closed: too many have come, or the client has taken too long.
+        # Either one is closed: too many have come, or the client has taken too long.
         wait_until(lambda: serving.run(_count(port)) == 18)
         assert len(os.listdir("/proc/self/fd")) - before <= 200 + 18
         wait_until(lambda: serving.run(_count(port)) == 0)
@@ -355,13 +436,14 @@ def test_half_handshakes_count_as_connections(tmp_path: Path) -> None:
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
-def _count(port: Port) -> Callable[[], Coroutine[Any, Any, int]]:
+def _count(port: HttpPort) -> Callable[[], Coroutine[Any, Any, int]]:
     async def count() -> int:
         return port.connections
 
     return count
 
 
+@pytest.mark.promise("HTTP", "Whatever bytes arrive, they are answered, …")
 def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Listening) -> None:
     number = 10_000
     with listening.client() as greedy, ThreadPoolExecutor(1) as sender:
@@ -371,7 +453,7 @@ def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Liste
             for _ in range(20):
                 modest.send(b"GET / HTTP/1.1\r\n\r\n")
                 assert modest.answer().status == 200
-                # What it has sent in advance lies with it, and not here.
+                # The kernel of the client keeps what it has sent in advance.
                 waiting = listening.call(
                     lambda: max(len(each._waiting) for each in listening.port._connections)
                 )
@@ -387,16 +469,21 @@ def resident_bytes() -> int:
 
 
 def announce(client: Client, path: bytes, size_bytes: int) -> None:
-    """Say that so much is to come, and wait until there is room for it."""
+    """Announce a body of this size, and wait until there is room for it."""
     head = b"POST %b HTTP/1.1\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n"
     client.send(head % (path, size_bytes))
     assert client.line() == b"HTTP/1.1 100 Continue\r\n"
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "The bytes that wait for all clients that do not read are limited. Beyond the limit, "
+    "the client for which the most bytes wait is disconnected.",
+)
 def test_of_clients_that_do_not_read_the_one_is_left_for_whom_the_most_waits(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port, "_UNSENT_BYTES", 64 << 20)
+    monkeypatch.setattr(connection, "_UNSENT_BYTES", 64 << 20)
     with listening.client() as patient, listening.client() as greedy:
         patient.send(b"GET /big/32 HTTP/1.1\r\n\r\n")
         greedy.send(b"GET /big/64 HTTP/1.1\r\n\r\n")
@@ -406,6 +493,11 @@ def test_of_clients_that_do_not_read_the_one_is_left_for_whom_the_most_waits(
         assert len(patient.answer().body) == 32 << 20
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A client that only announces a large body takes none of the server's memory, and no "
+    "more than 256 MiB of shared memory together with all other clients that do so.",
+)
 def test_who_says_that_much_is_to_come_takes_nothing(listening: Listening) -> None:
     before = resident_bytes()
     with contextlib.ExitStack() as stack:
@@ -415,6 +507,10 @@ def test_who_says_that_much_is_to_come_takes_nothing(listening: Listening) -> No
         assert resident_bytes() - before < 256 << 20
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A client that only announces a …",
+)
 def test_shared_memory_for_what_is_to_come_has_an_end(listening: Listening) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Who may use what over HTTP: headers for APIs, a token for changes, and no pages of strangers."""
+"""Access over HTTP: headers for APIs, a token for changes, and no pages of strangers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.server.http.listening import Client
 from tests.server.http.served import served
 from tests.server.http.serving import Serving
 
-from moonpool.runtime.frontend.restriction import Origins, Restriction
+from moonpool.runtime.server.restriction import Origins, Restriction
 
 LINK = {
     "Sec-Fetch-Site": "cross-site",
@@ -41,6 +41,7 @@ def guarded() -> Iterator[Serving]:
         yield made
 
 
+@pytest.mark.promise("HTTP", "Restricted APIs require their header, and changes require the token.")
 def test_a_restricted_api_asks_for_its_header(guarded: Serving) -> None:
     path = "/v2/models/add_sub/stats"
     for headers in ({}, {"Admin-Key": "wrong"}, {"Admin-Key": ""}):
@@ -54,6 +55,7 @@ def test_a_restricted_api_asks_for_its_header(guarded: Serving) -> None:
     assert guarded.get("/v2/health/live").status == 200
 
 
+@pytest.mark.promise("HTTP", "A request is refused if it …")
 def test_a_header_that_stands_twice_is_not_the_one_that_is_asked_for(guarded: Serving) -> None:
     for values in (("wrong", "v"), ("v", "wrong")):
         lines = "".join(f"Admin-Key: {value}\r\n" for value in values)
@@ -70,6 +72,7 @@ def test_inference_may_be_restricted(guarded: Serving, what: str) -> None:
     assert guarded.post(path, {}, {"infer-key": "w"}).status in (400, 500)
 
 
+@pytest.mark.promise("HTTP", "Restricted APIs require their header, and …")
 @pytest.mark.parametrize("path", CHANGES)
 def test_changes_ask_for_the_token(guarded: Serving, path: str) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
@@ -85,6 +88,7 @@ def test_reading_asks_for_no_token(guarded: Serving) -> None:
         assert guarded.get(path).status == 200
 
 
+@pytest.mark.promise("HTTP", "A browser reaches a server on …")
 @pytest.mark.parametrize(
     "headers",
     [
@@ -109,7 +113,7 @@ def test_reading_asks_for_no_token(guarded: Serving) -> None:
         # The name of a page that may use the server is no proof that this page sent the request.
         {"Origin": "http://evil.example", "Host": "example.org"},
         {"Sec-Fetch-Site": "cross-site", "Host": "example.org"},
-        # A link to what is not the page, and a form.
+        # A link to something other than the page, and a form.
         LINK,
         {**LINK, "Origin": "http://evil.example"},
         {**LINK, "Sec-Fetch-Site": "same-site"},
@@ -126,6 +130,7 @@ def test_a_page_of_a_stranger_is_refused(guarded: Serving, headers: dict[str, st
         assert "access-control-allow-origin" not in reply.headers
 
 
+@pytest.mark.promise("HTTP", "A request whose body has a …")
 @pytest.mark.parametrize(
     "headers",
     [
@@ -135,7 +140,7 @@ def test_a_page_of_a_stranger_is_refused(guarded: Serving, headers: dict[str, st
         {"Sec-Fetch-Site": "none"},
         {"User-Agent": "Mozilla/5.0", "Host": "[::1]:8000"},
         {"User-Agent": "Mozilla/5.0", "Host": "models.localhost:8000"},
-        # Through a proxy that keeps the name.
+        # A proxy that keeps the name.
         {"Sec-Fetch-Site": "same-origin", "Origin": "https://example.org", "Host": "example.org"},
         {"Sec-Fetch-Site": "cross-site", "Origin": "https://example.org"},
         {"Host": "gpu-box:8000"},
@@ -150,6 +155,7 @@ def test_programs_and_the_server_s_own_page_are_not(
     )
 
 
+@pytest.mark.promise("HTTP", "A link on another site opens …")
 def test_a_link_on_another_site_opens_the_page_and_nothing_else(guarded: Serving) -> None:
     assert guarded.get("/", LINK).status == guarded.ask("HEAD", "/", b"", LINK).status == 200
     assert guarded.post("/", b"", LINK).status == 403
@@ -157,13 +163,18 @@ def test_a_link_on_another_site_opens_the_page_and_nothing_else(guarded: Serving
     assert guarded.get("/v2/moonpool/overview", LINK).status == 403
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "A request whose body has a type that HTML forms can send changes nothing. Programs "
+    "are not affected.",
+)
 @pytest.mark.parametrize(
     ("content_type", "headers"),
     [
         ("text/plain", {}),
         ("Text/Plain; charset=UTF-8", {}),
         ("multipart/form-data; boundary=x", {}),
-        # Programs made with libcurl say so of all that they send.
+        # Programs made with libcurl send this type with every body.
         ("application/x-www-form-urlencoded", {"User-Agent": "Mozilla/5.0"}),
         ("application/x-www-form-urlencoded", {"Sec-Fetch-Site": "same-origin"}),
     ],
@@ -179,6 +190,7 @@ def test_what_a_form_can_send_changes_nothing(
     assert guarded.get("/v2/logging").value["log_verbose_level"] == 0
 
 
+@pytest.mark.promise("HTTP", "A request whose body has a …")
 @pytest.mark.parametrize(
     "content_type", ["application/json", "application/x-www-form-urlencoded", ""]
 )

@@ -10,6 +10,12 @@ import pytest
 from tests.server.repositories import write
 from tests.server.running import RunningServer, running, starting
 
+pytestmark = pytest.mark.promise(
+    "HTTP",
+    "`GET /v2/models` lists the models that are ready, `/docs` leads to the page, and "
+    "`/metrics` to the port for metrics.",
+)
+
 
 @pytest.fixture(scope="module", params=[(), ("--frontends=2",)], ids=["alone", "front ends"])
 def server(
@@ -26,8 +32,8 @@ def server(
 def get(
     server: RunningServer, path: str, method: str = "GET", host: str | None = None
 ) -> tuple[int, str, str]:
-    """Status, Location and text of an answer."""
-    connection = http.client.HTTPConnection(server.http, timeout=20)
+    """Return status, Location and text of an answer."""
+    connection = http.client.HTTPConnection(server.http, timeout=60)
     try:
         connection.request(method, path, headers={} if host is None else {"Host": host})
         answer = connection.getresponse()
@@ -43,7 +49,7 @@ def test_the_models_that_are_ready_are_listed(server: RunningServer) -> None:
 
 def test_docs_lead_to_the_page(server: RunningServer) -> None:
     assert get(server, "/docs")[:2] == (307, "./")
-    # As browsers follow it.
+    # Browsers follow it like this.
     status, page = server.get("/docs")
     assert (status, page[:15].lower()) == (200, "<!doctype html>")
 

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from moonpool.runtime.frontend.http.head import Head
-from moonpool.runtime.frontend.http.turns import Turns
+from moonpool.runtime.server.http.head import Head
+from moonpool.runtime.server.http.turns import Turns
+
+pytestmark = pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "Large bodies of JSON that come together are parsed in turns with the requests of other "
+    "clients.",
+)
 
 
 class Asked:
-    """An exchange, as far as turns look at it."""
+    """An exchange with what turns use of it."""
 
     def __init__(self, *, is_gone: bool = False) -> None:
         self.is_gone = is_gone

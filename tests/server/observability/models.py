@@ -1,4 +1,4 @@
-"""A repository with models to watch: one that doubles, one that asks it, one that gives many responses."""
+"""A repository with models to watch: one that doubles, one that calls it, one with many responses."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _IMPORTS = "import os\nimport signal\n\nimport triton_python_backend_utils as pb
 
 
 def trace_entries(file: Path) -> list[dict[str, Any]]:
-    """What is in a file of traces; nothing while it is being written."""
+    """Return the contents of a file of traces; nothing while it is being written."""
     try:
         found: list[dict[str, Any]] = json.loads(file.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -74,7 +74,7 @@ def trace_entries(file: Path) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, *names: str) -> Path:
-    """The repository, with these models or all of them."""
+    """Write the repository with these models, by default all."""
     for name in names or _MODELS:
         config, source = _MODELS[name]
         (folder / name / "1").mkdir(parents=True)

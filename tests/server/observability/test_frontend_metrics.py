@@ -1,12 +1,16 @@
-"""Connections and answers, where other processes have the clients."""
+"""Connections and answers of a server whose front ends have the clients."""
 
 from __future__ import annotations
 
-from moonpool.runtime.frontend.frontend_metrics import FrontendMetrics
+import pytest
+
+from moonpool.runtime.server.metrics import FrontendMetrics
+
+pytestmark = pytest.mark.promise("Watching a server", "Connections and answers of all front …")
 
 
 def shown(metrics: FrontendMetrics) -> dict[tuple[str, ...], float]:
-    """Values by name, protocol and status."""
+    """Return values by name, protocol and status."""
     return {
         (
             family.name.removeprefix("moonpool_frontend_"),

@@ -1,4 +1,4 @@
-"""Log settings: what can be said of them, and in which words the rest is refused."""
+"""Log settings: the values that they accept, and the texts that refuse others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import re
 import pytest
 
 import moonpool
-from moonpool.runtime.frontend.log_control import LogControl, check_parameters
-from moonpool.runtime.frontend.setting_values import BadSetting
-from moonpool.runtime.log_settings import LogSettings
-from moonpool.runtime.server.log_lines import ServerLog, logged
+from moonpool.runtime.observe.log_settings import LogSettings
+from moonpool.runtime.server.log import LogControl, ServerLog, check_parameters, logged
+from moonpool.runtime.server.setting_values import BadSetting
+
+pytestmark = pytest.mark.promise(
+    "Watching a server",
+    "Log settings are those of Triton, for the server's log and the loggers of models.",
+)
 
 SHOWN = {
     "log_file": "",

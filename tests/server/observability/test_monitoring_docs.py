@@ -1,4 +1,4 @@
-"""The page on monitoring and the dashboard say what a server tells."""
+"""The page on monitoring and the dashboard agree with the metrics of a server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from tests.server.observability.models import write
 
 import moonpool
-from moonpool.runtime import gpu_metrics
-from moonpool.runtime.frontend.server_metrics import ServerMetrics
-from moonpool.runtime.metrics_options import metrics_options
+from moonpool.runtime.observe import machine
+from moonpool.runtime.observe.metrics_options import metrics_options
+from moonpool.runtime.server.metrics import ServerMetrics
 
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana" / "moonpool.json"
@@ -25,15 +25,23 @@ ON = ["summary_latencies=true", "histogram_latencies=true"]
 # What stands behind the name of a histogram's or a summary's lines.
 SUFFIX = r"_(?:bucket|sum|count)$"
 
-pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="the documents are not in the wheel")
+pytestmark = [
+    pytest.mark.skipif(not DOCS.is_dir(), reason="the documents are not in the wheel"),
+    pytest.mark.promise(
+        "Watching a server", "The dashboard and the alerts use only metrics that exist."
+    ),
+]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """All metrics that there are, but for GPUs'."""
+    """Return the text of all metrics, without those of GPUs."""
     folder = write(tmp_path_factory.mktemp("models"))
     with moonpool.Runtime(folder, metrics=metrics_options(ON)) as runtime:
         runtime.infer("doubles", {"IN": np.ones((1, 4), np.float32)})
+        # Some metrics are those of contained models alone.
+        strict = {"MOONPOOL_SANDBOX": {"string_value": "strict"}}
+        runtime.load("contained", folder / "doubles", config={"parameters": strict})
         metrics = ServerMetrics(runtime.registry)
         metrics.frontends.http.answered(200)
         yield metrics.text()
@@ -41,7 +49,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def shown(text: str) -> dict[str, tuple[str, set[str]]]:
-    """Type and labels of each family."""
+    """Return type and labels of each family."""
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     labels: dict[str, set[str]] = {name: set() for name in types}
     for name, braced in re.findall(r"^([a-z_]+)(?:\{(.*)\})? \S+$", text, re.MULTILINE):
@@ -57,7 +65,7 @@ def documented() -> dict[str, tuple[str, set[str]]]:
 
 
 def queries(thing: Any) -> list[str]:
-    """All that a dashboard asks Prometheus."""
+    """Return all queries of a dashboard."""
     if isinstance(thing, list):
         return [query for each in thing for query in queries(each)]
     if not isinstance(thing, dict):
@@ -70,9 +78,10 @@ def names_in(query: str) -> set[str]:
     return set(re.findall(r"\b(?:nv|moonpool|process)_\w+", query))
 
 
+@pytest.mark.promise("Watching a server", "Metrics can be read by Prometheus, …")
 def test_every_metric_is_in_the_page_as_it_is(text: str) -> None:
     page = documented()
-    gpus = {name: page.pop(name) for name in gpu_metrics.NAMES}
+    gpus = {name: page.pop(name) for name in machine.GPU_NAMES}
 
     assert page == shown(text)
     assert {labels for _, kinds in gpus.values() for labels in kinds} == {"gpu_uuid"}
@@ -83,7 +92,7 @@ def test_every_query_of_the_dashboard_and_the_alerts_asks_for_what_there_is(text
     asked = queries(dashboard)
     page = (DOCS / "MONITORING.md").read_text(encoding="utf-8")
     alerts = page.partition("### Alerts")[2].partition("## ")[0]
-    there = set(shown(text)) | set(gpu_metrics.NAMES)
+    there = set(shown(text)) | set(machine.GPU_NAMES)
 
     assert len(asked) > 30
     for query in [*asked, *alerts.splitlines()]:
@@ -117,6 +126,7 @@ def test_the_panels_of_the_dashboard_have_room() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
+@pytest.mark.promise("Watching a server", "Metrics can be read by Prometheus, …")
 def test_prometheus_own_tool_has_nothing_to_say_against_them(text: str, tmp_path: Path) -> None:
     tool = shutil.which("promtool")
     if tool is None:

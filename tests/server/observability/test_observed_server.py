@@ -1,4 +1,4 @@
-"""A server as a process of its own, watched from outside: metrics, traces, log settings."""
+"""A server process, watched from outside: metrics, traces, log settings."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.server.observability.models import trace_entries, write
 from tests.server.observability.test_server_metrics import Scrape
 from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.promise(
+    "Watching a server", "Requests, batches, durations, responses by place, …"
+)
+
 
 def scrape(server: RunningServer) -> Scrape:
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as response:
         assert response.headers["Content-Type"] == "text/plain; charset=utf-8"
         return Scrape(response.read().decode())
 

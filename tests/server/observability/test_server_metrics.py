@@ -16,17 +16,29 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import ModelError
-from moonpool.runtime.frontend.server_metrics import ServerMetrics
-from moonpool.runtime.metrics_options import metrics_options
-from moonpool.runtime.own_metrics import KINDS
-from moonpool.runtime.usage import usage_of
+from moonpool.runtime.observe.metric_families import KINDS
+from moonpool.runtime.observe.metrics_options import metrics_options
+from moonpool.runtime.process.usage import usage_of
+from moonpool.runtime.server.metrics import ServerMetrics
+
+pytestmark = [
+    pytest.mark.promise(
+        "Watching a server",
+        "Requests, batches, durations, responses by place, restarts, recoveries, processes, "
+        "memory and connections are counted.",
+    ),
+    pytest.mark.promise(
+        "Seeing sandboxes",
+        "Metrics have the level and the layers of each instance.",
+    ),
+]
 
 ONE = {"IN": np.ones((1, 4), np.float32)}
 ON = ["summary_latencies=true", "histogram_latencies=true"]
 
 
 class Scrape:
-    """What a scrape found: values by name and labels."""
+    """The values of a scrape, by name and labels."""
 
     def __init__(self, text: str) -> None:
         self.types: dict[str, str] = {}
@@ -44,7 +56,7 @@ class Scrape:
                 of[key] = sample.value
 
     def __call__(self, name: str, **labels: str) -> float:
-        """The one value with these labels, and maybe others."""
+        """Return the only value with these labels, and maybe more."""
         wanted = set(labels.items())
         (value,) = [v for key, v in self.values[name].items() if wanted <= key]
         return value
@@ -64,6 +76,11 @@ def metrics(runtime: moonpool.Runtime) -> Iterator[ServerMetrics]:
     metrics.close()
 
 
+@pytest.mark.promise(
+    "Watching a server",
+    "Metrics can be read by Prometheus, each family and each line once, and are those that the "
+    "page names, with these types and labels.",
+)
 def test_every_line_can_be_read_and_is_there_once(metrics: ServerMetrics) -> None:
     found = Scrape(metrics.text())
 
@@ -168,7 +185,7 @@ def test_a_process_is_told_of_and_so_is_its_end(
 
     with pytest.raises(moonpool.StubDied):
         runtime.infer("doubles", {"IN": np.full((1, 4), 99, np.float32)})
-    wait_until(lambda: runtime.is_ready("doubles"), 30)
+    wait_until(lambda: runtime.is_ready("doubles"), 60.0)
     second = Scrape(metrics.text())
 
     assert second("moonpool_instance_restarts_total", **instance) == restarts + 1
@@ -237,6 +254,7 @@ SQUARE = {
 }
 
 
+@pytest.mark.promise("Metrics", "No metric of a model, and …")
 def test_every_name_that_is_shown_is_reserved(
     runtime: moonpool.Runtime, metrics: ServerMetrics
 ) -> None:

@@ -1,4 +1,4 @@
-"""Trace settings: what can be said of them, and in which words the rest is refused."""
+"""Trace settings: the values that they accept, and the texts that refuse others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import re
 
 import pytest
 
-from moonpool.runtime.frontend.setting_values import BadSetting
-from moonpool.runtime.frontend.trace_settings import changes_of_lists, trace_options
-from moonpool.runtime.frontend.traces import Traces
+from moonpool.runtime.server.setting_values import BadSetting
+from moonpool.runtime.server.tracing.settings import changes_of_lists, trace_options
+from moonpool.runtime.server.tracing.traces import Traces
+
+pytestmark = pytest.mark.promise(
+    "Watching a server",
+    "Trace settings are those of Triton, for all models and for one. Wrong ones are "
+    "refused with its texts.",
+)
 
 FILE = "triton,file=/dev/null"
 

@@ -13,14 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, tensor
-from tests.runtime.frontend.outcomes import outcome_of
+from tests.runtime.server.outcomes import outcome_of
 from tests.server.observability.models import write
 
 import moonpool
-from moonpool.runtime.frontend.requests import make_request
-from moonpool.runtime.frontend.trace_settings import trace_options
-from moonpool.runtime.frontend.traces import Traces
-from moonpool.runtime.request import Response
+from moonpool.runtime.model.request import Response
+from moonpool.runtime.server.inference.request import make_request
+from moonpool.runtime.server.tracing.settings import trace_options
+from moonpool.runtime.server.tracing.traces import Traces
+
+pytestmark = pytest.mark.promise(
+    "Watching a server",
+    "Spans are Triton's, below the client's span. The model gets the context to pass on. "
+    "A collector that is away or never answers delays no request.",
+)
 
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
@@ -30,7 +36,7 @@ TRACEPARENT = f"00-{TRACE}-{ABOVE}-01"
 
 
 class Collector(ThreadingHTTPServer):
-    """Keeps the spans that it is sent."""
+    """Keeps the spans that it gets."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -57,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """It says nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

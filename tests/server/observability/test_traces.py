@@ -1,4 +1,4 @@
-"""What a trace says of a request on its way through a server with real stubs."""
+"""Traces of requests on their way through a server with real stubs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.runtime.frontend.outcomes import outcome_of
+from tests.runtime.server.outcomes import outcome_of
 from tests.server.observability.models import write
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.frontend.requests import make_request
-from moonpool.runtime.frontend.trace_settings import trace_options
-from moonpool.runtime.frontend.traces import Traces
-from moonpool.runtime.request import Details
-from moonpool.runtime.stream import ResponseStream
+from moonpool.runtime.model.request import Details
+from moonpool.runtime.schedule.stream import ResponseStream
+from moonpool.runtime.server.inference.request import make_request
+from moonpool.runtime.server.tracing.settings import trace_options
+from moonpool.runtime.server.tracing.traces import Traces
+
+pytestmark = pytest.mark.promise(
+    "Watching a server",
+    "A trace covers a request from end to end, with its tensors if they are wanted. "
+    "Requests that models send are its children.",
+)
 
 COMPUTE = ["COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"]
 Ask = Callable[..., bool]
@@ -34,7 +40,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runti
 
 @pytest.fixture
 def ask(runtime: moonpool.Runtime) -> Ask:
-    """Sends a request as a frontend does; tells whether it was traced."""
+    """Send a request as a protocol does, and return whether it was traced."""
 
     def ask(traces: Traces, model: str, value: float = 1, request_id: str = "") -> bool:
         hosted = runtime.registry.find(model)
@@ -66,7 +72,7 @@ def entries(path: Path) -> list[dict[str, Any]]:
 
 
 def activities(path: Path, number: int) -> list[str]:
-    """What is told of a trace, in order; "model" for what it is of."""
+    """Return the entries of a trace in order; "model" for the one that names model and request."""
     names = []
     for entry in entries(path):
         if entry["id"] == number:
@@ -157,6 +163,11 @@ def test_one_of_so_many_is_traced_and_no_more_than_so_many(ask: Ask, tmp_path: P
     traces.close()
 
 
+@pytest.mark.promise(
+    "Watching a server",
+    "A trace file is a whole JSON list at any time. If it cannot be written, requests are "
+    "still served.",
+)
 def test_files_have_so_many_traces_each(ask: Ask, tmp_path: Path) -> None:
     flags = [
         f"triton,file={tmp_path / 't'}",
@@ -173,6 +184,7 @@ def test_files_have_so_many_traces_each(ask: Ask, tmp_path: Path) -> None:
     assert ids == {"t.0": [1, 2], "t.1": [3, 4], "t.2": [5]}
 
 
+@pytest.mark.promise("Watching a server", "A trace file is a whole …")
 def test_where_no_file_can_be_the_request_is_served_all_the_same(
     ask: Ask, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +215,7 @@ def test_an_instance_that_dies_takes_no_trace_with_it(
         "HTTP_SEND_END",
         "REQUEST_END",
     ]
-    wait_until(lambda: runtime.is_ready("doubles"), 30)
+    wait_until(lambda: runtime.is_ready("doubles"), 60.0)
     traces.close()
 
 

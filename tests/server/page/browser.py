@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tests.waiting import Deadline, wait_until
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 ATTACKER = "attacker.example"
 _EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(
@@ -56,10 +56,10 @@ _OPTIONS = (
 
 
 class Browser:
-    """One Chromium process and its pipe. Commands wait for their answers; events are kept."""
+    """A Chromium process and its pipe. Commands wait for their answers, and events are kept."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is for its profile, and whatever else it writes."""
+        """`folder` gets its profile, and all other files that it writes."""
         if _EXECUTABLE is None:
             raise FileNotFoundError("chromium")
         commands, self._write_fd = _pipe()
@@ -91,7 +91,7 @@ class Browser:
         self.events: list[dict[str, Any]] = []
 
     def command(self, method: str, session: str | None = None, **parameters: Any) -> Any:
-        """Do something; returns the result. Raises RuntimeError with what Chromium says."""
+        """Run a command, and return its result. Raises RuntimeError with Chromium's text."""
         self._number += 1
         number = self._number
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
@@ -107,7 +107,7 @@ class Browser:
         return answer["result"]
 
     def read(self, deadline: Deadline) -> None:
-        """Take in what has come, or wait for something to come."""
+        """Read the messages that have come, or wait for one."""
         if not select.select([self._read_fd], [], [], deadline.remaining_s)[0]:
             raise TimeoutError("chromium does not answer")
         data = os.read(self._read_fd, 1 << 20)
@@ -121,7 +121,7 @@ class Browser:
                 self.events.append(message)
 
     def close(self) -> None:
-        """End it, with everything that it started."""
+        """End Chromium with all processes that it started."""
         try:
             self.command("Browser.close")
             self._process.wait(5.0)
@@ -136,7 +136,7 @@ class Browser:
 
 
 class Page:
-    """One tab: what it shows, what it asked for, what it complained about."""
+    """A tab: its content, its requests, its complaints."""
 
     def __init__(
         self, browser: Browser, width: int = 1200, height: int = 900, *, dark: bool = False
@@ -168,7 +168,7 @@ class Page:
         self._command("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited where it is a promise."""
+        """Return the value of a JavaScript expression; a promise is awaited."""
         result = self._command(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -177,13 +177,13 @@ class Page:
         return result["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """What the first element that fits shows, "" where there is none."""
+        """Return the text of the first element that matches; "" if there is none."""
         return str(
             self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
         )
 
     def wait_for(self, expression: str, what: str = "") -> Any:
-        """Wait until the expression is true; returns its value."""
+        """Wait until an expression is true, and return its value."""
 
         def value() -> Any:
             try:
@@ -197,7 +197,7 @@ class Page:
         return wait_until(value, PATIENCE_S, what or expression)
 
     def wait_for_text(self, selector: str, text: str) -> str:
-        """Wait until an element shows this among other things; returns all that it shows."""
+        """Wait until an element shows this text, and return all of its text."""
 
         def shown() -> str:
             found = self.text(selector)
@@ -206,7 +206,7 @@ class Page:
         return wait_until(shown, PATIENCE_S, f"{text!r} in {selector}")
 
     def click(self, selector: str) -> None:
-        """Click where the element is, as a person would."""
+        """Click at the place of an element, as a person would."""
         place = self.wait_for(
             f"""(() => {{ const node = document.querySelector({json.dumps(selector)});
             if (!node || node.disabled) return null;
@@ -227,7 +227,7 @@ class Page:
         self._command("Input.dispatchKeyEvent", type="keyUp", **same)
 
     def fill(self, selector: str, text: str) -> None:
-        """Replace what stands in a field."""
+        """Replace the text of a field."""
         self.evaluate(
             f"(() => {{ const node = document.querySelector({json.dumps(selector)}); "
             "node.focus(); node.select(); })()"
@@ -235,7 +235,7 @@ class Page:
         self._command("Input.insertText", text=text)
 
     def screenshot(self, *, whole: bool = False) -> bytes:
-        """The page as a PNG: what is in view, or all of it."""
+        """Return the visible part of the page as a PNG, or all of it."""
         answer = self._command("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(answer["data"])
 
@@ -247,7 +247,7 @@ class Page:
                 yield event["params"]
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, exceptions, violations of the policy."""
+        """Return errors and warnings of the console, exceptions, and violations of the policy."""
         said = [
             str(params["args"])
             for params in self._events("Runtime.consoleAPICalled")
@@ -264,7 +264,7 @@ class Page:
         ]
 
     def requests(self) -> list[str]:
-        """The addresses of everything that was asked for."""
+        """Return the addresses of all requests."""
         events = self._events("Network.requestWillBeSent")
         return [params["request"]["url"] for params in events]
 
@@ -283,7 +283,7 @@ def _typed(text: str) -> dict[str, str]:
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe whose ends are none of the descriptors that Chromium wants to find something else at."""
+    """Make a pipe whose ends do not have the numbers that Chromium gives to others."""
     ends = os.pipe()
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in ends]
     for fd in ends:

@@ -14,13 +14,13 @@ from tests.server.running import running
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every model that the page may meet; tests may add others."""
+    """Make a repository with every kind of model for the page. Tests may add others."""
     return write(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def site(repository: Path) -> Iterator[Site]:
-    """A server that has loaded them, and loads and unloads what it is told."""
+    """Run a server with these models, whose clients may load and unload."""
     with running(repository, "--model-control-mode=explicit", "--load-model=*") as server:
         yield Site(server)
 
@@ -34,7 +34,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def tab(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens tabs, of the size that is asked for, and closes them in the end."""
+    """Open tabs of a given size, and close them at the end."""
     pages: list[Page] = []
 
     def opened(url: str, width: int = 1200, height: int = 900, *, dark: bool = False) -> Page:

@@ -1,4 +1,4 @@
-"""A repository with models for everything that a page has to show: numbers, texts, errors, streams, halves."""
+"""A repository with models for everything that a page shows: numbers, texts, errors, streams, 16-bit floats."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TritonPythonModel:
 
 
 def write(repository: Path, *names: str) -> Path:
-    """Write these models, all unless some are named; returns the repository."""
+    """Write these models, by default all, and return the repository."""
     for name in names or _SOURCES:
         version = repository / name / "1"
         version.mkdir(parents=True)

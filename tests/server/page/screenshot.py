@@ -1,4 +1,4 @@
-"""Makes docs/page.png: `python -m tests.server.page.screenshot`. It takes as long as the plots go back."""
+"""Makes docs/page.png: `python -m tests.server.page.screenshot`. It takes as long as the plots cover."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CALLERS: list[tuple[str, dict[str, Any], float]] = [
 
 
 def call(site: Site, caller: tuple[str, dict[str, Any], float], end_s: float) -> None:
-    """Requests whose rate goes up and down, as a day's does."""
+    """Send requests at a rate that goes up and down, like that of a day."""
     model, inputs, most_per_s = caller
     number = 0
     while time.monotonic() < end_s:

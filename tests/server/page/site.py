@@ -1,4 +1,4 @@
-"""A real server as the tests of the page see it: what it tells, and what they ask of it."""
+"""A real server for the tests of the page: its overview, and requests to it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Site:
         self.url = f"http://{server.http}"
 
     def overview(self) -> dict[str, Any]:
-        """What it tells the page."""
+        """Return the data for the page."""
         status, shown = self.server.get("/v2/moonpool/overview?since=0")
         assert status == 200, shown
         return dict(shown)
 
     def model(self, name: str) -> dict[str, Any]:
-        """What it tells of a model's only version."""
+        """Return the data of a model's only version."""
         (model,) = [model for model in self.overview()["models"] if model["name"] == name]
         return dict(model)
 
     def infer(self, name: str, inputs: Mapping[str, tuple[str, Sequence[int], list[Any]]]) -> int:
-        """Send a request, with datatype, shape and data of each input; the answer's status."""
+        """Send a request with datatype, shape and data of each input, and return the answer's status."""
         request = {
             "inputs": [
                 {"name": name, "datatype": datatype, "shape": shape, "data": data}
@@ -39,7 +39,7 @@ class Site:
         return self.post(f"/v2/models/{quote(name)}/infer", request)
 
     def load(self, name: str) -> int:
-        """Load a model of the repository; the answer's status."""
+        """Load a model of the repository, and return the answer's status."""
         return self.post(f"/v2/repository/models/{quote(name)}/load", {})
 
     def unload(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Pages of other origins in a real browser, which send what a browser lets them to every route of the server."""
+"""Pages of other origins in a real browser, which send all that a browser allows to every route of the server."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.server.running import running
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.frontend.http.application import application
-from moonpool.runtime.frontend.page.routes import routes as page_routes
-from moonpool.runtime.frontend.service import Service
+from moonpool.runtime.server.http.control import control_routes
+from moonpool.runtime.server.page.routes import routes as page_routes
+from moonpool.runtime.server.service import Service
 
 pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -52,7 +52,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 class Attacker(BaseHTTPRequestHandler):
-    """A site of pages without content: tests run their scripts in them."""
+    """Run a site of empty pages, in which tests run their scripts."""
 
     def do_GET(self) -> None:
         query = parse_qs(urlsplit(self.path).query)
@@ -76,7 +76,7 @@ class Attacker(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Be quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +92,19 @@ def attacker_port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def paths() -> list[str]:
-    """Every path that the server has."""
+    """Return every path of the server."""
     with moonpool.Runtime() as runtime, ThreadPoolExecutor(1) as executor:
         service = Service(runtime)
-        made = application(service, executor, page_routes(service.overview, executor))
+        made = [*control_routes(service, executor), *page_routes(service.overview, executor)]
     names = {
         "{model}": "add_sub",
-        "{version:digits}": "1",
+        "{version}": "1",
         "{region}": "attack",
         "{repository}": "r",
     }
     found = ["/v2/models/add_sub/infer", "/v2/models/add_sub/versions/1/infer"]
-    for route in made.routes:
-        path: str = route.path  # type: ignore[attr-defined]
+    for route in made:
+        path = route.path
         for name, value in names.items():
             path = path.replace(name, value)
         found.append(path)
@@ -120,14 +120,30 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(repository: Path) -> Iterator[Site]:
-    """A server whose models clients may load."""
+    """Run a server whose clients may load models."""
     with running(repository, "--model-control-mode=explicit", "--load-model=*") as server:
+        yield Site(server)
+
+
+@pytest.fixture(scope="module")
+def encrypted(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A server that speaks gRPC over TLS."""
+    key, certificate = self_signed(tmp_path_factory.mktemp("tls"))
+    tls = ("--grpc-use-ssl=true", f"--grpc-server-key={key}", f"--grpc-server-cert={certificate}")
+    with running(repository, "--model-control-mode=explicit", "--load-model=*", *tls) as server:
+        yield Site(server)
+
+
+@pytest.fixture(scope="module")
+def pooled(repository: Path) -> Iterator[Site]:
+    """A server with two front ends."""
+    with running(repository, "--model-control-mode=explicit", "--frontends=2") as server:
         yield Site(server)
 
 
 @pytest.fixture(params=[ATTACKER, "127.0.0.1"], ids=["cross-site", "same-site"])
 def attack(request: pytest.FixtureRequest, tab: Tab, attacker_port: int) -> Page:
-    """A page of another site, or of another port of this machine, which browsers take for the same site."""
+    """Open a page of another site, or of another port of this machine, which browsers take for the same site."""
     page = tab(f"http://{request.param}:{attacker_port}/")
     page.wait_for("document.title === 'attacker'")
     return page
@@ -141,7 +157,7 @@ def _changes_nothing(site: Site) -> Iterator[None]:
 
 
 def state(site: Site) -> dict[str, Any]:
-    """Return everything that a client can change, and how often the model was asked."""
+    """Return everything that a client can change, and the number of requests to the model."""
     found: dict[str, Any] = {"index": site.server.get("/v2/repository/index", "POST")}
     for path in ("logging", "trace/setting", "systemsharedmemory/status", "models/stats"):
         found[path] = site.server.get(f"/v2/{path}")
@@ -151,7 +167,7 @@ def state(site: Site) -> dict[str, Any]:
 
 def answered(site: Site) -> Counter[str]:
     """Count the answers of the server by status."""
-    with urlopen(f"http://{site.server.metrics}/metrics", timeout=30) as response:
+    with urlopen(f"http://{site.server.metrics}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     name = 'moonpool_frontend_requests_total{protocol="http",status="'
     return Counter(
@@ -164,7 +180,7 @@ def answered(site: Site) -> Counter[str]:
 
 
 def gets(site: Site, count: int, page: Page, name: str, *arguments: object) -> Counter[str]:
-    """Return how the server answered the `count` requests that a function of `_SCRIPTS` sends."""
+    """Return the server's answers to the `count` requests that a function of `_SCRIPTS` sends."""
     before = settled(site)
     given = ", ".join(json.dumps(each) for each in arguments)
     # Nothing waits for what it sends.
@@ -174,10 +190,10 @@ def gets(site: Site, count: int, page: Page, name: str, *arguments: object) -> C
 
 
 def settled(site: Site) -> Counter[str]:
-    """Count once the front ends have said what they had answered."""
+    """Count the answers after the front ends have reported them."""
     mark = answered(site)["404"]
     assert site.server.get("/nothing")[0] == 404
-    wait_until(lambda: answered(site)["404"] > mark, 30.0, "the count of an answer")
+    wait_until(lambda: answered(site)["404"] > mark, 60.0, "the count of an answer")
     return answered(site)
 
 
@@ -234,12 +250,18 @@ def sent(site: Site, paths: list[str]) -> list[tuple[str, str]]:
 
 
 def addresses(site: Site, paths: list[str]) -> list[tuple[str, str]]:
-    """Return every address, each with a body that its route would take."""
+    """Return every address, each with a body that its route accepts."""
     return [
         (site.url + path, json.dumps(CHANGES.get(path.rpartition("/")[2], {}))) for path in paths
     ]
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "No page of another origin, on this machine or elsewhere, gets a request through a browser "
+    "to any route, by any method, as a script, form, redirect, beacon, report or embedded file, "
+    "also where several front ends serve.",
+)
 def test_scripts_are_refused_with_every_method(
     attack: Page, site: Site, sent: list[tuple[str, str]]
 ) -> None:
@@ -249,12 +271,14 @@ def test_scripts_are_refused_with_every_method(
     assert gets(site, len(sent), attack, "untyped", sent) == {"403": len(sent)}
 
 
+@pytest.mark.promise("HTTP", "No page of another origin, on …")
 def test_forms_in_frames_are_refused(attack: Page, site: Site, sent: list[tuple[str, str]]) -> None:
     count = len(sent) * len(FORMS)
 
     assert gets(site, count, attack, "forms", sent, FORMS) == {"403": count}
 
 
+@pytest.mark.promise("HTTP", "No page of another origin, on …")
 def test_forms_that_another_site_sends_on_are_refused(
     attack: Page, site: Site, sent: list[tuple[str, str]]
 ) -> None:
@@ -264,6 +288,7 @@ def test_forms_that_another_site_sends_on_are_refused(
     assert gets(site, len(sent), attack, "forms", relayed, FORMS[:1]) == {"403": len(sent)}
 
 
+@pytest.mark.promise("HTTP", "No page of another origin, on …")
 def test_beacons_pings_and_what_a_page_embeds_are_refused(
     attack: Page, site: Site, sent: list[tuple[str, str]]
 ) -> None:
@@ -272,6 +297,7 @@ def test_beacons_pings_and_what_a_page_embeds_are_refused(
         assert gets(site, count, attack, name, sent) == {"403": count}, name
 
 
+@pytest.mark.promise("HTTP", "No page of another origin, on …")
 def test_reports_of_a_page_s_policy_are_refused(attack: Page, site: Site) -> None:
     own = attack.evaluate("location.origin")
     target = f"{site.url}/v2/repository/models/add_sub/unload"
@@ -282,6 +308,7 @@ def test_reports_of_a_page_s_policy_are_refused(attack: Page, site: Site) -> Non
     assert answered(site) - before == {"403": 1}
 
 
+@pytest.mark.promise("HTTP", "No page of another origin, on …")
 def test_forms_that_open_a_page_are_refused(attack: Page, sent: list[tuple[str, str]]) -> None:
     own = attack.evaluate("location.href")
     for url, body in sent:
@@ -297,6 +324,7 @@ def test_forms_that_open_a_page_are_refused(attack: Page, sent: list[tuple[str, 
             assert set(statuses) == {403}
 
 
+@pytest.mark.promise("HTTP", "A link on another site opens the page at `/` and nothing else.")
 def test_a_link_opens_the_page_and_nothing_else(
     attack: Page, site: Site, sent: list[tuple[str, str]]
 ) -> None:
@@ -312,6 +340,11 @@ def test_a_link_opens_the_page_and_nothing_else(
         assert statuses == [200 if url == f"{site.url}/" else 403]
 
 
+@pytest.mark.promise(
+    "HTTP",
+    "A browser reaches a server on the loopback, and its port for metrics, only by `localhost` "
+    "or an address.",
+)
 def test_a_name_that_was_made_to_stand_for_this_machine_reaches_nothing(
     tab: Tab, site: Site, paths: list[str]
 ) -> None:
@@ -327,30 +360,25 @@ def test_a_name_that_was_made_to_stand_for_this_machine_reaches_nothing(
         assert statuses == [403] * len(asked) * len(METHODS)
 
 
-def test_grpc_understands_no_browser(attack: Page, repository: Path, tmp_path: Path) -> None:
-    key, certificate = self_signed(tmp_path)
-    tls = ("--grpc-use-ssl=true", f"--grpc-server-key={key}", f"--grpc-server-cert={certificate}")
-    for scheme, options in (("http", ()), ("https", tls)):
-        with running(
-            repository, "--model-control-mode=explicit", "--load-model=*", *options
-        ) as server:
-            host = f"localhost:{server.ports['grpc']}"
-            url = f"{scheme}://{host}/inference.GRPCInferenceService/RepositoryModelUnload"
-            # The message of that call, with its length before it: as right as a browser can make it.
-            name = b"add_sub"
-            message = b"\x12" + bytes([len(name)]) + name
-            sent = list(b"\0" + len(message).to_bytes(4, "big") + message)
-            asked = f"""fetch({json.dumps(url)}, {{method: 'POST', mode: 'no-cors',
-                body: new Blob([new Uint8Array({sent})])}}).then(() => 'sent', () => 'refused')"""
-            assert attack.evaluate(asked) == "refused"
-            assert state(Site(server))["index"][1][0]["state"] == "READY"
+@pytest.mark.promise("HTTP", "No page of another origin, on …")
+def test_grpc_understands_no_browser(attack: Page, site: Site, encrypted: Site) -> None:
+    for scheme, asked in (("http", site), ("https", encrypted)):
+        host = f"localhost:{asked.server.ports['grpc']}"
+        url = f"{scheme}://{host}/inference.GRPCInferenceService/RepositoryModelUnload"
+        # The message of that call, with its length before it: as right as a browser can make it.
+        name = b"add_sub"
+        message = b"\x12" + bytes([len(name)]) + name
+        sent = list(b"\0" + len(message).to_bytes(4, "big") + message)
+        fetched = f"""fetch({json.dumps(url)}, {{method: 'POST', mode: 'no-cors',
+            body: new Blob([new Uint8Array({sent})])}}).then(() => 'sent', () => 'refused')"""
+        assert attack.evaluate(fetched) == "refused"
+        assert state(asked)["index"][1][0]["state"] == "READY"
 
 
-def test_front_ends_refuse_the_same(attack: Page, repository: Path, paths: list[str]) -> None:
-    with running(repository, "--model-control-mode=explicit", "--frontends=2") as server:
-        site = Site(server)
-        before, sent = state(site), addresses(site, paths)
-        for name, *more in (("forms", FORMS), ("fetches", METHODS, "text/plain")):
-            count = len(sent) * len(more[0])
-            assert gets(site, count, attack, name, sent, *more) == {"403": count}
-        assert state(site) == before
+@pytest.mark.promise("HTTP", "No page of another origin, on …")
+def test_front_ends_refuse_the_same(attack: Page, pooled: Site, paths: list[str]) -> None:
+    before, sent = state(pooled), addresses(pooled, paths)
+    for name, *more in (("forms", FORMS), ("fetches", METHODS, "text/plain")):
+        count = len(sent) * len(more[0])
+        assert gets(pooled, count, attack, name, sent, *more) == {"403": count}
+    assert state(pooled) == before

@@ -1,4 +1,4 @@
-"""What is told of a server: models, instances, rates, errors, and the last minutes."""
+"""The overview of a server: models, instances, rates, errors, and the last minutes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from tests.server.page.models import write
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.frontend.history import SAMPLES, History
-from moonpool.runtime.frontend.overview import Overview
-from moonpool.runtime.usage import usage_of
+from moonpool.runtime.process.usage import usage_of
+from moonpool.runtime.server.page.history import SAMPLES, History
+from moonpool.runtime.server.page.overview import Overview
+
+pytestmark = pytest.mark.promise(
+    "The overview",
+    "The overview has every model version with its state and reason, its instances with "
+    "process and memory, rates and durations of the last seconds, and the last three "
+    "minutes second by second.",
+)
 
 ROW = {name: np.ones((1, 4), np.float32) for name in ("INPUT0", "INPUT1")}
 
@@ -41,7 +48,7 @@ def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
 
 @pytest.fixture
 def history(runtime: moonpool.Runtime) -> History:
-    """One whose samples are taken by the test alone."""
+    """Make an overview whose samples only the test takes."""
     return History(runtime.registry)
 
 
@@ -68,6 +75,12 @@ def test_models_are_told_with_their_instances_and_the_repository_s_others(
     assert shown["server"]["pid"] == os.getpid()
 
 
+@pytest.mark.promise(
+    "Seeing sandboxes",
+    "The confinement of each instance is in its repr, in `Runtime.instances`, in the overview, "
+    "on the page and in `moonpool top`: level, layers, user, the layers that were left out, and "
+    "the grants.",
+)
 def test_how_each_instance_is_confined_is_told(
     runtime: moonpool.Runtime, overview: Overview
 ) -> None:
@@ -77,8 +90,8 @@ def test_how_each_instance_is_confined_is_told(
     assert "no_new_privs" in instance["sandbox"]["layers"]
     (shown,) = runtime.instances("add_sub")
     assert shown["sandbox"] == instance["sandbox"]
-    (seat,) = runtime.registry.find("add_sub").supervisor.seats
-    assert "sandbox standard (dies_with_runtime, " in repr(seat.instance)
+    (record,) = runtime.registry.find("add_sub").supervisor.records
+    assert "sandbox standard (dies_with_runtime, " in repr(record.instance)
 
 
 def test_requests_and_errors_are_counted(runtime: moonpool.Runtime, overview: Overview) -> None:

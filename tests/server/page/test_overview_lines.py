@@ -1,4 +1,4 @@
-"""The overview as text: everything is there, nothing is wider than the terminal, nothing is obeyed by it."""
+"""The overview as text is complete, no wider than the terminal, and has nothing that a terminal obeys."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import pytest
 from tests.server.page.models import write
 
 import moonpool
-from moonpool.runtime.cli.overview_lines import overview_lines
-from moonpool.runtime.frontend.overview import Overview
+from moonpool.runtime.cli.top import overview_lines
+from moonpool.runtime.server.page.overview import Overview
+
+pytestmark = pytest.mark.promise("The overview", "`moonpool top` keeps a terminal up …")
 
 URL = "http://127.0.0.1:8000"
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What a server with an error and with models that are not loaded tells."""
+    """Return the overview of a server with an error and with models that are not loaded."""
     repository = write(tmp_path_factory.mktemp("models"), "add_sub", "fails")
     index = [
         {"name": "idle", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"},
@@ -49,6 +51,7 @@ def test_models_instances_and_errors_are_there(shown: dict[str, Any]) -> None:
     assert "fails (1 request): Failed to process" in lines[-1]
 
 
+@pytest.mark.promise("Seeing sandboxes", "The confinement of each instance …")
 def test_a_sandbox_that_is_not_the_usual_one_has_lines_of_its_own(shown: dict[str, Any]) -> None:
     instance = shown["models"][0]["instances"][0]
     sandbox = {

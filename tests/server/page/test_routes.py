@@ -1,4 +1,4 @@
-"""What is asked for over HTTP by the page, and how the page itself is sent."""
+"""The routes of the page and of its data over HTTP."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server without models."""
+    """Run a server without models."""
     with running(tmp_path_factory.mktemp("models")) as server:
         yield Site(server)
 
 
 def get(site: Site, path: str, method: str = "GET") -> tuple[int, dict[str, str], str]:
-    connection = http.client.HTTPConnection(site.server.http, timeout=20)
+    connection = http.client.HTTPConnection(site.server.http, timeout=60)
     try:
         connection.request(method, path)
         answer = connection.getresponse()
@@ -35,6 +35,7 @@ def get(site: Site, path: str, method: str = "GET") -> tuple[int, dict[str, str]
         connection.close()
 
 
+@pytest.mark.promise("The overview", "The page at `/` runs in …")
 def test_the_page_may_run_and_load_what_is_in_it_and_nothing_else(site: Site) -> None:
     status, headers, text = get(site, "/")
     policy = dict(

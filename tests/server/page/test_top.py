@@ -1,4 +1,4 @@
-"""`moonpool top`: once as text, and in a terminal until somebody presses q."""
+"""`moonpool top`, as text and in a terminal until somebody presses q."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from tests.server.page.site import Site
 from tests.server.running import running
 from tests.waiting import wait_until
 
-PATIENCE_S = 30.0
+pytestmark = pytest.mark.promise(
+    "The overview",
+    "`moonpool top` keeps a terminal up to date without obeying texts of models, restores "
+    "it whenever it ends, and says if a server is not moonpool's.",
+)
+
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ def cli(tmp_path: Path) -> CommandLine:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server with one model."""
+    """Run a server with one model."""
     with running(write(tmp_path_factory.mktemp("models"), "add_sub")) as server:
         yield Site(server)
 
@@ -64,7 +70,7 @@ class Watched:
         self.text = ""
 
     def resize(self, rows: int, columns: int) -> None:
-        """Give the window another size. It is not the process's own terminal, so the signal is ours to send."""
+        """Give the window another size. The terminal is not the process's own, so the test sends the signal."""
         self._size(rows, columns)
         self.process.send_signal(signal.SIGWINCH)
 
@@ -72,7 +78,7 @@ class Watched:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self) -> str:
-        """All that was written until now, without waiting."""
+        """Return all output until now, without waiting."""
         os.set_blocking(self.fd, False)
         with contextlib.suppress(BlockingIOError, OSError):
             while data := os.read(self.fd, 1 << 16):
@@ -86,7 +92,7 @@ class Watched:
         os.write(self.fd, keys.encode())
 
     def wait(self) -> int:
-        """The exit code, once it has ended; its output is read meanwhile, as it may wait for that."""
+        """Wait for the end and return the exit code. Output is read meanwhile, as the process may wait for that."""
 
         def ended() -> bool:
             self.read()
@@ -99,7 +105,7 @@ class Watched:
 
 @pytest.fixture
 def watch(cli: CommandLine, site: Site) -> Iterator[Watched]:
-    """`moonpool top` of the server, in a terminal."""
+    """Run `moonpool top` in a terminal."""
     watched = Watched(cli, "top", site.server.http, "--interval", "0.2")
     try:
         yield watched
@@ -110,7 +116,7 @@ def watch(cli: CommandLine, site: Site) -> Iterator[Watched]:
 
 
 def test_where_there_is_no_terminal_it_is_shown_once(cli: CommandLine, site: Site) -> None:
-    ended = cli("top", site.url)
+    ended = cli("top", "--url", site.url)
 
     assert ended.returncode == 0
     assert ended.stdout.startswith("moonpool ")
@@ -216,7 +222,7 @@ def test_what_does_not_speak_http_is_told_so(cli: CommandLine) -> None:
 
 @contextlib.contextmanager
 def other_server(answers: dict[str, bytes]) -> Iterator[str]:
-    """A server of something else; its address."""
+    """Run a server of something else, and return its address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -226,7 +232,7 @@ def other_server(answers: dict[str, bytes]) -> Iterator[str]:
             self.wfile.write(body or b"")
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""What tests of several processes share."""
+"""Fixtures for tests of several processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["_gevent_is_there", "_grpc_is_there"]
 
 @pytest.fixture(scope="session", autouse=True)
 def _gevent_is_there() -> None:
-    """tritonclient's library opens descriptors when it is first used, and keeps them."""
+    """Use tritonclient's library once, as it opens descriptors then and keeps them."""
     with (
         tritonclient.http.InferenceServerClient("127.0.0.1:1") as client,
         contextlib.suppress(OSError),

@@ -17,7 +17,10 @@ PREFORK = """
 parameters [{ key: "MOONPOOL_PREFORK" value { string_value: "initialize" } }]
 """
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.promise("Forked instances", "Models that ask others, decoupled ones …"),
+]
 
 
 def ask(server: RunningServer) -> int:
@@ -44,6 +47,6 @@ def test_front_ends_are_served_by_a_forked_instance_and_by_the_next_one(tmp_path
 
         os.kill(pid, signal.SIGKILL)
 
-        wait_until(lambda: instance(server)["pid"] not in (None, pid), 30.0)
-        wait_until(lambda: ask(server) == 200, 30.0)
+        wait_until(lambda: instance(server)["pid"] not in (None, pid), 60.0)
+        wait_until(lambda: ask(server) == 200, 60.0)
         assert {ask(server) for _ in range(20)} == {200}

@@ -1,4 +1,4 @@
-"""A server of several processes, as its clients see it."""
+"""A server with front ends, as its clients see it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def server(folder: Path, gate: Path) -> Iterator[RunningServer]:
 
 
 def front_ends(server: RunningServer) -> list[int]:
-    """The pids of the front ends."""
+    """Return the process ids of the front ends."""
     children = Path(f"/proc/{server.process.pid}/task")
     found: list[int] = []
     for task in children.iterdir():
@@ -94,20 +94,20 @@ def is_front_end(pid: str) -> bool:
 
 
 def listening(server: RunningServer) -> int:
-    """How many processes can be connected to over HTTP."""
+    """Return the number of processes that accept connections over HTTP."""
     port = f":{server.ports['http']:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[1].endswith(port) and row[3] == "0A" for row in rows)
 
 
 def kill_one(server: RunningServer) -> None:
-    """End a front end, and wait until there is another one in its place."""
+    """Kill a front end, and wait until another one has taken its place."""
     pids = front_ends(server)
     assert len(pids) == 2
     os.kill(pids[0], signal.SIGKILL)
     # A process that has threads is gone, and with it its sockets, only when it is reaped.
     wait_until(lambda: not Path(f"/proc/{pids[0]}").exists())
-    wait_until(lambda: listening(server) == 2, 30.0)
+    wait_until(lambda: listening(server) == 2, 60.0)
 
 
 def ask(server: RunningServer, how: str, *values: float, model: str = "shared") -> tuple[int, Any]:
@@ -125,12 +125,17 @@ def succeeded(server: RunningServer, model: str) -> int:
     return int(told["model_stats"][0]["inference_stats"]["success"]["count"])
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "`--frontends N` has N processes share the ports and feed the same stubs; every request is "
+    "answered, and counted in the statistics and metrics of the server.",
+)
 def test_every_request_is_answered_and_counted(server: RunningServer) -> None:
     before = succeeded(server, "echo")
     wrong: list[Any] = []
 
     def client(first: int) -> None:
-        connection = http.client.HTTPConnection(server.http, timeout=30)
+        connection = http.client.HTTPConnection(server.http, timeout=60)
         for i in range(first, first + 50):
             x = [float(i)] * 4
             row = {"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": x}
@@ -148,7 +153,7 @@ def test_every_request_is_answered_and_counted(server: RunningServer) -> None:
     assert wrong == []
     assert succeeded(server, "echo") - before == 12 * 50
     pattern = r'nv_inference_request_success\{model="echo",version="1"\} (\d+)'
-    connection = http.client.HTTPConnection(server.metrics, timeout=30)
+    connection = http.client.HTTPConnection(server.metrics, timeout=60)
     connection.request("GET", "/metrics")
     found = re.search(pattern, connection.getresponse().read().decode())
     connection.close()
@@ -156,9 +161,14 @@ def test_every_request_is_answered_and_counted(server: RunningServer) -> None:
     assert int(found[1]) - before >= 12 * 50
 
 
+@pytest.mark.promise(
+    "Watching a server",
+    "Connections and answers of all front ends are counted together. Connections of a "
+    "front end that has ended do not count as open.",
+)
 def test_connections_and_answers_of_all_front_ends_are_told(server: RunningServer) -> None:
     def answers() -> int:
-        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as response:
+        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as response:
             text = response.read().decode()
         pattern = r'moonpool_frontend_requests_total\{protocol="http",status="200"\} (\d+)'
         found = re.search(pattern, text)
@@ -200,8 +210,13 @@ def test_a_large_body_is_answered(server: RunningServer) -> None:
             assert np.array_equal(client.infer("shared", [how, tensor]).as_numpy("Y"), x * 2)
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "The main process answers what only one process can know: control, metadata, clients' "
+    "shared memory, sequences, streams of gRPC, traced requests.",
+)
 def test_what_one_process_knows_is_asked_of_that(server: RunningServer) -> None:
-    """Shared memory of clients, and the state of sequences."""
+    """Only one process has shared memory of clients, and the state of sequences."""
     x = np.arange(4, dtype=np.float32).reshape(1, 4)
     region = Path(f"/dev/shm/front-ends-{os.getpid()}")
     region.write_bytes(x.tobytes())
@@ -231,6 +246,7 @@ def test_what_one_process_knows_is_asked_of_that(server: RunningServer) -> None:
         region.unlink()
 
 
+@pytest.mark.promise("Front ends", "`--frontends N` has N processes share …")
 def test_grpc(server: RunningServer) -> None:
     x = np.arange(4, dtype=np.float32).reshape(1, 4)
     before = succeeded(server, "echo")
@@ -247,6 +263,7 @@ def test_grpc(server: RunningServer) -> None:
     assert succeeded(server, "echo") - before == 20
 
 
+@pytest.mark.promise("Front ends", "The main process answers what only …")
 def test_streams_of_grpc_are_passed_on(server: RunningServer) -> None:
     answers: list[Any] = []
     ended = threading.Event()
@@ -269,6 +286,7 @@ def test_streams_of_grpc_are_passed_on(server: RunningServer) -> None:
     assert sorted(answers) == sorted(list(range(100)) * 3)
 
 
+@pytest.mark.promise("Front ends", "The main process answers what only …")
 def test_requests_are_traced_where_the_settings_are(server: RunningServer, gate: Path) -> None:
     def traced() -> int:
         return sum(file.read_text().count("HTTP_RECV_START") for file in gate.parent.glob("trace*"))
@@ -286,6 +304,7 @@ def test_requests_are_traced_where_the_settings_are(server: RunningServer, gate:
         set_trace(trace_level=["OFF"])
 
 
+@pytest.mark.promise("Front ends", "No request fails while a model is loaded anew.")
 def test_a_model_is_loaded_anew_while_it_is_asked(folder: Path, server: RunningServer) -> None:
     stop = threading.Event()
     wrong: list[Any] = []
@@ -339,8 +358,13 @@ def test_the_death_of_a_stub_is_told_with_its_reason(server: RunningServer) -> N
     wait_until(lambda: ask(server, "twice", 1)[0] == 200)
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "If an instance of a model that was given up is back, all front ends answer for the model "
+    "again.",
+)
 def test_a_model_that_was_given_up_is_served_again(tmp_path: Path) -> None:
-    """Nobody can load it in this mode, so the server starts it again after a rest."""
+    """No client can load models in this mode, so the server starts the model again after a pause."""
     options = {"MAX_RESTARTS": 0, "RESTART_WINDOW_S": 5, "RESTART_BACKOFF_MAX_S": 5}
     given = "".join(
         f'parameters [{{ key: "MOONPOOL_{name}" value {{ string_value: "{value}" }} }}]\n'
@@ -355,6 +379,11 @@ def test_a_model_that_was_given_up_is_served_again(tmp_path: Path) -> None:
         wait_until(lambda: all(ask(server, "twice", 1)[0] == 200 for _ in range(8)))
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "The end of a front end ends only its own connections. Another one takes its place, "
+    "and nothing of it is left.",
+)
 def test_the_end_of_a_front_end_is_that_of_its_connections_only(server: RunningServer) -> None:
     stop = threading.Event()
     outcomes: list[object] = []
@@ -399,11 +428,12 @@ class TritonPythonModel:
 """
 
 
+@pytest.mark.promise("Front ends", "The end of a peer cancels …")
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_what_a_model_keeps_of_a_front_end_that_is_gone_stays_what_it_was(
     tmp_path: Path, level: str
 ) -> None:
-    """Else it would turn into what another client sends."""
+    """Otherwise a kept tensor would turn into the data of another client."""
     write(tmp_path, "keeps", KEEPS)
 
     def ask(server: RunningServer, value: float) -> list[float]:
@@ -420,13 +450,17 @@ def test_what_a_model_keeps_of_a_front_end_that_is_gone_stays_what_it_was(
         for pid in front_ends(server):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: server.text().count("has ended and is started again") == 2)
-        wait_until(lambda: listening(server) == 2, 30.0)
+        wait_until(lambda: listening(server) == 2, 60.0)
         for value in range(2, 10):
             assert ask(server, value) == [1.0] * 4
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "No text of a model or a client ends a front end, and every name fits a message.",
+)
 def test_no_text_of_a_model_or_a_client_ends_a_front_end(server: RunningServer) -> None:
-    """Their limits are in characters nowhere: these have four bytes each."""
+    """All limits are in bytes, and these characters have four bytes each."""
     before = front_ends(server)
     emoji = "\N{GRINNING FACE}" * 9000
     inputs = [
@@ -443,6 +477,10 @@ def test_no_text_of_a_model_or_a_client_ends_a_front_end(server: RunningServer) 
     assert front_ends(server) == before
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "If a front end is killed, all its answers are counted except those of the last moment.",
+)
 def test_answers_of_a_front_end_that_is_killed_were_counted(server: RunningServer) -> None:
     before = succeeded(server, "shared")
     stop = threading.Event()
@@ -476,17 +514,19 @@ def _is_longer(found: list[float], count: int) -> bool:
     return len(found) > count
 
 
+@pytest.mark.promise("Front ends", "A front end that was stopped …")
 def test_a_front_end_that_is_stopped_is_ended_and_replaced(server: RunningServer) -> None:
     stopped = front_ends(server)[0]
     os.kill(stopped, signal.SIGSTOP)
 
     wait_until(lambda: stopped not in front_ends(server), 60.0)
     server.wait_for("has not answered for 10 s and is ended")
-    wait_until(lambda: listening(server) == 2, 30.0)
+    wait_until(lambda: listening(server) == 2, 60.0)
     for _ in range(20):
         assert ask(server, "twice", 1)[0] == 200
 
 
+@pytest.mark.promise("Front ends", "No text of a model or …")
 def test_an_instance_may_not_have_a_name_that_no_message_has_room_for(
     folder: Path, server: RunningServer
 ) -> None:
@@ -503,6 +543,7 @@ def test_an_instance_may_not_have_a_name_that_no_message_has_room_for(
     assert front_ends(server) == before
 
 
+@pytest.mark.promise("Front ends", "Front ends end with the main process, however it ends.")
 def test_a_front_end_ends_with_the_main_process(folder: Path) -> None:
     with starting(folder, *LIVES, variables={"GATE": "/nowhere"}) as server:
         server.wait_for("Ready", 60.0)
@@ -515,6 +556,7 @@ def test_a_front_end_ends_with_the_main_process(folder: Path) -> None:
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
+@pytest.mark.promise("Front ends", "The end of a front end …")
 def test_nothing_is_left_of_a_front_end_that_has_ended(server: RunningServer) -> None:
     def held() -> tuple[int, int]:
         (pid,) = [each["pid"] for each in instances(server, "shared")]
@@ -523,12 +565,12 @@ def test_nothing_is_left_of_a_front_end_that_has_ended(server: RunningServer) ->
 
     assert ask(server, "twice", 1)[0] == 200
     # Two regions of the main process's, and two of each front end's.
-    wait_until(lambda: held()[1] == 6, 30.0)
+    wait_until(lambda: held()[1] == 6, 60.0)
     descriptors, regions = held()
     for _ in range(4):
         kill_one(server)
     # Front ends keep some connections to the main process for the next request, but not one for each that has ended.
-    wait_until(lambda: held()[0] < descriptors + 4 and held()[1] == regions, 30.0)
+    wait_until(lambda: held()[0] < descriptors + 4 and held()[1] == regions, 60.0)
 
 
 def instances(server: RunningServer, model: str) -> list[dict[str, Any]]:
@@ -554,7 +596,7 @@ def test_a_client_that_leaves_cancels_its_request(server: RunningServer) -> None
             ]
         }
     )
-    connection = http.client.HTTPConnection(server.http, timeout=30)
+    connection = http.client.HTTPConnection(server.http, timeout=60)
     connection.request("POST", "/v2/models/shared/infer", body)
     # It is closed before there is an answer.
     connection.sock.shutdown(socket.SHUT_RDWR)
@@ -562,6 +604,7 @@ def test_a_client_that_leaves_cancels_its_request(server: RunningServer) -> None
     assert seen() in (before, before + 1)
 
 
+@pytest.mark.promise("Requests between models", "The timeout of a request, from …")
 def test_nobody_waits_in_a_stub_beyond_the_timeout_of_the_queue(
     server: RunningServer, gate: Path
 ) -> None:
@@ -580,6 +623,7 @@ def test_nobody_waits_in_a_stub_beyond_the_timeout_of_the_queue(
     assert outcomes == [(503, {"error": "Request timeout expired"})] * 8
 
 
+@pytest.mark.promise("Front ends", "On SIGTERM, front ends finish the requests that are under way.")
 def test_what_is_under_way_is_finished_at_the_end(folder: Path, gate: Path) -> None:
     gate.touch()
     begun = Path(f"{gate}.begun")
@@ -597,6 +641,31 @@ def test_what_is_under_way_is_finished_at_the_end(folder: Path, gate: Path) -> N
         assert server.wait() == 0, server.text()
     assert outcomes[0][0] == 200
     assert outcomes[0][1]["outputs"][0]["data"] == [7.0]
+
+
+def left_by_a_server() -> int:
+    """Return a port of which the kernel still remembers a connection, because its server closed it first."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        place: tuple[str, int] = server.getsockname()
+        with socket.create_connection(place) as client:
+            server.accept()[0].close()
+            assert client.recv(1) == b""
+    return place[1]
+
+
+@pytest.mark.promise(
+    "Front ends", "A server with front ends may be started at once on the ports of one that ended."
+)
+def test_it_starts_on_the_port_of_a_server_that_has_just_ended(folder: Path) -> None:
+    ports = {name: left_by_a_server() for name in ("http", "grpc")}
+    flags = [f"--{name}-port={port}" for name, port in ports.items()]
+
+    with running(folder, "--frontends=2", *flags) as server:
+        assert server.ports["http"] == ports["http"]
+        assert server.get("/v2/health/ready")[0] == 200
 
 
 def test_a_port_that_is_taken_is_told(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""RPCs that a front end passes on, and those that it turns out not to answer itself."""
+"""Calls of gRPC that a front end passes on, also after it has begun to read them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from tests.waiting import wait_until
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from moonpool.runtime.errors import ModelNotFound
-from moonpool.runtime.frontend.grpc.options import GrpcOptions
-from moonpool.runtime.frontend.pool.front_grpc import FrontGrpcServer
-from moonpool.runtime.frontend.pool.grpc_relay import _Stream
+from moonpool.runtime.server.grpc.options import GrpcOptions
+from moonpool.runtime.server.pool.front_grpc import FrontGrpcServer, _Stream
+
+pytestmark = pytest.mark.promise(
+    "Front ends",
+    "A front end reads a stream that it passes on only as fast as the main process takes "
+    "it. The stream ends when the server begins to end.",
+)
 
 
 @pytest.fixture
 def main() -> Iterator[Served]:
-    """The main process's server."""
+    """Run the main process's server."""
     served = Served(["add_sub"], GrpcOptions(port=0))
     yield served
     served.close()
 
 
 class Front:
-    """A front end before it, and a client; its models are those of the main process, as long as they are found."""
+    """Run a front end before it, and a client. Its models are those of the main process, as long as they are found."""
 
     def __init__(self, main: Served) -> None:
         self.models, self.metrics, self.traces = self, main.service.metrics, main.service.traces
@@ -62,6 +67,11 @@ def front(main: Served) -> Iterator[Front]:
     front.close()
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "If a model is unloaded while a front end reads a request for it, the main process "
+    "answers the request.",
+)
 @pytest.mark.parametrize("most_found", [0, 1])
 def test_a_model_that_goes_while_it_is_asked_is_asked_of_the_main_process(
     front: Front, most_found: int
@@ -84,6 +94,10 @@ def test_what_the_main_process_says_of_a_name_comes_back(front: Front) -> None:
     assert raised.value.details() == "Request for unknown model: 'nope' is not found"
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "A gRPC message whose fields or …",
+)
 def test_a_message_of_too_many_fields_is_refused_on_every_way(front: Front) -> None:
     asked = messages.ModelInferRequest(model_name="add_sub")
     strings = [b""] * (2 << 20)
@@ -125,7 +139,7 @@ def test_a_stream_that_its_client_has_ended_ends_well(front: Front) -> None:
 
 
 class Sending:
-    """A call whose client always has something more to send."""
+    """A call whose client always has another message."""
 
     def __init__(self) -> None:
         self.received = 0

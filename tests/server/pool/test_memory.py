@@ -15,38 +15,44 @@ import moonpool
 from moonpool.ipc.errors import OutOfMemory
 from moonpool.ipc.messages import Side
 from moonpool.ipc.region import SharedRegion
-from moonpool.runtime.frontend.pool import borrowed_memory
-from moonpool.runtime.frontend.pool.borrowed_memory import BorrowedMemory, MemoryDesk
-from moonpool.runtime.frontend.pool.directory import Directory
-from moonpool.runtime.frontend.pool.messages import Word
+from moonpool.runtime.server.pool import borrowed_memory
+from moonpool.runtime.server.pool.borrowed_memory import BorrowedMemory, MemoryClient
+from moonpool.runtime.server.pool.directory import Directory
+from moonpool.runtime.server.pool.messages import Word
+
+pytestmark = pytest.mark.promise(
+    "Front ends",
+    "All memory that a stub is given, by the main process and by front ends, has one limit, "
+    "also while some of them end.",
+)
 
 MiB = 1 << 20
 
 
 class FrontEnd:
-    """A front end as the directory has it, and the desk that it would have; it is in this process."""
+    """A front end in this process: the directory's end of it, and its own client of memory."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self.model = self.stub = 0
-        self.desk = MemoryDesk(lambda *message: directory.hear(cast(Any, self), [*message]))
+        self.client = MemoryClient(lambda *message: directory.receive(cast(Any, self), [*message]))
         self.told: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         directory.add(cast(Any, self))
 
-    def tell(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
+    def send(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
         if message[0] == Word.SET_ASIDE:
-            self.desk.answered(list(fds), *message[1:])
+            self.client.answered(list(fds), *message[1:])
             return
         for fd in fds:
             os.close(fd)
         if message[0] == Word.STUB:
             self.model, self.stub = message[1:3]
 
-    def tell_with_file(self, *_: object, contents: object) -> None:
+    def send_with_file(self, *_: object, contents: object) -> None:
         del contents
 
     def memory(self, writer: Side, *, of_callers: bool = False) -> BorrowedMemory:
-        return BorrowedMemory(self.desk, self.model, 0 if of_callers else self.stub, writer, None)
+        return BorrowedMemory(self.client, self.model, 0 if of_callers else self.stub, writer, None)
 
     def leave(self) -> None:
         self._directory.remove(cast(Any, self))
@@ -56,7 +62,7 @@ class FrontEnd:
 def directory() -> Iterator[Directory]:
     directory = Directory()
     with moonpool.Runtime() as runtime:
-        runtime.registry.stubs.audience = directory
+        runtime.registry.stubs.sharing = directory
         limits = {"SANDBOX": "strict", "REGION_LIMIT_BYTES": 8 * MiB}
         runtime.load("echo", MODELS / "echo.py", config=ECHO | options(**limits))
         yield directory
@@ -105,16 +111,16 @@ def test_of_a_stub_that_is_gone_nothing_is_to_be_had(directory: Directory) -> No
 def test_an_answer_that_comes_too_late_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(borrowed_memory, "_ANSWER_S", 0.0)
     told: list[tuple[Any, ...]] = []
-    desk = MemoryDesk(lambda *message: told.append(message))
-    memory = BorrowedMemory(desk, 1, 2, Side.STUB, None)
+    client = MemoryClient(lambda *message: told.append(message))
+    memory = BorrowedMemory(client, 1, 2, Side.STUB, None)
     with pytest.raises(OutOfMemory, match="no memory aside in time"):
         memory.region(0, 4096)
     word, question, *place, _, _ = told.pop()
     assert word == Word.MEMORY
 
     region = SharedRegion.create(1, 4096)
-    desk.answered([os.dup(region.fd)], question, 4096, "")
-    desk.answered([os.dup(region.fd)], question, 4096, "")
+    client.answered([os.dup(region.fd)], question, 4096, "")
+    client.answered([os.dup(region.fd)], question, 4096, "")
 
     region.close()
     assert told == [(Word.RETURNED, *place)]

@@ -1,4 +1,4 @@
-"""A stub that several processes send batches to."""
+"""A stub to which several processes send batches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.server.pool.guests import SHARED, SHARED_CONFIG, Guest, Hall, infer, visiting
+from tests.server.pool.visitors import SHARED, SHARED_CONFIG, Hall, Visitor, infer, visiting
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool.ipc.codec import encode
 from moonpool.ipc.messages import Kind
 from moonpool.runtime.errors import StubDied
-from moonpool.runtime.link import Link
+from moonpool.runtime.stubs.link import Link
 
 STUB = "shared_0_0"
 
@@ -31,7 +31,7 @@ def hall() -> Hall:
 
 @pytest.fixture(scope="module")
 def runtime(hall: Hall) -> Iterator[moonpool.Runtime]:
-    with moonpool.Runtime(audience=hall) as runtime:
+    with moonpool.Runtime(sharing=hall) as runtime:
         yield runtime
 
 
@@ -43,12 +43,12 @@ def model(runtime: moonpool.Runtime) -> Iterator[None]:
         yield
 
 
-def in_vain(guest: Guest) -> threading.Thread:
+def in_vain(visitor: Visitor) -> threading.Thread:
     """A request that ends only with its cancellation."""
 
     def ask() -> None:
         with pytest.raises(moonpool.MoonpoolError):
-            guest.infer("until cancelled", 1)
+            visitor.infer("until cancelled", 1)
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -56,11 +56,16 @@ def in_vain(guest: Guest) -> threading.Thread:
 
 
 def memory_of(hall: Hall) -> int:
-    """How many regions of shared memory the stub has mapped."""
+    """Return the number of regions of shared memory that the stub has mapped."""
     maps = Path(f"/proc/{hall.stubs[STUB].process.pid}/maps").read_text()
     return maps.count("/memfd:moonpool-")
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "Several processes send batches to one stub, each through channels and memory of its own; "
+    "each gets its own answers.",
+)
 def test_each_gets_its_own_answers(hall: Hall, runtime: moonpool.Runtime) -> None:
     wrong: list[Any] = []
 
@@ -82,6 +87,7 @@ def test_each_gets_its_own_answers(hall: Hall, runtime: moonpool.Runtime) -> Non
     assert wrong == []
 
 
+@pytest.mark.promise("Front ends", "A stub serves its peers in turns, so that none starves.")
 def test_nobody_starves(hall: Hall, runtime: moonpool.Runtime) -> None:
     with visiting(hall, "shared") as greedy, visiting(hall, "shared") as modest:
         stop = threading.Event()
@@ -103,18 +109,25 @@ def test_nobody_starves(hall: Hall, runtime: moonpool.Runtime) -> None:
                 thread.join()
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "The end of a peer cancels its requests and frees its memory; what the model keeps of it "
+    "stays valid.",
+)
 def test_the_end_of_one_cancels_its_requests_and_frees_its_memory(
     hall: Hall, runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     seen = infer(runtime, "seen", 0)
-    # The stub may still be about to let go of guests that were there before.
+    # The stub may still hold regions of earlier visitors, which it is about to close.
     before = 2
     wait_until(lambda: memory_of(hall) == before)
-    with visiting(hall, "shared") as guest:
-        guest.infer("big", 1)
+    with visiting(hall, "shared") as visitor:
+        # While its answer is kept, the stub cannot give the memory back.
+        kept = visitor.infer("big", 1)
         assert memory_of(hall) > before + 2
-        thread = in_vain(guest)
+        assert kept[0] == 1
+        thread = in_vain(visitor)
         # A batch that the model has not seen yet when its sender goes is not shown to it at all.
         wait_until(lambda: "waits for its cancellation" in caplog.text)
     thread.join()
@@ -122,23 +135,24 @@ def test_the_end_of_one_cancels_its_requests_and_frees_its_memory(
     wait_until(lambda: memory_of(hall) == before)
 
 
+@pytest.mark.promise("Front ends", "The end of a peer cancels …")
 def test_what_the_model_keeps_of_one_that_is_gone_stays_what_it_was(
     hall: Hall, runtime: moonpool.Runtime
 ) -> None:
-    with visiting(hall, "shared") as guest:
-        assert guest.infer("keep", 4, 5).tolist() == [4, 5]
-    with visiting(hall, "shared") as guest:
-        assert guest.infer("kept", 0).tolist() == [4, 5]
+    with visiting(hall, "shared") as visitor:
+        assert visitor.infer("keep", 4, 5).tolist() == [4, 5]
+    with visiting(hall, "shared") as visitor:
+        assert visitor.infer("kept", 0).tolist() == [4, 5]
         assert infer(runtime, "forget", 1).tolist() == [1]
 
 
 def test_memory_of_the_models_own_is_of_the_one_that_asks(
     hall: Hall, runtime: moonpool.Runtime
 ) -> None:
-    with visiting(hall, "shared") as guest:
-        assert guest.infer("in memory", 1, 2).tolist() == [2, 3]
+    with visiting(hall, "shared") as visitor:
+        assert visitor.infer("in memory", 1, 2).tolist() == [2, 3]
         assert infer(runtime, "in memory", 5).tolist() == [6]
-        assert guest.infer("in memory", 7).tolist() == [8]
+        assert visitor.infer("in memory", 7).tolist() == [8]
 
 
 def test_an_input_of_one_can_be_passed_on_to_another_model(
@@ -148,31 +162,36 @@ def test_an_input_of_one_can_be_passed_on_to_another_model(
     x = np.arange(50_000, dtype=np.float32)
     with (
         hosted(runtime, "square", MODELS / "square.py", config),
-        visiting(hall, "shared", STUB) as guest,
+        visiting(hall, "shared", STUB) as visitor,
     ):
-        assert np.array_equal(guest.infer("ask", *x), x * x)
+        assert np.array_equal(visitor.infer("ask", *x), x * x)
         assert np.array_equal(infer(runtime, "ask", *x), x * x)
 
 
 def test_large_answers_make_the_memory_of_one_grow(hall: Hall) -> None:
-    with visiting(hall, "shared") as guest:
+    with visiting(hall, "shared") as visitor:
         for i in range(5):
-            kept = guest.infer("big", i)
+            kept = visitor.infer("big", i)
             assert kept.shape == (1 << 20,)
             assert (kept == i).all()
 
 
 def test_a_model_that_keeps_nothing_holds_nothing(hall: Hall, runtime: moonpool.Runtime) -> None:
-    with visiting(hall, "shared") as guest:
+    with visiting(hall, "shared") as visitor:
         for _ in range(3):
             infer(runtime, "twice", 1)
-            guest.infer("twice", 1)
-            assert not hall.stubs[STUB].link.loans.is_kept
+            visitor.infer("twice", 1)
+            assert not hall.stubs[STUB].link.borrowed_blocks.is_kept
             assert not any(
-                seat.connection.link.loans.is_kept for seat in guest.model._seats.values()
+                attached.connection.link.borrowed_blocks.is_kept
+                for attached in visitor.model._attached.values()
             )
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "A peer that breaks the protocol is dropped. The stub and its other peers go on.",
+)
 @pytest.mark.parametrize(
     "packet",
     [
@@ -207,6 +226,10 @@ def test_one_that_says_what_it_may_not_on_the_control_channel_is_dropped(
     assert infer(runtime, "same", 1).tolist() == [1]
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "The death of a stub fails the batches of all its peers, with its reason.",
+)
 def test_the_death_of_the_stub_fails_the_batches_of_all(
     hall: Hall, runtime: moonpool.Runtime
 ) -> None:
@@ -230,8 +253,8 @@ def test_the_death_of_the_stub_fails_the_batches_of_all(
         reason = wait_until(lambda: hall.reasons)[-1]
         assert isinstance(reason, StubDied)
         assert "during execute" in str(reason)
-        for guest in (one, other):
-            guest.on_reactor(lambda guest=guest: guest.model.detach(0, reason))  # type: ignore[misc]
+        for visitor in (one, other):
+            visitor.on_reactor(lambda visitor=visitor: visitor.model.detach(0, reason))  # type: ignore[misc]
         for thread in threads:
             thread.join()
         assert [str(each) for each in outcomes] == [str(reason)] * 2
@@ -239,6 +262,7 @@ def test_the_death_of_the_stub_fails_the_batches_of_all(
     assert infer(runtime, "same", 1).tolist() == [1]
 
 
+@pytest.mark.promise("At the limits", "A stub that asks for memory …")
 def test_a_stub_that_cannot_be_heard_is_ended_and_each_request_has_an_end(
     hall: Hall,
     runtime: moonpool.Runtime,
@@ -248,21 +272,22 @@ def test_a_stub_that_cannot_be_heard_is_ended_and_each_request_has_an_end(
     def fail(*_: object) -> None:
         raise ValueError("as planned")
 
-    with visiting(hall, "shared") as guest, monkeypatch.context() as patch:
+    with visiting(hall, "shared") as visitor, monkeypatch.context() as patch:
         patch.setattr(Link, "begun", fail)
-        thread = in_vain(guest)
-        wait_until(lambda: guest.lost)
-        guest.on_reactor(lambda: guest.model.detach(0, StubDied("the stub is gone")))
+        thread = in_vain(visitor)
+        wait_until(lambda: visitor.lost)
+        visitor.on_reactor(lambda: visitor.model.detach(0, StubDied("the stub is gone")))
         thread.join()
-        # The stub has not ended: that it cannot be heard is this guest's own fault.
+        # The stub has not ended: only this front end cannot read its messages.
         inputs = {"HOW": ["until cancelled"], "X": np.ones(1, np.float32)}
-        with pytest.raises(StubDied, match="could not be heard and was ended"):
-            runtime.infer("shared", inputs, timeout_s=20.0)
-    assert "what it says cannot be heard" in caplog.text
+        with pytest.raises(StubDied, match="could not be read from and was ended"):
+            runtime.infer("shared", inputs, timeout_s=60.0)
+    assert "its messages cannot be read" in caplog.text
     wait_until(lambda: STUB in hall.stubs)
     assert infer(runtime, "same", 1).tolist() == [1]
 
 
+@pytest.mark.promise("At the limits", "If no thread can be started …")
 def test_one_that_has_no_thread_to_let_go_of_a_stub_keeps_it(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,21 +295,25 @@ def test_one_that_has_no_thread_to_let_go_of_a_stub_keeps_it(
         raise RuntimeError("can't start new thread")
 
     left = threading.Event()
-    with visiting(hall, "shared") as guest:
+    with visiting(hall, "shared") as visitor:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            guest.on_reactor(lambda: guest.model.leave(0, left.set))
+            visitor.on_reactor(lambda: visitor.model.leave(0, left.set))
         for _ in range(2):
-            assert guest.infer("same", 1).tolist() == [1]
+            assert visitor.infer("same", 1).tolist() == [1]
         assert not left.is_set()
-        guest.on_reactor(lambda: guest.model.leave(0, left.set))
+        visitor.on_reactor(lambda: visitor.model.leave(0, left.set))
         assert left.wait(20)
 
 
+@pytest.mark.promise(
+    "Front ends",
+    "The limit of an execute does not count the time that a batch waits for the batches of others.",
+)
 def test_a_batch_that_waits_for_its_turn_is_not_overdue(hall: Hall) -> None:
     config = {**SHARED_CONFIG, **options(EXECUTE_TIMEOUT_S="0.3")}
     with (
-        moonpool.Runtime(audience=hall) as other_runtime,
+        moonpool.Runtime(sharing=hall) as other_runtime,
         hosted(other_runtime, "punctual", SHARED, config, instances=1),
         visiting(hall, "punctual", "punctual_0_0") as one,
         visiting(hall, "punctual", "punctual_0_0") as other,

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from tests.e2e.hosting import hosted, options
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
-from tests.server.pool.guests import SHARED, SHARED_CONFIG, Hall, visiting
+from tests.server.pool.visitors import SHARED, SHARED_CONFIG, Hall, visiting
 from tests.server.repositories import CONFIG, write
 from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.frontend.pool.directory import Directory
-from moonpool.runtime.frontend.pool.messages import Word
+from moonpool.runtime.server.pool.directory import Directory
+from moonpool.runtime.server.pool.messages import Word
 
 RECYCLED = """
 parameters [{ key: "MOONPOOL_RECYCLE_REQUESTS" value { string_value: "40" } }]
@@ -38,12 +38,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def recycles(server: RunningServer) -> int:
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as response:
         text = response.read().decode()
     pattern = r'moonpool_instance_recycles_total\{.*reason="requests".*\} (\d+)'
     return sum(int(count) for count in re.findall(pattern, text))
 
 
+@pytest.mark.promise(
+    "Limits",
+    "With several front ends no request is lost when an instance is recycled, and the "
+    "requests of all of them count.",
+)
 def test_no_request_is_lost_when_a_stub_of_several_front_ends_is_recycled(
     server: RunningServer,
 ) -> None:
@@ -68,10 +73,11 @@ def test_no_request_is_lost_when_a_stub_of_several_front_ends_is_recycled(
         thread.join()
     assert wrong == []
     # 240 requests; a front end tells of every second one, and goes on while others finish.
-    wait_until(lambda: recycles(server) >= 3, 30.0)
+    wait_until(lambda: recycles(server) >= 3, 60.0)
     assert recycles(server) <= 6
 
 
+@pytest.mark.promise("Limits", "With several front ends no request …")
 def test_a_front_end_finishes_what_a_stub_has_before_it_lets_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,50 +85,50 @@ def test_a_front_end_finishes_what_a_stub_has_before_it_lets_go(
     gate.touch()
     monkeypatch.setenv("GATE", str(gate))
     with (
-        moonpool.Runtime(audience=hall) as runtime,
+        moonpool.Runtime(sharing=hall) as runtime,
         hosted(runtime, "shared", SHARED, {**SHARED_CONFIG, **options(ENVIRONMENT="GATE")}),
-        visiting(hall, "shared") as guest,
+        visiting(hall, "shared") as visitor,
     ):
-        assert guest.infer("twice", 1, 2).tolist() == [2, 4]
-        asked = threading.Thread(target=guest.infer, args=("until told", 1))
+        assert visitor.infer("twice", 1, 2).tolist() == [2, 4]
+        asked = threading.Thread(target=visitor.infer, args=("until told", 1))
         asked.start()
-        wait_until(guest.has_sent)
+        wait_until(visitor.has_sent)
         left = threading.Event()
-        guest.on_reactor(lambda: guest.model.leave(0, left.set))
-        assert guest.model.has(0)
+        visitor.on_reactor(lambda: visitor.model.leave(0, left.set))
+        assert visitor.model.has(0)
         assert not left.is_set()
         gate.unlink()
         asked.join(30.0)
         assert left.wait(30.0)
-        assert not guest.model.has(0)
-        assert guest.lost == []
-        guest.on_reactor(lambda: guest.model.leave(0, left.set))
+        assert not visitor.model.has(0)
+        assert visitor.lost == []
+        visitor.on_reactor(lambda: visitor.model.leave(0, left.set))
 
 
 def test_a_front_end_tells_how_many_requests_a_stub_has_executed() -> None:
     hall = Hall()
     with (
-        moonpool.Runtime(audience=hall) as runtime,
+        moonpool.Runtime(sharing=hall) as runtime,
         hosted(runtime, "shared", SHARED, {**SHARED_CONFIG, **options(RECYCLE_REQUESTS=32)}),
-        visiting(hall, "shared") as guest,
+        visiting(hall, "shared") as visitor,
     ):
         for _ in range(5):
-            guest.infer("twice", 1)
-        wait_until(lambda: guest.served == [(0, 2), (0, 2)])
+            visitor.infer("twice", 1)
+        wait_until(lambda: visitor.served == [(0, 2), (0, 2)])
 
 
 class Friend:
-    """A front end as the directory has it, which is told what the test looks at."""
+    """A front end as the directory sees it, which keeps its messages for the test."""
 
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
 
-    def tell(self, *message: object, fds: tuple[int, ...] = ()) -> None:
+    def send(self, *message: object, fds: tuple[int, ...] = ()) -> None:
         self.told.append(message)
         for fd in fds:
             os.close(fd)
 
-    def tell_with_file(self, *message: object, contents: object) -> None:  # noqa: ARG002
+    def send_with_file(self, *message: object, contents: object) -> None:  # noqa: ARG002
         self.told.append(message)
 
     def count(self, word: Word) -> int:
@@ -135,10 +141,10 @@ def test_who_has_let_go_of_a_stub_that_others_keep_is_let_in_again() -> None:
     for friend in (quick, slow):
         directory.add(friend)  # type: ignore[arg-type]
     with (
-        moonpool.Runtime(audience=directory) as runtime,
+        moonpool.Runtime(sharing=directory) as runtime,
         hosted(runtime, "shared", SHARED, SHARED_CONFIG),
     ):
-        stub = runtime._models.find("shared").supervisor.seats[0].instance.state
+        stub = runtime._models.find("shared").supervisor.records[0].instance.state
         (number,) = [message[2] for message in quick.told if message[0] == Word.STUB]
 
         def withdraw(timeout_s: float, *friends: Friend) -> bool:
@@ -148,12 +154,12 @@ def test_who_has_let_go_of_a_stub_that_others_keep_is_let_in_again() -> None:
                 wait_until(lambda: quick.count(Word.LEAVE) > told[0])
                 wait_until(lambda: slow.count(Word.LEAVE) > told[1])
                 for friend in friends:
-                    directory.hear(friend, [Word.LEFT, number])  # type: ignore[arg-type]
+                    directory.receive(friend, [Word.LEFT, number])  # type: ignore[arg-type]
                 return asked.result(30.0)
 
         assert not withdraw(0.2, quick)
         assert (quick.count(Word.STUB), slow.count(Word.STUB)) == (2, 1)
-        directory.hear(slow, [Word.LEFT, number])  # type: ignore[arg-type]
+        directory.receive(slow, [Word.LEFT, number])  # type: ignore[arg-type]
         assert slow.count(Word.STUB) == 2
         assert withdraw(30.0, quick, slow)
         late = Friend()

@@ -11,7 +11,7 @@ KILL, ALLOW, EPERM, ENOSYS = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
 def verdict(
     program: bytes, architecture: int, number: int, arguments: Sequence[int] = (), steps: int = 4096
 ) -> int:
-    """What the kernel would do with the call."""
+    """Return the action that the kernel would take for the call."""
     words = [argument & (1 << 64) - 1 for argument in (*arguments, *(0,) * 6)][:6]
     data = struct.pack("<IIQ6Q", number & 0xFFFFFFFF, architecture, 0, *words)
     code = list(struct.iter_unpack("=HBBI", program))

@@ -17,7 +17,7 @@ import pytest
 
 import moonpool
 from moonpool.ipc.policy import STRICT, Policy
-from moonpool.stub.sandbox.mounts import closed_above
+from moonpool.stub.sandbox.granted import closed_above
 
 NOBODY = 65534
 # One of those that instances get.
@@ -31,7 +31,7 @@ package = sys.modules["moonpool"] = types.ModuleType("moonpool")
 package.__path__ = [folder]
 from moonpool.ipc.policy import Policy
 from moonpool.stub.sandbox import kernel, layers
-from moonpool.stub.sandbox.refused import SandboxRefused
+from moonpool.stub.sandbox.outcome import SandboxRefused
 policy = Policy.from_json(policy)
 names = {"__name__": "__main__", "kernel": kernel, "layers": layers, "policy": policy}
 exec(before, names)
@@ -55,7 +55,7 @@ print(json.dumps(results))
 
 
 class Identity:
-    """Who a test's processes are: root, or a user without rights, and an interpreter that one can reach."""
+    """The user of a test's processes, root or one without rights, with an interpreter that it can reach."""
 
     def __init__(self, uid: int, python: str, folder: Path) -> None:
         self.uid = uid
@@ -80,7 +80,7 @@ class Identity:
             shutil.rmtree(path)
 
     def policy(self, **options: Any) -> Policy:
-        """What a strict instance may do that has its interpreter and nothing of a model's."""
+        """Return the policy of a strict instance with an interpreter and without a model."""
         libraries = ["/usr", "/lib", "/lib64", os.path.realpath(os.path.dirname(self.python))]
         prefixes = _prefixes(self.python)
         paths = {os.path.realpath(path) for path in [*libraries, *prefixes, str(self.folder)]}
@@ -109,7 +109,7 @@ class Identity:
             check=False,
             cwd="/",
             env={"PATH": os.defpath, **(environment or {})},
-            timeout=50,
+            timeout=170,
         )
 
     def attempt(self, policy: Policy, *attempts: str, before: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who tries to get out of the sandbox."""
+"""Fixtures for processes that try to leave the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process may do that was given the device nodes of a GPU, tried with a device that every machine has."""
+"""Acts of a process with the device nodes of a GPU, tried with a device that every machine has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import pytest
 from tests.stub.sandbox.children import Identity
 
 from moonpool.stub.sandbox import landlock
+
+pytestmark = pytest.mark.promise(
+    "GPUs in the runtime",
+    "A GPU adds only these to a sandbox: the ioctls of its driver, `memfd_create`, the "
+    "names of a process's own threads, and a socket that accepts no connection.",
+)
 
 if landlock.abi() < landlock.KNOWS_TRUNCATE:
     pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""What is granted to a contained process, it can do, and no more than that."""
+"""A contained process can do the acts that it was granted, and no others."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ def folder(identity: Identity, *, mode: int = 0o755) -> Iterator[Path]:
         yield path
 
 
+@pytest.mark.promise("Layers of the sandbox", "A strict instance reads only …")
 def test_a_path_is_granted_to_be_read_alone(identity: Identity) -> None:
     with folder(identity) as path:
         inside = path / "inside"
         results = identity.attempt(
-            identity.policy(read=[str(inside)]),
+            identity.policy(granted=[(str(inside), False)]),
             f"open('{inside}/file').read()",
             f"open('{inside}/file', 'a')",
             f"open('{inside}/new', 'w')",
@@ -52,11 +53,14 @@ def test_a_path_is_granted_to_be_read_alone(identity: Identity) -> None:
     assert [each for each in denied if not each.startswith(("PermissionError", "OSError"))] == []
 
 
+@pytest.mark.promise("Layers of the sandbox", "A strict instance reads only …")
 def test_one_file_is_granted_without_its_neighbours(identity: Identity) -> None:
     with folder(identity) as path:
         file = path / "inside" / "file"
         results = identity.attempt(
-            identity.policy(read=[str(file)]), f"open('{file}').read()", f"open('{path}/other')"
+            identity.policy(granted=[(str(file), False)]),
+            f"open('{file}').read()",
+            f"open('{path}/other')",
         )
 
     assert results[f"open('{file}').read()"] == "ok 'content'"
@@ -67,7 +71,7 @@ def test_a_path_is_granted_to_be_written(identity: Identity) -> None:
     with folder(identity) as path:
         inside = path / "inside"
         results = identity.attempt(
-            identity.policy(write=[str(inside)]),
+            identity.policy(granted=[(str(inside), True)]),
             f"open('{inside}/file', 'a').write('!')",
             f"open('{inside}/new', 'w').write('x')",
             f"open('{path}/other', 'a')",
@@ -81,24 +85,30 @@ def test_a_path_is_granted_to_be_written(identity: Identity) -> None:
     assert not results[f"os.rename('{inside}/new', '{path}/new')"].startswith("ok")
 
 
+@pytest.mark.promise("Layers of the sandbox", "Links open nothing that was not granted.")
 def test_a_link_inside_a_granted_folder_opens_nothing_outside(identity: Identity) -> None:
     with folder(identity) as path:
         link = path / "inside" / "link"
         link.symlink_to(path / "other")
         results = identity.attempt(
-            identity.policy(read=[str(path / "inside")]), f"open('{link}').read()"
+            identity.policy(granted=[(str(path / "inside"), False)]), f"open('{link}').read()"
         )
 
     assert results[f"open('{link}').read()"].startswith("PermissionError")
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "If a device is granted for writing, the requests of its driver (ioctl) are granted with "
+    "it, and those of no other device.",
+)
 @pytest.mark.skipif(landlock.abi() < 5, reason="this Landlock does not know of devices")
 def test_a_device_is_granted_with_what_its_driver_offers(identity: Identity) -> None:
     # How much entropy there is (RNDGETENTCNT), which everybody may ask.
     attempt = "len(fcntl.ioctl(os.open('/dev/random', os.O_RDONLY), 0x80045200, bytes(4)))"
     before = "import fcntl, os"
 
-    granted = identity.policy(write=["/dev/random"], syscalls=["ioctl"])
+    granted = identity.policy(granted=[("/dev/random", True)], syscalls=["ioctl"])
     not_granted = identity.policy(syscalls=["ioctl"])
 
     assert identity.attempt(granted, attempt, before=before)[attempt] == "ok 4"
@@ -110,6 +120,11 @@ def connection(server: socket.socket) -> str:
     return f"import socket; socket.create_connection({address}, 5)"
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "An instance can connect to granted TCP ports only, without UDP and without "
+    "listeners. Without a granted port there is no network, even if sockets were granted.",
+)
 def test_a_port_is_granted_and_no_other(identity: Identity) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as one,
@@ -133,6 +148,7 @@ def test_a_port_is_granted_and_no_other(identity: Identity) -> None:
     assert [each for each in denied if not each.startswith("PermissionError")] == []
 
 
+@pytest.mark.promise("Layers of the sandbox", "An instance can connect to granted …")
 def test_without_ports_there_is_no_network_even_for_one_who_has_sockets(identity: Identity) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         attempt = connection(server)
@@ -154,9 +170,11 @@ def test_system_calls_are_granted_by_name(identity: Identity) -> None:
     assert results["os.fork()"].startswith("PermissionError")
 
 
+@pytest.mark.promise("Layers of the sandbox", "`fork`, `execve` and other calls are …")
+@pytest.mark.promise("Layers of the sandbox", "If no private user is available, …")
 @pytest.mark.parametrize("level", [STRICT, BEST_EFFORT])
 def test_an_unknown_system_call_is_refused_by_name(identity: Identity, level: str) -> None:
-    """Also at the level that goes without what is refused: it is no reason to go without the filter."""
+    """The level best_effort refuses it too: a bad name is no reason to go without the filter."""
     results = identity.attempt(identity.policy(level=level, syscalls=["levitate"]))
 
     assert results["refused"] == (
@@ -165,6 +183,12 @@ def test_an_unknown_system_call_is_refused_by_name(identity: Identity, level: st
     )
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "`fork`, `execve` and other calls are granted by name, and `/dev/shm` for the locks "
+    "of processes. Programs that are started stay in the sandbox, and a model may not run "
+    "files that it wrote. An unknown name is refused.",
+)
 def test_processes_of_its_own_are_granted_as_fork(identity: Identity) -> None:
     results = identity.attempt(
         identity.policy(syscalls=["fork"]),
@@ -177,6 +201,7 @@ def test_processes_of_its_own_are_granted_as_fork(identity: Identity) -> None:
     assert results["os.execv('/bin/true', ['true'])"].startswith("PermissionError")
 
 
+@pytest.mark.promise("Layers of the sandbox", "`fork`, `execve` and other calls are …")
 def test_pools_of_processes_need_shared_memory_beside_fork(identity: Identity) -> None:
     pool = "pool()"
     before = """
@@ -186,13 +211,14 @@ def pool():
         return workers.map(abs, [-1])
 """
 
-    granted = identity.policy(syscalls=["fork"], write=["/dev/shm"])
+    granted = identity.policy(syscalls=["fork"], granted=[("/dev/shm", True)])
     without = identity.policy(syscalls=["fork"])
 
     assert identity.attempt(granted, pool, before=before)[pool] == "ok [1]"
     assert "Error" in identity.attempt(without, pool, before=before)[pool]
 
 
+@pytest.mark.promise("Layers of the sandbox", "`fork`, `execve` and other calls are …")
 def test_programs_are_granted_as_execve_and_stay_inside(identity: Identity) -> None:
     run = (
         "subprocess.run(['/bin/sh', '-c', 'echo $0; cat /etc/passwd'], capture_output=True).stdout"

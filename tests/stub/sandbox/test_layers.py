@@ -18,10 +18,15 @@ LIMITS = {"open_files": 256, "tasks": 64, "file_bytes": 1 << 20, "memory_bytes":
 
 
 def denied(results: dict[str, object], *attempts: str) -> dict[str, object]:
-    """Those of the attempts that were not denied."""
+    """Return the attempts that were not denied."""
     return {each: results[each] for each in attempts if "Error" not in str(results[each])[:32]}
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A strict instance has all layers, in order, and reports them. The kernel reports the "
+    "same of its process.",
+)
 def test_a_strict_process_says_which_layers_it_has(identity: Identity) -> None:
     with identity.scratch() as scratch:
         policy = identity.policy(scratch=scratch, scratch_bytes=1 << 20, limits=LIMITS)
@@ -43,6 +48,11 @@ def test_a_strict_process_says_which_layers_it_has(identity: Identity) -> None:
         assert r"\nCapBnd:\t0000000000000000" in status
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "In the sandbox, threads, asyncio, memory maps, temporary files, SQLite without locks, time "
+    "and signals to itself work as usual. numpy and PyTorch can be imported and compute.",
+)
 def test_a_strict_process_does_what_models_do(identity: Identity) -> None:
     attempts = [
         "import threading; t = threading.Thread(target=print); t.start(); t.join()",
@@ -74,6 +84,16 @@ def test_a_strict_process_does_what_models_do(identity: Identity) -> None:
     assert {each: results[each] for each in attempts if not results[each].startswith("ok")} == {}
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A strict instance reads only its interpreter, its environment, its model, granted paths "
+    "and a fixed list of files without secrets. It writes only to its scratch folder.",
+)
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "It starts no process and no program, has no sockets except pairs of its own, and can "
+    "signal, trace and limit only itself.",
+)
 def test_a_strict_process_does_not_do_what_attacks_do(identity: Identity) -> None:
     attempts = [
         "open('/etc/passwd').read()",
@@ -130,6 +150,10 @@ def test_a_strict_process_does_not_do_what_attacks_do(identity: Identity) -> Non
     assert denied(results, *attempts) == {}
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "Files of `/proc` that it may read stay readable when memory is short.",
+)
 def test_files_that_the_kernel_could_forget_are_held(identity: Identity) -> None:
     # A rule of Landlock ends with the inode, and those of /proc are made anew once memory was short.
     held = "sorted(os.path.basename(os.readlink(f'/proc/self/fd/{fd}')) for fd in range(3, 10))"
@@ -140,13 +164,15 @@ def test_files_that_the_kernel_could_forget_are_held(identity: Identity) -> None
     assert results[held] == f"ok {names}"
 
 
+@pytest.mark.promise("Layers of the sandbox", "A system call that is not …")
 @pytest.mark.parametrize("name", sorted(rules.KILLED))
 def test_a_call_that_only_an_attack_makes_ends_a_real_process(code: Path, name: str) -> None:
     program = f"""
 import sys, types, os
 package = sys.modules["moonpool"] = types.ModuleType("moonpool")
 package.__path__ = [sys.argv[1]]
-from moonpool.stub.sandbox import identity, kernel, rules, seccomp, syscalls
+from moonpool.ipc import syscalls
+from moonpool.stub.sandbox import identity, kernel, rules, seccomp
 identity.forbid_new_privileges()
 identity.forbid_looking_inside()
 allowed = rules.allowed(pid=os.getpid())

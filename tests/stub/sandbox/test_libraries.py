@@ -12,7 +12,9 @@ import pytest
 from tests.stub.sandbox.children import NOBODY, Identity
 
 from moonpool.stub.sandbox import landlock
-from moonpool.stub.sandbox.mounts import closed_above
+from moonpool.stub.sandbox.granted import closed_above
+
+pytestmark = pytest.mark.promise("Layers of the sandbox", "In the sandbox, threads, asyncio …")
 
 if landlock.abi() < landlock.KNOWS_TRUNCATE:
     pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)
@@ -103,6 +105,10 @@ def test_asyncio_and_sqlite_work_as_well(identity: Identity) -> None:
     assert results == ["ok None", "ok 3", "ok None"]
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "Locks on parts of files are granted as `locks`, and refused otherwise.",
+)
 def test_sqlite_locks_its_files_where_that_is_granted(identity: Identity) -> None:
     use = "import sqlite3; sqlite3.connect('a.db').execute('create table t (x)')"
 

@@ -12,7 +12,8 @@ import pytest
 from tests.stub.sandbox.children import INSTANCE, Identity
 
 from moonpool.stub.sandbox import landlock
-from moonpool.stub.sandbox.mounts import closed_above
+from moonpool.stub.sandbox.granted import closed_above
+from moonpool.stub.sandbox.mounts import _make_place
 
 if landlock.abi() < landlock.KNOWS_TRUNCATE:
     pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)
@@ -43,6 +44,12 @@ def test_the_topmost_closed_folder_is_found(closed: Path) -> None:
     assert closed_above(str(closed / "a"), os.geteuid()) == ""
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "With a private user, an instance reaches needed files below closed folders at their "
+    "places, and nothing beside them. If it cannot read a file, the error names the file "
+    "and the command that opens it.",
+)
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
 def test_granted_paths_below_a_closed_folder_are_reached(code: Path, closed: Path) -> None:
     identity = Identity(0, sys.executable, code)
@@ -71,6 +78,7 @@ def test_granted_paths_below_a_closed_folder_are_reached(code: Path, closed: Pat
     assert (closed / "a" / "secret").exists()
 
 
+@pytest.mark.promise("Layers of the sandbox", "With a private user, an instance …")
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
 def test_a_file_that_its_user_cannot_read_is_named_with_what_to_do(
     code: Path, closed: Path
@@ -86,6 +94,11 @@ def test_a_file_that_its_user_cannot_read_is_named_with_what_to_do(
     )
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "The scratch folder is a private file system with a limit of size and files, and ends "
+    "with the process. Without mounts it is a plain folder.",
+)
 def test_scratch_has_its_size_and_nobody_else_sees_it(identity: Identity) -> None:
     with identity.scratch() as scratch:
         policy = identity.policy(scratch=scratch, scratch_bytes=1 << 20)
@@ -109,9 +122,10 @@ def test_scratch_has_its_size_and_nobody_else_sees_it(identity: Identity) -> Non
     assert left == []
 
 
+@pytest.mark.promise("Layers of the sandbox", "An instance may change modes, owners, …")
 def test_everything_but_what_it_may_write_is_read_only(identity: Identity) -> None:
     with identity.scratch() as scratch, identity.scratch() as shared:
-        policy = identity.policy(write=[shared], scratch=scratch, scratch_bytes=1 << 20)
+        policy = identity.policy(granted=[(shared, True)], scratch=scratch, scratch_bytes=1 << 20)
         results = identity.attempt(
             policy,
             "os.statvfs('/usr').f_flag & os.ST_RDONLY",
@@ -128,11 +142,15 @@ def test_everything_but_what_it_may_write_is_read_only(identity: Identity) -> No
     assert left == ["x"]
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A read-only mount below a folder that is granted for writing stays read-only.",
+)
 def test_what_is_mounted_read_only_below_a_granted_folder_stays_so(identity: Identity) -> None:
     with identity.scratch() as shared:
         inner = f"{shared}/inner"
         results = identity.attempt(
-            identity.policy(write=[shared]),
+            identity.policy(granted=[(shared, True)]),
             f"os.statvfs('{shared}').f_flag & os.ST_RDONLY",
             f"os.statvfs('{inner}').f_flag & os.ST_RDONLY",
             f"open('{inner}/x', 'w')",
@@ -154,3 +172,47 @@ os.mkdir({inner!r})
 mounts._mount("tmpfs", {inner!r}, "tmpfs", 0, "mode=0777")
 mounts._mount("none", {inner!r}, "", 32 | mounts._BIND | mounts._RDONLY)  # MS_REMOUNT
 """
+
+
+# Another model that may write to the folder above puts a link there, after the stub has looked.
+SWAPPED = """
+import os
+from moonpool.stub.sandbox import mounts
+make_read_only = mounts._forbid_writing
+def swap():
+    os.rename({inner!r}, {inner!r} + ".moved")
+    os.symlink({secret!r}, {inner!r})
+    return make_read_only()
+mounts._forbid_writing = swap
+"""
+
+
+@pytest.mark.promise("Layers of the sandbox", "A granted path is no link …")
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_link_that_comes_to_a_granted_path_while_mounts_are_made_is_not_followed(
+    identity: Identity, writes: bool
+) -> None:
+    with identity.scratch() as shared, identity.scratch() as secret:
+        inner = f"{shared}/inner"
+        os.mkdir(inner)
+        os.chown(inner, os.stat(shared).st_uid, -1)
+        policy = identity.policy(granted=[(inner, writes)])
+        results = identity.attempt(policy, before=SWAPPED.format(inner=inner, secret=secret))
+        if "refused" not in results:
+            needs_mounts(results)
+
+    assert "is a link or lies behind one" in results["refused"]
+
+
+def test_the_place_of_a_file_is_made_through_no_link(tmp_path: Path) -> None:
+    """Another process that may write to the folder can put a link there after the file was opened."""
+    file, place = tmp_path / "file", tmp_path / "place"
+    file.touch()
+    place.symlink_to(tmp_path / "elsewhere")
+    fd = os.open(file, os.O_PATH)
+    try:
+        with pytest.raises(FileExistsError):
+            _make_place(str(place), fd)
+    finally:
+        os.close(fd)
+    assert not (tmp_path / "elsewhere").exists()

@@ -1,4 +1,4 @@
-"""What is done where the kernel refuses a layer, and at the levels that have fewer of them."""
+"""Outcomes if the kernel refuses a layer, and at levels with fewer layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from moonpool.stub.sandbox import landlock
 
 # A filter put on first, as a container's, in which these calls fail with that error.
 HIDDEN = """
-from moonpool.stub.sandbox import identity, rules, seccomp, syscalls
+from moonpool.ipc import syscalls
+from moonpool.stub.sandbox import identity, rules, seccomp
 identity.forbid_new_privileges()
 numbers = {{number: name for name, number in kernel.NUMBERS.items()}}
 seen = dict.fromkeys(kernel.NUMBERS, ())
@@ -33,6 +34,12 @@ def names_of(results: dict[str, Any]) -> list[str]:
     return [layer.partition(":")[0] for layer in results["on"]]
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "If the kernel refuses Landlock, seccomp or the limits, a model at `strict` does not "
+    "load, and the error says which, why and what to do. At `best-effort` it loads, and "
+    "the log says which were left out.",
+)
 def test_strict_does_not_start_without_landlock(identity: Identity) -> None:
     results = identity.attempt(identity.policy(), before=hide("landlock_create_ruleset"))
 
@@ -42,6 +49,7 @@ def test_strict_does_not_start_without_landlock(identity: Identity) -> None:
     )
 
 
+@pytest.mark.promise("Layers of the sandbox", "If the kernel refuses Landlock, seccomp …")
 def test_best_effort_goes_without_landlock_and_says_so(identity: Identity) -> None:
     with identity.scratch() as scratch:
         policy = identity.policy(level=BEST_EFFORT, scratch=scratch, scratch_bytes=1 << 20)
@@ -59,6 +67,7 @@ def test_best_effort_goes_without_landlock_and_says_so(identity: Identity) -> No
     assert results["os.fork()"].startswith("PermissionError")
 
 
+@pytest.mark.promise("Layers of the sandbox", "If the kernel refuses Landlock, seccomp …")
 @pytest.mark.parametrize("absent", [True, False])
 def test_strict_does_not_start_without_seccomp(identity: Identity, absent: bool) -> None:
     # The call that would put it on is the one that is missing.
@@ -82,6 +91,12 @@ def test_best_effort_goes_without_seccomp_and_says_so(identity: Identity) -> Non
     assert results["open('/etc/passwd')"].startswith("PermissionError")
 
 
+@pytest.mark.promise("Layers of the sandbox", "The scratch folder is a private …")
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "Namespaces are left out if they are forbidden. A Landlock that is too old for its "
+    "task is refused.",
+)
 @pytest.mark.parametrize("level", [STRICT, BEST_EFFORT])
 def test_namespaces_are_a_second_line_that_is_left_out_where_they_are_forbidden(
     identity: Identity, level: str
@@ -109,6 +124,7 @@ def test_namespaces_are_a_second_line_that_is_left_out_where_they_are_forbidden(
     assert left == ["x"]
 
 
+@pytest.mark.promise("Layers of the sandbox", "Namespaces are left out if they …")
 def test_an_old_landlock_alone_is_not_enough_for_files_that_could_be_cut_short(
     identity: Identity,
 ) -> None:
@@ -142,6 +158,7 @@ def test_every_version_of_landlock_is_asked_for_what_it_knows(
     assert results["open('x', 'w').write('x')"] == "ok 1"
 
 
+@pytest.mark.promise("Layers of the sandbox", "Namespaces are left out if they …")
 def test_ports_are_not_granted_where_landlock_does_not_know_of_them(identity: Identity) -> None:
     old = "from moonpool.stub.sandbox import landlock\nlandlock.abi = lambda: 3\n"
 
@@ -153,6 +170,7 @@ def test_ports_are_not_granted_where_landlock_does_not_know_of_them(identity: Id
     )
 
 
+@pytest.mark.promise("Layers of the sandbox", "If no private user is available, …")
 @pytest.mark.parametrize(
     ("version", "ports", "gap"), [(2, [], "from being cut short"), (3, [443], "know of ports")]
 )
@@ -176,6 +194,11 @@ def test_best_effort_has_what_there_is_of_an_old_landlock(
     assert results["open('/etc/passwd')"].startswith("PermissionError")
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "If no private user is available, the log says so. A misspelled granted call is "
+    "refused even at `best-effort`, which uses as much of an old Landlock as there is.",
+)
 def test_a_user_that_is_not_to_be_had_is_said(identity: Identity) -> None:
     results = identity.attempt(identity.policy(user=None))
 
@@ -183,11 +206,16 @@ def test_a_user_that_is_not_to_be_had_is_said(identity: Identity) -> None:
     assert results["left_out"][0].startswith("own_user: the runtime has none to give; run it as")
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A layer that `best-effort` left out is no error when layers are put on again, in "
+    "forks and other interpreters.",
+)
 @pytest.mark.parametrize("level", [STRICT, BEST_EFFORT])
 def test_what_best_effort_went_without_is_not_asked_for_again(
     identity: Identity, level: str
 ) -> None:
-    """By a process that became another program, or that a template forked."""
+    """The process that asks became another program, or was forked by a template."""
     again = f"layers.tighten(Policy(level={level!r}))"
 
     results = identity.attempt(
@@ -202,6 +230,10 @@ def test_what_best_effort_went_without_is_not_asked_for_again(
         assert results[again] == "ok None"
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A process that has threads before the layers are on is refused.",
+)
 def test_a_process_with_threads_is_not_confined_by_halves(identity: Identity) -> None:
     before = (
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
@@ -216,9 +248,7 @@ def test_a_process_with_threads_is_not_confined_by_halves(identity: Identity) ->
 
 
 def test_a_machine_whose_numbers_are_not_known_is_refused(identity: Identity) -> None:
-    other = (
-        "from moonpool.stub.sandbox import syscalls\nsyscalls.this_machine = lambda: 'riscv64'\n"
-    )
+    other = "from moonpool.ipc import syscalls\nsyscalls.this_machine = lambda: 'riscv64'\n"
 
     results = identity.attempt(identity.policy(), before=other)
 
@@ -228,6 +258,10 @@ def test_a_machine_whose_numbers_are_not_known_is_refused(identity: Identity) ->
     )
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "At `standard`, files that a model makes have the modes of the runtime's umask.",
+)
 def test_standard_keeps_what_a_trusted_model_needs(identity: Identity) -> None:
     results = identity.attempt(
         identity.policy(level=STANDARD),
@@ -297,6 +331,7 @@ def test_limits_are_those_that_were_asked_for(identity: Identity) -> None:
     assert found[3] == "RuntimeError can't start new thread"
 
 
+@pytest.mark.promise("Layers of the sandbox", "If the kernel refuses Landlock, seccomp …")
 def test_processors_that_are_not_there_are_refused(identity: Identity) -> None:
     results = identity.attempt(identity.policy(cpus=[4095]))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.stub.sandbox.bpf import ALLOW, ENOSYS, EPERM, KILL, verdict
 
-from moonpool.stub.sandbox import rules, seccomp, syscalls
+from moonpool.ipc import syscalls
+from moonpool.stub.sandbox import rules, seccomp
 
 PID = 4321
 MACHINES = list(syscalls.ARCHITECTURES)
@@ -57,6 +58,15 @@ BY_ARGUMENT = {
         ([1], [~PID << 3 | 2], [~1 << 3 | 2], [~5 << 3 | 3]),
     ),
     "prlimit64": ([0, 7, 0, 1], [1, 7, 0, 1], [PID + 1, 7, 1, 0]),
+    # Without O_CREAT the mode is whatever the register holds.
+    "open": ([0, 0o100, 0o777], [0, 0o100, 0o4755], [0, 0o1101, 0o2755], [0, 0o20200002, 0o4700]),
+    "openat": (
+        [-100, 0, 0o100, 0o777],
+        [-100, 0, 0o100, 0o4755],
+        [-100, 0, 0o1101, 0o2755],
+        [-100, 0, 0o20200002, 0o4700],
+    ),
+    "creat": ([0, 0o777], [0, 0o4755], [0, 0o2755]),
     "fallocate": ([3, 0, 0, 4096], [3, 3, 0, 4096]),
     "madvise": ([0, 4096, 4], [0, 4096, 9], [0, 4096, 12], [0, 4096, 100]),
     "ioctl": ([1, 0x5401], [1, 0x5412], [1, 0x5452], [1, 0x541C]),
@@ -92,16 +102,54 @@ BY_ARGUMENT = {
 }
 
 
+@pytest.mark.promise("Layers of the sandbox", "It starts no process and …")
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A process may name only itself in calls, and cannot read clocks of other processes.",
+)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", BY_ARGUMENT)
 def test_a_call_is_judged_by_its_arguments(machine: str, name: str) -> None:
     good, *bad = BY_ARGUMENT[name]
+    if name not in syscalls.numbers(machine):
+        pytest.skip(f"{machine} does not have it")
 
     assert judged(machine, name, *good) == ALLOW
     refused = ENOSYS if name in rules.ABSENT else EPERM
     assert {tuple(each): judged(machine, name, *each) for each in bad} == {
         tuple(each): refused for each in bad
     }
+
+
+@pytest.mark.promise("Layers of the sandbox", "No file gets the set-user-ID or …")
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_file_that_is_only_opened_may_come_with_any_mode(machine: str) -> None:
+    assert judged(machine, "openat", -100, 0, 0o2, 0o7777) == ALLOW
+
+
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "No file gets the set-user-ID or set-group-ID bit, whatever is granted.",
+)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_mode_with_set_ids_is_given_to_a_file(machine: str) -> None:
+    for name, before in {"fchmod": [3], "fchmodat": [3, 0], "fchmodat2": [3, 0]}.items():
+        assert judged(machine, name, *before, 0o1777, kind="own files") == ALLOW
+        for mode in (0o4755, 0o2755, 0o6000):
+            assert judged(machine, name, *before, mode, kind="own files") == EPERM
+
+
+@pytest.mark.promise("Layers of the sandbox", "No file gets the set-user-ID or …")
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_grant_does_not_take_that_off(machine: str) -> None:
+    names = ["openat", "fchmodat", "mknodat"]
+    table = rules.allowed(pid=PID, granted=names)
+    program = seccomp.program(machine, table, rules.KILLED, rules.ABSENT)
+    for name, before in {"openat": [3, 0, 0o100], "fchmodat": [3, 0], "mknodat": [3, 0]}.items():
+        number = syscalls.numbers(machine)[name]
+        for mode, expected in {0o100755: ALLOW, 0o104755: EPERM}.items():
+            architecture = syscalls.ARCHITECTURES[machine]
+            assert verdict(program, architecture, number, (*before, mode)) == expected
 
 
 def test_every_rule_about_arguments_is_tried_here() -> None:
@@ -116,6 +164,7 @@ def test_a_thread_may_read_its_own_clock(machine: str) -> None:
     assert judged(machine, "clock_gettime", ~PID << 3 | 4 | 2) == ALLOW
 
 
+@pytest.mark.promise("Layers of the sandbox", "Locks on parts of files are …")
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("command", [5, 6, 7, 36, 37, 38])
 def test_parts_of_files_are_locked_where_that_is_granted(machine: str, command: int) -> None:
@@ -132,6 +181,12 @@ def test_a_call_that_only_an_attack_makes_ends_the_process(machine: str, name: s
     assert judged(machine, name) == KILL
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A system call that is not on the list fails with EPERM. One that only an attack "
+    "makes ends the process. One that is newer than the list fails with ENOSYS, and so "
+    "does `clone3`.",
+)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_what_is_not_named_is_not_permitted(machine: str) -> None:
     allowed = rules.allowed(pid=PID)
@@ -160,6 +215,7 @@ def test_a_call_whose_flags_no_filter_sees_is_not_there(machine: str) -> None:
     assert judged(machine, "clone3") == ENOSYS
 
 
+@pytest.mark.promise("Layers of the sandbox", "A system call that is not …")
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("number", [470, 1023, 0x3FFFFFFF])
 def test_a_call_that_is_newer_than_the_tables_is_not_there(machine: str, number: int) -> None:
@@ -168,6 +224,11 @@ def test_a_call_that_is_newer_than_the_tables_is_not_there(machine: str, number:
     assert verdict(filter_program, syscalls.ARCHITECTURES[machine], number) == ENOSYS
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "The filter is made for x86-64 and AArch64 and ends a process that calls by another "
+    "machine's numbers, x32 included.",
+)
 @pytest.mark.parametrize("number", [0, 1, 0x40000000, 0x40000000 | 59, 0xFFFFFFFF])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_calls_by_another_machine_s_numbers_end_the_process(machine: str, number: int) -> None:
@@ -179,6 +240,7 @@ def test_calls_by_another_machine_s_numbers_end_the_process(machine: str, number
             assert verdict(filter_program, architecture, number) == KILL
 
 
+@pytest.mark.promise("Layers of the sandbox", "The filter is made for x86-64 …")
 @pytest.mark.parametrize("number", [0x40000000, 0x40000000 | 59, 0xFFFFFFFF])
 def test_the_32_bit_form_of_x86_64_ends_the_process(number: int) -> None:
     filter_program = FILTERS["x86_64", "usual"]
@@ -208,6 +270,7 @@ def test_only_streams_of_tcp_are_opened_where_ports_are_granted(
     assert judged(machine, "socket", *arguments) == EPERM
 
 
+@pytest.mark.promise("Layers of the sandbox", "A contained process sends no …")
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("name", "place"), [("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)])
 def test_nothing_connects_while_it_sends(machine: str, name: str, place: int) -> None:
@@ -221,6 +284,11 @@ def test_nothing_connects_while_it_sends(machine: str, name: str, place: int) ->
         assert judged(machine, name, *flags, kind=kind) == EPERM
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "A contained process sends no descriptors, unless it may have processes or ports, and it "
+    "connects to nothing while it sends.",
+)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_descriptors_are_sent_only_where_there_is_somebody_to_send_them_to(machine: str) -> None:
     assert judged(machine, "sendmsg", 3, 0, 0) == EPERM
@@ -234,6 +302,11 @@ def test_nobody_listens_even_where_ports_are_granted(machine: str, name: str) ->
     assert judged(machine, name, 3, kind="ports") == EPERM
 
 
+@pytest.mark.promise(
+    "Layers of the sandbox",
+    "An instance may change modes, owners, times and attributes only if the files of "
+    "others are safe, by read-only mounts or by a private user.",
+)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", ["fchmod", "fchmodat", "fchownat", "utimensat", "fsetxattr"])
 def test_modes_are_changed_only_where_the_files_of_others_are_safe(machine: str, name: str) -> None:

@@ -18,7 +18,7 @@ from tests.triton.server import TritonServer
 from tests.waiting import wait_until
 from tritonclient.utils import np_to_triton_dtype
 
-from moonpool.runtime.triton import installation
+from moonpool.runtime.triton import install
 
 TIMEOUT_S = 60.0
 
@@ -28,10 +28,10 @@ class HostingServer(TritonServer):
 
     def _lay_out_backend(self) -> None:
         super()._lay_out_backend()
-        installation.install(self._backends, library())
+        install.install(self._backends, library())
 
     def _command(self) -> list[str]:
-        # Which requests are traced is said while it runs.
+        # Tests choose the traced requests while it runs.
         return [
             *super()._command(),
             f"--trace-config=triton,file={self._trace_file}",
@@ -43,12 +43,12 @@ class HostingServer(TritonServer):
         return self.log_file.with_name("traces.json")
 
     def traces(self) -> list[dict[str, Any]]:
-        """Those of requests so far; what is timed or said of each stands apart there."""
+        """The traces of requests so far. Their times and activities are separate entries."""
         files = self._trace_file.parent.glob(f"{self._trace_file.name}*")
         return [each for file in files for each in trace_entries(file) if "model_name" in each]
 
     def lay_out(self) -> tuple[Path, Path]:
-        """Its backends, and its libraries, for somebody else to start."""
+        """Lay out the folders of the backends and the libraries, for another program to start with."""
         self._lay_out_backend()
         return self._backends, self._package.parent / "nvidia_pytriton.libs"
 
@@ -77,7 +77,7 @@ class HostingServer(TritonServer):
         return pid
 
     def facts(self) -> dict[str, int]:
-        """What grows where something is left behind."""
+        """Count the things that grow if something is left behind."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         (threads,) = re.findall(r"Threads:\s+(\d+)", status)
         maps = Path(f"/proc/{self.pid}/maps").read_text()
@@ -89,7 +89,7 @@ class HostingServer(TritonServer):
         }
 
     def has_no_more_than(self, before: dict[str, int]) -> bool:
-        """Whether nothing has grown since: what ended goes a moment later than whoever asked for it is told."""
+        """Return true if nothing has grown since. Resources may be freed a moment after the answer, so ask again."""
         return all(now <= before[name] for name, now in self.facts().items())
 
 
@@ -116,8 +116,8 @@ def _commands(pid: int) -> dict[int, list[str]]:
 
 
 def _is_launcher(words: Sequence[str]) -> bool:
-    """Of this backend: an overlay has others for its own."""
-    return installation.NAME in words and any(word.endswith("launcher.py") for word in words)
+    """Return true if the process is this backend's launcher. An overlay has launchers of its own."""
+    return install.NAME in words and any(word.endswith("launcher.py") for word in words)
 
 
 class Client:
@@ -159,7 +159,7 @@ class Client:
         return answers
 
     def count(self, until: int) -> None:
-        """In the stream: the numbers up to this one; -1: for ever."""
+        """Ask in the stream for the numbers up to this one; -1 asks for endless ones."""
         self.grpc.async_stream_infer("counts", [tensor(np.array([until]))])
 
     def close(self) -> None:

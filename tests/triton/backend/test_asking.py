@@ -12,6 +12,12 @@ from tests.triton.backend.hosting import TIMEOUT_S, Client, HostingServer, tenso
 from tests.waiting import wait_until
 from tritonclient.utils import InferenceServerException
 
+pytestmark = pytest.mark.promise(
+    "The wire",
+    "In a tritonserver, models in moonpool's stubs and in Triton's call each other, load and "
+    "unload others, and share metrics. A contained model may do only what it is granted.",
+)
+
 # Evaluates what it is sent, and answers with what came of it.
 ASKS = """
 import numpy as np
@@ -130,6 +136,7 @@ def test_responses_of_a_decoupled_model_come_one_by_one(evaluate: Evaluate) -> N
     assert "Please use 'decoupled=True'" in evaluate("value(ask('counts', np.array([3])))")
 
 
+@pytest.mark.promise("Readiness", "A model that asks a model …")
 def test_a_model_that_there_is_not_is_an_error(evaluate: Evaluate) -> None:
     assert evaluate("value(ask('nobody', np.array([3])))") == (
         "Model nobody - Error when running inference: Request for unknown model: "
@@ -159,6 +166,10 @@ def test_models_of_two_processes_have_one_metric(evaluate: Evaluate, client: Cli
         client.load("asks_too")
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "In a tritonserver, too, a model's changes to metrics are there when its response arrives.",
+)
 def test_a_change_of_a_metric_is_there_when_the_response_is(
     evaluate: Evaluate, server: HostingServer
 ) -> None:
@@ -188,6 +199,11 @@ def test_a_contained_model_asks_for_what_it_may(evaluate: Evaluate) -> None:
     )
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "The text of a contained model's error reaches clients without folders, addresses and "
+    "source, and the log whole, whatever the stub does.",
+)
 def test_clients_of_a_contained_model_hear_of_no_folders_and_the_log_does(
     evaluate: Evaluate, repository: Path, server: HostingServer
 ) -> None:
@@ -208,6 +224,11 @@ def test_clients_of_a_contained_model_hear_of_no_folders_and_the_log_does(
     wait_until(lambda: place in server.log(), TIMEOUT_S, "the place in the log")
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "If nobody waits for a batch any more, the requests that its model made to others for it "
+    "are cancelled.",
+)
 def test_what_a_model_asked_for_is_cancelled_with_the_last_request_that_it_was_for(
     client: Client,
     askers: None,  # noqa: ARG001 - to be loaded

@@ -1,4 +1,4 @@
-"""The same model in moonpool's stubs and in those of Triton's Python backend, in one server: what both are told and say."""
+"""A model in moonpool's stubs and in those of Triton's backend, in one server, gets and answers the same."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def models(repository: Path, server: HostingServer) -> Iterator[None]:
 
 
 def asked(client: Client, model: str, array: np.ndarray, **options: Any) -> tuple[Any, Any]:
-    """What the model of both backends says, or the server: Triton's, then ours. But for the model's name."""
+    """Return the answers or errors of both backends, Triton's first, without the model's name."""
 
     def ask(side: str) -> Any:
         try:
@@ -142,6 +142,11 @@ def asked(client: Client, model: str, array: np.ndarray, **options: Any) -> tupl
     return theirs, ours
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "States that the server keeps of a sequence, and its id in every datatype, are inputs of "
+    "the model as with Triton's backend.",
+)
 def test_states_that_the_server_keeps_are_inputs(client: Client) -> None:
     x = np.ones(2, np.float32)
     options: list[dict[str, Any]] = [{"sequence_start": True}, {}, {"sequence_end": True}]
@@ -152,6 +157,7 @@ def test_states_that_the_server_keeps_are_inputs(client: Client) -> None:
         assert ours["states"] == ["NEXT"]
 
 
+@pytest.mark.promise("Executing in a tritonserver", "States that the server keeps of …")
 @pytest.mark.parametrize("datatype", ID_TYPES)
 @pytest.mark.parametrize("which", [7, 2**31 + 5, 2**62, "some"], ids=str)
 def test_the_id_of_a_sequence_is_an_input_of_each_datatype(
@@ -163,6 +169,7 @@ def test_the_id_of_a_sequence_is_an_input_of_each_datatype(
         assert ours == theirs
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "The server's open files do not …")
 def test_the_environment_of_the_server_is_a_models(client: Client) -> None:
     theirs, ours = asked(client, "looks_around", np.ones(1, np.float32))
     # The shell that starts Triton's stubs says which directory it is in.
@@ -181,6 +188,11 @@ MALFORMED = {
 }
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "An input that does not hold as many strings as its shape says is refused in Triton's "
+    "words, before the model sees it.",
+)
 @pytest.mark.parametrize("case", MALFORMED)
 def test_strings_that_are_none_are_refused_alike(server: HostingServer, case: str) -> None:
     theirs, ours = (posted(server, f"{side}_strings", *MALFORMED[case]) for side in BACKENDS)
@@ -189,7 +201,7 @@ def test_strings_that_are_none_are_refused_alike(server: HostingServer, case: st
 
 
 def posted(server: HostingServer, model: str, count: int, strings: bytes) -> str:
-    """What the server says of an input of so many strings, which are given as they are."""
+    """Return the server's answer to an input of so many strings, whose bytes are sent as they are."""
     header = json.dumps(
         {
             "inputs": [
@@ -214,6 +226,11 @@ def posted(server: HostingServer, model: str, count: int, strings: bytes) -> str
         return error.read().decode()
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "If a model makes a request with the trace of another one, its trace is a child of that "
+    "one, as with Triton's backend.",
+)
 def test_requests_of_a_traced_model_are_traced_below_it(
     client: Client, server: HostingServer
 ) -> None:
@@ -228,7 +245,7 @@ def test_requests_of_a_traced_model_are_traced_below_it(
 
 
 def are_nested(server: HostingServer, model: str) -> bool:
-    """Whether one request to the model is traced, one on behalf of that, and one on behalf of this."""
+    """Return true if a request, a request that it made, and a third that this one made are all traced."""
     traces = [each for each in server.traces() if each["model_name"] == model]
     parents = {each["id"]: each.get("parent_id", 0) for each in traces}
 

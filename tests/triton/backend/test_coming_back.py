@@ -1,11 +1,10 @@
-"""In a tritonserver, an instance that was given up or could not be started comes back by itself, after a pause."""
+"""An instance in a tritonserver that was given up or could not start comes back by itself, after a pause."""
 
 from __future__ import annotations
 
 import os
 import resource
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,19 +80,26 @@ def ask() -> Iterator[Callable[[HostingServer], str]]:
 Ask = Callable[[HostingServer], str]
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "An instance that was given up in a tritonserver is started again after a rest, in every "
+    "model control mode. An instance that rests can be ended. If no request comes meanwhile, "
+    "messages about it do not pile up in the server.",
+)
 def test_an_instance_that_was_given_up_comes_back_where_nobody_can_load_it(
     tmp_path: Path, ask: Ask
 ) -> None:
-    options = _options(MAX_RESTARTS=0, RESTART_WINDOW_S=1, RESTART_BACKOFF_MAX_S=1)
+    options = _options(MAX_RESTARTS=0, RESTART_WINDOW_S=3, RESTART_BACKOFF_MAX_S=3)
     with _served(UncontrolledServer, tmp_path, options) as server:
-        for _ in range(3):
+        for _ in range(2):
             stub = int(wait_until(lambda: _number(ask(server)), TIMEOUT_S))
             os.kill(stub, signal.SIGKILL)
-            wait_until(lambda: "it is started again after 1 s" in ask(server), TIMEOUT_S)
+            wait_until(lambda: "it is started again after 3 s" in ask(server), TIMEOUT_S)
         wait_until(lambda: _number(ask(server)), TIMEOUT_S)
         assert "is given up: it died" in server.log()
 
 
+@pytest.mark.promise("The launcher of a tritonserver", "An instance that was given up …")
 def test_instances_that_come_back_again_and_again_leave_nothing_in_the_server(
     tmp_path: Path, ask: Ask
 ) -> None:
@@ -113,13 +119,15 @@ def test_instances_that_come_back_again_and_again_leave_nothing_in_the_server(
         wait_until(lambda: _number(ask(server)), TIMEOUT_S)
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "A lack of descriptors in a tritonserver does not count as a death of the model.",
+)
 def test_want_of_files_in_the_server_is_no_death_of_a_model(tmp_path: Path, ask: Ask) -> None:
     """A second death would be the end for a long time."""
     options = _options(MAX_RESTARTS=1, RESTART_WINDOW_S=600, RESTART_BACKOFF_S=0)
     with _served(HostingServer, tmp_path, options) as server:
         stub = int(ask(server))
-        # The last of its services is there. A server that cannot start one ends.
-        urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics").close()
         limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
@@ -138,6 +146,11 @@ def test_want_of_files_in_the_server_is_no_death_of_a_model(tmp_path: Path, ask:
         assert "is given up" not in server.log()
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "Starts that fail after the end of a launcher are tried again after ever longer pauses, and "
+    "not for every request.",
+)
 def test_starts_that_fail_after_a_launcher_s_end_have_ever_longer_pauses(
     tmp_path: Path, ask: Ask
 ) -> None:

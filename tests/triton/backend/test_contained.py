@@ -10,8 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.triton.backend.hosting import Client, HostingServer
+from tests.waiting import wait_until
+from tritonclient.utils import InferenceServerException
 
-NAMES = ["nv_inference_count", "moonpool_build_info", "process_cpu_seconds_total", "python_info"]
+NAMES = [
+    "nv_inference_count",
+    "moonpool_build_info",
+    "process_cpu_seconds_total",
+    "python_info",
+    "scrape_duration_seconds",
+    "up",
+]
 COUNTS = """
 import json
 import numpy as np
@@ -51,6 +60,7 @@ def contained(repository: Path, client: Client) -> Iterator[str]:
     client.unload("counts_contained")
 
 
+@pytest.mark.promise("Metrics", "No metric of a model, and …")
 def test_its_metrics_have_no_name_that_may_be_the_servers(
     server: HostingServer, client: Client, contained: str
 ) -> None:
@@ -66,3 +76,35 @@ def test_its_metrics_have_no_name_that_may_be_the_servers(
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
         told = [line for line in page.read().decode().splitlines() if 'of="a model"' in line]
     assert told == ['its_own{of="a model"} 7']
+
+
+OPENS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        open("/etc/passwd")
+"""
+
+
+@pytest.mark.promise("Seeing sandboxes", "Acts of a model's Python code …")
+def test_the_log_says_what_its_sandbox_refused(
+    server: HostingServer, client: Client, repository: Path
+) -> None:
+    folder = repository / "refused"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(CONFIG)
+    (folder / "1" / "model.py").write_text(OPENS)
+    client.load("refused")
+    try:
+        with pytest.raises(InferenceServerException) as caught:
+            client.infer("refused", np.array(["x"], object))
+        said = "its sandbox did not let it read /etc/passwd; MOONPOOL_SANDBOX_PATHS would allow it"
+        wait_until(lambda: said in server.log_file.read_text(), 60.0)
+    finally:
+        client.unload("refused")
+    # To clients, as without a tritonserver, without the folder.
+    assert "the sandbox refused it: MOONPOOL_SANDBOX_PATHS=ro:passwd would allow it" in str(
+        caught.value
+    )

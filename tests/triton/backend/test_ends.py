@@ -1,4 +1,4 @@
-"""What ends in a tritonserver with moonpool's stubs: stubs, their launcher, models and the server itself."""
+"""Stubs, their launcher, models and the tritonserver itself end, or die, without harm to the others."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "If a stub dies or takes too long, its clients get the reason at once, and the next request "
+    "finds another stub.",
+)
 @pytest.mark.parametrize(
     ("order", "why"),
     [("kill", "killed by SIGKILL"), ("exit", "exited with 3"), ("crash", "killed by SIGSEGV")],
@@ -36,6 +41,10 @@ def test_a_stub_that_dies_is_told_of_and_replaced(client: Client, order: str, wh
     assert client.order("nothing") != before
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "A stub that dies while it is idle costs no request.",
+)
 def test_a_stub_that_dies_while_it_is_idle_costs_no_request(client: Client) -> None:
     before = client.order("nothing")
     os.kill(before, signal.SIGKILL)
@@ -44,6 +53,11 @@ def test_a_stub_that_dies_while_it_is_idle_costs_no_request(client: Client) -> N
     assert client.order("nothing") != before
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "If the server has no descriptors or no memory for another stub, that stub is ended, and a "
+    "later one serves.",
+)
 def test_a_server_that_has_no_files_left_for_another_stub_gets_it_later(
     client: Client, server: HostingServer
 ) -> None:
@@ -54,7 +68,7 @@ def test_a_server_that_has_no_files_left_for_another_stub_gets_it_later(
     try:
         os.kill(server.stub_of("identity"), signal.SIGKILL)
         (new,) = wait_until(lambda: set(children(launcher)) - stubs, TIMEOUT_S, "another stub")
-        # Nobody has the other ends of its channels.
+        # The other ends of its channels are closed.
         wait_until(lambda: _is_gone(new), TIMEOUT_S, "its end")
     finally:
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
@@ -62,6 +76,10 @@ def test_a_server_that_has_no_files_left_for_another_stub_gets_it_later(
     assert np.array_equal(client.infer("identity", array), array)
 
 
+@pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "A process that has served long enough is replaced between two requests, none of which fails.",
+)
 def test_a_process_that_has_served_long_enough_is_replaced_between_requests(
     client: Client,
 ) -> None:
@@ -69,12 +87,14 @@ def test_a_process_that_has_served_long_enough_is_replaced_between_requests(
     assert [processes.count(each) for each in dict.fromkeys(processes)] == [3, 3, 3]
 
 
+@pytest.mark.promise("Executing in a tritonserver", "If a stub dies or …")
 def test_a_batch_that_takes_too_long_is_ended(client: Client) -> None:
     with pytest.raises(InferenceServerException, match="took longer than 1 s"):
         client.order("sleep", "limited")
     assert client.order("nothing", "limited") > 0
 
 
+@pytest.mark.promise("Executing in a tritonserver", "If a stub dies or …")
 def test_streams_of_a_stub_that_dies_end_with_an_error(
     client: Client, server: HostingServer
 ) -> None:
@@ -88,6 +108,11 @@ def test_streams_of_a_stub_that_dies_end_with_an_error(
     client.grpc.stop_stream()
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "The server survives the death of the launcher, and the next request brings another one; "
+    "neither the launcher nor a stub survives the server.",
+)
 def test_a_launcher_that_dies_is_replaced(client: Client, server: HostingServer) -> None:
     before, stub = server.launcher, client.order("nothing")
     os.kill(before, signal.SIGKILL)
@@ -106,6 +131,12 @@ FAILS = """
 """
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "If the next launcher cannot start an instance or a model, each request tries again, and "
+    "none waits for ever. The server ends with 0. If a newer tritonserver asks, such an "
+    "instance is not ready.",
+)
 @pytest.mark.parametrize(
     ("there", "elsewhere", "why"),
     [
@@ -133,7 +164,7 @@ def test_what_another_launcher_cannot_start_is_started_when_it_can_be(
         wait_until(lambda: _is_gone(stub), TIMEOUT_S, "its stubs to end")
         wait_until(lambda: _refused(client, why), TIMEOUT_S, "a first start")
         launcher = server.launcher
-        # Requests have it started, at first soon: nobody else would tell of an end.
+        # Requests start it, at first soon: nothing else would notice an end.
         assert _refused(client, why)
         (folder / elsewhere).rename(folder / there)
         wait_until(lambda: _answers(lambda: client.order("nothing")), TIMEOUT_S)
@@ -153,8 +184,12 @@ def _refused(client: Client, why: str) -> bool:
     return False
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "Models that are loaded and unloaded leave no thread, file, mapping or process in the server.",
+)
 def test_models_leave_nothing_behind(client: Client, server: HostingServer) -> None:
-    # Those whose stubs have ended before are there again.
+    # Wait for the models whose stubs other tests have ended.
     for model in ("orders", "limited", "renewed"):
         wait_until(partial(_answers, partial(client.order, "nothing", model)), TIMEOUT_S)
     for model, shape in (("identity", [5]), ("batched", [1, 5])):
@@ -177,6 +212,7 @@ def test_models_leave_nothing_behind(client: Client, server: HostingServer) -> N
         client.load("identity")
 
 
+@pytest.mark.promise("Executing in a tritonserver", "The server survives the death of …")
 def test_nothing_outlives_the_server(repository: Path, tmp_path: Path) -> None:
     server = HostingServer(interpreter(), repository, tmp_path, ["orders", "identity"])
     server.start()

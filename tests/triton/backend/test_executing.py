@@ -1,4 +1,4 @@
-"""What clients of a tritonserver get from models in moonpool's stubs."""
+"""Clients of a tritonserver get the answers of models in moonpool's stubs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from tests.waiting import wait_until
 from tritonclient.utils import InferenceServerException
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "Inputs and outputs of any size arrive whole, also empty ones and those for which no region "
+    "has room yet.",
+)
 @pytest.mark.parametrize("size", [0, 1, 1000, 3 << 20, 40 << 20, 7])
 def test_tensors_of_any_size_arrive_whole(client: Client, size: int) -> None:
     array = np.random.default_rng(size).integers(0, 255, size, np.uint8)
@@ -24,6 +29,11 @@ def counted(client: Client) -> tuple[int, int]:
     return stats.inference_count, stats.execution_count
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "Requests that the server batches each get their own response. Statistics count rows as the "
+    "server's own backends do.",
+)
 def test_requests_that_are_batched_get_each_its_own(client: Client) -> None:
     def ask(number: int) -> bool:
         array = np.full((1 + number % 2, 100), number, np.uint8)
@@ -37,12 +47,18 @@ def test_requests_that_are_batched_get_each_its_own(client: Client) -> None:
     assert counted(client)[1] - executions < 100
 
 
+@pytest.mark.promise("Executing in a tritonserver", "Requests that the server batches …")
 def test_rows_are_counted_as_the_server_counts_them(client: Client) -> None:
     rows, executions = counted(client)
     client.infer("batched", np.zeros((3, 5), np.uint8))
     wait_until(lambda: counted(client) == (rows + 3, executions + 1), TIMEOUT_S, "a count")
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "A model's error reaches the client whole and with its code. So does the reason why a model "
+    "does not load.",
+)
 def test_an_error_has_its_code_and_its_text(client: Client) -> None:
     with pytest.raises(InferenceServerException, match=r"no$") as refused:
         client.order("refuse")
@@ -51,16 +67,23 @@ def test_an_error_has_its_code_and_its_text(client: Client) -> None:
         client.order("raise")
 
 
+@pytest.mark.promise("HTTP", "A parameter of a request or …")
 def test_a_parameter_that_json_does_not_have_is_refused(client: Client) -> None:
     with pytest.raises(InferenceServerException, match="'score' must be a finite number"):
         client.order("no number")
 
 
+@pytest.mark.promise("Executing in a tritonserver", "A model's error reaches the …")
 def test_a_model_that_does_not_load_says_why(client: Client) -> None:
     with pytest.raises(InferenceServerException, match="ImportError: of no use"):
         client.load("broken")
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "A decoupled model's responses come in their order. If nobody waits for a response any "
+    "more, the model can see that, while it executes and afterwards.",
+)
 def test_responses_of_a_stream_come_in_order(client: Client) -> None:
     answers = client.stream()
     for _ in range(3):
@@ -75,6 +98,7 @@ def test_responses_of_a_stream_come_in_order(client: Client) -> None:
     assert came == dict.fromkeys(range(100), 3)
 
 
+@pytest.mark.promise("Executing in a tritonserver", "A decoupled model's responses come …")
 def test_a_stream_that_is_left_is_cancelled(client: Client, server: HostingServer) -> None:
     said = server.log().count("was cancelled")
     answers = client.stream()
@@ -84,6 +108,7 @@ def test_a_stream_that_is_left_is_cancelled(client: Client, server: HostingServe
     wait_until(lambda: server.log().count("was cancelled") > said, TIMEOUT_S, "the model to hear")
 
 
+@pytest.mark.promise("Executing in a tritonserver", "A decoupled model's responses come …")
 def test_a_request_that_executes_is_cancelled(client: Client, server: HostingServer) -> None:
     said, waited = server.log().count("was cancelled"), server.log().count("waits")
     asked = client.grpc.async_infer("orders", [tensor(np.array(["wait"], object))], lambda *_: None)

@@ -11,7 +11,14 @@ from tests.triton.server import interpreter
 from tests.waiting import wait_until
 from tritonclient.utils import InferenceServerException
 
-from moonpool.runtime.output import SHOWN_CODES, one_line
+from moonpool.runtime.process.terminal import SHOWN_CODES, one_line
+
+pytestmark = pytest.mark.promise(
+    "The launcher of a tritonserver",
+    "A contained model forges no line of a tritonserver's log: each message, print and error of "
+    "it is one line with its name and without control characters, even if the server escapes "
+    "nothing. The traceback of other models keeps its lines.",
+)
 
 FORGED = "E1122 10:00:00.000000 1 model_lifecycle.cc:654]"
 HOSTILE = f"first\n{FORGED} " + "".join(map(chr, SHOWN_CODES[1:])) + "ä €\U0001f600 end"
@@ -34,7 +41,7 @@ STRICT = 'parameters { key: "MOONPOOL_SANDBOX" value { string_value: "strict" } 
 
 
 class PlainServer(HostingServer):
-    """Its log has texts as they are. An operator may want it so, and older servers know nothing else."""
+    """A server that does not escape texts in its log, by an operator's wish or because it is an older one."""
 
     def _environment(self) -> dict[str, str]:
         return {**super()._environment(), "TRITON_SERVER_ESCAPE_LOG_MESSAGES": "0"}

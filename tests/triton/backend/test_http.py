@@ -1,4 +1,4 @@
-"""What clients over HTTP get from models in moonpool's stubs, in the message and in memory of their own."""
+"""Clients over HTTP get outputs of models in moonpool's stubs, in the message and in shared memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import tritonclient.utils.shared_memory as shared_memory
 from tests.triton.backend.hosting import TIMEOUT_S, HostingServer
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+pytestmark = pytest.mark.promise(
+    "Executing in a tritonserver",
+    "This holds over HTTP and gRPC, for tensors in the message, as JSON and in memory that the "
+    "client shares.",
+)
+
 SIZE = 1 << 20
 
 
@@ -23,7 +29,7 @@ def connected(server: HostingServer) -> http_client.InferenceServerClient:
 
 @pytest.fixture(scope="module", autouse=True)
 def _client_is_there(server: HostingServer) -> None:
-    """Its libraries open descriptors when they are first used, and keep them."""
+    """Use the client's libraries once: they open descriptors at their first use, and keep them."""
     resource_tracker.ensure_running()
     with connected(server) as client:
         client.is_server_live()

@@ -146,6 +146,11 @@ def run(
     )
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "The library also loads where the server is a library itself, in a program that keeps its "
+    "symbols to itself.",
+)
 def test_models_load_in_a_program_that_holds_the_server_as_a_library(tmp_path: Path) -> None:
     zoo.write(tmp_path / "repository", ["identity"])
 
@@ -154,6 +159,11 @@ def test_models_load_in_a_program_that_holds_the_server_as_a_library(tmp_path: P
     assert ended.stdout.splitlines()[-2:] == ["True", "ended"], ended.stderr[-2000:]
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "A server may end while a model waits for another one to load. The library stays in the "
+    "process as long as a thread is at work in it.",
+)
 def test_a_server_that_ends_while_a_model_has_asked_for_another_one(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     zoo.write(repository, ["identity"])
@@ -168,6 +178,7 @@ def test_a_server_that_ends_while_a_model_has_asked_for_another_one(tmp_path: Pa
     assert (ended.stdout, ended.returncode) == ("ended\n", 0), ended.stderr[-2000:]
 
 
+@pytest.mark.promise("Executing in a tritonserver", "If the next launcher cannot …")
 def test_an_instance_without_a_process_is_not_ready(tmp_path: Path) -> None:
     compiler = shutil.which("gcc") or pytest.skip("there is no C compiler")
     zoo.write(tmp_path / "repository", ["identity"])
@@ -181,6 +192,7 @@ def test_an_instance_without_a_process_is_not_ready(tmp_path: Path) -> None:
     assert ended.stdout.splitlines()[-3:] == said, ended.stderr[-2000:]
 
 
+@pytest.mark.promise("Executing in a tritonserver", "A server may end while …")
 def test_the_library_stays_for_threads_that_outlive_its_models() -> None:
     path = str(library())
     closed = ctypes.CDLL(path)

@@ -98,6 +98,10 @@ def evaluate(client: Client, model: str, text: str) -> str:
     return str(said.decode())
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "Models of both backends are steps of one ensemble.",
+)
 def test_an_ensemble_has_steps_of_both_backends(client: Client) -> None:
     for size in (0, 3, 1 << 20):
         array = np.arange(size, dtype=np.int64).astype(np.uint8)
@@ -105,6 +109,11 @@ def test_an_ensemble_has_steps_of_both_backends(client: Client) -> None:
         assert np.array_equal(client.infer("together", array), array + 3)
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "In a tritonserver, too, a model has the environment that it names. In the sandbox `strict` "
+    "it reaches nothing of the server, of other models or of the network.",
+)
 def test_a_model_has_the_environment_that_it_names(client: Client) -> None:
     there = str(interpreter().parents[1])
 
@@ -114,6 +123,7 @@ def test_a_model_has_the_environment_that_it_names(client: Client) -> None:
     assert evaluate(client, "free", "sys.prefix") != there
 
 
+@pytest.mark.promise("Executing in a tritonserver", "In a tritonserver, too, a model has …")
 def test_a_model_in_the_sandbox_strict_has_nothing_of_the_server(
     client: Client, server: HostingServer, repository: Path
 ) -> None:
@@ -133,12 +143,17 @@ def test_a_model_in_the_sandbox_strict_has_nothing_of_the_server(
         assert evaluate(client, "strict", text) == strict
 
 
+@pytest.mark.promise(
+    "Executing in a tritonserver",
+    "A model may be loaded and unloaded while requests come to it. No request that has reached "
+    "it is lost, and nothing grows.",
+)
 def test_a_model_comes_and_goes_while_it_is_asked(client: Client, server: HostingServer) -> None:
     is_over = Event()
     answered: set[int] = set()
 
     def ask(asker: int) -> set[str]:
-        """What was said but answers."""
+        """Send requests until the test is over, and return the errors."""
         refusals = set()
         while not is_over.is_set():
             try:

@@ -18,18 +18,16 @@ from tests.triton.conftest import APART, MODELS, SIDE
 from tests.triton.server import TritonServer, interpreter
 from tests.triton.triton_side import TritonSide
 
-from moonpool.runtime.triton import installation
+from moonpool.runtime.triton import install
 
 
 class OverlayServer(TritonServer):
-    """In it moonpool runs all Python models."""
+    """A tritonserver in which moonpool runs all Python models."""
 
     def _lay_out_backend(self) -> None:
         super()._lay_out_backend()
         stock = self._backends
-        self._backends = installation.overlay(
-            stock, library(), stock.parent / "overlay" / stock.name
-        )
+        self._backends = install.overlay(stock, library(), stock.parent / "overlay" / stock.name)
 
 
 class OverlaySide(TritonSide):

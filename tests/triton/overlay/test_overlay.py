@@ -1,11 +1,22 @@
-"""What is compared with Triton's Python backend elsewhere, with moonpool in its place in a tritonserver."""
+"""The comparisons with Triton's Python backend pass with moonpool in its place in a tritonserver."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
+import pytest
 from tests.triton.test_sequences import models
-from tests.triton.test_values import pytestmark
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.promise(
+        "Executing in a tritonserver",
+        "If moonpool is the Python backend of a tritonserver, models and clients get the same "
+        "as from Triton's own: values, refusals, returns, streams, sequences, logs, metrics, "
+        "requests to other models, completed configurations, Python-based backends, loads that "
+        "fail and unloads.",
+    ),
+]
 
 __all__ = ["models", "pytestmark"]
 

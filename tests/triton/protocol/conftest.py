@@ -18,7 +18,7 @@ LOADED = ("add_sub", "batched", "every", "fails", "repeat", "says", "sums", "tol
 
 
 class Server(NamedTuple):
-    """Where one of the two is asked."""
+    """The addresses of one of the two servers."""
 
     http_port: int
     channel: grpc.Channel

@@ -1,4 +1,4 @@
-"""Where moonpool's server answers otherwise than Triton's, on purpose: rows of docs/FIDELITY.md, and their cases."""
+"""Differences of moonpool's server from Triton's that are on purpose: rows of docs/FIDELITY.md, and their cases."""
 
 from __future__ import annotations
 

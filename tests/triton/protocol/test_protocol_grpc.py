@@ -50,7 +50,7 @@ def _answer(server: Server, call: Call) -> Any:
 
 
 def _is_leaving(stub: Any, model: str) -> bool:
-    """Whether a model is still being unloaded: what is asked for then may be answered in several ways."""
+    """Return true while a model is being unloaded. Several answers are right until then."""
     index = stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=TIMEOUT_S)
     return any(each.name == model and each.state == "UNLOADING" for each in index.models)
 
@@ -86,6 +86,10 @@ def _check(case: str, ours: Any, theirs: Any) -> None:
         assert ours != theirs, f"no longer different: {known}"
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "moonpool answers over HTTP and …",
+)
 @pytest.mark.parametrize(("case", "calls"), CASES)
 def test_both_answer_alike(servers: Servers, case: str, calls: list[Call]) -> None:
     theirs = [_answer(servers.triton, call) for call in calls]
@@ -94,6 +98,10 @@ def test_both_answer_alike(servers: Servers, case: str, calls: list[Call]) -> No
     _check(case, ours, theirs)
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "moonpool answers over HTTP and …",
+)
 @pytest.mark.parametrize(("name", "requests", "metadata"), STREAMS)
 def test_both_stream_alike(
     servers: Servers, name: str, requests: list[Any], metadata: Sequence[tuple[str, str]]

@@ -54,11 +54,16 @@ def _ask(server: Server, request: Http) -> Reply:
 
 
 def _answers(server: Server, requests: list[Http]) -> list[Any]:
-    """What is compared: not how often one had to ask until a change was done."""
+    """Return the answers to compare. The number of polls until a change was done is left out."""
     replies = [(request, _ask(server, request)) for request in requests]
     return [comparable(reply) for request, reply in replies if not request.until]
 
 
+@pytest.mark.promise(
+    "What the server bears, and whom it answers like",
+    "moonpool answers over HTTP and gRPC as a tritonserver does: status, headers, values, "
+    "texts, streams. Where it does not, FIDELITY says why.",
+)
 @pytest.mark.parametrize(("case", "requests"), CASES)
 def test_both_answer_alike(servers: Servers, case: str, requests: list[Http]) -> None:
     theirs, ours = (_answers(server, requests) for server in servers)

@@ -13,7 +13,7 @@ from tests.runtime.triton.library import library, sanitizer_libraries
 from tests.triton.backend.hosting import HostingServer
 from tests.triton.server import interpreter
 
-from moonpool.runtime.triton import installation
+from moonpool.runtime.triton import install
 
 LOG_LINES_PER_S = 5
 ROGUE_LAUNCHER = Path(__file__).parents[2] / "faults" / "rogue_launcher.py"
@@ -49,7 +49,7 @@ os.execv(sys.executable, [sys.executable, "-I", {launcher!r}, *sys.argv[1:]])
 
 
 class Sanitizers(NamedTuple):
-    """By the names that the compiler has for them, with what the server is to be started with."""
+    """Sanitizers by the compiler's names, with the libraries and options to start the server with."""
 
     names: str
     libraries: tuple[str, ...]
@@ -86,11 +86,11 @@ class SanitizedServer(HostingServer):
     def _lay_out_backend(self) -> None:
         super()._lay_out_backend()
         made = library(self._sanitizers.names)
-        for name, launcher in (("moonpool", installation.LAUNCHER), ("rogue", ROGUE_LAUNCHER)):
-            installation.put(self._backends / name, name, made)
+        for name, launcher in (("moonpool", install.LAUNCHER), ("rogue", ROGUE_LAUNCHER)):
+            install.put(self._backends / name, name, made)
             start = self._folder / f"start_{name}.py"
             start.write_text(START.format(launcher=str(launcher)))
-            settings = self._backends / name / installation.SETTINGS
+            settings = self._backends / name / install.SETTINGS
             settings.write_text(f"{sys.executable}\n{start}\n")
 
     def _command(self) -> list[str]:

@@ -28,17 +28,16 @@ from tests.triton.triton_side import TritonSide
 from tests.waiting import wait_until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from moonpool.ipc.kinds import Kind
+from moonpool.ipc.messages import Kind
 
 # The first test waits for the compiler.
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
 # How the log tells of the end of a process: for a breach, for an end of its own, and for what is no answer.
 ENDED = re.compile(r"broke the protocol and was ended: \w|is not healthy|took longer than 8 s")
-# What harms nobody but its own requests.
-BORNE = {"blocks that hold nothing", "strings that are none"}
 X = np.arange(4, dtype=np.float32)
 TIMES = 100
 LINES_OF_AN_END = 3
+REFUSALS_LOGGED = 16
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +62,11 @@ def ask(side: TritonSide, fault: str = "", model: str = "rogue") -> Outcome:
     return side.infer(model, {"X": X}, request_id=fault)
 
 
+@pytest.mark.promise(
+    "The wire",
+    "Whatever a stub sends to the library in tritonserver, on whichever channel, the server "
+    "stays up, other models answer, the log says what was wrong, and another process serves.",
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_stub_that_breaks_the_protocol_is_ended_and_the_server_stays(
     hostile: SanitizedServer, side: TritonSide, fault: str
@@ -72,13 +76,13 @@ def test_a_stub_that_breaks_the_protocol_is_ended_and_the_server_stays(
 
     ask(side, fault)
 
-    if fault not in BORNE:
-        # How it did that is for the log alone.
-        wait_until(lambda: ENDED.search(hostile.log()[heard:]), 20.0, "a reason in the log")
-    wait_until(lambda: isinstance(ask(side), Answer), 30.0, "another process")
+    # How it did that is for the log alone.
+    wait_until(lambda: ENDED.search(hostile.log()[heard:]), 60.0, "a reason in the log")
+    wait_until(lambda: isinstance(ask(side), Answer), 60.0, "another process")
     assert isinstance(side.infer("sibling", {"X": X}), Answer)
 
 
+@pytest.mark.promise("Containment", "No message of a stub …")
 @pytest.mark.parametrize("model", ["rogue", "confined"])
 @pytest.mark.parametrize(
     ("channel", "kind"), [pytest.param(*each, id=each[1].name) for each in channels()]
@@ -86,14 +90,14 @@ def test_a_stub_that_breaks_the_protocol_is_ended_and_the_server_stays(
 def test_strange_contents_end_the_stub_or_nothing_and_the_log_stays_small(
     hostile: SanitizedServer, side: TritonSide, model: str, channel: str, kind: Kind
 ) -> None:
-    wait_until(lambda: isinstance(ask(side, "", model), Answer), 30.0, "an instance")
+    wait_until(lambda: isinstance(ask(side, "", model), Answer), 60.0, "an instance")
     heard, ends, begin_s = len(hostile.log()), 0, time.monotonic()
 
     for packet in packets(channel, kind):
         said = f"says {channel} {TIMES} {packet.hex()}"
         if not isinstance(ask(side, said, model), Answer):
             ends += 1
-            wait_until(lambda: isinstance(ask(side, "", model), Answer), 30.0, "an instance")
+            wait_until(lambda: isinstance(ask(side, "", model), Answer), 60.0, "an instance")
 
     # What a stub prints stands there in its name, and there is a test of its own for how much that is.
     printed = f"[{model}_0_0]"
@@ -107,22 +111,19 @@ def test_strange_contents_end_the_stub_or_nothing_and_the_log_stays_small(
         # Each second so many, and how many were left out. Some have several lines of text.
         seconds = 2 + time.monotonic() - begin_s
         may_log = (LOG_LINES_PER_S + 1) * seconds * (1 + CONTROLS.count("\n"))
+    if kind == Kind.DENIALS and model == "confined":
+        # A line for each of the first refusals of a process.
+        may_log = REFUSALS_LOGGED * (ends + 1)
     assert len(own) <= LINES_OF_AN_END * ends + may_log, own
     assert not any("Traceback" in line for line in own)
     assert isinstance(side.infer("sibling", {"X": X}), Answer)
 
 
-def test_a_stub_that_tells_much_is_heard_more_slowly(
-    side: TritonSide,
-) -> None:
-    assert isinstance(ask(side), Answer)
-    begin_s = time.monotonic()
-
-    assert isinstance(ask(side, "tells much"), Answer)
-
-    assert time.monotonic() - begin_s > 1.0
-
-
+@pytest.mark.promise(
+    "The wire",
+    "Whatever metrics a stub asks for, by name, labels, buckets and values, the server stays up "
+    "and shows its own.",
+)
 @pytest.mark.parametrize("number", range(15))
 def test_metrics_of_all_kinds_and_values_leave_the_server_there(
     hostile: SanitizedServer, side: TritonSide, number: int
@@ -131,9 +132,14 @@ def test_metrics_of_all_kinds_and_values_leave_the_server_there(
 
     with urllib.request.urlopen(f"http://127.0.0.1:{hostile.metrics_port}/metrics") as page:
         assert b"nv_inference_request_success" in page.read()
-    wait_until(lambda: isinstance(ask(side), Answer), 30.0, "an instance")
+    wait_until(lambda: isinstance(ask(side), Answer), 60.0, "an instance")
 
 
+@pytest.mark.promise(
+    "The wire",
+    "If a stub's calls name the same memory again and again, the runtime does not copy it "
+    "without limit.",
+)
 def test_strings_that_are_named_again_and_again_are_not_copied_without_end(
     side: TritonSide,
 ) -> None:
@@ -142,6 +148,7 @@ def test_strings_that_are_named_again_and_again_are_not_copied_without_end(
     assert "the strings in open requests of this model take 954204160 bytes already" in str(said)
 
 
+@pytest.mark.promise("The wire", "If many clients leave at …")
 def test_a_stub_that_is_behind_with_hearing_who_has_left_can_be_told_what_it_must(
     hostile: SanitizedServer, side: TritonSide
 ) -> None:
@@ -152,7 +159,7 @@ def test_a_stub_that_is_behind_with_hearing_who_has_left_can_be_told_what_it_mus
         named = service_pb2.ModelStatisticsRequest(name="rogue")
 
         def executions() -> int:
-            (found,) = service.ModelStatistics(named, timeout=20.0).model_stats
+            (found,) = service.ModelStatistics(named, timeout=60.0).model_stats
             return int(found.execution_count)
 
         before = executions()
@@ -160,7 +167,7 @@ def test_a_stub_that_is_behind_with_hearing_who_has_left_can_be_told_what_it_mus
         request.inputs.add(name="X", datatype="FP32", shape=[4])
         request.raw_input_contents.append(X.tobytes())
         waiting = [service.ModelInfer.future(request) for _ in range(count)]
-        wait_until(lambda: executions() == before + count, 30.0, "all to be left open")
+        wait_until(lambda: executions() == before + count, 60.0, "all to be left open")
         for each in waiting:
             each.cancel()
 

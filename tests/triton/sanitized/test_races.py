@@ -1,6 +1,6 @@
-"""What threads of the server and of the library do at once, they may: the library is made with the sanitizer for threads.
+"""Threads of the server and of the library do not race: the library is built with the sanitizer for threads.
 
-Whatever that finds stands in the server's log, and fails the test during which it came there.
+The sanitizer reports races in the server's log. A report fails the test during which it was written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from tests.waiting import wait_until
 from tritonclient.utils import InferenceServerException
 
 # The first test waits for the compiler.
-pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.timeout(600),
+    pytest.mark.promise(
+        "The wire",
+        "There is no race between the threads of tritonserver and of the library, while clients "
+        "send, leave and cancel, models call others, load and unload, and stubs die or break "
+        "the protocol.",
+    ),
+]
 # Asks other models for several things at once, and answers how much it got.
 ASKS = """
 import asyncio
@@ -114,7 +123,7 @@ def _no_race(server: SanitizedServer) -> Iterator[None]:
 
 
 def fail_if_reported(server: SanitizedServer, heard: int) -> None:
-    """For what the sanitizer has said since then."""
+    """Fail the test if the sanitizer has reported a race since then."""
     _, found, text = server.log()[heard:].partition("WARNING: ThreadSanitizer")
     if found:
         pytest.fail(found + text[:6000], pytrace=False)

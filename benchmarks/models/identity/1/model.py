@@ -1,4 +1,4 @@
-"""Gives back what it gets."""
+"""Returns its inputs."""
 
 import triton_python_backend_utils as pb_utils
 

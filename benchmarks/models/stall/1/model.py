@@ -1,4 +1,4 @@
-"""Says its process number; or makes the file named by `stalled`, and never answers."""
+"""Returns its process number, or makes the file named by `stalled` and never answers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Gives back as many bytes as it gets; the parameter `answer` says where they lie."""
+"""Returns as many bytes as it gets; the parameter `answer` says in which memory."""
 
 import json
 
@@ -13,23 +13,23 @@ class TritonPythonModel:
         self.kept = np.zeros(0, np.uint8)
 
     def own(self, array):
-        """An array that the model had all along: what is measured is the trip alone."""
+        """Return an array that the model keeps, so that the trip alone is measured."""
         if self.kept.size != array.size:
             self.kept = np.ones(array.size, np.uint8)
         return self.kept
 
     def copy(self, array):
-        """A new array every time."""
+        """Return a new array."""
         return array.copy()
 
     def placed(self, array):
-        """Written to where the runtime reads it."""
+        """Return an array in the memory from which the runtime reads."""
         answer = pb_utils.empty(array.shape, array.dtype)
         np.copyto(answer, array)
         return answer
 
     def through(self, array):
-        """The input itself."""
+        """Return the input itself."""
         return array
 
     def execute(self, requests):

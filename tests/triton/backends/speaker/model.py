@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 
 
 def last(path):
-    """What of a path is the same on both sides."""
+    """Return the end of a path that is the same on both sides."""
     return "/".join(path.split("/")[-2:])
 
 

@@ -1,1 +1,1 @@
-"""In the folder of the model, for all its versions."""
+"""Code in the folder of the model, for all its versions."""

@@ -1,4 +1,4 @@
-"""As `sends`, in a coroutine."""
+"""Sends as `sends` does, from a coroutine."""
 
 import ast
 import asyncio

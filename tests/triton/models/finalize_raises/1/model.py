@@ -1,4 +1,4 @@
-"""Its `finalize` fails."""
+"""Raises in `finalize`."""
 
 
 class TritonPythonModel:

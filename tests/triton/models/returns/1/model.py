@@ -1,4 +1,4 @@
-"""Its `execute` returns, or raises, what the request says in Python."""
+"""Returns or raises in `execute` what the request says in Python."""
 
 import json
 import sys

@@ -1,0 +1,341 @@
+"""Clients for everything but the measured requests: a model's inputs, statistics, shared memory, single requests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.tensors import CODES
+from moonpool.runtime.bench.engine import Unreachable
+from moonpool.runtime.bench.request import Endpoint, Question, QuestionTensor
+from moonpool.runtime.model.config.model import TensorConfig
+
+
+class Refused(MoonpoolError):
+    """The server refused a request. The text is the server's own."""
+
+    code = "UNAVAILABLE"
+
+
+@contextlib.contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Turn the errors of reading a malformed answer, inside, into `Refused`."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Refused(f"{what} is not as the protocol has it: {error!r:.200}") from error
+
+
+class ControlClient(Protocol):
+    """Asks a server. Every method raises `Refused` and `Unreachable`."""
+
+    def metadata(self, model: str, version: str) -> Mapping[str, Any]:
+        """Return inputs and outputs in the form of the protocol."""
+
+    def configuration(self, model: str, version: str) -> Mapping[str, Any] | None:
+        """Return the configuration; None if the server lacks Triton's extension."""
+
+    def statistics(self, model: str, version: str) -> Mapping[str, Any] | None:
+        """Return the entry of `model_stats`; None if the server has no statistics."""
+
+    def advice(self, model: str, version: str) -> object:
+        """Ask a moonpool server for advice on a model, if it has any. The answer is not checked."""
+
+    def register(self, name: str, key: str, size_bytes: int) -> None:
+        """Let the server read and write the shared memory with this key."""
+
+    def unregister(self, name: str) -> None:
+        """Unregister the region."""
+
+    def output_sizes(self, question: Question) -> Mapping[str, int]:
+        """Send a request; return the bytes of each output that is binary."""
+
+    def infer(self, question: Question) -> list[QuestionTensor]:
+        """Send a request; return the outputs in the server's order."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+def control_client(
+    endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float
+) -> ControlClient:
+    """Return a client for the protocol of that endpoint."""
+    if endpoint.scheme == "http":
+        return HttpControlClient(endpoint, headers, timeout_s)
+    return GrpcControlClient(endpoint, headers, timeout_s)
+
+
+class HttpControlClient:
+    """A `ControlClient` over HTTP. For one thread."""
+
+    def __init__(
+        self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float
+    ) -> None:
+        self._endpoint = endpoint
+        self._headers = dict(headers)
+        self._timeout_s = timeout_s
+
+    def metadata(self, model: str, version: str) -> Mapping[str, Any]:
+        return self._get(_model(model, version))
+
+    def configuration(self, model: str, version: str) -> Mapping[str, Any] | None:
+        try:
+            return self._get(_model(model, version) + "/config")
+        except Refused:
+            return None
+
+    def statistics(self, model: str, version: str) -> Mapping[str, Any] | None:
+        try:
+            entries = self._get(_model(model, version) + "/stats")["model_stats"]
+        except (Refused, LookupError):
+            return None
+        return entries[0] if entries else None
+
+    def advice(self, model: str, version: str) -> object:
+        try:
+            models = self._get("/v2/moonpool/overview")["models"]
+            mine = [
+                each
+                for each in models
+                if each["name"] == model and version in ("", each["version"])
+            ]
+            return mine[-1].get("advice")
+        except (Refused, Unreachable, LookupError, TypeError, AttributeError):
+            return None
+
+    def register(self, name: str, key: str, size_bytes: int) -> None:
+        body = json.dumps({"key": key, "offset": 0, "byte_size": size_bytes}).encode()
+        self._ask("POST", f"/v2/systemsharedmemory/region/{name}/register", body)
+
+    def unregister(self, name: str) -> None:
+        self._ask("POST", f"/v2/systemsharedmemory/region/{name}/unregister", b"")
+
+    def output_sizes(self, question: Question) -> Mapping[str, int]:
+        outputs, _ = self._answer(question)
+        sizes = {}
+        for output in outputs:
+            parameters = output.get("parameters", {})
+            if question.is_json:
+                continue
+            if "binary_data_size" not in parameters:
+                raise Refused(
+                    f"the server has no binary tensors: output {output['name']} is JSON; "
+                    "ask it with --json-tensors"
+                )
+            sizes[output["name"]] = int(parameters["binary_data_size"])
+        return sizes
+
+    def infer(self, question: Question) -> list[QuestionTensor]:
+        outputs, binary = self._answer(question)
+        found, offset = [], 0
+        for output in outputs:
+            name, datatype = str(output["name"]), str(output["datatype"])
+            shape = tuple(int(dim) for dim in output["shape"])
+            size = output.get("parameters", {}).get("binary_data_size")
+            if size is None:
+                found.append(QuestionTensor.of_values(name, datatype, shape, output["data"]))
+                continue
+            found.append(QuestionTensor(name, datatype, shape, binary[offset : offset + int(size)]))
+            offset += int(size)
+        return found
+
+    def _answer(self, question: Question) -> tuple[list[dict[str, Any]], bytes]:
+        """Return the outputs in the answer's JSON, and the bytes behind it."""
+        head, _, body = question.as_http(self._endpoint).partition(b"\r\n\r\n")
+        lines = head.decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:])
+        path = lines[0].split(" ")[1].removeprefix(self._endpoint.path)
+        answered, answer = self._ask("POST", path, body, headers)
+        size = int(answered.get("inference-header-content-length", str(len(answer))))
+        outputs: list[dict[str, Any]] = json.loads(answer[:size])["outputs"]
+        return outputs, answer[size:]
+
+    def close(self) -> None:
+        """Do nothing, since every request has a connection of its own."""
+
+    def _get(self, path: str) -> dict[str, Any]:
+        _, body = self._ask("GET", path, None)
+        try:
+            found = json.loads(body)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise Refused(f"{self._endpoint.url}{path} gave no JSON object: {body[:60]!r}")
+        return found
+
+    def _ask(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
+    ) -> tuple[dict[str, str], bytes]:
+        # Importing it takes a fifth of the time that a command needs to start.
+        import http.client
+
+        url = self._endpoint.url + path
+        connection = http.client.HTTPConnection(
+            self._endpoint.host, self._endpoint.port, timeout=self._timeout_s
+        )
+        try:
+            connection.request(
+                method, self._endpoint.path + path, body, {**self._headers, **(headers or {})}
+            )
+            response = connection.getresponse()
+            answer = response.read()
+        except OSError as error:
+            raise Unreachable(f"no server answers at {url}: {error}") from error
+        except http.client.HTTPException as error:
+            raise Refused(f"{url}: what answers there does not speak HTTP") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise Refused(f"{url}: {response.status}: {_error(answer)}")
+        return {name.lower(): value for name, value in response.getheaders()}, answer
+
+
+def _model(model: str, version: str) -> str:
+    return f"/v2/models/{model}" + (f"/versions/{version}" if version else "")
+
+
+def _error(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, LookupError, TypeError):
+        return body.decode(errors="replace").strip()[:300]
+
+
+class GrpcControlClient:
+    """A `ControlClient` over gRPC."""
+
+    def __init__(
+        self, endpoint: Endpoint, headers: Sequence[tuple[str, str]], timeout_s: float
+    ) -> None:
+        # These imports take longer than all others of a command, and HTTP does not need them.
+        import grpc
+        from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+        self._endpoint = endpoint
+        self._messages = service_pb2
+        self._metadata = [(name.lower(), value) for name, value in headers]
+        self._timeout_s = timeout_s
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        self._channel = grpc.insecure_channel(endpoint.authority, options)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def metadata(self, model: str, version: str) -> Mapping[str, Any]:
+        request = self._messages.ModelMetadataRequest(name=model, version=version)
+        return _as_dict(self._ask("ModelMetadata", request))
+
+    def configuration(self, model: str, version: str) -> Mapping[str, Any] | None:
+        request = self._messages.ModelConfigRequest(name=model, version=version)
+        try:
+            found: Mapping[str, Any] = _as_dict(self._ask("ModelConfig", request)).get("config", {})
+        except Refused:
+            return None
+        return found
+
+    def statistics(self, model: str, version: str) -> Mapping[str, Any] | None:
+        request = self._messages.ModelStatisticsRequest(name=model, version=version)
+        try:
+            entries = _as_dict(self._ask("ModelStatistics", request)).get("model_stats")
+        except Refused:
+            return None
+        return entries[0] if entries else None
+
+    def advice(self, model: str, version: str) -> None:
+        """Return None, since only the HTTP port has the overview."""
+
+    def register(self, name: str, key: str, size_bytes: int) -> None:
+        request = self._messages.SystemSharedMemoryRegisterRequest(
+            name=name, key=key, offset=0, byte_size=size_bytes
+        )
+        self._ask("SystemSharedMemoryRegister", request)
+
+    def unregister(self, name: str) -> None:
+        request = self._messages.SystemSharedMemoryUnregisterRequest(name=name)
+        self._ask("SystemSharedMemoryUnregister", request)
+
+    def output_sizes(self, question: Question) -> Mapping[str, int]:
+        return {tensor.name: len(tensor.data) for tensor in self.infer(question)}
+
+    def infer(self, question: Question) -> list[QuestionTensor]:
+        request = self._messages.ModelInferRequest.FromString(question.as_grpc())
+        answer = self._ask("ModelInfer", request)
+        if len(answer.raw_output_contents) != len(answer.outputs):
+            raise Refused("the server has no raw outputs: its tensors are typed contents")
+        contents = zip(answer.outputs, answer.raw_output_contents, strict=True)
+        return [
+            QuestionTensor(output.name, output.datatype, tuple(output.shape), data)
+            for output, data in contents
+        ]
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _ask(self, method: str, request: Any) -> Any:
+        import grpc
+
+        try:
+            return getattr(self._stub, method)(
+                request, timeout=self._timeout_s, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            code, text = error.code(), error.details()
+            if code == grpc.StatusCode.UNAVAILABLE:
+                raise Unreachable(f"no server answers at {self._endpoint.url}: {text}") from error
+            raise Refused(f"{self._endpoint.url}: {method}: {code.name}: {text}") from error
+
+
+def _as_dict(message: Any) -> dict[str, Any]:
+    from google.protobuf import json_format
+
+    found: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """Inputs of a model. Dims leave out the batch dimension, as in a configuration."""
+
+    name: str
+    max_batch_size: int
+    inputs: tuple[TensorConfig, ...]
+    decoupled: bool
+
+
+def interface(
+    client: ControlClient, model: str, version: str, *, with_optional: bool = False
+) -> Interface:
+    """Ask a server for the inputs of a model, with or without optional ones.
+
+    Raises `Refused` and `Unreachable`, and the errors that `understood` turns if the answer is malformed.
+
+    A server without Triton's configuration does not tell if the model takes batches. The model is taken to do so if the
+    first dimension of all inputs is open.
+    """
+    metadata = client.metadata(model, version)
+    tensors = []
+    for entry in metadata.get("inputs", []):
+        if entry["datatype"] not in CODES:
+            raise Refused(f"input {entry['name']} of {model} is of datatype {entry['datatype']!r}")
+        dims = tuple(int(dim) for dim in entry.get("shape", []))
+        if not isinstance(entry["name"], str) or min(dims, default=0) < -1:
+            raise ValueError(f"input {entry['name']!r} of shape {dims}")
+        tensors.append(TensorConfig(entry["name"], entry["datatype"], dims))
+    configuration = client.configuration(model, version)
+    if configuration is None:
+        is_batched = bool(tensors) and all(tensor.dims[:1] == (-1,) for tensor in tensors)
+        max_batch_size, optional, is_decoupled = int(is_batched), set(), False
+    else:
+        max_batch_size = int(configuration.get("max_batch_size", 0))
+        optional = {t["name"] for t in configuration.get("input", []) if t.get("optional")}
+        policy = configuration.get("model_transaction_policy", {})
+        is_decoupled = bool(policy.get("decoupled", False))
+    inputs = tuple(
+        TensorConfig(t.name, t.datatype, t.dims[1:] if max_batch_size else t.dims)
+        for t in tensors
+        if with_optional or t.name not in optional
+    )
+    return Interface(model, max_batch_size, inputs, is_decoupled)

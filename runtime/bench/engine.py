@@ -1,0 +1,420 @@
+"""The engine of the load generator: one thread, its connections, and the times of their requests.
+
+Theory of operation. `Generator` polls all its connections with one epoll set and never waits for a single one. It sends
+requests that were serialized before the window, and the protocol (`Wire`) reads no more of an answer than it needs to find
+the end. So the generator takes a few microseconds of a core for a request, much less than a server. `busy_s` is its own
+share of the processor; when that comes near the length of the window, the figures may be those of the generator.
+
+A closed loop keeps a number of requests in flight and sends the next one when an answer has come. An open loop gets the
+planned times of all requests beforehand and sends each at its time, whether or not earlier ones were answered. If no
+connection is free then, the request is late, and its latency still counts from the planned time. Otherwise a server
+that stalls would have few slow requests, because it would hold back the others (coordinated omission).
+
+A window begins at `begin_ns`, a time on the clock that all processes of the machine share, so that several processes
+start together. It ends when the last request was answered or has timed out. A connection that fails loses one
+request and is opened again for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moonpool.ipc.errors import MoonpoolError
+
+# The outcome of a request that succeeded. Any other outcome is the text of an error.
+ANSWERED = ""
+
+
+class WireError(MoonpoolError):
+    """A peer broke the protocol, and nothing more can be read from its connection."""
+
+    code = "UNAVAILABLE"
+
+
+class Wire(Protocol):
+    """One connection's protocol without its socket, one request after the other."""
+
+    # The generator may drop the next bytes, this many, unread; it counts down.
+    skip: int
+    # True if the peer closes the connection after this answer.
+    closes: bool
+    # Responses since the connection began; a stream has more of them than requests.
+    responses: int
+
+    def opening(self) -> Sequence[bytes | memoryview]:
+        """Return the bytes to send when the connection is open."""
+
+    def begin(self) -> Sequence[bytes | memoryview]:
+        """Return the bytes of the next request."""
+
+    def feed(self, data: bytes) -> str | None:
+        """Read received bytes; return the outcome of the request if it has ended.
+
+        `data` is empty if `skip` has been counted down to 0. Raises `WireError`.
+        """
+
+    def outgoing(self) -> Sequence[bytes | memoryview]:
+        """Return the bytes that the protocol itself has to send after a `feed`."""
+
+
+_CONNECT_S = 10.0
+_READ_BYTES = 1 << 16
+# The most buffers that one system call takes.
+_BUFFERS = 512
+# All bytes that are dropped are read to here.
+_DROPPED = memoryview(bytearray(1 << 20))
+
+
+class Unreachable(MoonpoolError):
+    """No server answers at the address, or no connection can be made."""
+
+    code = "UNAVAILABLE"
+
+
+class LoadConnection:
+    """A socket that never blocks, and the protocol on it. It can be opened again after it was closed."""
+
+    def __init__(
+        self, address: tuple[str, int], make_wire: Callable[[], Wire], poller: select.epoll
+    ) -> None:
+        self._address = address
+        self._make_wire = make_wire
+        self._poller = poller
+        self._socket: socket.socket | None = None
+        self._waiting: deque[memoryview] = deque()
+        self.wire: Wire = make_wire()
+        # The time from which the latency of the request in flight counts: when it was sent, or planned.
+        self.begin_ns = 0
+        # The time of its latest response; 0 before the first.
+        self.heard_ns = 0
+
+    def open(self) -> int:
+        """Connect, and return the descriptor to poll. Raises `Unreachable`."""
+        host, port = self._address
+        try:
+            self._socket = socket.create_connection(self._address, _CONNECT_S)
+        except OSError as error:
+            what = f"no server answers at {host}:{port}"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                what = f"there can be no more connections to {host}:{port} (ulimit -n)"
+            raise Unreachable(f"{what}: {error}") from error
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.wire = self._make_wire()
+        self._poller.register(self._socket, select.EPOLLIN)
+        self._send(self.wire.opening())
+        return self._socket.fileno()
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None
+
+    def close(self) -> None:
+        """Close the socket. The request in flight is lost."""
+        if self._socket is not None:
+            self._poller.unregister(self._socket)
+            self._socket.close()
+            self._socket = None
+        self._waiting.clear()
+
+    def begin(self) -> None:
+        """Send the next request. Raises OSError."""
+        self.heard_ns = 0
+        self._send(self.wire.begin())
+
+    def _send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        sock = self._socket
+        if not buffers or sock is None:
+            return
+        if not self._waiting and len(buffers) == 1:
+            # Nearly all requests are one small piece, which is sent at once.
+            data = buffers[0]
+            try:
+                sent = sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(data):
+                return
+            self._waiting.append(memoryview(data)[sent:])
+        else:
+            self._waiting.extend(memoryview(data) for data in buffers)
+        self.flush()
+        if self._waiting:
+            self._poller.modify(sock, select.EPOLLIN | select.EPOLLOUT)
+
+    def flush(self) -> None:
+        """Send more of the bytes that the socket did not take before."""
+        sock, waiting = self._socket, self._waiting
+        if sock is None:
+            return
+        while waiting:
+            buffers = [waiting[index] for index in range(min(len(waiting), _BUFFERS))]
+            try:
+                sent = sock.sendmsg(buffers)
+            except BlockingIOError:
+                return
+            for buffer in buffers:
+                if sent < len(buffer):
+                    waiting[0] = buffer[sent:]
+                    break
+                sent -= len(buffer)
+                waiting.popleft()
+        self._poller.modify(sock, select.EPOLLIN)
+
+    def receive(self) -> str | None:
+        """Read once; return the outcome of the request if it has ended.
+
+        Raises OSError, and `WireError` if nothing more can be read.
+        """
+        sock, wire = self._socket, self.wire
+        if sock is None:
+            return None
+        try:
+            if wire.skip > _READ_BYTES:
+                size = sock.recv_into(_DROPPED, min(wire.skip, len(_DROPPED)))
+                wire.skip -= size
+                data = b""
+            else:
+                data = sock.recv(_READ_BYTES)
+                size = len(data)
+        except BlockingIOError:
+            return None
+        if not size:
+            raise ConnectionResetError("the server closed the connection")
+        if wire.skip and not data:
+            return None
+        outcome = wire.feed(data)
+        self._send(wire.outgoing())
+        return outcome
+
+
+def _numbers() -> array[int]:
+    return array("q")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts and times of one process in one window. Times are in nanoseconds."""
+
+    latencies_ns: array[int] = field(default_factory=_numbers)
+    # Open loop: for each request, how much later than planned it was sent.
+    late_ns: array[int] = field(default_factory=_numbers)
+    # Streams: the time to the first response of a request, and between two responses.
+    first_ns: array[int] = field(default_factory=_numbers)
+    between_ns: array[int] = field(default_factory=_numbers)
+    # Requests that failed, by the text of the error.
+    errors: Counter[str] = field(default_factory=Counter)
+    # Planned requests that were never sent.
+    unsent: int = 0
+    seconds: float = 0.0
+    # Processor time that this process took.
+    busy_s: float = 0.0
+
+
+_clock = time.perf_counter_ns
+_NS = 1_000_000_000
+
+
+class Stopped(MoonpoolError):
+    """The parent process has ended."""
+
+    code = "CANCELLED"
+
+
+class Generator:
+    """Sends requests and measures answers. Connections stay open between windows. For one thread."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        wires: Sequence[Callable[[], Wire]],
+        *,
+        timeout_s: float,
+        is_stream: bool = False,
+        stop_descriptor: int | None = None,
+    ) -> None:
+        """Give connection i the protocol `wires[i % len(wires)]`. A window ends when `stop_descriptor` can be read."""
+        self._address = address
+        self._wires = wires
+        self._timeout_s = timeout_s
+        self._is_stream = is_stream
+        self._poller = select.epoll()
+        self._stop_descriptor = stop_descriptor
+        if stop_descriptor is not None:
+            self._poller.register(stop_descriptor, select.EPOLLIN)
+        self._connections: list[LoadConnection] = []
+        self._open: dict[int, LoadConnection] = {}
+        self._tally = Tally()
+        # Connections whose request could not be sent; the next `_step` returns them.
+        self._lost: list[LoadConnection] = []
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._poller.close()
+
+    def closed_loop(self, in_flight: int, seconds: float, begin_ns: int) -> Tally:
+        """Keep `in_flight` requests in flight for `seconds`, then wait for the last answers. Raises `Unreachable`."""
+        self._connect(in_flight)
+        with self._window(begin_ns) as tally:
+            end_ns = begin_ns + round(seconds * _NS)
+            flying = set(self._connections[:in_flight])
+            for connection in flying:
+                self._begin(connection, _clock())
+            while flying:
+                ended = self._step(self._timeout_s, flying)
+                now_ns = _clock()
+                for connection in ended:
+                    if now_ns < end_ns:
+                        self._begin(connection, now_ns)
+                    else:
+                        flying.discard(connection)
+        return tally
+
+    def open_loop(self, due_ns: Sequence[int], most: int, begin_ns: int) -> Tally:
+        """Send a request at each planned time, in nanoseconds after the beginning, on at most `most` connections.
+
+        If no connection is free, a request waits for one, and its latency counts from the planned time. Half a second
+        after the last planned time the requests that are left are given up as unsent. Raises `Unreachable`.
+        """
+        with self._window(begin_ns) as tally:
+            flying: set[LoadConnection] = set()
+            idle = list(self._connections[:most])
+            give_up_ns = begin_ns + (due_ns[-1] if due_ns else 0) + _NS // 2
+            sent = 0
+            while sent < len(due_ns) or flying:
+                now_ns = _clock()
+                while sent < len(due_ns) and begin_ns + due_ns[sent] <= now_ns < give_up_ns:
+                    if not idle:
+                        if len(self._connections) >= most:
+                            break
+                        self._connect(len(self._connections) + 1)
+                        idle.append(self._connections[-1])
+                    due = begin_ns + due_ns[sent]
+                    connection = idle.pop()
+                    flying.add(connection)
+                    self._begin(connection, due)
+                    now_ns = _clock()
+                    tally.late_ns.append(now_ns - due)
+                    sent += 1
+                if now_ns >= give_up_ns and sent < len(due_ns):
+                    tally.unsent = len(due_ns) - sent
+                    sent = len(due_ns)
+                wait_s = self._timeout_s
+                if sent < len(due_ns):
+                    can_send = idle or len(self._connections) < most
+                    next_ns = begin_ns + due_ns[sent] if can_send else give_up_ns
+                    wait_s = min(wait_s, max(0.0, (next_ns - now_ns) / _NS))
+                elif not flying:
+                    break
+                ended = self._step(wait_s, flying, is_precise=sent < len(due_ns))
+                flying.difference_update(ended)
+                idle += ended
+        return tally
+
+    @contextlib.contextmanager
+    def _window(self, begin_ns: int) -> Iterator[Tally]:
+        tally = self._tally = Tally()
+        self._lost.clear()
+        time.sleep(max(0.0, (begin_ns - _clock()) / _NS))
+        busy_s = time.process_time()
+        yield tally
+        tally.busy_s = time.process_time() - busy_s
+        tally.seconds = (_clock() - begin_ns) / _NS
+
+    def _connect(self, count: int) -> None:
+        while len(self._connections) < count:
+            make_wire = self._wires[len(self._connections) % len(self._wires)]
+            self._connections.append(LoadConnection(self._address, make_wire, self._poller))
+        for connection in self._connections[:count]:
+            if not connection.is_open:
+                self._open[connection.open()] = connection
+
+    def _begin(self, connection: LoadConnection, begin_ns: int) -> None:
+        if not connection.is_open:
+            self._open[connection.open()] = connection
+        connection.begin_ns = begin_ns
+        try:
+            connection.begin()
+        except OSError as error:
+            self._lose(connection, error)
+            self._lost.append(connection)
+
+    def _lose(self, connection: LoadConnection, reason: object) -> None:
+        """Count the request as failed, and close the connection; the next request opens it again."""
+        self._tally.errors[str(reason)] += 1
+        connection.close()
+
+    def _step(
+        self, wait_s: float, flying: set[LoadConnection], *, is_precise: bool = False
+    ) -> list[LoadConnection]:
+        """Wait for events and handle them; return the connections whose request has ended.
+
+        A precise wait ends on time, for the next planned request. Any other wait is the timeout of answers: if it passes
+        without an event, all requests in flight have failed.
+        """
+        if self._lost:
+            lost, self._lost = self._lost, []
+            return lost
+        if is_precise:
+            # epoll's timeout is in milliseconds, and a planned time must not wait for the next one.
+            select.select([self._poller], [], [], wait_s)
+            wait_s = 0.0
+        events = self._poller.poll(wait_s)
+        if not events and not is_precise:
+            for connection in flying:
+                self._lose(connection, f"no answer within {self._timeout_s:g} s")
+            return list(flying)
+        ended = []
+        for descriptor, event in events:
+            if descriptor == self._stop_descriptor:
+                raise Stopped("the parent process has ended")
+            connection = self._open[descriptor]
+            if connection not in flying:
+                # No request is in flight here, so the server has closed the connection.
+                connection.close()
+            elif self._has_ended(connection, event):
+                ended.append(connection)
+        return ended
+
+    def _has_ended(self, connection: LoadConnection, event: int) -> bool:
+        wire = connection.wire
+        before = wire.responses
+        try:
+            if event & select.EPOLLOUT:
+                connection.flush()
+            outcome = connection.receive() if event & ~select.EPOLLOUT else None
+        except (OSError, WireError) as error:
+            self._lose(connection, error)
+            return True
+        if self._is_stream and wire.responses > before:
+            self._heard(connection, wire.responses - before)
+        if outcome is None:
+            return False
+        if outcome == ANSWERED:
+            self._tally.latencies_ns.append(_clock() - connection.begin_ns)
+        else:
+            self._tally.errors[outcome] += 1
+        if wire.closes:
+            connection.close()
+        return True
+
+    def _heard(self, connection: LoadConnection, responses: int) -> None:
+        """Note the times of responses. Those that come in one read share the time since the one before."""
+        now_ns = _clock()
+        if not connection.heard_ns:
+            self._tally.first_ns.append(now_ns - connection.begin_ns)
+            responses -= 1
+        if responses:
+            since_ns = connection.heard_ns or now_ns
+            self._tally.between_ns.extend([(now_ns - since_ns) // responses] * responses)
+        connection.heard_ns = now_ns

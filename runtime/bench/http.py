@@ -1,0 +1,134 @@
+"""HTTP/1.1 from the client's side, only as much as prepared requests need."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Sequence
+
+from moonpool.runtime.bench.engine import ANSWERED, WireError
+
+_HEAD_LIMIT_BYTES = 1 << 16
+_ERROR_LIMIT_BYTES = 1 << 20
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?:\r\n|$)")
+_CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;.*)?")
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
+
+
+class HttpWire:
+    """Sends the same request again and again. It reads the heads of answers, and only the bodies of errors."""
+
+    def __init__(self, request: bytes) -> None:
+        self.skip = 0
+        self.closes = False
+        self.responses = 0
+        self._request = (request,)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._buffer = b""
+        self._has_head = False
+        self._status = 0
+        # Length of a body that is collected; None if it comes in chunks.
+        self._length: int | None = 0
+
+    def opening(self) -> Sequence[bytes | memoryview]:
+        return ()
+
+    def outgoing(self) -> Sequence[bytes | memoryview]:
+        return ()
+
+    def begin(self) -> Sequence[bytes | memoryview]:
+        self._begin()
+        return self._request
+
+    def feed(self, data: bytes) -> str | None:
+        if self.skip or (self._has_head and not data):
+            self.skip -= len(data)
+            if self.skip < 0:
+                raise WireError("a server sent more than the Content-Length of its answer")
+            return self._answered() if self.skip == 0 else None
+        self._buffer = self._buffer + data if self._buffer else data
+        if not self._has_head:
+            end = self._buffer.find(b"\r\n\r\n")
+            if end < 0:
+                if len(self._buffer) > _HEAD_LIMIT_BYTES:
+                    raise WireError("what a server sent is no HTTP: its head has no end")
+                return None
+            head, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
+            return self._head(head.lower())
+        return self._body()
+
+    def _head(self, head: bytes) -> str | None:
+        # The most frequent case comes first, because it is the generator's whole work for most answers.
+        if not head.startswith(b"http/1.1 200"):
+            found = _STATUS.match(head.upper())
+            if found is None:
+                raise WireError(f"what a server sent is no HTTP: {head[:40]!r}")
+            self._status = int(found[1])
+            if 100 <= self._status < 200:
+                rest, self._buffer = self._buffer, b""
+                return self.feed(rest) if rest else None
+        else:
+            self._status = 200
+        self._has_head = True
+        self.closes = b"connection: close" in head or (
+            head.startswith(b"http/1.0") and b"connection: keep-alive" not in head
+        )
+        length = _LENGTH.search(head)
+        if length is None:
+            if b"\r\ntransfer-encoding: chunked" not in head:
+                raise WireError("an answer has neither a Content-Length nor chunks")
+            self._length = None
+            return self._body()
+        if self._status != 200:
+            self._length = int(length[1])
+            return self._body()
+        self.skip = int(length[1]) - len(self._buffer)
+        if self.skip > 0:
+            self._buffer = b""
+            return None
+        if self.skip < 0:
+            raise WireError("a server sent more than the Content-Length of its answer")
+        return self._answered()
+
+    def _body(self) -> str | None:
+        body = self._buffer if self._length is not None else _dechunked(self._buffer)
+        if body is None or (self._length is not None and len(body) < self._length):
+            if self._status != 200 and len(self._buffer) > _ERROR_LIMIT_BYTES:
+                raise WireError("the text of an error is longer than 1 MiB")
+            return None
+        return self._answered() if self._status == 200 else self._failed(body)
+
+    def _answered(self) -> str:
+        self.responses += 1
+        return ANSWERED
+
+    def _failed(self, body: bytes) -> str:
+        text = body.decode(errors="replace").strip()
+        # A proxy on the way may answer without the protocol's JSON.
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            text = str(json.loads(text)["error"])
+        return f"HTTP {self._status}: {text[:500]}"
+
+
+def _dechunked(data: bytes) -> bytes | None:
+    """Return the whole body, or None if its end has not come yet."""
+    parts: list[bytes] = []
+    at = 0
+    while True:
+        end = data.find(b"\r\n", at)
+        if end < 0:
+            return None
+        word = _CHUNK.fullmatch(data[at:end])
+        if word is None:
+            raise WireError(f"{data[at:end][:40]!r} is no size of a chunk")
+        size = int(word[1], 16)
+        if size == 0:
+            # Trailers would come before the empty line.
+            return b"".join(parts) if data.find(b"\r\n\r\n", end) >= 0 else None
+        at = end + 2 + size + 2
+        if at > len(data):
+            return None
+        parts.append(data[end + 2 : at - 2])

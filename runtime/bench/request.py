@@ -1,0 +1,205 @@
+"""The request that a window repeats, and the address of its server."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.tensors import CODES, DTYPES, decode_bytes, encode_bytes
+
+_DEFAULT_PORTS = {"http": 8000, "grpc": 8001}
+
+
+class BadAddress(MoonpoolError):
+    """A text is not an address of a server."""
+
+    code = "INVALID_ARG"
+
+
+class Endpoint(NamedTuple):
+    """Address of a server. `scheme` is http or grpc; for HTTP, `path` comes before the protocol's paths."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str = ""
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.path}"
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Read http://HOST[:PORT][/PATH] or grpc://HOST[:PORT]. Raises `BadAddress`."""
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise BadAddress(f"{text!r} is no address: {error}") from error
+        if parts.scheme in ("https", "grpcs"):
+            raise BadAddress(
+                f"{text!r}: TLS is not here; measure behind it, at the server's own port"
+            )
+        if parts.scheme not in _DEFAULT_PORTS or not host or parts.query or parts.fragment:
+            raise BadAddress(f"{text!r} must be http://HOST:PORT or grpc://HOST:PORT")
+        path = parts.path.rstrip("/")
+        if path and parts.scheme == "grpc":
+            raise BadAddress(f"{text!r}: gRPC has no path")
+        if parts.username is not None:
+            raise BadAddress(f"{text!r}: names and passwords go into a header (--header)")
+        return cls(parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme], path)
+
+
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionTensor:
+    """A tensor in the form in which it travels."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, name: str, datatype: str, array: NDArray[Any]) -> QuestionTensor:
+        data = encode_bytes(array, name) if datatype == "BYTES" else array.tobytes()
+        return cls(name, datatype, array.shape, data)
+
+    @classmethod
+    def of_values(
+        cls, name: str, datatype: str, shape: tuple[int, ...], values: list[Any]
+    ) -> QuestionTensor:
+        """Make it from elements of JSON, flat or nested."""
+        dtype = np.dtype(object) if datatype == "BYTES" else DTYPES[CODES[datatype]]
+        return cls.of(name, datatype, np.array(values, dtype).reshape(shape))
+
+    def array(self) -> NDArray[Any]:
+        """Return the elements. Raises ValueError or BadTensor if bytes and shape do not fit."""
+        if self.datatype == "BYTES":
+            return decode_bytes(self.data, self.shape)
+        return np.frombuffer(self.data, DTYPES[CODES[self.datatype]]).reshape(self.shape)
+
+    def values(self) -> list[Any]:
+        """Return the elements in the form of JSON, flat."""
+        if self.datatype == "BYTES":
+            count = math.prod(self.shape)
+            return [text.decode() for text in decode_bytes(self.data, (count,)).tolist()]
+        values: list[Any] = np.frombuffer(self.data, DTYPES[CODES[self.datatype]]).tolist()
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a region of shared memory that is registered at the server by this name."""
+
+    region: str
+    offset: int
+    size_bytes: int
+
+    def as_dict(self) -> dict[str, str | int]:
+        return {
+            "shared_memory_region": self.region,
+            "shared_memory_offset": self.offset,
+            "shared_memory_byte_size": self.size_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request to one model. Inputs and outputs that have a place travel in shared memory."""
+
+    model: str
+    version: str
+    inputs: Sequence[QuestionTensor]
+    input_places: Mapping[str, Place] = field(default_factory=dict)
+    output_places: Mapping[str, Place] = field(default_factory=dict)
+    # Over HTTP: send tensors as JSON, for servers without the binary extension.
+    is_json: bool = False
+
+    def as_http(self, endpoint: Endpoint, headers: Sequence[tuple[str, str]] = ()) -> bytes:
+        """Serialize the request as HTTP/1.1, head and body."""
+        header, binary = self._json()
+        kind = "json" if self.is_json else "octet-stream"
+        version = f"/versions/{self.version}" if self.version else ""
+        lines = [
+            f"POST {endpoint.path}/v2/models/{self.model}{version}/infer HTTP/1.1",
+            f"Host: {endpoint.authority}",
+            f"Content-Type: application/{kind}",
+            *([] if self.is_json else [f"Inference-Header-Content-Length: {len(header)}"]),
+            f"Content-Length: {len(header) + len(binary)}",
+            *(f"{name}: {value}" for name, value in headers),
+        ]
+        return "\r\n".join([*lines, "", ""]).encode() + header + binary
+
+    def _json(self) -> tuple[bytes, bytes]:
+        inputs: list[dict[str, object]] = []
+        binary: list[bytes] = []
+        for tensor in self.inputs:
+            described: dict[str, object] = {
+                "name": tensor.name,
+                "datatype": tensor.datatype,
+                "shape": tensor.shape,
+            }
+            if place := self.input_places.get(tensor.name):
+                described["parameters"] = place.as_dict()
+            elif self.is_json:
+                described["data"] = tensor.values()
+            else:
+                described["parameters"] = {"binary_data_size": len(tensor.data)}
+                binary.append(tensor.data)
+            inputs.append(described)
+        request: dict[str, object] = {"inputs": inputs}
+        if self.output_places:
+            request["outputs"] = [
+                {"name": name, "parameters": place.as_dict()}
+                for name, place in self.output_places.items()
+            ]
+        elif not self.is_json:
+            request["parameters"] = {"binary_data_output": True}
+        return json.dumps(request, separators=(",", ":")).encode(), b"".join(binary)
+
+    def as_grpc(self, *, is_stream: bool = False) -> bytes:
+        """Serialize the request as a ModelInferRequest. For a stream it asks for a response that marks the end."""
+        from tritonclient.grpc import service_pb2
+
+        message = service_pb2.ModelInferRequest(model_name=self.model, model_version=self.version)
+        for tensor in self.inputs:
+            described = message.inputs.add()
+            described.name, described.datatype = tensor.name, tensor.datatype
+            described.shape.extend(tensor.shape)
+            if place := self.input_places.get(tensor.name):
+                _set(described.parameters, place)
+            else:
+                message.raw_input_contents.append(tensor.data)
+        for name, place in self.output_places.items():
+            wanted = message.outputs.add()
+            wanted.name = name
+            _set(wanted.parameters, place)
+        if is_stream:
+            message.parameters["triton_enable_empty_final_response"].bool_param = True
+        serialized: bytes = message.SerializeToString()
+        return serialized
+
+
+def _set(parameters: Any, place: Place) -> None:
+    for name, value in place.as_dict().items():
+        if isinstance(value, str):
+            parameters[name].string_param = value
+        else:
+            parameters[name].int64_param = value

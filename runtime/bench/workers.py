@@ -1,0 +1,272 @@
+"""Load workers: processes that run the engine, and the parent's side that starts them and joins their figures.
+
+Theory of operation. One Python process may send fewer requests than a server can answer, so `--processes` starts
+several. Each runs this file as a program, with one thread and no code of a model.
+The parent writes msgpack messages to its standard input: first the requests and their server, then one command for each
+window. The worker answers each command with its tally on standard output. All commands of a window carry the same time to
+begin, a little ahead, so that the workers start together. Callers are divided evenly among workers; of an
+open loop's planned times, worker i gets every n-th.
+
+A worker ends when its input ends. Its engine polls that input, too, so this works in the middle of a window and whatever
+ended the parent. Workers have a process group of their own: Ctrl-C reaches only the parent, which then closes their inputs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgpack
+import numpy as np
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.bench.engine import Generator, Stopped, Tally, Unreachable, Wire
+from moonpool.runtime.bench.grpc import GrpcWire
+from moonpool.runtime.bench.http import HttpWire
+from moonpool.runtime.bench.request import METHOD, STREAM_METHOD, Endpoint
+from moonpool.runtime.bench.windows import Concurrency, Load, Window
+
+# The folder that holds the package `moonpool`, for the path of the workers.
+_ROOT = Path(__file__).parents[3]
+# Time from the command to the beginning of a window, in which all workers get the command.
+_LEAD_NS = 20_000_000
+
+
+class LoadWorkers:
+    """The load workers of one server. Making it starts them, `close` ends them. For one thread."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        requests: Sequence[bytes],
+        *,
+        processes: int,
+        timeout_s: float,
+        is_stream: bool = False,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """Start the workers. `requests` are serialized; the callers of each worker take turns with them."""
+        self._windows = 0
+        self._workers: list[_Worker] = []
+        try:
+            for index in range(processes):
+                self._workers.append(_Worker())
+                mine = requests[index::processes] or requests
+                self._workers[-1].send(
+                    {
+                        "scheme": endpoint.scheme,
+                        "host": endpoint.host,
+                        "port": endpoint.port,
+                        "authority": endpoint.authority,
+                        "method": STREAM_METHOD if is_stream else METHOD,
+                        "requests": mine,
+                        "is_stream": is_stream,
+                        "metadata": headers,
+                        "timeout_s": timeout_s,
+                    }
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def window(self, load: Load, seconds: float, most_connections: int) -> Window:
+        """Measure one window. Raises `Unreachable` if the server does not answer, or no longer."""
+        self._windows += 1
+        begin_ns = time.perf_counter_ns() + _LEAD_NS
+        working = []
+        for worker, command in zip(
+            self._workers, self._commands(load, seconds, most_connections), strict=True
+        ):
+            if command:
+                worker.send({**command, "begin_ns": begin_ns})
+                working.append(worker)
+        return _together([worker.receive() for worker in working])
+
+    def _commands(
+        self, load: Load, seconds: float, most_connections: int
+    ) -> Iterable[Mapping[str, Any] | None]:
+        """Yield the command for each worker; None if nothing is left for it."""
+        count = len(self._workers)
+        if isinstance(load, Concurrency):
+            for index in range(count):
+                share = len(range(index, load.callers, count))
+                yield {"in_flight": share, "seconds": seconds} if share else None
+            return
+        due_ns = load.due_ns(seconds, self._windows)
+        for index in range(count):
+            mine = due_ns[index::count]
+            most = max(1, most_connections // count)
+            yield {"due_ns": mine.tobytes(), "most": most} if len(mine) else None
+
+
+class _Worker:
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moonpool.runtime.bench.workers"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            # Ctrl-C is for the parent, which ends the workers.
+            process_group=0,
+        )
+        self._unpacker = msgpack.Unpacker(max_buffer_size=LIMIT_BYTES)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        stdin = self._process.stdin
+        if stdin is None:
+            raise MoonpoolError("a process of the load generator has no input")
+        try:
+            stdin.write(msgpack.packb(message))
+            stdin.flush()
+        except BrokenPipeError:
+            raise self._gone() from None
+
+    def receive(self) -> Mapping[str, Any]:
+        stdout = self._process.stdout
+        while stdout is not None:
+            for message in self._unpacker:
+                if "error" in message:
+                    raise Unreachable(message["error"])
+                received: Mapping[str, Any] = message
+                return received
+            data = stdout.read1(_READ_BYTES)  # type: ignore[attr-defined]
+            if not data:
+                break
+            self._unpacker.feed(data)
+        raise self._gone()
+
+    def _gone(self) -> MoonpoolError:
+        return MoonpoolError(
+            f"a process of the load generator ended with {self._process.wait()}; its reason is above"
+        )
+
+    def close(self) -> None:
+        """End the process by closing its input, also in the middle of a window."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    # The worker has ended by itself before it read everything.
+                    continue
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _together(seen: Sequence[Mapping[str, Any]]) -> Window:
+    """Join the figures of workers that worked side by side."""
+
+    def times(name: str) -> Any:
+        return np.concatenate([np.frombuffer(part[name], np.int64) for part in seen])
+
+    return Window(
+        seconds=max(part["seconds"] for part in seen),
+        latencies_ns=times("latencies_ns"),
+        errors=sum((Counter(part["errors"]) for part in seen), Counter()),
+        late_ns=times("late_ns"),
+        unsent=sum(part["unsent"] for part in seen),
+        first_ns=times("first_ns"),
+        between_ns=times("between_ns"),
+        generator_share=max(part["busy_s"] / part["seconds"] for part in seen),
+    )
+
+
+# A message holds a request, and requests are up to 2 GiB.
+LIMIT_BYTES = (1 << 32) - 1
+_READ_BYTES = 1 << 20
+
+
+def main() -> int:
+    """Run a worker until its input ends."""
+    messages = _messages(sys.stdin.buffer)
+    try:
+        plan = next(messages)
+    except StopIteration:
+        return 0
+    generator = Generator(
+        (plan["host"], plan["port"]),
+        [_maker(plan, request) for request in plan["requests"]],
+        timeout_s=plan["timeout_s"],
+        is_stream=plan["is_stream"],
+        stop_descriptor=sys.stdin.fileno(),
+    )
+    try:
+        for command in messages:
+            _answer(_window(generator, command))
+    except (Stopped, BrokenPipeError):
+        return 1
+    finally:
+        generator.close()
+    return 0
+
+
+def _messages(stream: BinaryIO) -> Iterator[Mapping[str, Any]]:
+    unpacker = msgpack.Unpacker(max_buffer_size=LIMIT_BYTES)
+    while data := stream.read1(_READ_BYTES):  # type: ignore[attr-defined]
+        unpacker.feed(data)
+        yield from unpacker
+
+
+def _maker(plan: Mapping[str, Any], request: bytes) -> Callable[[], Wire]:
+    if plan["scheme"] == "http":
+        return lambda: HttpWire(request)
+    return lambda: GrpcWire(
+        plan["authority"],
+        plan["method"],
+        request,
+        is_stream=plan["is_stream"],
+        metadata=plan["metadata"],
+    )
+
+
+def _window(generator: Generator, command: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        if "in_flight" in command:
+            tally = generator.closed_loop(
+                command["in_flight"], command["seconds"], command["begin_ns"]
+            )
+        else:
+            due_ns = array("q", command["due_ns"])
+            tally = generator.open_loop(due_ns, command["most"], command["begin_ns"])
+    except Stopped:
+        raise
+    except MoonpoolError as error:
+        return {"error": str(error)}
+    return _packed(tally)
+
+
+def _packed(tally: Tally) -> Mapping[str, Any]:
+    return {
+        "latencies_ns": tally.latencies_ns.tobytes(),
+        "late_ns": tally.late_ns.tobytes(),
+        "first_ns": tally.first_ns.tobytes(),
+        "between_ns": tally.between_ns.tobytes(),
+        "errors": dict(tally.errors),
+        "unsent": tally.unsent,
+        "seconds": tally.seconds,
+        "busy_s": tally.busy_s,
+    }
+
+
+def _answer(message: Mapping[str, Any]) -> None:
+    sys.stdout.buffer.write(msgpack.packb(message))
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

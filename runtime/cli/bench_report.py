@@ -1,0 +1,263 @@
+"""Tables, warnings and pictures of `moonpool bench`, made from the figures that it writes into a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moonpool.runtime.bench.result import described, names, verdict
+from moonpool.runtime.bench.windows import FALLS_BEHIND, PARTS, SATURATED
+from moonpool.runtime.cli.shared import figure, table
+from moonpool.runtime.process.terminal import Terminal, harmless
+
+_PERCENTILES = ("p50", "p90", "p95", "p99", "max")
+_PARTS = {
+    "queue": "queue µs",
+    "compute_input": "input µs",
+    "compute_infer": "compute µs",
+    "compute_output": "output µs",
+}
+
+
+def show_requests(
+    terminal: Terminal, about: Mapping[str, Any], size_bytes: int, *, is_made_up: bool
+) -> None:
+    """Write the first line, which describes the requests."""
+    how = [
+        "made up" if is_made_up else "as given",
+        *(["in shared memory"] if about["shared_memory"] != "none" else []),
+        *(["as JSON"] if about["json_tensors"] else []),
+        *(["in streams"] if about["streaming"] else []),
+    ]
+    sent = f"{described(about['inputs'])}, {size_bytes:,} bytes, {', '.join(how)}"
+    terminal.line(harmless(f"{about['model']}, {about['where']}, each request: {sent}"))
+
+
+def show(terminal: Terminal, found: Mapping[str, Any], *, in_turns: bool) -> None:
+    """Write the tables: of the callers, of the server's own account, and of the comparison."""
+    if "against" not in found:
+        _tables(terminal, found)
+        return
+    ours, theirs = map(harmless, names(found, found["against"]))
+    for name, each in ((ours, found), (theirs, found["against"])):
+        terminal.line(terminal.paint(f"{name}:", "bold"))
+        _tables(terminal, each)
+        terminal.line()
+    how = "in turns" if in_turns else "at two times"
+    terminal.line(terminal.paint(f"{ours} over {theirs}:", "bold"))
+    _rows(terminal, _ratios(found))
+    terminal.line(
+        f"medians of ratios, least to most; {how}; alike where they lie on both sides of 1"
+    )
+
+
+def _advice(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    """Write the advice for the heaviest load that has any."""
+    advised = [point for point in found["series"] if point.get("advice")]
+    if advised:
+        advice = advised[-1]["advice"]
+        terminal.line()
+        terminal.line(harmless(f"with {_load_in_words(advised[-1])} {advice['text']};"))
+        terminal.line(harmless(f"in config.pbtxt: {advice['line']}"))
+
+
+def _tables(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    if not found["series"]:
+        return
+    _rows(terminal, _callers(found))
+    if any(point.get("first_response_us") for point in found["series"]):
+        terminal.line()
+        _rows(terminal, _responses(found))
+    if any(point["server"] for point in found["series"]):
+        terminal.line()
+        _rows(terminal, _server(found))
+    _advice(terminal, found)
+
+
+def _rows(terminal: Terminal, rows: Sequence[Sequence[str]]) -> None:
+    head, *lines = table(rows, align=">" * len(rows[0]))
+    terminal.line(terminal.paint(head, "bold"))
+    for line in lines:
+        terminal.line(line)
+
+
+def _load(point: Mapping[str, Any]) -> str:
+    return str(point["concurrency"]) if "concurrency" in point else f"{point['request_rate']:g}/s"
+
+
+def _load_head(found: Mapping[str, Any]) -> str:
+    return "callers" if "concurrency" in found["series"][0] else "asked"
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _callers(found: Mapping[str, Any]) -> list[list[str]]:
+    head = [_load_head(found), "requests/s", *(f"{name} µs" for name in _PERCENTILES), "failed"]
+    has_generator = any(point["generator_share"] is not None for point in found["series"])
+    rows = [[*head, *(["generator"] if has_generator else [])]]
+    for point in found["series"]:
+        latency = point["latency_us"]
+        rows.append(
+            [
+                _load(point),
+                f"{point['requests_per_s']:,.0f}",
+                *(_us(latency[name]) for name in _PERCENTILES),
+                str(point["failed"]),
+                *([f"{point['generator_share']:.0%}"] if has_generator else []),
+            ]
+        )
+    return rows
+
+
+def _responses(found: Mapping[str, Any]) -> list[list[str]]:
+    rows = [
+        [
+            _load_head(found), "responses/s", "first p50 µs", "first p99 µs", "between p50 µs",
+            "between p99 µs",
+        ]
+    ]  # fmt: skip
+    for point in found["series"]:
+        first = point.get("first_response_us") or {}
+        between = point.get("between_responses_us") or {}
+        rows.append(
+            [
+                _load(point),
+                f"{point.get('responses_per_s', 0):,.0f}",
+                *(_us(times.get(name)) for times in (first, between) for name in ("p50", "p99")),
+            ]
+        )
+    return rows
+
+
+def _server(found: Mapping[str, Any]) -> list[list[str]]:
+    rows = [[_load_head(found), *(_PARTS[part] for part in PARTS), "rows/batch"]]
+    for point in found["series"]:
+        server = point["server"]
+        if server:
+            parts = [figure(server[f"{part}_us"]) for part in PARTS]
+            rows.append([_load(point), *parts, figure(server["rows_per_execution"])])
+    return rows
+
+
+def _ratios(found: Mapping[str, Any]) -> list[list[str]]:
+    heads = {"requests_per_s": "requests/s", "p50": "p50", "p99": "p99"}
+    rows = [[_load_head(found), *heads.values()]]
+    for point in found["series"]:
+        ratios = point.get("ratios")
+        if not ratios:
+            rows.append([_load(point), *(["not measured there"] + [""] * (len(heads) - 1))])
+            continue
+        rows.append([_load(point), *(_ratio(name, ratios.get(name)) for name in heads)])
+    return rows
+
+
+def _ratio(name: str, ratio: Mapping[str, float] | None) -> str:
+    if ratio is None:
+        return "-"
+    spread = f"{figure(ratio['least'])} to {figure(ratio['most'])}"
+    return f"{figure(ratio['median'])} ({spread}) {verdict(name, ratio)}"
+
+
+def warnings(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield warnings about figures that should not be trusted."""
+    measured = [found, *([found["against"]] if "against" in found else [])]
+    yield from _unsettled(measured)
+    for each in measured:
+        for point in each["series"]:
+            yield from _warnings_of(point, f"{each['where']}, {_load_in_words(point)}", each)
+
+
+def _load_in_words(point: Mapping[str, Any]) -> str:
+    callers = point.get("concurrency")
+    return _load(point) if callers is None else f"{callers} caller{'s' if callers > 1 else ''}"
+
+
+def _unsettled(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield one line for all loads that did not settle."""
+    places = []
+    for each in measured:
+        loads = [_load(point) for point in each["series"] if not point["stable"]]
+        if loads:
+            callers = " callers" if "concurrency" in each["series"][0] else ""
+            places.append(f"{each['where']} with {', '.join(loads)}{callers}")
+    if places:
+        yield (
+            f"the windows differed to the end: {'; '.join(places)}; give them more time (--seconds) or a quieter "
+            "machine"
+        )
+
+
+def _warnings_of(point: Mapping[str, Any], where: str, found: Mapping[str, Any]) -> Iterator[str]:
+    share = point["generator_share"]
+    if share is not None and share >= SATURATED:
+        cores = len(os.sched_getaffinity(0))
+        advice = f"use --processes {found['processes'] + 1}"
+        if found["processes"] >= cores:
+            advice = "press from another machine"
+        yield f"{where}: the load generator was busy {share:.0%} of the time, so it may be what was measured; {advice}"
+    planned = point["requests"] + point["failed"] + point.get("unsent", 0)
+    late = point.get("delayed", 0)
+    if late > FALLS_BEHIND * planned:
+        yield (
+            f"{where}: could not keep up: {late} of {planned} requests were sent more than 1 ms late, "
+            f"{point['unsent']} of them never"
+        )
+
+
+_COLOURS = {"p50": "C0", "p90": "C1", "p99": "C2"}
+
+
+def can_plot() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def title(found: Mapping[str, Any]) -> str:
+    """Return a picture's title: the model and its requests, and below them what differs between the two lines."""
+    first = f"{found['model']}, {described(found['inputs'])}"
+    if "against" not in found:
+        return f"{first}\n{found.get('label') or found['where']}"
+    ours, theirs = names(found, found["against"])
+    return f"{first}\n{ours} (solid) and {theirs} (dashed)"
+
+
+def save_plot(found: Mapping[str, Any], path: Path) -> None:
+    """Draw throughput and latency by load, side by side, with dashed lines for the other result. Needs matplotlib."""
+    # Importing it takes half a second, and most commands do not need it.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    throughput, latency = figure.subplots(1, 2)
+    figure.suptitle(title(found))
+    kind = "concurrency" if "concurrency" in found["series"][0] else "request_rate"
+    _draw(throughput, latency, found, kind, "-")
+    if "against" in found:
+        _draw(throughput, latency, found["against"], kind, "--")
+    throughput.set_ylabel("requests/s")
+    latency.set_ylabel("latency, µs")
+    latency.legend()
+    loads = [point[kind] for point in found["series"]]
+    for axes in (throughput, latency):
+        axes.set_xlabel("concurrent callers" if kind == "concurrency" else "requests/s asked for")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(loads, [f"{load:g}" for load in loads])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def _draw(throughput: Any, latency: Any, found: Mapping[str, Any], kind: str, style: str) -> None:
+    points = [point for point in found["series"] if kind in point]
+    loads = [point[kind] for point in points]
+    rates = [point["requests_per_s"] for point in points]
+    throughput.plot(loads, rates, marker="o", linestyle=style, color="C0")
+    for name, colour in _COLOURS.items():
+        values = [point["latency_us"][name] for point in points]
+        # One name in the legend for both lines of a colour.
+        label = name if style == "-" else None
+        latency.plot(loads, values, marker="o", linestyle=style, color=colour, label=label)

@@ -1,1 +1,0 @@
-"""Several processes that share a server's ports and its stubs."""

@@ -1,0 +1,1 @@
+"""Loads models, starts, supervises and recycles their instances, and unloads them."""

@@ -1,0 +1,222 @@
+"""Collect the metrics of hosted models: Triton's, and moonpool's own of their instances."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from moonpool.ipc.policy import is_contained
+from moonpool.runtime.hosting.hosted_model import HostedModel
+from moonpool.runtime.hosting.instance_record import InstanceRecord
+from moonpool.runtime.hosting.recycling import REASONS
+from moonpool.runtime.model.states import InstanceState
+from moonpool.runtime.observe.distributions import bucket_samples
+from moonpool.runtime.observe.exposition import ExposedFamily, Labels, Sample
+from moonpool.runtime.observe.metric_families import (
+    COUNTS,
+    DURATIONS,
+    FIRST_RESPONSE,
+    INSTANCE_FAMILIES,
+    SUMMARIES,
+    Counters,
+    labels_of,
+)
+from moonpool.runtime.observe.metrics_options import MetricsOptions
+from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
+from moonpool.runtime.process.usage import usage_of
+from moonpool.runtime.schedule.scheduler import Scheduler
+
+_NS_PER_S = 1_000_000_000
+_NS_PER_MS = 1_000_000
+_BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def model_families(served: Iterable[HostedModel], options: MetricsOptions) -> list[ExposedFamily]:
+    """Return the families of all models, each with lines for each model version."""
+    served = list(served)
+    schedulers = [hosted.scheduler for hosted in served]
+    all_of = [each.statistics for each in schedulers]
+    families = [
+        ExposedFamily(
+            "nv_inference_request_success",
+            "Number of successful inference requests, all batch sizes",
+            "counter",
+            [_sample(each, each.success_count) for each in all_of],
+        ),
+        ExposedFamily(
+            "nv_inference_request_failure",
+            "Number of failed inference requests, all batch sizes",
+            "counter",
+            [
+                _sample(each, count, reason)
+                for each in all_of
+                for reason, count in each.fail_counts.items()
+            ],
+        ),
+        *_counters(COUNTS, all_of),
+    ]
+    if options.counter_latencies:
+        families += _counters(DURATIONS, all_of)
+    pending = [_sample(each.statistics, each.queued) for each in schedulers]
+    families += [
+        ExposedFamily(
+            "nv_inference_pending_request_count",
+            "Instantaneous number of pending requests awaiting execution per-model.",
+            "gauge",
+            pending,
+        ),
+        ExposedFamily(
+            "nv_model_load_duration_secs",
+            "Model load time in seconds",
+            "gauge",
+            [Sample("", labels_of(each.scheduler.statistics), each.load_s) for each in served],
+        ),
+    ]
+    if options.histogram_latencies:
+        families.append(_first_responses(served))
+    if options.summary_latencies:
+        families += _summaries(all_of, options)
+    return families
+
+
+def _counters(counters: Counters, all_of: Iterable[Statistics]) -> list[ExposedFamily]:
+    return [
+        ExposedFamily(name, text, "counter", [_sample(each, of(each)) for each in all_of])
+        for name, text, of in counters
+    ]
+
+
+def _first_responses(served: Iterable[HostedModel]) -> ExposedFamily:
+    samples = []
+    for hosted in served:
+        if hosted.model.config.decoupled:
+            statistics = hosted.scheduler.statistics
+            first = statistics.responses.first
+            samples += first.samples(labels_of(statistics), _NS_PER_MS)
+    text = "Duration from request to first response in milliseconds"
+    return ExposedFamily(FIRST_RESPONSE, text, "histogram", samples)
+
+
+def _summaries(all_of: Iterable[Statistics], options: MetricsOptions) -> list[ExposedFamily]:
+    families = []
+    for name, text, of in SUMMARIES:
+        samples = []
+        for each in all_of:
+            if each.summaries is not None:
+                labels = labels_of(each)
+                samples += of(each.summaries).samples(labels, options.summary_quantiles)
+        families.append(ExposedFamily(name, text, "summary", samples))
+    return families
+
+
+def _sample(statistics: Statistics, value: int, reason: str = "") -> Sample:
+    reasons = (("reason", reason),) if reason else ()
+    return Sample("", labels_of(statistics, *reasons), value)
+
+
+class _Samples:
+    """Samples by the name of their family."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[Sample]] = {name: [] for name in INSTANCE_FAMILIES}
+
+    def add(self, name: str, labels: Labels, value: float) -> None:
+        self.of[name].append(Sample("", labels, value))
+
+    def families(self) -> list[ExposedFamily]:
+        return [
+            ExposedFamily(name, text, kind, self.of[name])
+            for name, (kind, text) in INSTANCE_FAMILIES.items()
+        ]
+
+
+def instance_families(served: Iterable[HostedModel]) -> list[ExposedFamily]:
+    """Return the families of all models and their instances. Reads /proc, and takes each model's lock for a moment."""
+    samples = _Samples()
+    for hosted in served:
+        _add_model(samples, hosted)
+        for record in hosted.supervisor.records:
+            _add_instance(samples, hosted, record)
+    return samples.families()
+
+
+def _add_model(samples: _Samples, hosted: HostedModel) -> None:
+    scheduler, supervisor = hosted.scheduler, hosted.supervisor
+    statistics = scheduler.statistics
+    labels = labels_of(statistics)
+    states = [record.machine.state for record in supervisor.records]
+    samples.add("moonpool_model_ready", labels, int(hosted.why_not_serving() is None))
+    for state in InstanceState:
+        by_state = labels_of(statistics, ("state", str(state)))
+        samples.add("moonpool_instances", by_state, states.count(state))
+    samples.add("moonpool_requests_in_flight", labels, _in_flight(scheduler))
+    samples.add("moonpool_instances_executing", labels, scheduler.executing)
+    if is_contained(hosted.model.options.sandbox):
+        _add_denials(samples, hosted)
+    samples.of["moonpool_request_duration_seconds"] += bucket_samples(
+        DURATION_BOUNDS_NS, statistics.by_duration, statistics.success_ns, labels, _NS_PER_S
+    )
+    samples.of["moonpool_batch_size"] += _batch_sizes(statistics.batch_sizes(), labels)
+    samples.of["moonpool_recovery_seconds"] += supervisor.recoveries.samples(labels, _NS_PER_S)
+
+
+def _add_denials(samples: _Samples, hosted: HostedModel) -> None:
+    """Add the denials of all instances, of the process that completed the configuration, and of the template."""
+    denials = hosted.model.denials
+    instances = [record.instance.name for record in hosted.supervisor.records]
+    for name in dict.fromkeys((*instances, *denials.instances())):
+        for kind, count in denials.counts(name).items():
+            labels = labels_of(
+                hosted.scheduler.statistics, ("model_instance", name), ("kind", kind)
+            )
+            samples.add("moonpool_instance_sandbox_denials_total", labels, count)
+
+
+def _in_flight(scheduler: Scheduler) -> int:
+    executing = scheduler.executing_since(time.monotonic_ns() + 1)
+    inside = sum(len(each.requests) for each in executing)
+    return scheduler.queued + inside + len(scheduler.open_requests)
+
+
+def _batch_sizes(executions: dict[int, int], labels: Labels) -> list[Sample]:
+    counts = [0] * (len(_BATCH_BOUNDS) + 1)
+    for rows, count in executions.items():
+        place = sum(1 for bound in _BATCH_BOUNDS if rows > bound)
+        counts[place] += count
+    total = sum(rows * count for rows, count in executions.items())
+    return bucket_samples(_BATCH_BOUNDS, counts, total, labels)
+
+
+def _add_instance(samples: _Samples, hosted: HostedModel, record: InstanceRecord) -> None:
+    statistics = hosted.scheduler.statistics
+    # Not "instance": Prometheus gives that label to the server that it asks.
+    instance = ("model_instance", record.instance.name)
+    labels = labels_of(statistics, instance)
+    samples.add("moonpool_instance_restarts_total", labels, record.restarts)
+    counts = hosted.supervisor.recycling.counts
+    for reason in REASONS:
+        by_reason = labels_of(statistics, instance, ("reason", reason))
+        samples.add("moonpool_instance_recycles_total", by_reason, counts[instance[1], reason])
+    stub = record.instance.state
+    process = getattr(stub, "process", None)
+    if process is None or not process.is_running:
+        return
+    confinement = record.instance.confinement
+    if confinement is not None:
+        layers = ",".join(layer.partition(":")[0] for layer in confinement.layers)
+        sandbox = ("level", confinement.level), ("layers", layers)
+        by_layers = labels_of(statistics, instance, *sandbox)
+        samples.add("moonpool_instance_sandbox_info", by_layers, 1)
+    usage = usage_of(process.pid)
+    if usage is not None:
+        samples.add("moonpool_stub_start_time_seconds", labels, usage.started_s)
+        samples.add("moonpool_stub_cpu_seconds_total", labels, usage.cpu_s)
+        samples.add("moonpool_stub_resident_memory_bytes", labels, usage.rss_bytes)
+    link = stub.link
+    for direction, size in (
+        ("request", link.borrowed_blocks.size_bytes),
+        ("response", link.size_bytes() - link.borrowed_blocks.size_bytes),
+    ):
+        by_direction = labels_of(statistics, instance, ("direction", direction))
+        samples.add("moonpool_region_allocated_bytes", by_direction, size)
+    samples.add("moonpool_region_used_bytes", labels, link.borrowed_blocks.used_bytes)

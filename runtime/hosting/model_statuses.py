@@ -1,0 +1,127 @@
+"""The status of each model that somebody wanted to load, loaded or not.
+
+Theory of operation. A lock guards the table of `ModelStatuses`. A `ModelStatus` is appended to by the one thread that loads, and
+read by others without a lock. A version's state is not copied: it is read from the version's own state machine.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.hosting.hosted_model import HostedModel
+from moonpool.runtime.model.states import ModelState
+
+# The number of names that are remembered.
+_MOST = 10_000
+_UNLOADED = "unloaded"
+_WORDS = {
+    "UNKNOWN": "Unknown",
+    "INTERNAL": "Internal",
+    "NOT_FOUND": "Not found",
+    "INVALID_ARG": "Invalid argument",
+    "UNAVAILABLE": "Unavailable",
+    "UNSUPPORTED": "Unsupported",
+    "ALREADY_EXISTS": "Already exists",
+    "CANCELLED": "Cancelled",
+}
+
+
+def with_code(error: MoonpoolError) -> str:
+    """Return the text of an error behind its code, as Triton shows it."""
+    return f"{_WORDS.get(error.code, 'Internal')}: {error}"
+
+
+class VersionStatus:
+    """The state of a model version, through its life and after it."""
+
+    def __init__(self, hosted: HostedModel) -> None:
+        self.version = hosted.model.version
+        self.sandbox = hosted.model.options.sandbox
+        self.failure: MoonpoolError | None = None
+        self._machine = hosted.machine
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """Show a version that failed as unloaded, since somebody unloaded it."""
+        self._is_given_up = True
+
+    @property
+    def state(self) -> ModelState:
+        return self._machine.state
+
+    @property
+    def reason(self) -> str:
+        """The reason why it is UNAVAILABLE; empty in all other states."""
+        if self.state is not ModelState.UNAVAILABLE:
+            return ""
+        if self.is_unloaded:
+            return _UNLOADED
+        return self._machine.because if self.failure is None else with_code(self.failure)
+
+    @property
+    def is_unloaded(self) -> bool:
+        """True if it is UNAVAILABLE because somebody unloaded it."""
+        is_wanted_so = self._is_given_up or self._machine.because == _UNLOADED
+        return is_wanted_so and self.state is ModelState.UNAVAILABLE
+
+
+class ModelStatus:
+    """The last load of a model: its versions as far as it came, and the error if it failed.
+
+    The thread that loads appends to it. Others may read it at any time.
+    """
+
+    def __init__(self) -> None:
+        self.versions: list[VersionStatus] = []
+        self.failure: MoonpoolError | None = None
+        # Identifies what was loaded, to tell if it has changed.
+        self.stamp: object = None
+
+    def add(self, hosted: HostedModel) -> VersionStatus:
+        status = VersionStatus(hosted)
+        self.versions.append(status)
+        return status
+
+
+class ModelStatuses:
+    """The last load of every name that somebody wanted to load. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, ModelStatus] = {}
+        self._lock = threading.Lock()
+
+    def note(self, name: str, status: ModelStatus) -> None:
+        """Keep the status of a load that begins, or that failed before it could begin."""
+        with self._lock:
+            # The newest is the last. The number is limited, as models may ask for any number of names.
+            self._by_name.pop(name, None)
+            self._by_name[name] = status
+            while len(self._by_name) > _MOST:
+                del self._by_name[next(iter(self._by_name))]
+
+    def give_up(self, name: str) -> None:
+        """Forget that a load failed, as somebody unloaded the model."""
+        with self._lock:
+            status = self._by_name.get(name)
+            if status is not None and not status.versions:
+                del self._by_name[name]
+            elif status is not None:
+                status.failure = None
+                for version in status.versions:
+                    version.give_up()
+
+    def failed(self, name: str, stamp: object) -> bool:
+        """Return True if the last load of this name failed, and was of the same model files and options."""
+        status = self._by_name.get(name)
+        return status is not None and status.failure is not None and status.stamp == stamp
+
+    def has_versions(self, name: str) -> bool:
+        """Return True if the last load of this name got as far as a version."""
+        status = self._by_name.get(name)
+        return status is not None and bool(status.versions)
+
+    def all(self) -> dict[str, ModelStatus]:
+        """Return all statuses by name."""
+        with self._lock:
+            return dict(self._by_name)

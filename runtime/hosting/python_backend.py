@@ -1,0 +1,309 @@
+"""The built-in backend: every instance is a stub, a process of its own that runs a Python model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.policy import is_contained
+from moonpool.runtime.errors import LoadFailed, ModelUnavailable
+from moonpool.runtime.isolation.environment_variables import OF_THE_INTERPRETER, unseen
+from moonpool.runtime.isolation.plan import IsolationPlan, check_processors, plan_for
+from moonpool.runtime.model.backend import Backend, Model, ModelInstance
+from moonpool.runtime.model.config.options import hardened
+from moonpool.runtime.model.device_intake import DeviceIntake
+from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.repository.environment import Environment, resolve
+from moonpool.runtime.stubs.handle import StubHandle, Stubs
+from moonpool.runtime.stubs.link import Link
+from moonpool.runtime.stubs.regions import CallerMemory
+from moonpool.runtime.stubs.start_message import completed, start_of
+from moonpool.runtime.stubs.template import Template, TemplateStub
+
+MakeStub = Callable[..., StubHandle]
+
+_log = logging.getLogger("moonpool")
+_UNSEEN = "[%s] does not see these variables of the environment: %s; MOONPOOL_ENVIRONMENT can name those that it needs"
+
+
+class EndedIdle(PeerGone):
+    """The process ended while it had no batch."""
+
+
+@dataclass
+class _ModelState:
+    """The state that all instances of a model share."""
+
+    environment: Environment
+    caller_memory: CallerMemory
+    # The process in which the model completes its configuration, while it runs.
+    completing: StubHandle | None = None
+    # The template from which instances are forked, if the model asks for that.
+    template: Template | None = None
+    # True once the log lists the variables that the model does not see.
+    is_environment_told: bool = False
+
+
+class PythonBackend(Backend):
+    """Runs Triton's Python models and moonpool's own kind, or the models of one Python-based backend."""
+
+    blocks = False
+
+    # Variables that lead to the files of the runtime's interpreter. A model with another one does not get them.
+    _leading: tuple[str, ...] = OF_THE_INTERPRETER
+
+    def __init__(self, stubs: Stubs, name: str = "python", folder: str = "") -> None:
+        """`folder` is a folder from which all models of the backend may import; "" for none."""
+        super().__init__(name)
+        self._folder = folder
+        self._stubs = stubs
+
+    def model_initialize(self, model: Model) -> None:
+        """Find the interpreter, and let the model complete its configuration in another process."""
+        model.options = hardened(model.options)
+        if is_contained(model.options.sandbox):
+            model.source = model.source.without_links()
+        check_processors(model.options.cpus)
+        environment = resolve(model.options.execution_env_path, model.source.model_directory)
+        options = model.options
+        memory = CallerMemory(
+            options.region_limit_bytes, is_contained=is_contained(options.sandbox)
+        )
+        model.state = _ModelState(environment, memory)
+        try:
+            if model.options.prefork == "imports":
+                self._start_template(model)
+            if model.completes:
+                self._complete(model)
+            else:
+                model.config = completed(model.config, {}, model.limits)
+            if model.options.prefork == "initialize":
+                self._start_template(model)
+        except BaseException:
+            self.model_finalize(model)
+            raise
+        self._stubs.sharing.model_ready(model)
+
+    def _complete(self, model: Model) -> None:
+        name = f"{model.name}_auto_complete"
+        deadline = _deadline(model.options.load_timeout_s)
+        stub = self._new_stub(model, name, (), deadline)
+        model.state.completing = stub
+        try:
+            message = stub.start(self._start(model, name, "CPU", 0, "complete"), deadline)
+            stub.finalize(model.options.finalize_timeout_s)
+        finally:
+            stub.end()
+        model.config = completed(model.config, _object(message[1], model.name), model.limits)
+
+    def _start_template(self, model: Model) -> None:
+        # The model's `initialize` gets the same values as in the first instance.
+        groups = model.config.instance_groups
+        gpus = tuple(sorted({gpu for group in groups for gpu in group.gpus}))
+        first = groups[0]
+        start = self._start(
+            model, f"{first.name}_0", first.kind, (first.gpus or (0,))[0], "template"
+        )
+        start["initializes"] = model.options.prefork == "initialize"
+        name = f"{model.name}_template"
+        template = Template(
+            model.name,
+            model.options,
+            lambda: TemplateStub(
+                self._stubs, model, name, self._plan(model, name, gpus, forks=True)
+            ),
+            start,
+        )
+        model.state.template = template
+        template.start()
+
+    def model_finalize(self, model: Model) -> None:
+        self._stubs.sharing.model_gone(model)
+        state: _ModelState = model.state
+        if state.template is not None:
+            state.template.close(model.options.finalize_timeout_s)
+        state.caller_memory.close()
+        state.environment.release()
+
+    def model_instance_initialize(self, instance: ModelInstance) -> None:
+        """Start the stub and wait until its model is initialized."""
+        model = instance.model
+        stub = self.start_stub(instance, StubHandle)
+        stub.link.serve(model.config, self.memory_of(model))
+        stub.link.is_on_gpu = instance.kind == "GPU"
+        stub.serve(instance.respond)
+        stub.bounds.serves(instance.report_grown)
+        stub.count_served = instance.report_served
+        stub.notify_exit(lambda: instance.report_broken(EndedIdle("the stub has ended")))
+        self._stubs.sharing.stub_ready(model, stub)
+
+    def start_stub(self, instance: ModelInstance, make: MakeStub) -> StubHandle:
+        """Start the process of an instance and initialize its model. Sets `instance.state`. Raises `LoadFailed`."""
+        model = instance.model
+        deadline = _deadline(model.options.load_timeout_s)
+        kind, device_id = instance.kind, instance.device_id
+        gpus = (device_id,) if kind == "GPU" else ()
+        stub = instance.state = self._new_stub(model, instance.name, gpus, deadline, make)
+        try:
+            if kind == "GPU":
+                device_id = stub.plan.number_of(device_id)
+            start = self._start(model, instance.name, kind, device_id, "serve")
+            _, facts = stub.start(start, deadline)
+            stub.readiness.has_check = facts.get("has_is_ready") is True
+        except BaseException:
+            stub.end()
+            raise
+        return stub
+
+    def model_instance_finalize(self, instance: ModelInstance) -> None:
+        stub: StubHandle = instance.state
+        gone = ModelUnavailable(f"model '{instance.model.name}' is being unloaded")
+        self._stubs.sharing.stub_gone(stub, gone)
+        try:
+            if instance.is_healthy:
+                stub.finalize(instance.model.options.finalize_timeout_s)
+        finally:
+            stub.end()
+
+    def model_instance_execute(
+        self, instance: ModelInstance, requests: Sequence[InferenceRequest]
+    ) -> Link:
+        link: Link = instance.state.link
+        link.execute(requests)
+        return link
+
+    def device_intake(self, model: Model) -> DeviceIntake:
+        # A contained process has the driver of a GPU only if its configuration names one.
+        options = model.options
+        can_see = model.config.uses_gpu or not is_contained(options.sandbox)
+        takes_devices = can_see and not options.force_cpu_only_input_tensors
+        return DeviceIntake(self.memory_of(model), takes_devices=takes_devices)
+
+    def withdraw(self, instance: ModelInstance, timeout_s: float) -> bool:
+        return self._stubs.sharing.withdraw(instance.state, timeout_s)
+
+    def cancel(self, instance: ModelInstance, request: InferenceRequest) -> None:
+        stub: StubHandle = instance.state
+        stub.cancel(request)
+
+    def began_ns(self, instance: ModelInstance, sent_ns: int) -> int | None:
+        link: Link = instance.state.link
+        return link.began_ns(sent_ns)
+
+    def model_instance_ready(
+        self, instance: ModelInstance, answer: Callable[[str | None], object]
+    ) -> None:
+        stub: StubHandle = instance.state
+        stub.readiness.ask(answer)
+
+    def explain(self, instance: ModelInstance, error: BaseException) -> BaseException:
+        stub: StubHandle = instance.state
+        doing = "while it was idle" if isinstance(error, EndedIdle) else "during execute"
+        reason = stub.explain(error, doing)
+        if self._stubs.sharing.is_there:
+            # Other processes need the reason for the batches that they sent it.
+            self._stubs.sharing.stub_gone(stub, stub.explain(error, "during execute"))
+        return reason
+
+    def abort(self, instance: ModelInstance, reason: BaseException) -> None:
+        template: Template | None = instance.model.state.template
+        if template is not None:
+            template.abort(instance.name, reason)
+        stub: StubHandle | None = instance.state
+        if stub is not None:
+            stub.abort(reason)
+
+    def model_abort(self, model: Model, reason: BaseException) -> None:
+        state: _ModelState | None = model.state
+        if state is not None and state.completing is not None:
+            state.completing.abort(reason)
+        if state is not None and state.template is not None:
+            state.template.abort_start(reason)
+
+    def tidy(self, instance: ModelInstance) -> None:
+        self.memory_of(instance.model).tidy(time.monotonic())
+        stub: StubHandle = instance.state
+        stub.tidy()
+        if stub.is_worn:
+            instance.report_worn(stub.given_bytes)
+
+    @staticmethod
+    def memory_of(model: Model) -> CallerMemory:
+        """Return the memory in which callers write arrays for this model in place."""
+        state: _ModelState = model.state
+        return state.caller_memory
+
+    def _new_stub(
+        self,
+        model: Model,
+        name: str,
+        gpus: tuple[int, ...],
+        deadline: float | None,
+        make: MakeStub = StubHandle,
+    ) -> StubHandle:
+        template: Template | None = model.state.template
+        if template is not None:
+            forked = template.fork(
+                name,
+                deadline,
+                lambda stub: make(self._stubs, model, name, stub.plan_of_a_fork(), stub.fork),
+            )
+            if forked is not None:
+                return forked
+        return make(self._stubs, model, name, self._plan(model, name, gpus))
+
+    def _plan(
+        self, model: Model, name: str, gpus: tuple[int, ...], *, forks: bool = False
+    ) -> IsolationPlan:
+        environment: Environment = model.state.environment
+        try:
+            plan = plan_for(
+                model, environment, self._folder, gpus=gpus, forks=forks, leading=self._leading
+            )
+        except OSError as error:
+            raise LoadFailed(
+                f"there is no scratch folder for '{name}': {error}", stage="start"
+            ) from error
+        state: _ModelState = model.state
+        names = unseen(os.environ, plan.environment)
+        if names and plan.policy.is_contained and not state.is_environment_told:
+            state.is_environment_told = True
+            _log.info(_UNSEEN, model.name, names)
+        return plan
+
+    def _start(
+        self, model: Model, instance: str, kind: str, device_id: int, mode: str
+    ) -> dict[str, Any]:
+        log = self._stubs.log
+        return start_of(
+            model,
+            instance,
+            kind,
+            device_id,
+            mode,
+            backend_dir=self._folder,
+            log=log,
+            is_shared=self._stubs.sharing.is_there,
+        )
+
+
+def _object(text: str, model: str) -> dict[str, Any]:
+    """Parse the JSON object that a stub sent. Raises `LoadFailed`."""
+    subject = f"the completed configuration of model '{model}'"
+    try:
+        completed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LoadFailed(f"{subject} is no JSON: {error}", stage="auto_complete_config") from error
+    if not isinstance(completed, dict):
+        raise LoadFailed(f"{subject} is no JSON object", stage="auto_complete_config")
+    return completed
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s

@@ -1,0 +1,531 @@
+"""The models and backends of one runtime, by name: load, replace, unload, find, close.
+
+Theory of operation.
+
+*One at a time for each name.* A thread that loads or unloads a model holds its model lock, for as long as that takes
+(`ModelLocks`). Model locks are entries in a set, guarded by the registry's `_lock`, and not threading locks: one thread may
+acquire a model lock for another thread that does the work, and `find` can tell that a model is just loading. A model can
+ask for the load of another one and waits for it in its stub. If the second one is about to be unloaded, or replaced, and
+that waits for the first, both would wait for ever. So each wait of a model is noted, and a wait that closes a circle is
+refused.
+
+*Who finds what.* `_models` and `_latest` change under `_lock`, together. `find` reads them without it, as it is part of every
+request and one look into a dict is atomic. A model is taken out of both before it is unloaded, so new requests do not find
+it. Callers that found it just before may still submit: a model that was replaced takes requests for another second, and one
+that is being unloaded refuses them in its scheduler.
+
+*Replacing.* The new versions load while the old ones serve. When all are ready, the table changes, and a thread unloads the
+old ones (`_retire`). Without a thread, when the program is on its way out, the thread that loads does so itself.
+
+*Unloads that nobody waits for.* `begin_unload` takes the model out of the table and acquires its model lock in one hold of
+`_lock`, and leaves the rest to a thread. If another thread holds the model lock, the new one waits for it, and `_leaving` keeps
+a second thread from being started. If no thread can be started, the model goes back into the table.
+
+*Order of closing.* From `_closed` on no load begins. Loads that are on their way are waited for. Those that models asked
+for are given up, as the models that wait for them are to be unloaded. Then all models are unloaded in parallel, replaced
+ones are waited for, the backends are finalized, and at last the threads and the reactor end. A second `close` waits for the
+first. A finalizer must not wait and not take a lock, so `close_soon` hands the work to the reactor, and that to a thread.
+
+*Fork.* In a fork of the process, locks may be held for ever, by threads that do not exist there. `disown` replaces them, and
+forgets the models: their stubs belong to the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import LoadFailed, ModelNotFound, ModelUnavailable, RuntimeClosed
+from moonpool.runtime.hosting.backends import BackendDirectory, Backends
+from moonpool.runtime.hosting.collect import instance_families, model_families
+from moonpool.runtime.hosting.hosted_model import HostedModel
+from moonpool.runtime.hosting.model_control import ModelControl
+from moonpool.runtime.hosting.model_statuses import ModelStatus, ModelStatuses
+from moonpool.runtime.hosting.python_backend import PythonBackend
+from moonpool.runtime.model.backend import Backend, Model
+from moonpool.runtime.observe.exposition import ExposedFamily
+from moonpool.runtime.observe.log_settings import LogSettings
+from moonpool.runtime.observe.metrics_options import MetricsOptions
+from moonpool.runtime.process.parallel import in_parallel
+from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.repository.loading import HostingRules, PreparedModel, Wanted, prepare
+from moonpool.runtime.repository.repository import ModelRepositories
+from moonpool.runtime.stubs.handle import Stubs, StubSharing
+
+_log = logging.getLogger("moonpool")
+# The time for which a model that was replaced still takes requests.
+_GRACE_S = 1.0
+# The time between two looks of a closing runtime for loads that have begun meanwhile.
+_STILL_S = 0.2
+
+
+class ModelLocks:
+    """The model locks of a registry: `names` has the models that are being loaded or unloaded.
+
+    `names`, `acquire` and `release` need the lock of `changed`, which is notified when a model lock is free.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self.names: set[str] = set()
+        # (model that waits in its stub, model that it waits for)
+        self._asks: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def hold(self, name: str, asker: str | None = None) -> Iterator[None]:
+        """Hold the lock of a model; waits until it is free.
+
+        `asker` is the model that waits for this. Raises `ModelUnavailable` if it would wait for itself.
+        """
+        with self._changed:
+            if asker is not None:
+                self._check_no_circle(name, asker)
+                self._asks.append((asker, name))
+            self._changed.wait_for(lambda: name not in self.names)
+            self.acquire(name)
+        try:
+            yield
+        finally:
+            with self._changed:
+                if asker is not None:
+                    self._asks.remove((asker, name))
+                self.release(name)
+
+    def acquire(self, name: str) -> None:
+        """Acquire the lock of a model, which must be free."""
+        self.names.add(name)
+
+    def release(self, name: str) -> None:
+        """Release the lock of a model."""
+        self.names.discard(name)
+        self._changed.notify_all()
+
+    def _check_no_circle(self, name: str, asker: str) -> None:
+        reached, found = {name}, True
+        while found:
+            more = {to for waiting, to in self._asks if waiting in reached} - reached
+            reached |= more
+            found = bool(more)
+        if name in self.names and asker in reached:
+            raise ModelUnavailable(
+                f"model '{name}' is loading or unloading, and that waits for model '{asker}', "
+                "which asked for this"
+            )
+
+
+class LoadedVersions:
+    """The versions of a loaded model, by number, and the status of their load. Never changes."""
+
+    def __init__(
+        self, versions: Sequence[HostedModel], prepared: PreparedModel, status: ModelStatus
+    ) -> None:
+        self.versions = {hosted.model.version: hosted for hosted in versions}
+        self.latest = versions[-1]
+        self.status = status
+        self._prepared = prepared
+
+    def is_what(self, prepared: PreparedModel, *, at_least_once: bool) -> bool:
+        """Return True if these versions are what was prepared, and serve now, or did `at_least_once`."""
+        return self._prepared.stamp == prepared.stamp and (
+            at_least_once
+            or all(hosted.why_not_serving() is None for hosted in self.versions.values())
+        )
+
+    def unload(self, drain_timeout_s: float) -> None:
+        """Drain and finalize all versions, and delete what was prepared for them."""
+        for hosted in self.versions.values():
+            hosted.unload(drain_timeout_s)
+        self._prepared.discard()
+
+
+class ModelRegistry:
+    """Loads, finds and unloads models, one load or unload at a time for each name. Thread-safe."""
+
+    def __init__(
+        self,
+        repositories: ModelRepositories | None,
+        backends: Iterable[Backend],
+        python_based: BackendDirectory,
+        drain_timeout_s: float,
+        verbose: bool,
+        listener: Callable[[str, str, str], object] | None,
+        metrics: MetricsOptions | None = None,
+        sharing: StubSharing | None = None,
+    ) -> None:
+        self.repositories = repositories
+        # The time that a model which is to be unloaded has to finish its requests.
+        self.drain_timeout_s = drain_timeout_s
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._models: dict[str, LoadedVersions] = {}
+        self._latest: dict[str, HostedModel] = {}
+        self._statuses = ModelStatuses()
+        self._locks = ModelLocks(self._changed)
+        # Models that a thread will unload as soon as it gets their model locks.
+        self._leaving: set[str] = set()
+        # The number of replaced models that are not unloaded yet.
+        self._retiring = 0
+        # Versions that load now, each with the name of the model that asked for it, if one did.
+        self._loading: list[tuple[HostedModel, str | None]] = []
+        # False if neither models nor clients of a server may load and unload.
+        self.is_controllable = True
+        self.rules = HostingRules()
+        # The options that the program gave in loads, by model. They hold for all later loads of that name, also by clients.
+        self._said: dict[str, Mapping[str, str]] = {}
+        self._closed = False
+        self._closing, self._ended = threading.Event(), threading.Event()
+        self._disowned = False
+        self.metrics_options = metrics or MetricsOptions()
+        self._reactor = Reactor()
+        self._executor = ThreadPoolExecutor(32, "moonpool-execute")
+        log = LogSettings(log_verbose_level=int(verbose))
+        stubs = self.stubs = Stubs(self._reactor, log, partial(ModelControl, self), sharing)
+        self.errors = stubs.errors
+        self.backends = Backends(
+            backends, python_based, lambda name, folder: PythonBackend(stubs, name, folder)
+        )
+
+    # Load
+
+    def load(self, wanted: Wanted, asker: str | None = None, *, again: bool = True) -> None:
+        """Load a model, or replace a loaded one. Does nothing if what is wanted is loaded already.
+
+        A model that is replaced serves until the new one is ready; then it finishes its requests in the background.
+        `asker` is the model whose stub waits for this. Without `again`, a model that failed before is not tried a
+        second time until it changes. Raises what `prepare` raises, `LoadFailed` and other errors of the load,
+        `ModelUnavailable` if this load would wait for itself, `RuntimeClosed`.
+        """
+        name = wanted.name
+        with self._locks.hold(name, asker), self.errors.noting(name):
+            self._check_open()
+            status = ModelStatus()
+            try:
+                replaced = self._replace(wanted, asker, status, again=again)
+            except MoonpoolError as error:
+                status.failure = error
+                self._statuses.note(name, status)
+                raise
+        if replaced is not None:
+            self._retire(name, replaced)
+
+    def _replace(
+        self, wanted: Wanted, asker: str | None, status: ModelStatus, *, again: bool
+    ) -> LoadedVersions | None:
+        """Load what is wanted, unless it is loaded. Returns what it replaced, if anything."""
+        name = wanted.name
+        if wanted.said is not None:
+            self._said[name] = wanted.said
+        wanted = dataclasses.replace(wanted, said=self._said.get(name))
+        prepared = prepare(wanted, self.repositories, self.backends.locate, self.rules)
+        status.stamp = prepared.stamp
+        before = self._models.get(name)
+        if (before is not None and before.is_what(prepared, at_least_once=not again)) or (
+            not again and self._statuses.failed(name, prepared.stamp)
+        ):
+            prepared.discard()
+            return None
+        self._statuses.note(name, status)
+        try:
+            versions = self._load_versions(prepared.models, asker, status)
+        except BaseException:
+            prepared.discard()
+            raise
+        loaded = LoadedVersions(versions, prepared, status)
+        with self._lock:
+            self._put(name, loaded)
+        return before
+
+    def _retire(self, name: str, replaced: LoadedVersions) -> None:
+        """Unload versions that were replaced, in the background."""
+
+        def act() -> None:
+            # Callers that found the model a moment ago may have yet to send their requests.
+            self._closing.wait(_GRACE_S)
+            try:
+                replaced.unload(self.drain_timeout_s)
+            finally:
+                with self._lock:
+                    self._retiring -= 1
+                    self._changed.notify_all()
+
+        with self._lock:
+            self._retiring += 1
+        _apart(act, f"moonpool-retire-{name}")
+
+    def _load_versions(
+        self, models: Sequence[Model], asker: str | None, status: ModelStatus
+    ) -> list[HostedModel]:
+        loaded: list[HostedModel] = []
+        try:
+            for model in models:
+                backend = self.backends.of(model.config)
+                self.backends.initialize(backend)
+                hosted = HostedModel(
+                    backend,
+                    model,
+                    self.stubs,
+                    self._executor,
+                    self._tell,
+                    self.metrics_options,
+                    goes_on=self._is_beyond_control,
+                )
+                loading = (hosted, asker)
+                self._loading.append(loading)
+                version = status.add(hosted)
+                try:
+                    hosted.load()
+                except MoonpoolError as error:
+                    version.failure = error
+                    raise
+                finally:
+                    self._loading.remove(loading)
+                loaded.append(hosted)
+        except BaseException as error:
+            if isinstance(error, LoadFailed):
+                error.version = model.version
+            for hosted in loaded:
+                hosted.unload(0.0)
+            raise
+        return loaded
+
+    def give_up_loading(self) -> None:
+        """Let the loads that are on their way fail soon. For a thread that waits for them and was interrupted."""
+        for hosted, _ in list(self._loading):
+            hosted.give_up_loading()
+
+    def _wait_until_still(self) -> None:
+        """Wait until nothing is loaded or unloaded any more. Loads that models asked for are given up."""
+        is_still = False
+        while not is_still:
+            for hosted, asker in list(self._loading):
+                if asker is not None:
+                    hosted.give_up_loading()
+            with self._lock:
+                is_still = self._changed.wait_for(lambda: not self._locks.names, _STILL_S)
+
+    def _tell(self, subject: str, state: str, because: str) -> None:
+        _log.debug("%s is %s: %s", subject, state, because)
+        if self._listener is not None:
+            try:
+                self._listener(subject, state, because)
+            except Exception:
+                _log.exception("the listener failed")
+
+    # Unload
+
+    def unload(self, name: str) -> None:
+        """Drain and finalize all versions. Raises `ModelNotFound`."""
+        with self._locks.hold(name):
+            with self._lock:
+                loaded = self._take(name)
+            if loaded is None:
+                raise ModelNotFound(f"model '{name}' is not loaded")
+            loaded.unload(self.drain_timeout_s)
+
+    def begin_unload(self, name: str) -> None:
+        """Unload a model in the background. From now on nobody finds it.
+
+        A model that is just being loaded is unloaded after that. Nothing happens if there is no such model.
+        """
+        with self._lock:
+            if name in self._leaving:
+                return
+            if name in self._locks.names:
+                if self._start(name, lambda: self._unload_if_there(name)):
+                    self._leaving.add(name)
+                return
+            loaded = self._take(name)
+            if loaded is None:
+                return
+            taken = loaded
+            self._locks.acquire(name)
+            if not self._start(name, lambda: self._finish(name, taken)):
+                self._put(name, taken)
+                self._locks.release(name)
+
+    def _put(self, name: str, loaded: LoadedVersions) -> None:
+        """Put a model into the table, so that requests find it. Needs the lock."""
+        self._models[name] = loaded
+        self._latest[name] = loaded.latest
+        self.stubs.sharing.serve(name, [hosted.model for hosted in loaded.versions.values()])
+
+    def _take(self, name: str) -> LoadedVersions | None:
+        """Take a model out of the table, to unload it, and forget that a load of it failed. Needs the lock."""
+        self._leaving.discard(name)
+        self._latest.pop(name, None)
+        loaded = self._models.pop(name, None)
+        self.stubs.sharing.serve(name, ())
+        if loaded is None:
+            self._statuses.give_up(name)
+        else:
+            self._statuses.note(name, loaded.status)
+        return loaded
+
+    def _finish(self, name: str, loaded: LoadedVersions) -> None:
+        try:
+            loaded.unload(self.drain_timeout_s)
+        finally:
+            with self._lock:
+                self._locks.release(name)
+
+    @staticmethod
+    def _start(name: str, act: Callable[[], None]) -> bool:
+        """Act on a new thread. Returns False if the machine has none to spare, or the program ends."""
+        try:
+            threading.Thread(target=act, name=f"moonpool-{name}").start()
+        except RuntimeError:
+            return False
+        return True
+
+    # Look
+
+    def names(self) -> dict[str, list[int]]:
+        """Return the names of the loaded models, each with its versions."""
+        with self._lock:
+            return {name: sorted(loaded.versions) for name, loaded in self._models.items()}
+
+    def versions(self, name: str) -> dict[int, HostedModel]:
+        """Return the versions of a model, ascending; none if it is not loaded."""
+        loaded = self._models.get(name)
+        return {} if loaded is None else dict(sorted(loaded.versions.items()))
+
+    def check_controllable(self) -> None:
+        """Raise `ModelUnavailable` if neither models nor clients may load and unload."""
+        if not self.is_controllable:
+            raise ModelUnavailable(
+                "explicit model load / unload is not allowed if polling is enabled"
+            )
+
+    def _is_beyond_control(self) -> bool:
+        """Return True if neither clients nor models may load a model."""
+        return not self.is_controllable
+
+    def statuses(self) -> dict[str, ModelStatus]:
+        """Return the status of every model that was to be loaded, by name."""
+        with self._lock:
+            loaded = {name: loaded.status for name, loaded in self._models.items()}
+            return {**self._statuses.all(), **loaded}
+
+    def find(self, name: str, version: int | None = None) -> HostedModel:
+        """Return a model version, the latest by default. Raises `ModelNotFound`, `ModelUnavailable`."""
+        hosted = self._latest.get(name)
+        if hosted is not None and (version is None or hosted.model.version == version):
+            return hosted
+        loaded = self._models.get(name)
+        if loaded is not None and version in loaded.versions:
+            return loaded.versions[version]
+        self._check_open()
+        if loaded is not None:
+            raise ModelNotFound(
+                f"Request for unknown model: '{name}' version {version} is not found"
+            )
+        if name in self._locks.names:
+            raise ModelUnavailable(f"Request for model '{name}' which is loading or unloading")
+        why = "has no available versions" if self._statuses.has_versions(name) else "is not found"
+        raise ModelNotFound(f"Request for unknown model: '{name}' {why}")
+
+    def served(self) -> list[HostedModel]:
+        """Return all versions of all loaded models."""
+        with self._lock:
+            return [h for loaded in self._models.values() for h in loaded.versions.values()]
+
+    def take_in_counts(self) -> None:
+        """Add the counts of other processes, which send batches to stubs themselves, to the statistics of models."""
+        sharing = self.stubs.sharing
+        if sharing.is_there:
+            sharing.catch_up({hosted.model: hosted.scheduler for hosted in self.served()}.get)
+
+    def metric_families(self) -> list[ExposedFamily]:
+        """Return the metrics of all models, and those that the models made."""
+        self._check_open()
+        self.stubs.catch_up()
+        # The reactor reads the counts of other processes, so it cannot wait for them.
+        if not self._reactor.is_here:
+            self.take_in_counts()
+        served, own = self.served(), self.stubs.metrics.families()
+        return [*model_families(served, self.metrics_options), *instance_families(served), *own]
+
+    # End
+
+    def close(self) -> None:
+        """Unload all models, also those that are being loaded, and finalize the backends.
+
+        A second call returns when the first one is done.
+        """
+        if self._disowned:
+            return
+        with self._lock:
+            first = not self._closed
+            self._closed = True
+        if not first:
+            self._ended.wait()
+            return
+        self._closing.set()
+        try:
+            self._wait_until_still()
+            names = list(self._models)
+            try:
+                in_parallel(self._unload_if_there, names, "moonpool-unload")
+            finally:
+                self._finalize_all()
+        finally:
+            # Also if a signal handler raised: a second `close` must not wait for ever.
+            self._ended.set()
+
+    def close_soon(self) -> None:
+        """Close on a new thread. For a finalizer, which must not wait and not take a lock."""
+        if not self._closed:
+            self._reactor.call_soon(self._close_apart)
+
+    def _close_apart(self) -> None:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # no thread can be started: the program ends, and closes all
+            threading.Thread(target=self.close, name="moonpool-close").start()
+
+    def _finalize_all(self) -> None:
+        with self._lock:
+            self._changed.wait_for(lambda: not self._locks.names and not self._retiring)
+        self.backends.finalize_all()
+        self._executor.shutdown()
+        self._reactor.close()
+
+    def _unload_if_there(self, name: str) -> None:
+        with contextlib.suppress(ModelNotFound):  # another thread unloads it
+            self.unload(name)
+
+    def disown(self) -> None:
+        """Forget the models, in a fork of the process that they belong to."""
+        # The locks may have been held at the moment of the fork, by threads that do not exist here.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._closed = True
+        self._models, self._latest, self._locks = {}, {}, ModelLocks(self._changed)
+        self._disowned = True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            if self._disowned:
+                raise RuntimeClosed(
+                    "the runtime belongs to the process that made it, not its forks"
+                )
+            raise RuntimeClosed("the runtime was closed; make another")
+
+
+def _apart(act: Callable[[], None], name: str) -> None:
+    """Act on a new thread, or on this one if the program is on its way out and none can be started."""
+    try:
+        threading.Thread(target=act, name=name).start()
+    except RuntimeError:
+        act()

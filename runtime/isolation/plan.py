@@ -1,0 +1,225 @@
+"""Plans the process of an instance: interpreter, variables, folder, user and policy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from moonpool.ipc.policy import FIRST_SHARED_USER, Policy, is_contained
+from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.isolation import environment_variables, scratch, users
+from moonpool.runtime.isolation.gpu_access import access_to
+from moonpool.runtime.isolation.paths import check_granted, keep_bytecode, needed_paths
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.options import USUAL_WEIGHT, ModelOptions
+from moonpool.runtime.model.confinement import Confinement
+from moonpool.runtime.process.child import StubProcess
+from moonpool.runtime.repository.environment import Environment
+from moonpool.runtime.repository.grants import check_stays_inside, granted
+
+# The ratio by which the kernel weighs a step of `nice`.
+_NICE_RATIO = 1.25
+
+
+@dataclass(frozen=True)
+class IsolationPlan:
+    """The plan for one process. Holds a user and a folder until `release`."""
+
+    policy: Policy
+    python: str
+    environment: dict[str, str]
+    # The working directory.
+    folder: str
+    granted: tuple[str, ...]
+    # The GPUs that it sees, by their numbers in the runtime; None for all, with the same numbers.
+    gpus: tuple[int, ...] | None = None
+    # True if the interpreter is the model's, and may be hostile.
+    is_foreign: bool = False
+    # The number of processes that share the limits: a template and the instances that are forked from it.
+    processes: int = 1
+    # The confinement of the template from which this process is forked. They have the same user and folder.
+    template: Confinement | None = None
+    # Releases the user and the folder.
+    held: ExitStack = field(default_factory=ExitStack)
+
+    def spawn(
+        self, name: str, work_fd: int, control_fd: int, calls_fd: int, output_fd: int
+    ) -> StubProcess:
+        """Start the process of the stub `name`, with these descriptors. Raises OSError."""
+        return StubProcess(
+            name,
+            self.python,
+            work_fd=work_fd,
+            control_fd=control_fd,
+            calls_fd=calls_fd,
+            output_fd=output_fd,
+            environment=self.environment,
+            folder=self.folder,
+            is_foreign=self.is_foreign,
+            is_in_tree=self.policy.may_start_processes,
+            # If instances share the user, the end of one must not end all processes of the user.
+            user=None if self.shares_user else self.policy.user,
+        )
+
+    @property
+    def shares_user(self) -> bool:
+        """True if other instances may run as the same user."""
+        return self.policy.user is not None and self.policy.user >= FIRST_SHARED_USER
+
+    def for_a_fork(self, model: Model, template: Confinement) -> IsolationPlan:
+        """Return the plan for a fork of this plan's process, which has the confinement `template`."""
+        policy = self.policy.changed(forks=False, limits=_limits(model))
+        return replace(self, policy=policy, processes=1, template=template, held=ExitStack())
+
+    def number_of(self, gpu: int) -> int:
+        """Return the number by which the process knows a GPU."""
+        return self.gpus.index(gpu) if self.gpus else gpu
+
+    def release(self) -> None:
+        """Release user and folder after the process has ended. May be called many times; only the first call has an effect."""
+        self.held.close()
+
+
+def plan_for(
+    model: Model,
+    environment: Environment,
+    folder: str,
+    *,
+    gpus: tuple[int, ...] = (),
+    forks: bool = False,
+    leading: Sequence[str] = environment_variables.OF_THE_INTERPRETER,
+) -> IsolationPlan:
+    """Return the plan for another process of a model. `folder` is its backend's, "" for none.
+
+    `gpus` are those that it will use. With `forks`, it is a template, from which all instances are forked. `leading` has the meaning that it
+    has in `environment_variables.inherited`. Raises OSError, `LoadFailed`.
+    """
+    options = model.options
+    processes = 1 + _forked(model) if forks else 1
+    variables = _variables(options, environment, leading)
+    common = Policy(
+        level=options.sandbox,
+        limits=_limits(model, processes),
+        cpus=options.cpus,
+        nice=_nice(options.cpu_weight),
+        forks=forks,
+    )
+    if not common.is_contained:
+        return IsolationPlan(common, str(environment.python), variables, os.getcwd(), ())
+    keep_bytecode()  # before the check, as it may make a folder that was granted
+    _check_paths(model)
+    access = access_to(gpus)
+    read = needed_paths(model.source, environment, variables, folder)
+    shared = users.of_folders(path for path, writes in options.sandbox_paths if writes)
+    user, own_folder, held = _take(shared)
+    policy = common.changed(
+        user=user,
+        # The kernel counts the tasks of a user.
+        limits=_limits(model, processes if shared is None else processes + _forked(model)),
+        devices=access.devices,
+        read=read,
+        granted=options.sandbox_paths,
+        scratch=own_folder,
+        scratch_bytes=options.scratch_bytes,
+        ports=options.sandbox_ports,
+        syscalls=options.sandbox_syscalls,
+    )
+    variables |= {"HOME": own_folder, "TMPDIR": own_folder}
+    if gpus:
+        # CUDA keeps the code that it compiles where other instances do not find it.
+        cache = f"{own_folder}/cuda"
+        variables |= {"CUDA_VISIBLE_DEVICES": access.visible, "CUDA_CACHE_PATH": cache}
+    return IsolationPlan(
+        policy,
+        str(environment.python),
+        variables,
+        own_folder,
+        granted(options, gpus),
+        gpus,
+        is_foreign=environment.root is not None,
+        processes=processes,
+        held=held,
+    )
+
+
+def _check_paths(model: Model) -> None:
+    """Check the paths at each start, since the files may have changed after the load. Raises `LoadFailed`."""
+    check_stays_inside(model)
+    check_granted(model.options.sandbox_paths)
+
+
+def _variables(
+    options: ModelOptions, environment: Environment, leading: Sequence[str]
+) -> dict[str, str]:
+    return environment_variables.inherited(
+        os.environ,
+        sandbox=options.sandbox,
+        allowed=options.environment,
+        own=environment.variables,
+        leading=leading,
+        threads=options.threads,
+    )
+
+
+def _take(shared: int | None) -> tuple[int | None, str, ExitStack]:
+    """Take a user, if there is one, and make its folder; return both, and a stack that gives them back. Raises OSError.
+
+    If instances share a user, it is `shared`.
+    """
+    with ExitStack() as held:
+        user = shared
+        if user is None:
+            user = users.take()
+            held.callback(users.give_back, user)
+        folder = scratch.make(user)
+        held.callback(scratch.remove, folder)
+        return user, folder, held.pop_all()
+
+
+def _forked(model: Model) -> int:
+    """Return the number of instances that a template has."""
+    return sum(group.count * max(1, len(group.gpus)) for group in model.config.instance_groups)
+
+
+def _limits(model: Model, processes: int = 1) -> dict[str, int]:
+    """Return the limits of so many processes of one user, whose tasks the kernel counts together."""
+    options = model.options
+    tasks = options.task_limit
+    # A GPU's driver reserves more addresses than any machine has memory.
+    limits = {
+        "data_bytes" if model.config.uses_gpu else "memory_bytes": options.memory_limit_bytes,
+        "tasks": None if tasks is None else tasks * processes,
+        "open_files": options.open_files,
+        "file_bytes": options.scratch_bytes if is_contained(options.sandbox) else None,
+    }
+    return {name: value for name, value in limits.items() if value is not None}
+
+
+def _nice(weight: int) -> int:
+    """Return the niceness that gives a process the share of this weight beside one of the usual weight."""
+    return max(-20, min(19, -round(math.log(weight / USUAL_WEIGHT, _NICE_RATIO))))
+
+
+def check_processors(cpus: Sequence[int]) -> None:
+    """Raise `LoadFailed` for a processor on which this process may not run. The kernel would leave it out without an error."""
+    allowed = os.sched_getaffinity(0)
+    if refused := sorted(set(cpus) - allowed):
+        raise LoadFailed(
+            f"MOONPOOL_CPUS names {_listed(refused)}, on which this runtime may not run; it may run on "
+            f"{_listed(sorted(allowed))}",
+            stage="start",
+        )
+
+
+def _listed(cpus: Sequence[int]) -> str:
+    """Return processors as text, such as `0-3, 5`."""
+    ranges: list[list[int]] = []
+    for cpu in cpus:
+        if ranges and ranges[-1][-1] == cpu - 1:
+            ranges[-1][1:] = [cpu]
+        else:
+            ranges.append([cpu])
+    return ", ".join("-".join(map(str, each)) for each in ranges)

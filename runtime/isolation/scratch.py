@@ -1,0 +1,103 @@
+"""Makes, measures and removes the folders in which contained models may write, one for each process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from moonpool.runtime.isolation import users
+
+_log = logging.getLogger("moonpool")
+_PREFIX = "moonpool-scratch-"
+_BLOCK_BYTES = 512
+# Even an empty file takes some of the kernel's memory.
+_FILE_BYTES = 1024
+
+
+def make(user: int | None) -> str:
+    """Make an empty folder for `user`, None for this process's user, and return its path. Raises OSError.
+
+    The first call removes folders of runtimes that were killed.
+    """
+    _remove_leftovers(Path(tempfile.gettempdir()))
+    folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    if user is not None:
+        os.chown(folder, user, user)
+    return folder
+
+
+def remove(folder: str) -> None:
+    """Remove a folder and all in it, whatever the modes and however deep. Follows no link.
+
+    Its processes have ended. May be called many times.
+    """
+    try:
+        while folders := _emptied(folder):
+            # Deep folders are moved up, so that no path is too long.
+            for each in folders:
+                for below in _emptied(each):
+                    os.chmod(below, 0o700)
+                    os.rename(below, f"{folder}/{secrets.token_hex(16)}")
+                os.rmdir(each)
+        os.rmdir(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _log.warning("the scratch folder %s stays: %s", folder, error)
+
+
+def _emptied(folder: str) -> list[str]:
+    """Remove the files of a folder, and return its folders."""
+    os.chmod(folder, 0o700)
+    with os.scandir(folder) as entries:
+        found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for path, is_folder in found:
+        if not is_folder:
+            os.unlink(path)
+    return [path for path, is_folder in found if is_folder]
+
+
+@functools.cache
+def _remove_leftovers(place: Path) -> None:
+    for folder in place.glob(f"{_PREFIX}*-*"):
+        pid = folder.name[len(_PREFIX) :].split("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and _is_ours(folder):
+            remove(str(folder))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return True if a runtime made the folder. Other users may give such a name to a folder of theirs, or to a link."""
+    with contextlib.suppress(OSError):
+        status = folder.lstat()
+        is_given = os.geteuid() == 0 and users.FIRST <= status.st_uid <= users.LAST
+        return stat.S_ISDIR(status.st_mode) and (is_given or status.st_uid == os.geteuid())
+    return False
+
+
+def size_of_folder(path: str, enough_bytes: int) -> int:
+    """Return the bytes that the files in a folder take, or a little more than `enough_bytes`. Follows no link.
+
+    A folder that cannot be listed, because of its mode or the length of its path, counts as more than enough.
+    """
+    size_bytes, folders = 0, [path]
+    while folders and size_bytes <= enough_bytes:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    size_bytes += status.st_blocks * _BLOCK_BYTES + _FILE_BYTES
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    if size_bytes > enough_bytes:
+                        break
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # the folder was removed meanwhile
+        except OSError:
+            return enough_bytes + 1
+    return size_bytes

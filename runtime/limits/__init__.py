@@ -1,1 +1,0 @@
-"""What bounds an instance from outside, while it runs: groups of the kernel, a watcher, a new start."""

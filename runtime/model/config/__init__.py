@@ -1,0 +1,1 @@
+"""Reads, completes and checks the configuration of a model."""

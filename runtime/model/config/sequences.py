@@ -1,0 +1,165 @@
+"""Checks the sequence batcher of a configuration. Error texts are Triton's where Triton has some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.runtime.model.config.schema import Raw
+from moonpool.runtime.model.config.source import Source
+
+_CHOICES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
+_ID_DATATYPES = ("UINT64", "INT64", "UINT32", "INT32", "STRING")
+_ONE_OF_CHOICES = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
+_PATH = "sequence_batching"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceControl:
+    """An input that gives the model the place of a request in its sequence: START, END, READY or CORRID.
+
+    `values` are the numbers for false and for true. CORRID has none.
+    """
+
+    name: str
+    kind: str
+    datatype: str
+    values: tuple[float, float] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatching:
+    """Keeps the requests of a sequence together on one instance.
+
+    `slots` is the number of sequences that an instance has at a time. Direct: a slot is a place in the batch.
+    Otherwise batches are formed, as by `DynamicBatching`, of the oldest requests of these sequences.
+    """
+
+    is_direct: bool = True
+    slots: int = 1
+    max_idle_us: int = 1_000_000
+    max_queue_delay_us: int = 0
+    minimum_slot_utilization: float = 0.0
+    preferred_batch_sizes: tuple[int, ...] = ()
+    preserve_ordering: bool = False
+    is_iterative: bool = False
+    controls: tuple[SequenceControl, ...] = ()
+    # The inputs for states that a server keeps, if it keeps them.
+    states: tuple[str, ...] = ()
+
+
+def sequence_batching(
+    raw: Raw, source: Source, *, partial: bool = False, has_states: bool = False
+) -> SequenceBatching | None:
+    """Read and check the sequence batcher, None if there is none. A partial configuration may lack the maximum batch size.
+
+    `has_states` is as in `ModelConfig.from_dict`. Raises ConfigError.
+    """
+    batching = raw.get("sequence_batching")
+    if batching is None:
+        return None
+    _check_numbers(batching, raw, source, partial=partial)
+    if batching["state"] and not has_states:
+        what = (
+            "states that the server keeps are not offered to Python models; keep the state in the "
+            f"model, by correlation id, for {raw['name']}"
+        )
+        raise source.error(f"{_PATH}.state[0]", what)
+    direct, oldest = batching.get("direct", {}), batching.get("oldest")
+    rows = max(1, raw["max_batch_size"])
+    chosen = direct if oldest is None else oldest
+    return SequenceBatching(
+        is_direct=oldest is None,
+        slots=rows if oldest is None else oldest["max_candidate_sequences"] or rows,
+        max_idle_us=batching["max_sequence_idle_microseconds"],
+        max_queue_delay_us=chosen.get("max_queue_delay_microseconds", 0),
+        minimum_slot_utilization=direct.get("minimum_slot_utilization", 0.0),
+        preferred_batch_sizes=tuple(sorted(set(chosen.get("preferred_batch_size", ())))),
+        preserve_ordering=chosen.get("preserve_ordering", False),
+        is_iterative=batching["iterative_sequence"],
+        controls=_controls(batching, raw, source),
+        states=tuple(state["input_name"] for state in batching["state"]),
+    )
+
+
+def _check_numbers(batching: Raw, raw: Raw, source: Source, *, partial: bool) -> None:
+    suffix = f" for {raw['name']}"
+    utilization = batching.get("direct", {}).get("minimum_slot_utilization", 0.0)
+    if not 0 <= utilization <= 1:
+        what = f"sequence batching minimum slot utilization must be in range (0.0, 1.0]{suffix}"
+        raise source.error(f"{_PATH}.direct.minimum_slot_utilization", what)
+    oldest = batching.get("oldest")
+    if oldest is None:
+        return
+    if oldest["max_candidate_sequences"] < 0:
+        what = f"sequence batching max candidate sequences must be non-negative{suffix}"
+        raise source.error(f"{_PATH}.oldest.max_candidate_sequences", what)
+    for index, size in enumerate(oldest["preferred_batch_size"]):
+        rule = "positive" if size <= 0 else "<= max batch size"
+        is_small = size <= raw["max_batch_size"] or (partial and not raw["max_batch_size"])
+        if not (size > 0 and is_small):
+            what = f"sequence batching preferred batch size must be {rule}{suffix}"
+            raise source.error(f"{_PATH}.oldest.preferred_batch_size[{index}]", what)
+
+
+def _controls(batching: Raw, raw: Raw, source: Source) -> tuple[SequenceControl, ...]:
+    suffix = f" for {raw['name']}"
+    inputs = {io["name"] for io in raw["input"]}
+    names: set[str] = set()
+    kinds: set[str] = set()
+    controls = []
+    for index, given in enumerate(batching["control_input"]):
+        path, name = f"{_PATH}.control_input[{index}]", given["name"]
+        if not name:
+            what = f"sequence batching control tensor must have a name{suffix}"
+            raise source.error(f"{path}.name", what)
+        if name in inputs:
+            what = f"sequence batching control tensor '{name}' is an input of the model{suffix}"
+            raise source.error(f"{path}.name", what)
+        if name in names or len(given["control"]) > 1:
+            what = (
+                f"sequence batching control tensor '{name}' is specified for multiple control kinds"
+            )
+            raise source.error(f"{path}.control", what + suffix)
+        names.add(name)
+        for control in given["control"]:
+            if control["kind"] in kinds:
+                what = f"sequence batching specifies multiple {control['kind']} tensors{suffix}"
+                raise source.error(f"{path}.control[0].kind", what)
+            kinds.add(control["kind"])
+            controls.append(_control(name, control, suffix, f"{path}.control[0]", source))
+    return tuple(controls)
+
+
+def _control(name: str, control: Raw, suffix: str, path: str, source: Source) -> SequenceControl:
+    kind, where = control["kind"], f" for {control['kind']}{suffix}"
+    given = [choice for choice in _CHOICES if control[choice]]
+    if kind == "CONTROL_SEQUENCE_CORRID":
+        return _id_control(name, control, suffix, path, source)
+    if not given:
+        what = "sequence batching must specify either " + _ONE_OF_CHOICES.format("or")
+        raise source.error(path, what + where)
+    if len(given) > 1:
+        what = "sequence batching specifies more than one from " + _ONE_OF_CHOICES.format("and")
+        raise source.error(f"{path}.{given[1]}", what + where)
+    values = control[given[0]]
+    if len(values) != 2:
+        what = f"sequence batching control '{given[0]}' must have exactly 2 entries{where}"
+        raise source.error(f"{path}.{given[0]}", what)
+    short = kind.removeprefix("CONTROL_SEQUENCE_")
+    return SequenceControl(name, short, _CHOICES[given[0]], (values[0], values[1]))
+
+
+def _id_control(name: str, control: Raw, suffix: str, path: str, source: Source) -> SequenceControl:
+    datatype = control["data_type"].removeprefix("TYPE_")
+    if datatype not in _ID_DATATYPES:
+        *others, last = (f"TYPE_{each}" for each in _ID_DATATYPES)
+        what = (
+            f"unexpected data type for control CONTROL_SEQUENCE_CORRID{suffix}. Allowed data types "
+            f"are {', '.join(others)} and {last}"
+        )
+        raise source.error(f"{path}.data_type", what)
+    for choice in _CHOICES:
+        if control[choice]:
+            what = "sequence batching must not specify either " + _ONE_OF_CHOICES.format("or")
+            raise source.error(f"{path}.{choice}", f"{what} for CONTROL_SEQUENCE_CORRID{suffix}")
+    return SequenceControl(name, "CORRID", "BYTES" if datatype == "STRING" else datatype)

@@ -1,0 +1,422 @@
+"""The signature of a model: its inputs and outputs. Turns a caller's arrays into a request that fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.ipc.errors import BadTensor
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.tensors import (
+    BF16,
+    BYTES,
+    CODES,
+    DTYPES,
+    ITEMSIZE,
+    MAX_DIMS,
+    NAMES,
+    check_bytes,
+    code_of,
+    encode_bytes,
+)
+from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.model.config.model import ModelConfig, TensorConfig
+from moonpool.runtime.model.details import details_of
+from moonpool.runtime.model.device_intake import DeviceIntake, is_on_device
+from moonpool.runtime.model.request import (
+    Details,
+    InferenceRequest,
+    Parameter,
+    RequestTensor,
+    ResponseAllocator,
+    Shapes,
+    WireTensor,
+)
+from moonpool.runtime.model.reshaping import of_inputs
+
+if TYPE_CHECKING:
+    from moonpool.ipc.cuda.array import DeviceArray
+
+
+_PYTHON_VALUES = (list, tuple, int, float, bool, str, bytes)
+# The kinds of numbers that a Python value may become. V is BF16.
+_BECOMES = {"b": "biufV", "i": "iufV", "u": "iufV", "f": "fV"}
+# No tensor may be larger. The limit of the regions applies, too.
+_MAX_BYTES = 1 << 40
+
+_BATCH_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+    "prepended to each input shape. If you want to specify the full shape including the batch dim "
+    "in your input dims config, try setting max_batch_size to zero. See the model configuration "
+    "docs for more info on max_batch_size."
+)
+
+
+class _Input:
+    """One input of the configuration, prepared for comparison with arrays."""
+
+    __slots__ = ("code", "dims", "dtype", "index", "is_fixed", "name", "optional")
+
+    def __init__(self, index: int, tensor: TensorConfig) -> None:
+        self.index = index
+        self.name = tensor.name
+        self.code = CODES[tensor.datatype]
+        # Most arrays have this very object as dtype. That of BF16 is not looked up before it is needed.
+        self.dtype = np.dtype(object) if self.code == BYTES else DTYPES.get(self.code)
+        self.dims = tensor.dims
+        self.is_fixed = -1 not in tensor.dims
+        self.optional = tensor.optional
+
+
+class Signature:
+    """Checks requests against a model's configuration. Thread-safe."""
+
+    def __init__(self, config: ModelConfig, intake: DeviceIntake | None = None) -> None:
+        """`intake` is for inputs that lie on devices."""
+        self._model = config.name
+        self._intake = intake or DeviceIntake()
+        self._max_batch_size = config.max_batch_size
+        self._inputs = {t.name: _Input(i, t) for i, t in enumerate(config.inputs)}
+        self._reshaped = of_inputs(config)
+        self._in_order = list(self._inputs.values())
+        self._required = {t.name for t in config.inputs if not t.optional}
+        # A request that names all of these, in this order, is as one that names none.
+        self._all_outputs = [tensor.name for tensor in config.outputs]
+        self._outputs = {tensor.name: i for i, tensor in enumerate(config.outputs)}
+        self._shapes: Memo[tuple[tuple[int, ...] | None, ...], Shapes] = Memo()
+
+    def request(
+        self,
+        inputs: Mapping[str, object],
+        outputs: Sequence[str] | None = None,
+        details: Details | None = None,
+    ) -> InferenceRequest:
+        """Make a request for the scheduler. Raises `InvalidRequest`, with Triton's texts where Triton has some."""
+        if type(inputs) is not dict and not isinstance(inputs, Mapping):
+            raise InvalidRequest(
+                f"the inputs for model '{self._model}' must be a mapping of names to arrays, not "
+                f"{type(inputs).__name__}"
+            )
+        if len(inputs) != len(self._in_order):
+            self._check_count(inputs)
+        arrays: list[NDArray[Any]] = []
+        dims: list[tuple[int, ...] | None] = []
+        has_views = False
+        for spec in self._in_order:
+            array = inputs.get(spec.name)
+            # Most callers give such an array. Any other value is checked more closely and converted.
+            if type(array) is not np.ndarray or array.dtype is not spec.dtype:
+                array = self._array(spec, inputs)
+                if array is None:
+                    dims.append(None)
+                    continue
+                if _is_elsewhere(array):
+                    has_views = True
+                    arrays.append(array)
+                    dims.append(array.shape)
+                    continue
+            if array.base is not None:
+                has_views = True
+            arrays.append(array)
+            dims.append(array.shape)
+        if len(arrays) != len(inputs):
+            self._check_count(inputs)
+        key = tuple(dims)
+        shapes = self._shapes.get(key)
+        if shapes is None:
+            shapes = self._shapes.keep(key, self._check_shapes(key))
+        if not shapes.is_shared:
+            arrays, shapes = self._encoded(arrays, shapes)
+        if outputs is not None and outputs != self._all_outputs:
+            details = self._with_outputs(outputs, details or Details())
+        return InferenceRequest(arrays, shapes, details, has_views=has_views)
+
+    def _check_shapes(self, dims: tuple[tuple[int, ...] | None, ...]) -> Shapes:
+        """Check the shapes of inputs, None for those left out, and return what such requests have in common."""
+        tensors: list[RequestTensor] = []
+        batch_size = 1
+        signature: list[tuple[int, tuple[int, ...]]] = []
+        for spec, shape in zip(self._in_order, dims, strict=True):
+            if shape is None:
+                continue
+            own = shape
+            if self._max_batch_size:
+                rows = self._rows(spec, shape)
+                if tensors and rows != batch_size:
+                    raise InvalidRequest(
+                        f"input '{spec.name}' batch size does not match other inputs for "
+                        f"'{self._model}': {rows} and {batch_size}"
+                    )
+                batch_size = rows
+                own = shape[1:]
+                signature.append((spec.index, own))
+            if own != spec.dims and not self._fits(spec, own):
+                raise self._wrong_shape(spec, shape)
+            size_bytes = prod(shape) * ITEMSIZE[spec.code]
+            reshaping = self._reshaped.get(spec.name)
+            seen = list(shape) if reshaping is None else reshaping.of(shape)
+            tensors.append(RequestTensor(spec.index, spec.code, seen, size_bytes))
+        is_shared = all(tensor.datatype != BYTES for tensor in tensors)
+        return Shapes(
+            tensors,
+            batch_size,
+            tuple(signature) if self._max_batch_size else None,
+            is_shared=is_shared,
+        )
+
+    def _encoded(
+        self, arrays: list[NDArray[Any]], shapes: Shapes
+    ) -> tuple[list[NDArray[Any]], Shapes]:
+        """Return the arrays with strings in their wire form, and shapes with the sizes of these."""
+        tensors = []
+        wire = []
+        for array, tensor in zip(arrays, shapes.tensors, strict=True):
+            if tensor.datatype == BYTES:
+                array = self._strings(array, self._in_order[tensor.number].name)
+                tensor = tensor._replace(size_bytes=array.nbytes)
+            wire.append(array)
+            tensors.append(tensor)
+        return wire, Shapes(tensors, shapes.batch_size, shapes.signature, is_shared=False)
+
+    def _strings(self, array: NDArray[Any] | WireTensor, name: str) -> NDArray[Any]:
+        try:
+            if type(array) is WireTensor:
+                check_bytes(array.raw, array.shape, name)  # type: ignore[arg-type]
+                return array.raw
+            return np.frombuffer(encode_bytes(array, name), np.uint8)  # type: ignore[arg-type]
+        except BadTensor as error:
+            raise InvalidRequest(f"{error} (model '{self._model}')") from error
+
+    def check(self, described: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+        """Raise `InvalidRequest` if inputs of these datatypes (codes) and shapes make no request."""
+        if not described.keys() <= self._inputs.keys() or self._required - described.keys():
+            self._check_count(described)
+        for spec in self._in_order:
+            if spec.name in described:
+                self._check_datatype(spec, described[spec.name][0])
+        for name, (_, shape) in described.items():
+            if -1 in shape:
+                raise InvalidRequest(
+                    f"All input dimensions should be specified for input '{name}' for model "
+                    f"'{self._model}', got {_shown(shape)}"
+                )
+        shapes = [described.get(spec.name) for spec in self._in_order]
+        self._check_shapes(tuple(None if each is None else each[1] for each in shapes))
+
+    def empty_dtype(self, name: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], int]:
+        """Return the dtype and the size in bytes of an input array. Raises `InvalidRequest`."""
+        spec = self._inputs.get(name)
+        if spec is None:
+            raise InvalidRequest(f"unexpected inference input '{name}' for model '{self._model}'")
+        if spec.code == BYTES:
+            raise InvalidRequest(
+                f"input '{name}' of model '{self._model}' is BYTES; strings have no fixed size, so "
+                "they cannot be written in place"
+            )
+        if len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
+            raise InvalidRequest(f"input '{name}' cannot have the shape {list(shape)}")
+        dtype = DTYPES[spec.code]
+        size_bytes = dtype.itemsize
+        for dim in shape:
+            size_bytes *= dim
+        if size_bytes > _MAX_BYTES:
+            raise InvalidRequest(f"input '{name}' of shape {list(shape)} is too large")
+        return dtype, size_bytes
+
+    def _array(self, spec: _Input, inputs: Mapping[str, object]) -> Any:
+        """Return the input as an array of its datatype, perhaps on a device. None for an optional one that is not given."""
+        value = inputs.get(spec.name)
+        if value is None:
+            if spec.name in inputs:
+                raise InvalidRequest(f"input '{spec.name}' for model '{self._model}' is None")
+            if not spec.optional:
+                self._check_count(inputs)
+            return None
+        if type(value) is WireTensor:
+            self._check_datatype(spec, value.datatype)
+            if spec.code == BYTES:
+                return value
+            return value.raw.view(DTYPES[spec.code]).reshape(value.shape)
+        if not isinstance(value, np.ndarray):
+            if is_on_device(value):
+                return self._from_device(spec, value)
+            value = self._from_python(spec, value)
+        try:
+            code = code_of(value.dtype, spec.name)
+        except BadTensor as error:
+            raise InvalidRequest(f"{error} (model '{self._model}')") from error
+        if not (spec.code == BF16 and code == CODES["UINT16"]):
+            self._check_datatype(spec, code)
+        return value
+
+    def _check_datatype(self, spec: _Input, code: int) -> None:
+        if code != spec.code:
+            raise InvalidRequest(
+                f"inference input '{spec.name}' data-type is '{NAMES.get(code, '<invalid>')}', but model "
+                f"'{self._model}' expects '{NAMES[spec.code]}'"
+            )
+
+    def has_to_copy(self, inputs: Iterable[object]) -> bool:
+        """Return True if any of these inputs must be `fetched` first, which waits for the work of its maker."""
+        if self._intake.takes_devices:
+            return False
+        return any(map(_is_elsewhere, inputs))
+
+    def fetched(self, value: Any) -> Any:
+        """Return the array in ordinary memory, copied if it lies on a device. Raises `OutOfMemory`, `CudaError`."""
+        return self._intake.to_host(value) if _is_elsewhere(value) else value
+
+    def _from_device(self, spec: _Input, value: object) -> DeviceArray | NDArray[Any]:
+        array = self._intake.take(value, f"input '{spec.name}' for model '{self._model}'")
+        self._check_datatype(spec, array.datatype)
+        return array if self._intake.takes_devices else self._intake.to_host(array)
+
+    def _from_python(self, spec: _Input, value: object) -> NDArray[Any]:
+        try:
+            if isinstance(value, (np.generic, *_PYTHON_VALUES)):
+                dtype = np.dtype(object) if spec.code == BYTES else DTYPES[spec.code]
+                natural = np.asarray(value)
+                kinds = _BECOMES.get(natural.dtype.kind, "")
+                if spec.code != BYTES and natural.size and dtype.kind not in kinds:
+                    raise ValueError(f"{natural.dtype} does not go into {dtype} without loss")
+                return np.asarray(value, dtype)
+            if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
+                return np.asarray(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(
+                f"input '{spec.name}' for model '{self._model}' cannot be made an array: {error}"
+            ) from error
+        raise InvalidRequest(
+            f"input '{spec.name}' for model '{self._model}' must be a numpy array, not "
+            f"{type(value).__name__}"
+        )
+
+    def _rows(self, spec: _Input, shape: tuple[int, ...]) -> int:
+        if not shape or len(shape) != len(spec.dims) + 1:
+            raise self._wrong_shape(spec, shape)
+        rows = shape[0]
+        if rows > self._max_batch_size:
+            raise InvalidRequest(
+                f"inference request batch-size must be <= {self._max_batch_size} for "
+                f"'{self._model}'"
+            )
+        if rows == 0:
+            raise InvalidRequest(f"inference request batch-size must be > 0 for '{self._model}'")
+        return rows
+
+    @staticmethod
+    def _fits(spec: _Input, shape: tuple[int, ...]) -> bool:
+        if spec.is_fixed or len(shape) != len(spec.dims):
+            return False
+        return all(want in (-1, have) for want, have in zip(spec.dims, shape, strict=True))
+
+    def _wrong_shape(self, spec: _Input, shape: tuple[int, ...]) -> InvalidRequest:
+        wanted = [-1, *spec.dims] if self._max_batch_size else list(spec.dims)
+        expected, got = _shown(wanted), _shown(shape)
+        return InvalidRequest(
+            f"unexpected shape for input '{spec.name}' for model '{self._model}'. "
+            f"Expected {expected}, got {got}. {_BATCH_NOTE if self._max_batch_size else ''}"
+        )
+
+    def _with_outputs(self, outputs: Sequence[str], details: Details) -> Details:
+        indices = []
+        for name in outputs:
+            index = self._outputs.get(name)
+            if index is None:
+                raise InvalidRequest(
+                    f"unexpected inference output '{name}' for model '{self._model}'"
+                )
+            indices.append(index)
+        return details._replace(outputs=indices)
+
+    def _check_count(self, inputs: Mapping[str, object]) -> None:
+        for name in inputs:
+            if name not in self._inputs:
+                raise InvalidRequest(
+                    f"unexpected inference input '{name}' for model '{self._model}'"
+                )
+        missing = [name for name in self._inputs if name in self._required - set(inputs)]
+        if missing:
+            got = ",".join(f"'{name}'" for name in inputs)
+            lacking = ",".join(f"'{name}'" for name in missing)
+            least, most = len(self._required), len(self._inputs)
+            wanted = (
+                f"{most} inputs"
+                if least == most
+                else f"number of inputs between {least} and {most}"
+            )
+            raise InvalidRequest(
+                f"expected {wanted} but got {len(inputs)} inputs for model '{self._model}'. Got input(s) [{got}], but missing required input(s) "
+                f"[{lacking}]. Please provide all required input(s)."
+            )
+
+
+def _is_elsewhere(array: object) -> bool:
+    """Return True if an array that a signature has checked lies on a device."""
+    return not isinstance(array, (np.ndarray, WireTensor))
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+class RequestOptions(TypedDict, total=False):
+    """The options of a request, the same for all ways of sending one. All have defaults."""
+
+    outputs: Sequence[str] | None
+    """The names of the outputs that you want; all by default."""
+    request_id: str
+    correlation_id: int | str
+    """The id of the sequence that the request is part of; 0 or empty for none."""
+    flags: int
+    """1 for the start of a sequence, 2 for its end, 3 for both."""
+    priority: int
+    """For the model's queue policy, as `queue_timeout_us`."""
+    queue_timeout_us: int
+    parameters: Mapping[str, Parameter] | None
+    trace_context: str | None
+    """The trace that the request is part of. The model gets it from `request.trace().get_context()`."""
+    allocator: ResponseAllocator | None
+    """Allocates memory for the outputs. Its methods get `userp`."""
+    userp: object
+    outputs_in: str | None
+    """The memory for the outputs: `cpu` for ordinary memory, `gpu` or `gpu:1` for a GPU if the model can. By default
+    they stay where the model leaves them. On a GPU they are `DeviceArray`s."""
+
+
+def make_request(
+    signature: Signature,
+    inputs: Mapping[str, Any],
+    *,
+    outputs: Sequence[str] | None = None,
+    request_id: str = "",
+    correlation_id: int | str = 0,
+    flags: int = 0,
+    priority: int = 0,
+    queue_timeout_us: int = 0,
+    parameters: Mapping[str, Parameter] | None = None,
+    trace_context: str | None = None,
+    allocator: ResponseAllocator | None = None,
+    userp: object = None,
+    outputs_in: str | None = None,
+) -> InferenceRequest:
+    """Make a request with the options of `RequestOptions`. Raises `InvalidRequest`."""
+    details = details_of(
+        request_id,
+        correlation_id,
+        flags,
+        queue_timeout_us,
+        priority,
+        parameters,
+        trace_context,
+        outputs_in,
+    )
+    request = signature.request(inputs, outputs, details)
+    if allocator is not None:
+        request.allocator = allocator
+        request.userp = userp
+    return request

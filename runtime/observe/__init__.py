@@ -1,0 +1,1 @@
+"""Counts what it is given, and writes metrics in Prometheus' form."""

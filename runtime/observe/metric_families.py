@@ -1,0 +1,213 @@
+"""The families of metrics that a server shows: Triton's of models, and moonpool's own.
+
+Families of one name are shown as one. A reader who finds two lines with the same labels believes the first, so a model's
+line could replace the server's. `check_name` keeps the custom metrics of models apart from the families here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moonpool.ipc.messages import COUNTER, GAUGE, HISTOGRAM
+from moonpool.runtime.errors import ModelUnavailable, QueueTimeout
+from moonpool.runtime.observe.distributions import LatencySummaries, LatencySummary
+from moonpool.runtime.observe.exposition import Labels
+from moonpool.runtime.observe.machine import GPU_NAMES, MACHINE_NAMES
+from moonpool.runtime.observe.metrics import BadMetric
+from moonpool.runtime.observe.statistics import Statistics
+
+Counters = list[tuple[str, str, Callable[[Statistics], int]]]
+
+# Name, description, and the value in the statistics of a model.
+COUNTS: Counters = [
+    (
+        "nv_inference_count",
+        "Number of inferences performed (does not include cached requests)",
+        lambda s: s.inference_count,
+    ),
+    (
+        "nv_inference_exec_count",
+        "Number of model executions performed (does not include cached requests)",
+        lambda s: s.execution_count,
+    ),
+]
+DURATIONS: Counters = [
+    (
+        "nv_inference_request_duration_us",
+        "Cumulative inference request duration in microseconds (includes cached requests)",
+        lambda s: s.success_ns // 1000,
+    ),
+    (
+        "nv_inference_queue_duration_us",
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
+        lambda s: s.queue_ns // 1000,
+    ),
+    (
+        "nv_inference_compute_input_duration_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda s: s.input_ns // 1000,
+    ),
+    (
+        "nv_inference_compute_infer_duration_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda s: s.infer_ns // 1000,
+    ),
+    (
+        "nv_inference_compute_output_duration_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached "
+        "requests)",
+        lambda s: s.output_ns // 1000,
+    ),
+]
+SUMMARIES: list[tuple[str, str, Callable[[LatencySummaries], LatencySummary]]] = [
+    (
+        "nv_inference_request_summary_us",
+        "Summary of inference request duration in microseconds (includes cached requests)",
+        lambda s: s.request,
+    ),
+    (
+        "nv_inference_queue_summary_us",
+        "Summary of inference queuing duration in microseconds (includes cached requests)",
+        lambda s: s.queue,
+    ),
+    (
+        "nv_inference_compute_input_summary_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda s: s.input,
+    ),
+    (
+        "nv_inference_compute_infer_summary_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda s: s.infer,
+    ),
+    (
+        "nv_inference_compute_output_summary_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached "
+        "requests)",
+        lambda s: s.output,
+    ),
+]
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+
+# The kinds of Triton's families. A custom metric of the same name must have the same kind.
+_OF_TRITON = {
+    "nv_inference_request_success": COUNTER,
+    "nv_inference_request_failure": COUNTER,
+    **{name: COUNTER for name, _, _ in (*COUNTS, *DURATIONS)},
+    # Custom metrics are no summaries, so they cannot have these names.
+    **{name: -1 for name, _, _ in SUMMARIES},
+    "nv_inference_pending_request_count": GAUGE,
+    "nv_model_load_duration_secs": GAUGE,
+    FIRST_RESPONSE: HISTOGRAM,
+}
+
+# moonpool's own families of models and instances: type and description by name.
+INSTANCE_FAMILIES = {
+    "moonpool_model_ready": ("gauge", "1 where a request to the model could run now, else 0"),
+    "moonpool_instances": ("gauge", "Model instances by state"),
+    "moonpool_requests_in_flight": (
+        "gauge",
+        "Requests that were taken in and have not had their last response",
+    ),
+    "moonpool_instances_executing": ("gauge", "Model instances that execute a batch"),
+    "moonpool_request_duration_seconds": (
+        "histogram",
+        "Time from the arrival of a request to its outcome, of requests that succeeded",
+    ),
+    "moonpool_batch_size": ("histogram", "Rows in a batch, by execution"),
+    "moonpool_recovery_seconds": (
+        "histogram",
+        "Time from the end of a stub process to the next one that is ready",
+    ),
+    "moonpool_instance_sandbox_info": (
+        "gauge",
+        "1; the labels say how the instance's stub process is confined",
+    ),
+    "moonpool_instance_sandbox_denials_total": (
+        "counter",
+        "What the sandbox refused the instance's Python code, by kind; hostile code can evade this",
+    ),
+    "moonpool_instance_restarts_total": (
+        "counter",
+        "Restarts of the instance's stub process after it broke",
+    ),
+    "moonpool_instance_recycles_total": (
+        "counter",
+        "New starts of the instance's stub process because it has served long enough, by the limit",
+    ),
+    "moonpool_stub_start_time_seconds": (
+        "gauge",
+        "Start of the stub process, in seconds since the epoch",
+    ),
+    "moonpool_stub_cpu_seconds_total": ("counter", "Processor time of the stub process"),
+    "moonpool_stub_resident_memory_bytes": (
+        "gauge",
+        "Resident memory of the stub process, shared memory included",
+    ),
+    "moonpool_region_allocated_bytes": (
+        "gauge",
+        "Shared memory of the instance, by what it is for",
+    ),
+    "moonpool_region_used_bytes": (
+        "gauge",
+        "Shared memory that inputs of the instance's requests lie in at the moment",
+    ),
+}
+# The kind of families that models cannot share.
+_NO_KIND = -1
+# Metrics of the server and of its process. The modules that show them may not be imported here.
+_SERVERS = (
+    "moonpool_build_info",
+    "moonpool_frontend_connections_total",
+    "moonpool_frontend_open_connections",
+    "moonpool_frontend_requests_total",
+    "process_cpu_seconds_total",
+    "process_max_fds",
+    "process_open_fds",
+    "process_resident_memory_bytes",
+    "process_start_time_seconds",
+    "process_virtual_memory_bytes",
+)
+# All families here, with the kind that a custom family needs to share the name, as in Triton.
+KINDS = {
+    **dict.fromkeys((*INSTANCE_FAMILIES, *MACHINE_NAMES, *GPU_NAMES, *_SERVERS), _NO_KIND),
+    **_OF_TRITON,
+}
+# Names of a contained model's metrics cannot begin so, as a later version of the server may have metrics of such names.
+# Prometheus itself makes `up` and metrics with `scrape_` for each server.
+PREFIXES = ("nv_", "moonpool_", "process_", "python_", "scrape_")
+OF_PROMETHEUS = "up"
+_OF_A_HISTOGRAM = ("_bucket", "_count", "_sum")
+
+
+def labels_of(statistics: Statistics, *others: tuple[str, str]) -> Labels:
+    """Return the labels of a model version and others, sorted."""
+    own = (("model", statistics.name), ("version", statistics.version))
+    return tuple(sorted((*statistics.tags, *own, *others)))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return Triton's reason for a failure with this error."""
+    if isinstance(error, QueueTimeout):
+        return "REJECTED"
+    if getattr(error, "code", "") == "CANCELLED":
+        return "CANCELED"
+    # The backend is not to blame: the model is unloaded, or its instances are gone.
+    return "OTHER" if isinstance(error, ModelUnavailable) else "BACKEND"
+
+
+def check_name(name: str, kind: int, *, is_contained: bool) -> None:
+    """Raise `BadMetric` if a model's family, or a line of it, would pass for one of the runtime's own.
+
+    A model that `is_contained` may do that on purpose, so its names are also checked for prefixes.
+    """
+    lines = [name + suffix for suffix in _OF_A_HISTOGRAM] if kind == HISTOGRAM else []
+    if any(line in KINDS for line in lines):
+        raise BadMetric(f"the lines of the histogram '{name}' would pass for the runtime's own")
+    if is_contained and (
+        name == OF_PROMETHEUS or any(line.startswith(PREFIXES) for line in (name, *lines))
+    ):
+        raise BadMetric(
+            f"the metric '{name}' would pass for one of the runtime's; in this sandbox no name is "
+            f"{OF_PROMETHEUS} or begins with {', '.join(PREFIXES[:-1])} or {PREFIXES[-1]}"
+        )

@@ -1,0 +1,274 @@
+"""Counts and durations of one model version, as Triton's statistics extension reports them.
+
+Theory of operation. Nothing here takes a lock. A `Statistics` is written under the lock of its model's scheduler, and its
+`ResponseStatistics` on the reactor's thread only. Snapshots are taken by any thread without the lock: every figure is one
+integer, and tables are copied before they are walked, so a reader may see a batch half counted, but never a torn value.
+A front-end process counts for itself. Its counts travel to the runtime as lists of numbers (`take_counts`), which adds
+them to its own (`add_counts`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from moonpool.runtime.observe.distributions import BucketCounts, LatencySummaries
+from moonpool.runtime.observe.exposition import Labels
+
+Duration: TypeAlias = "dict[str, int]"
+ModelStat: TypeAlias = "dict[str, Any]"
+
+_MS = 1_000_000
+# From a tenth of a millisecond to a minute.
+DURATION_BOUNDS_NS = (
+    *(100_000, 250_000, 500_000),
+    *(n * _MS // 10 for n in (10, 25, 50, 100, 250, 500, 1000, 2500, 5000)),
+    *(n * _MS for n in (1000, 2500, 5000, 10_000, 30_000, 60_000)),
+)
+# Beyond these places responses are counted at the last one.
+_MOST_PLACES = 1000
+# As in Triton. The configuration of a model may set others.
+FIRST_RESPONSE_BOUNDS_NS = tuple(n * _MS for n in (100, 500, 2000, 5000))
+_KINDS = ("success", "fail", "empty_response", "cancel")
+# The time of the last inference, the figures below in their order, failed requests by reason and durations by bucket;
+# then executions by rows.
+Counts = tuple[list[int], list[list[int]]]
+
+_FIGURES = (
+    "inference_count",
+    "execution_count",
+    "success_count",
+    "success_ns",
+    "fail_count",
+    "fail_ns",
+    "queue_ns",
+    "input_ns",
+    "infer_ns",
+    "output_ns",
+)
+
+
+class ResponseStatistics:
+    """Counts of the responses that a decoupled model gives one after another, by their place among them.
+
+    Recorded on the reactor's thread. A snapshot may be taken at any time. Durations are nanoseconds.
+    """
+
+    __slots__ = ("_places", "first")
+
+    def __init__(self, first_bounds_ns: tuple[int, ...] = FIRST_RESPONSE_BOUNDS_NS) -> None:
+        # By place: count and duration of each kind.
+        self._places: dict[int, list[int]] = {}
+        # From a request to the first response to it.
+        self.first = BucketCounts(first_bounds_ns)
+
+    def record(self, place: int, kind: str, duration_ns: int) -> None:
+        """Count the response at a place, counted from 0, that came so long after the one before it.
+
+        `kind` is success, fail, empty_response (the flag that no more come) or cancel (a response
+        that nobody waited for any more).
+        """
+        place = min(place, _MOST_PLACES - 1)
+        counts = self._places.get(place)
+        if counts is None:
+            counts = self._places[place] = [0] * (2 * len(_KINDS))
+        at = 2 * _KINDS.index(kind)
+        counts[at] += 1
+        counts[at + 1] += duration_ns
+
+    def snapshot(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return `response_stats` of the statistics extension."""
+        shown = {}
+        for place, counts in sorted(self._places.copy().items()):
+            kinds = {
+                kind: {"count": counts[2 * i], "ns": counts[2 * i + 1]}
+                for i, kind in enumerate(_KINDS)
+            }
+            # Outputs stay where the model wrote them, so reading them takes no time.
+            infer = [kinds["success"], kinds["fail"]]
+            computed = sum(each["count"] for each in infer)
+            shown[str(place)] = {
+                "compute_infer": {"count": computed, "ns": sum(each["ns"] for each in infer)},
+                "compute_output": {"count": computed, "ns": 0},
+                **kinds,
+            }
+        return shown
+
+
+class Statistics:
+    """All counts and durations since the version was loaded.
+
+    Recorded under the scheduler's lock. A snapshot may be taken at any time. Durations are
+    nanoseconds. As in Triton the durations of a batch count once for every request in it, but once
+    for the batch in `batch_stats`.
+    """
+
+    __slots__ = (
+        "_batches",
+        "by_duration",
+        "execution_count",
+        "fail_count",
+        "fail_counts",
+        "fail_ns",
+        "infer_ns",
+        "inference_count",
+        "input_ns",
+        "last_inference_ms",
+        "name",
+        "output_ns",
+        "queue_ns",
+        "responses",
+        "success_count",
+        "success_ns",
+        "summaries",
+        "tags",
+        "version",
+    )
+
+    def __init__(self, name: str, version: str) -> None:
+        self.name = name
+        self.version = version
+        # Labels that the model's configuration adds to those of all its metrics.
+        self.tags: Labels = ()
+        self.last_inference_ms = 0
+        self.inference_count = self.execution_count = 0
+        self.success_count = self.success_ns = 0
+        self.fail_count = self.fail_ns = 0
+        # By reason, in Triton's words and order.
+        self.fail_counts = dict.fromkeys(("OTHER", "BACKEND", "CANCELED", "REJECTED"), 0)
+        self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = 0
+        # The number of requests that succeeded within each bound of `DURATION_BOUNDS_NS` and not within a lower one.
+        self.by_duration = [0] * (len(DURATION_BOUNDS_NS) + 1)
+        # For decoupled models.
+        self.responses = ResponseStatistics()
+        # None unless the metrics' options ask for them.
+        self.summaries: LatencySummaries | None = None
+        # By rows: [executions, input_ns, infer_ns, output_ns].
+        self._batches: dict[int, list[int]] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<Statistics of {self.name} {self.version}: {self.success_count} succeeded, "
+            f"{self.fail_count} failed, {self.execution_count} executions>"
+        )
+
+    def record_batch(
+        self,
+        now_ms: int,
+        batch_rows: int,
+        requests: int,
+        rows: int,
+        success_ns: int,
+        queue_ns: int,
+        input_ns: int,
+        infer_ns: int,
+        output_ns: int,
+    ) -> None:
+        """Count one execution in which `requests` requests succeeded.
+
+        `batch_rows` are the rows executed, `rows` those of the requests that succeeded; `success_ns`
+        and `queue_ns` are sums over these requests, the other durations are the batch's own; `now_ms`
+        is since the epoch.
+        """
+        self.last_inference_ms = now_ms
+        self.execution_count += 1
+        self.inference_count += rows
+        self.success_count += requests
+        self.success_ns += success_ns
+        self.queue_ns += queue_ns
+        self.input_ns += input_ns * requests
+        self.infer_ns += infer_ns * requests
+        self.output_ns += output_ns * requests
+        batch = self._batches.get(batch_rows)
+        if batch is None:
+            batch = self._batches[batch_rows] = [0, 0, 0, 0]
+        batch[0] += 1
+        batch[1] += input_ns
+        batch[2] += infer_ns
+        batch[3] += output_ns
+        if self.summaries is not None and requests:
+            self.summaries.add_batch(requests, input_ns, infer_ns, output_ns)
+
+    def record_failures(
+        self, now_ms: int, requests: int, fail_ns: int, reason: str = "BACKEND"
+    ) -> None:
+        """Count requests that ended with an error, in the queue or later. `fail_ns` is the sum of their durations."""
+        self.last_inference_ms = now_ms
+        self.fail_count += requests
+        self.fail_counts[reason] += requests
+        self.fail_ns += fail_ns
+
+    def batch_sizes(self) -> dict[int, int]:
+        """Return the number of executions by their rows."""
+        return {rows: batch[0] for rows, batch in sorted(self._batches.copy().items())}
+
+    def snapshot(self) -> ModelStat:
+        """Return one entry of `model_stats`, ready for JSON."""
+        served = self.success_count
+        return {
+            "name": self.name,
+            "version": self.version,
+            "last_inference": self.last_inference_ms,
+            "inference_count": self.inference_count,
+            "execution_count": self.execution_count,
+            "inference_stats": {
+                "success": _duration(served, self.success_ns),
+                "fail": _duration(self.fail_count, self.fail_ns),
+                "queue": _duration(served, self.queue_ns),
+                "compute_input": _duration(served, self.input_ns),
+                "compute_infer": _duration(served, self.infer_ns),
+                "compute_output": _duration(served, self.output_ns),
+                # There is no response cache.
+                "cache_hit": _duration(0, 0),
+                "cache_miss": _duration(0, 0),
+            },
+            "response_stats": self.responses.snapshot(),
+            "batch_stats": [
+                {
+                    "batch_size": rows,
+                    "compute_input": _duration(count, input_ns),
+                    "compute_infer": _duration(count, infer_ns),
+                    "compute_output": _duration(count, output_ns),
+                }
+                for rows, (count, input_ns, infer_ns, output_ns) in sorted(
+                    self._batches.copy().items()
+                )
+            ],
+            # Only the model knows how much memory of a GPU, or pinned memory, it takes.
+            "memory_usage": [],
+        }
+
+
+def _duration(count: int, ns: int) -> Duration:
+    return {"count": count, "ns": ns}
+
+
+def take_counts(statistics: Statistics) -> Counts | None:
+    """Return what was counted, and begin at zero again. None if nothing was counted. Needs the scheduler's lock."""
+    if not (statistics.execution_count or statistics.fail_count):
+        return None
+    figures = [statistics.last_inference_ms]
+    figures += [getattr(statistics, name) for name in _FIGURES]
+    figures += statistics.fail_counts.values()
+    figures += statistics.by_duration
+    batches = [[rows, *counted] for rows, counted in statistics._batches.items()]
+    statistics.__init__(statistics.name, statistics.version)  # type: ignore[misc]
+    return figures, batches
+
+
+def add_counts(statistics: Statistics, counts: Counts) -> None:
+    """Add counts of another process. Raises ValueError if there are too many or too few. Needs the scheduler's lock."""
+    figures, batches = counts
+    reasons, by_duration = statistics.fail_counts, statistics.by_duration
+    if len(figures) != 1 + len(_FIGURES) + len(reasons) + len(by_duration):
+        raise ValueError(f"{len(figures)} figures of a model's statistics")
+    rest = iter(figures)
+    statistics.last_inference_ms = max(statistics.last_inference_ms, next(rest))
+    for name in _FIGURES:
+        setattr(statistics, name, getattr(statistics, name) + next(rest))
+    for reason in reasons:
+        reasons[reason] += next(rest)
+    for bucket, count in enumerate(rest):
+        by_duration[bucket] += count
+    for rows, *counted in batches:
+        before = statistics._batches.get(rows, [0, 0, 0, 0])
+        statistics._batches[rows] = [a + b for a, b in zip(before, counted, strict=True)]

@@ -1,1 +1,0 @@
-"""Templates: processes of a model from which its instances are forked."""

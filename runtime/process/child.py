@@ -1,0 +1,244 @@
+"""Child processes: started, watched, ended and reaped.
+
+Theory of operation. A pid is only safe until the process is reaped; then another process may get the number. So signals
+go to a pidfd, which never means another process. Python has no such call for a process group, so `killpg` is used, but only while
+the process has not been reaped: its pid, which is the group's number, too, is then still its own. `_signalling` guards
+that: `signal`, `kill` and `_reap` hold it, so no thread can signal a group that another thread is about to free. The exit
+code is set under the lock, and says that the number must not be used any more.
+
+Any thread may wait. Several threads may find that the process has ended; the first one that gets the lock reaps it. `_reap` first
+kills what the process left in its session, and only then takes the exit code. Then `StubProcess` ends the tree (`process_tree.py`): its
+keeper can only be reaped after all other processes of its namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgpack
+
+from moonpool.runtime.process.process_tree import ProcessTree, start_in_tree
+from moonpool.runtime.process.spawner import spawn
+
+_STUB = Path(__file__).resolve().parents[2] / "stub"
+_BOOT, _CONFINE = str(_STUB / "boot.py"), str(_STUB / "confine.py")
+_MSGPACK = str(Path(msgpack.__file__).parent)
+# As `stub/confine.py` looks for it.
+_HANDED_ON = "MOONPOOL_HANDED_ON"
+
+
+class ChildProcess(ABC):
+    """A process in its own session, which this process may end. Any thread may call any method."""
+
+    # The tree of all that the process starts, if it may start something.
+    tree: ProcessTree | None = None
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        """Own the pidfd from now on."""
+        self.pid = pid
+        self.pidfd = pidfd
+        self._signalling = threading.Lock()
+        self._exit_code: int | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """True until it has been reaped."""
+        return self._exit_code is None
+
+    def is_there(self) -> bool:
+        """Return True if `pid` is still its number, because it runs or has not been reaped."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, 0)
+        except OSError:
+            return False
+        return True
+
+    def signal(self, number: int) -> None:
+        """Send a signal. Does nothing if the process is gone."""
+        with self._signalling:
+            if self._exit_code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        """Kill it, with all that it started in its session."""
+        with self._signalling:
+            if self._exit_code is None:
+                self._kill_group()
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for its end, reap it, and return its exit code, negative for a signal; None after `timeout_s`."""
+        if self._exit_code is None:
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            if not poll.poll(timeout_s * 1000):
+                return None
+            self._reap()
+        return self._exit_code
+
+    @abstractmethod
+    def _kill_group(self) -> None:
+        """Kill all that it started in its session."""
+
+    @abstractmethod
+    def _reap(self) -> None:
+        """Find the exit code of the ended process, unless another thread has."""
+
+    def close(self) -> None:
+        """Close the pidfd. The process has been reaped."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def __repr__(self) -> str:
+        if self._exit_code is None:
+            return f"<process {self.pid}, running>"
+        return f"<process {self.pid}, {exit_in_words(self._exit_code)}>"
+
+
+class SpawnedProcess(ChildProcess):
+    """A child of this process."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | int) -> None:
+        """Own a process, which may be given as a pid only. If it raises OSError, the process has ended."""
+        pid = process if isinstance(process, int) else process.pid
+        if not isinstance(process, int):
+            # Reaped by its pidfd below. Popen must neither reap it nor warn.
+            process.returncode = 0
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # this process has no descriptor to spare
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        super().__init__(pid, pidfd)
+
+    def _kill_group(self) -> None:
+        # It has not been reaped, so its pid, which is its group's number, too, is still its own.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        with self._signalling:
+            if self._exit_code is not None:
+                return
+            # All that it started in its session ends with it.
+            self._kill_group()
+            try:
+                result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+            except ChildProcessError:  # other code in this process reaps all children
+                warnings.warn(
+                    f"process {self.pid} was reaped by other code of this program",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                self._exit_code = 0
+            else:
+                code = result.si_status if result else 0
+                by_signal = result is not None and result.si_code != os.CLD_EXITED
+                self._exit_code = -code if by_signal else code
+
+
+class StubProcess(SpawnedProcess):
+    """The process of a stub."""
+
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        *,
+        work_fd: int,
+        control_fd: int,
+        calls_fd: int,
+        output_fd: int,
+        environment: Mapping[str, str],
+        folder: str,
+        is_foreign: bool = False,
+        is_in_tree: bool = False,
+        user: int | None = None,
+    ) -> None:
+        """Start it. Raises OSError if the interpreter cannot be started.
+
+        `is_foreign`: the interpreter and the libraries of its environment must not run before the process is confined.
+        `is_in_tree`: it may start other processes, which must end with it. `tree` is None if nothing would end them.
+        `user` is the private user that it will become.
+        """
+        if is_foreign:
+            environment = _handed_on(environment)
+        arguments = [
+            *((sys.executable, "-I", "-S", _CONFINE) if is_foreign else ()),
+            python,
+            _BOOT,
+            "triton_python_backend_stub",
+            name,
+            str(work_fd),
+            str(control_fd),
+            str(calls_fd),
+            str(os.getpid()),
+            _MSGPACK,
+        ]
+
+        def start(before: Sequence[str], more_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+            fds = (work_fd, control_fd, calls_fd, *more_fds)
+            return spawn(
+                [*before, *arguments],
+                environment=environment,
+                folder=folder,
+                output_fd=output_fd,
+                fds=fds,
+            )
+
+        if not is_in_tree:
+            super().__init__(start((), ()))
+            return
+        process, tree = start_in_tree(start, user)
+        try:
+            super().__init__(process)
+        except OSError:
+            if tree is not None:
+                tree.end()
+            raise
+        self.tree = tree
+
+    def _kill_group(self) -> None:
+        super()._kill_group()
+        if self.tree is not None:
+            self.tree.begin_end()
+
+    def _reap(self) -> None:
+        super()._reap()
+        # Not earlier: the keeper can be reaped only after all other processes of its namespace, this one included.
+        if self.tree is not None:
+            self.tree.end()
+
+
+def _handed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for `confine.py`, with those of the interpreter that it becomes packed into one.
+
+    With the variables of the other environment, the dynamic loader would take libraries from there for the runtime's interpreter.
+    """
+    own = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return {**own, _HANDED_ON: json.dumps(dict(environment))}
+
+
+def exit_in_words(code: int) -> str:
+    """Return words such as `exited with 3` or `killed by SIGSEGV`."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

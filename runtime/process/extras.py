@@ -1,0 +1,30 @@
+"""Packages that only some uses of moonpool need, and the command that installs them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+# The same as `optional-dependencies` in pyproject.toml. Advice names the packages and not `moonpool[serve]`, because pip would look
+# for moonpool on the index, and it may have been installed in another way.
+EXTRAS = {
+    "completion": ("argcomplete>=3.5",),
+    "otel": ("opentelemetry-exporter-otlp-proto-http>=1.25", "opentelemetry-sdk>=1.25"),
+    "plot": ("matplotlib>=3.8",),
+    "serve": (
+        "httptools>=0.6",
+        "orjson>=3.10",
+        "prometheus_client>=0.20",
+        "uvloop>=0.21",
+    ),
+}
+
+
+def name_of(requirement: str) -> str:
+    """Return a package's name without its versions."""
+    return requirement.partition(">=")[0]
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs the packages of an extra for this interpreter, quoted for a shell."""
+    return shlex.join([sys.executable, "-m", "pip", "install", *EXTRAS[extra]])

@@ -1,0 +1,107 @@
+"""Calls a function for several objects at the same time.
+
+Theory of operation. Each call has a thread. The calling thread waits for all of them, and may be interrupted at any moment by a signal
+handler that raises. It must not leave then: its caller cleans up after the exception, and must find no thread still at work. So the
+exception is kept, calls that have not begun are cancelled, `interrupted` asks those that run to end sooner, and the wait goes on.
+
+A thread that starts and `cancel` race for the item of a task. It lies in a list, and the one that pops it decides, as
+`pop` is atomic. If no thread can be started, the call runs in the calling thread.
+
+`concurrent.futures` does not do this: its pools take no task once the interpreter ends, and that is the moment when a forgotten
+runtime is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+# A signal that comes right before a wait begins is noticed after this time.
+_NOTICE_S = 0.5
+
+
+def in_parallel(
+    function: Callable[[T], R],
+    items: Sequence[T],
+    name: str,
+    interrupted: Callable[[], object] | None = None,
+) -> list[R]:
+    """Call `function` for each item in a thread of its own, and return the results in the order of the items.
+
+    Raises the first exception after all calls have ended. An exception of a signal handler comes first. In that case
+    `interrupted` is called at once, to make the calls end sooner.
+    """
+    tasks = [_Task(function, item, f"{name}-{index}") for index, item in enumerate(items)]
+    signals: list[BaseException] = []
+    unstarted = iter(tasks)
+    while True:
+        try:
+            for task in unstarted:
+                task.start()
+            for task in tasks:
+                task.wait()
+            break
+        except BaseException as error:
+            # Raised later, because the code that cleans up after it must find all calls done.
+            signals.append(error)
+            for task in tasks:
+                task.cancel()
+            if interrupted is not None:
+                interrupted()
+    for task in tasks:
+        task.join()
+    errors = [*signals, *(task.error for task in tasks if task.error is not None)]
+    if errors:
+        raise errors[0]
+    return [result for task in tasks for result in task.results]
+
+
+class _Task(Generic[T, R]):
+    """One call of the function in a thread of its own."""
+
+    def __init__(self, function: Callable[[T], R], item: T, name: str) -> None:
+        self.results: list[R] = []
+        self.error: BaseException | None = None
+        self._function = function
+        # The thread or `cancel` pops it; the first one decides.
+        self._waiting = [item]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name)
+
+    def _run(self) -> None:
+        try:
+            item = self._waiting.pop()
+        except IndexError:
+            return
+        try:
+            self.results.append(self._function(item))
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended.set()
+
+    def start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._run()
+
+    def cancel(self) -> None:
+        """Cancel the call unless it runs already."""
+        with contextlib.suppress(IndexError):
+            self._waiting.pop()
+            self._ended.set()
+
+    def wait(self) -> None:
+        # Not `Thread.join`: after an interruption by a signal handler, Python 3.11 takes the thread for ended.
+        while not self._ended.wait(_NOTICE_S):
+            pass
+
+    def join(self) -> None:
+        """Wait for the last steps of the thread after the call has ended."""
+        if self._thread.ident is not None:
+            self._thread.join()

@@ -1,0 +1,121 @@
+"""Starts processes from one thread, and protects this process from them.
+
+Theory of operation. A stub asks the kernel for a signal when its parent ends (PR_SET_PDEATHSIG). For the kernel, the parent is the
+*thread* that forked the stub, and not its process: a stub that a caller's thread had started would die when that thread ends.
+So one daemon thread starts all stubs. It begins with the first start and lives as long as the process. It runs one start at a time; callers
+wait for theirs in `Future.result`, and get its exception.
+
+`_lock` guards the start of the thread only. After a fork, the child has neither the thread nor a lock that is certainly free: another
+thread may have held it at that moment. So the object is made anew in the child, and the next start begins a thread there, which
+the number of the process in `_pid` shows to be missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+_log = logging.getLogger("moonpool")
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
+_privacy = threading.Lock()
+_Task = tuple["Future[subprocess.Popen[bytes]]", "Callable[[], subprocess.Popen[bytes]]"]
+
+
+class _Spawner:
+    """The thread and its queue. The thread begins at the first start, and again in a fork of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+
+    def submit(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._pid != os.getpid():
+                self._begin()
+        future: Future[subprocess.Popen[bytes]] = Future()
+        self._tasks.put((future, start))
+        return future.result()
+
+    def _begin(self) -> None:
+        tasks: SimpleQueue[_Task] = SimpleQueue()
+        thread = threading.Thread(
+            target=self._run, args=(tasks,), name="moonpool-spawner", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
+        self._pid, self._tasks = os.getpid(), tasks
+
+    @staticmethod
+    def _run(tasks: SimpleQueue[_Task]) -> None:
+        while True:
+            future, start = tasks.get()
+            try:
+                future.set_result(start())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+_spawner = _Spawner()
+# In a fork, the lock may be held for ever, and the thread does not exist.
+os.register_at_fork(after_in_child=_spawner.__init__)  # type: ignore[misc]
+
+
+def spawn(
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: str,
+    output_fd: int,
+    fds: Sequence[int],
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own. It inherits only `fds`, and `output_fd` as its output.
+
+    Raises OSError if the program cannot be started. The caller reaps it.
+    """
+    return _spawner.submit(
+        lambda: subprocess.Popen(
+            list(arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
+            env=dict(environment),
+            cwd=folder,
+            pass_fds=tuple(fds),
+            start_new_session=True,
+        )
+    )
+
+
+def die_with(parent_pid: int) -> None:
+    """Make the kernel kill this process when the one that spawned it ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it had ended before the call
+        os._exit(1)
+
+
+def forbid_looking_inside() -> None:
+    """Forbid processes of the same user to trace this one, or to read its memory, environment and descriptors.
+
+    The process writes no core dumps either, and only root can look inside. See `PR_SET_DUMPABLE` in prctl(2).
+    Raises OSError. Any thread may call it, and many times. The lock makes sure that one call logs it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with _privacy:
+        if libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
+            return
+        if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "PR_SET_DUMPABLE was refused")
+    _log.info(
+        "process %d can be looked into by root alone, as it serves untrusted models", os.getpid()
+    )

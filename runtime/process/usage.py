@@ -1,0 +1,135 @@
+"""Measures what processes use of the machine, and what is left: memory, processor time, idle processors."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# Places in proc_pid_stat(5), counted after the command's name.
+_UTIME, _STIME, _START, _RSS = 11, 12, 19, 21
+# The kernel counts starts from the boot. The small drift of that against the clock does not matter here.
+_BOOT_S = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Usage(NamedTuple):
+    """Resident memory, shared memory included, and processor time since the start."""
+
+    rss_bytes: int
+    cpu_s: float
+    started_s: float
+    """The start, in seconds since the epoch."""
+
+
+def usage_of(pid: int) -> Usage | None:
+    """Return the usage of a process; None if it does not exist any more."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name of a command may have any characters, brackets and spaces included.
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
+    started_s = _BOOT_S + int(fields[_START]) / _TICKS_PER_S
+    return Usage(int(fields[_RSS]) * _PAGE_BYTES, cpu_s, started_s)
+
+
+def machine_memory_bytes() -> int:
+    """Return the memory of the machine, or of the container in which this process runs."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    return min(limits)
+
+
+# The columns of /proc/stat, after the name, for time that a processor was idle or waited for a disk.
+_IDLE, _IOWAIT = 3, 4
+_GROUPS = "/sys/fs/cgroup"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counts at one moment; two of them make a measurement."""
+
+    at_s: float
+    # Idle seconds of each processor, by its number.
+    idle_s: dict[int, float]
+    # For each group with a quota: the processors that it may use at once, and the seconds that it used.
+    quotas: tuple[tuple[float, float], ...]
+
+
+def reading(read: Callable[[str], str] | None = None) -> Reading:
+    """Read the counts as they are now. Raises OSError if the kernel does not show them."""
+    read = read or _read
+    idle_s = {}
+    for line in read("/proc/stat").splitlines():
+        name, *ticks = line.split()
+        # The first line, `cpu`, is the sum.
+        if name.startswith("cpu") and name != "cpu":
+            idle_s[int(name[3:])] = (int(ticks[_IDLE]) + int(ticks[_IOWAIT])) / _TICKS_PER_S
+    return Reading(time.monotonic(), idle_s, tuple(_quotas(read)))
+
+
+def spare_cores(before: Reading, after: Reading, cpus: Collection[int] = ()) -> float:
+    """Return how many of `cpus` (of those that this process may use, if empty) had nothing to do from one reading to the next."""
+    seconds = after.at_s - before.at_s
+    if seconds <= 0:
+        return 0.0
+    allowed = cpus or os.sched_getaffinity(0)
+    idle_s = sum(
+        min(seconds, max(0.0, after.idle_s[cpu] - before.idle_s[cpu]))
+        for cpu in allowed
+        if cpu in before.idle_s and cpu in after.idle_s
+    )
+    spare = [idle_s / seconds]
+    # The quota of a container may leave fewer processors than are idle.
+    if len(before.quotas) == len(after.quotas):
+        for (_, used_s), (most, now_s) in zip(before.quotas, after.quotas, strict=True):
+            spare.append(max(0.0, most - (now_s - used_s) / seconds))
+    return min(spare)
+
+
+def _quotas(read: Callable[[str], str]) -> Iterator[tuple[float, float]]:
+    """Find the quotas. With cgroup v2, those of each group from this process's own upwards; with v1, that of the topmost one."""
+    for group in _groups(read):
+        try:
+            quota, period = read(f"{group}/cpu.max").split()
+            counts = dict(line.split(None, 1) for line in read(f"{group}/cpu.stat").splitlines())
+            if quota != "max":
+                yield int(quota) / int(period), int(counts["usage_usec"]) / 1e6
+        except (OSError, ValueError, LookupError):  # the root has no quota
+            continue
+    try:
+        quota_us = int(read(f"{_GROUPS}/cpu/cpu.cfs_quota_us"))
+        period_us = int(read(f"{_GROUPS}/cpu/cpu.cfs_period_us"))
+        used_s = int(read(f"{_GROUPS}/cpuacct/cpuacct.usage")) / 1e9
+    except (OSError, ValueError):
+        return
+    if quota_us > 0 and period_us > 0:
+        yield quota_us / period_us, used_s
+
+
+def _groups(read: Callable[[str], str]) -> list[str]:
+    try:
+        lines = read("/proc/self/cgroup").splitlines()
+    except OSError:
+        return []
+    inside = next((line[3:] for line in lines if line.startswith("0::/")), None)
+    if inside is None or ".." in inside:
+        return []
+    path = Path(_GROUPS + inside)
+    above = [path, *path.parents]
+    return [str(group) for group in above if str(group).startswith(_GROUPS)]
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="ascii", errors="replace") as file:
+        return file.read()

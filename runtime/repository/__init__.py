@@ -1,0 +1,1 @@
+"""Finds models and their environments on disk, and reads them."""

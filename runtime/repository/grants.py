@@ -1,0 +1,359 @@
+"""Checks what a model's configuration would give the model beyond its level, against the grants of the operator.
+
+A configuration is as untrusted as the model's code. Under a level that the operator set, each thing in it that goes beyond
+the level is an `Ask`, which a grant of the same value must cover. Everything else is refused at the load, with the text of
+the grant that would allow it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moonpool.ipc.policy import LEVELS, is_contained
+from moonpool.runtime.errors import LoadFailed, NotGranted
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.model import name_problem
+from moonpool.runtime.model.config.options import OPTIONS, ModelOptions, hardened
+from moonpool.runtime.model.config.schema import suggestion
+from moonpool.runtime.process.files import is_within
+from moonpool.runtime.repository.environment import expanded
+
+
+def granted(options: ModelOptions, gpus: Sequence[int] = ()) -> tuple[str, ...]:
+    """Describe in words what a contained model is given, for the log and for a look at its instance. `gpus` are its GPUs."""
+    if not is_contained(options.sandbox):
+        return ()
+    paths = [f"{'write' if writes else 'read'} {path}" for path, writes in options.sandbox_paths]
+    interpreter = options.execution_env_path
+    return (
+        *([f"run the interpreter of {interpreter}"] if interpreter is not None else []),
+        *paths,
+        *(f"use GPU {gpu}" for gpu in gpus),
+        *(f"connect to port {port}" for port in options.sandbox_ports),
+        *(f"call {name}" for name in options.sandbox_syscalls),
+        *(f"ask model {pattern}" for pattern in options.sandbox_models),
+        *(f"see {pattern} of the environment" for pattern in options.environment),
+        *(["share a template with its other instances"] if options.prefork != "no" else []),
+    )
+
+
+def check_may_ask(asker: Model, name: str) -> None:
+    """Raise `NotGranted` unless the sandbox of a model lets it call another one, load it or unload it."""
+    options = asker.options
+    if not is_contained(options.sandbox):
+        return
+    if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.sandbox_models):
+        raise NotGranted(
+            f"the sandbox of model '{asker.name}' does not let it ask for model '{name}'; "
+            "MOONPOOL_SANDBOX_MODELS in its configuration names those that it may"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One thing beyond the model's level that its configuration asks for."""
+
+    # The key in a grant; "" if only a grant of the whole model covers it.
+    key: str
+    # The text in the configuration, and its value.
+    text: str
+    value: object
+    # The field of the configuration.
+    field: str
+    # Words for what the model would get.
+    more: str
+
+    @property
+    def what(self) -> str:
+        """Return the option with its value, or words for what the model would get."""
+        return f"{self.key}={self.text}" if self.key else self.more
+
+    @property
+    def is_pastable(self) -> bool:
+        """Tell if a grant of it reads the same in a shell, a file, a variable and a program."""
+        return bool(self.key and _PASTABLE.fullmatch(self.text)) and not _NEXT.search(self.text)
+
+
+def asks(model: Model, said: Collection[str] = ()) -> Iterator[Ask]:
+    """List all things that a model's configuration gives it beyond its level, without the options `said` by the operator."""
+    options, parameters = model.options, model.config.parameters
+    usual = hardened(replace(type(options)(), sandbox=options.sandbox))
+    yield from _links(model)
+    for key, attribute in _GRANTS.items():
+        value = getattr(options, attribute)
+        if key not in said and value != getattr(usual, attribute):
+            text = parameters.get(key, "").strip()
+            if isinstance(value, tuple):
+                # Without the spaces, which a shell would want quoted.
+                text = ",".join(part.strip() for part in text.split(",") if part.strip())
+            yield Ask(key, text, value, f"parameters[{key}]", "more than its sandbox does")
+    if model.config.uses_gpu:
+        gpus = _gpus(model)
+        text = "all" if gpus is None else ",".join(map(str, gpus))
+        yield Ask(_GPUS, text, gpus, "instance_group", "a GPU")
+    for key, (attribute, bound) in _LIMITS.items():
+        value, most = _amount(options, attribute), _amount(usual, bound)
+        if key not in said and _exceeds(value, most):
+            text = parameters.get(key, "").strip()
+            yield Ask(key, text, value, f"parameters[{key}]", f"more than {most}")
+
+
+class Grants:
+    """The grants of an operator, beyond the levels of models. Never changes.
+
+    A grant of a whole model (`MODEL`) covers all that its configuration asks for, now and later. The others cover one
+    value each (`MODEL:KEY=VALUE`), so that nobody gets more by changing the configuration.
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        """Read `MODEL` and `MODEL:KEY=VALUE,KEY=VALUE`. Raises `ValueError`."""
+        if isinstance(texts, str):
+            # Each of its letters would be the name of a model that is granted everything.
+            raise ValueError(f"grants must be a list of texts, such as [{texts!r:.200}]")
+        self.whole: set[str] = set()
+        self._values: dict[tuple[str, str], list[object]] = {}
+        for text in texts:
+            try:
+                name, values = _read(text)
+            except ValueError as error:
+                raise ValueError(f"{error}, not {text!r:.200}") from None
+            if values is None:
+                self.whole.add(name)
+            for key, value in values or ():
+                self._values.setdefault((name, key), []).append(value)
+
+    def names(self) -> list[str]:
+        """Return the names of the models that were granted something."""
+        return sorted(self.whole | {name for name, _ in self._values})
+
+    def covers(self, name: str, ask: Ask) -> bool:
+        """Tell if this value, or one that gives as much, was granted to the model."""
+        return _is_within(ask, self._values.get((name, ask.key), ()))
+
+
+def read_grant(text: str) -> str:
+    """Check one text for `Grants`, and return it. Raises `ValueError`, which says what it must be."""
+    _read(text)
+    return text
+
+
+def _read(text: str) -> tuple[str, list[tuple[str, object]] | None]:
+    """Return the model, and the values that it is granted by key; None for all."""
+    name, colon, rest = text.partition(":")
+    if problem := name_problem(name):
+        raise ValueError(f"must be MODEL or MODEL:KEY=VALUE ({problem})")
+    return name, [_one_grant(part) for part in _NEXT.split(rest)] if colon else None
+
+
+def _one_grant(part: str) -> tuple[str, object]:
+    key, equals, value = part.partition("=")
+    if key not in _GRANTABLE:
+        raise ValueError(
+            f"must grant what can be granted: {', '.join(_GRANTABLE)}{suggestion(key, _GRANTABLE)}"
+        )
+    if not equals:
+        raise ValueError(
+            f"must say which value of {key} is granted, such as {key}={_EXAMPLES.get(key, 'VALUE')}, as the next version "
+            "of the model could ask for another (`moonpool check REPO --sandbox strict` prints what models ask for)"
+        )
+    try:
+        return key, _GRANTABLE[key](value.strip())
+    except ValueError as error:
+        raise ValueError(f"{key} {error}") from None
+
+
+def _is_within(ask: Ask, granted: Sequence[object]) -> bool:
+    if ask.key in _LIMITS:
+        return any(not _exceeds(ask.value, most) for most in granted)  # type: ignore[arg-type]
+    if ask.key == _GPUS and None in granted:
+        return True
+    if isinstance(ask.value, tuple):
+        single = {item for value in granted if isinstance(value, tuple) for item in value}
+        # A grant to write includes reading.
+        single |= {(item[0], False) for item in single if isinstance(item, tuple)}
+        return single.issuperset(ask.value)
+    return ask.value in granted and ask.value is not None
+
+
+def check_ungranted(
+    model: Model,
+    grants: Grants,
+    form: Callable[[str], str],
+    *,
+    said: Collection[str] = (),
+    brings: str = "",
+) -> None:
+    """Raise `ConfigError` if the configuration gives the model more than its level and its grants do.
+
+    `said` are the options that the operator set for it, and `form` writes a grant as this program takes it. `brings` is that
+    of `Wanted`. A grant of the whole model is for the configuration in the repository. Files that a load brings have no
+    grants at all: the operator meant other code.
+    """
+    name = model.name
+    if not brings and name in grants.whole:
+        return
+    has_foreign_code = brings == "files"
+    found = list(asks(model, () if has_foreign_code else said))
+    refused = [ask for ask in found if has_foreign_code or not grants.covers(name, ask)]
+    if not refused:
+        return
+    first = refused[0]
+    what = f"a model's configuration cannot give it {first.more}"
+    if has_foreign_code:
+        what += f": what '{name}' was granted is for its files in the repository, not for those that a load brings"
+    elif all(ask.is_pastable for ask in found):
+        what += f"; to let '{name}', start it with {form(paste(name, found))}"
+    else:
+        what += f"; to let '{name}' have whatever its configuration says, now and later, start it with {form(name)}"
+    raise model.config.source.error(first.field, what)
+
+
+def paste(name: str, found: Iterable[Ask]) -> str:
+    """Return the text that grants all this, if all of it is pastable."""
+    return f"{name}:" + ",".join(f"{ask.key}={ask.text}" for ask in found)
+
+
+def as_flag(grant: str) -> str:
+    """Return a grant in the form of the command line."""
+    return f"--sandbox-grants={quoted(grant)}"
+
+
+def quoted(grant: str) -> str:
+    """Quote a grant for a shell; a name needs no quotes."""
+    name, colon, values = grant.partition(":")
+    return f"{name}:{shlex.quote(values)}" if colon else name
+
+
+def as_argument(grant: str) -> str:
+    """Return a grant in the form of a program."""
+    return f"Runtime(sandbox_grants=[{json.dumps(grant)}])"
+
+
+def _links(model: Model) -> Iterator[Ask]:
+    """List links below the model's directory that lead out of it, since the model could read the files at their end."""
+    source = model.source
+    if not source.is_directory:
+        return
+    folder = os.path.realpath(source.model_directory)
+    named = [Path(path) for path, _ in model.options.sandbox_paths]
+    if model.options.execution_env_path is not None:
+        named.append(expanded(model.options.execution_env_path, source.model_directory))
+    # The file of a Python-based backend is the server's own.
+    for path in (source.version_directory, source.file, *named):
+        if path.is_relative_to(source.model_directory):
+            real = os.path.realpath(path)
+            if not is_within(real, folder):
+                more = f"the files at the end of the link {path}, which is {real}"
+                yield Ask("", "", None, "", more)
+
+
+def check_stays_inside(model: Model) -> None:
+    """Raise `LoadFailed` if the model must stay inside its directory and a link leads out of it."""
+    for link in _links(model) if model.stays_inside else ():
+        raise LoadFailed(f"the model would have {link.more}, outside its folder", stage="sandbox")
+
+
+def _gpus(model: Model) -> tuple[int, ...] | None:
+    """Return the numbers of the GPUs that a configuration names; None for all."""
+    groups = [group for group in model.config.instance_groups if group.kind == "GPU"]
+    if not all(group.gpus for group in groups):
+        return None
+    return tuple(sorted({gpu for group in groups for gpu in group.gpus}))
+
+
+def _read_gpus(text: str) -> tuple[int, ...] | None:
+    if text == "all":
+        return None
+    numbers = text.split(",")
+    if not all(re.fullmatch(r" *[0-9]{1,4} *", number) for number in numbers):
+        raise ValueError('must be numbers of GPUs, such as 0,1, or "all"')
+    return tuple(map(int, numbers))
+
+
+def _amount(options: ModelOptions, attribute: str) -> float | None:
+    """Return the value of a limit. A missing deadline counts as infinite."""
+    value: float | None = getattr(options, attribute)
+    return math.inf if value is None and attribute in _DEADLINES.values() else value
+
+
+def _exceeds(value: float | None, most: float | None) -> bool:
+    """Tell if a limit is looser than another one. None sets no limit of its own, and is not looser."""
+    return value is not None and most is not None and value > most
+
+
+def check_not_looser(model: Model, asker: ModelOptions) -> None:
+    """Raise `ConfigError` if a configuration that a model brings gives more than this model has itself."""
+    options, source = model.options, model.config.source
+    if LEVELS.index(options.sandbox) < LEVELS.index(asker.sandbox):
+        what = f"a model in the sandbox '{asker.sandbox}' cannot load one in '{options.sandbox}'"
+        raise source.error("parameters[MOONPOOL_SANDBOX]", what)
+    if is_contained(asker.sandbox):
+        subject = f"a model in the sandbox '{asker.sandbox}' cannot"
+        if options.execution_env_path is not None:
+            what = f"{subject} choose the interpreter of another"
+            raise source.error("parameters[EXECUTION_ENV_PATH]", what)
+        if model.config.uses_gpu:
+            raise source.error("instance_group", f"{subject} give another a GPU")
+        what = f"a model in the sandbox '{asker.sandbox}' cannot set this for another"
+        for key, attribute in _GRANTS.items():
+            value = getattr(options, attribute)
+            if value not in (getattr(asker, attribute), getattr(type(options)(), attribute)):
+                raise source.error(f"parameters[{key}]", what)
+        for key, (attribute, bound) in _LIMITS.items():
+            is_unset = key in _DEADLINES and key not in model.config.parameters
+            if not is_unset and _exceeds(_amount(options, attribute), _amount(asker, bound)):
+                raise source.error(f"parameters[{key}]", what)
+
+
+_GRANTS = {
+    # The interpreter is contained like the model, but the model can read all files of the environment.
+    "EXECUTION_ENV_PATH": "execution_env_path",
+    "MOONPOOL_SANDBOX_PATHS": "sandbox_paths",
+    "MOONPOOL_SANDBOX_PORTS": "sandbox_ports",
+    "MOONPOOL_SANDBOX_SYSCALLS": "sandbox_syscalls",
+    "MOONPOOL_SANDBOX_MODELS": "sandbox_models",
+    "MOONPOOL_ENVIRONMENT": "environment",
+    "MOONPOOL_PREFORK": "prefork",
+}
+# Loads and unloads wait so long, and the start and the end of a server with them.
+_DEADLINES = {
+    "MOONPOOL_LOAD_TIMEOUT_S": "load_timeout_s",
+    "MOONPOOL_FINALIZE_TIMEOUT_S": "finalize_timeout_s",
+}
+# Each limit with the one that it may not exceed. Tighter limits harm nobody.
+_LIMITS = {
+    **{key: (attribute, attribute) for key, attribute in _DEADLINES.items()},
+    "MOONPOOL_MEMORY_LIMIT_BYTES": ("memory_limit_bytes", "memory_limit_bytes"),
+    "MOONPOOL_REGION_BYTES": ("region_bytes", "region_limit_bytes"),
+    "MOONPOOL_REGION_LIMIT_BYTES": ("region_limit_bytes", "region_limit_bytes"),
+    "MOONPOOL_TASK_LIMIT": ("task_limit", "task_limit"),
+    "MOONPOOL_OPEN_FILES": ("open_files", "open_files"),
+    "MOONPOOL_SCRATCH_BYTES": ("scratch_bytes", "scratch_bytes"),
+    "MOONPOOL_CPU_WEIGHT": ("cpu_weight", "cpu_weight"),
+    "MOONPOOL_LOG_LINES_PER_S": ("log_lines_per_s", "log_lines_per_s"),
+}
+# The functions that read the values of grants, by key.
+_GPUS = "GPUS"
+_GRANTABLE: dict[str, Callable[[str], object]] = {
+    **{option.key: option.kind.read for option in OPTIONS if option.key in (*_GRANTS, *_LIMITS)},
+    _GPUS: _read_gpus,
+}
+_EXAMPLES = {
+    "EXECUTION_ENV_PATH": "/envs/one",
+    "MOONPOOL_SANDBOX_PATHS": "/data",
+    "MOONPOOL_SANDBOX_PORTS": "443",
+    "MOONPOOL_MEMORY_LIMIT_BYTES": "64G",
+    _GPUS: "0",
+}
+# The place at which the next grant for the same model begins.
+_NEXT = re.compile(rf",(?=(?:{'|'.join(_GRANTABLE)})(?:=|,|$))")
+# Only characters that read the same in a shell, in a variable with `;` between its values, and in a program.
+_PASTABLE = re.compile(r"[A-Za-z0-9_./,:*+@%= $-]+")

@@ -1,0 +1,411 @@
+"""Turns what a caller names (a repository's model, a directory, a file, a class, files in memory) into models ready to be
+hosted.
+
+Several people have a say in a model's options, and they are trusted differently. The operator set `HostingRules` at the
+start. The repository has what its owners put there, which may change at any time. A client or a model that loads another
+one may bring a configuration, or files, or both. So options are merged in one order, the operator's over the caller's over
+the directory's, and a level of the sandbox is only ever raised by the less trusted. Under a level that the operator set,
+everything that a configuration would give its model must have been granted (`grants`), and files that a load brings have no
+grants at all: the operator meant other code.
+
+Files that a caller brings are written into a private directory, in which no path may lead out of it, and the directory goes
+with the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moonpool.ipc.policy import LEVELS, is_contained
+from moonpool.runtime.errors import ModelNotFound
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.limits import ConfigLimits
+from moonpool.runtime.model.config.model import (
+    PYTHON_BACKEND,
+    ModelConfig,
+    Raw,
+    Source,
+    minimal,
+    name_problem,
+)
+from moonpool.runtime.model.config.options import SANDBOX_KEY, ModelOptions, OperatorOptions
+from moonpool.runtime.model.config.schema import suggestion
+from moonpool.runtime.model.gpus import placed
+from moonpool.runtime.model.source import ModelSource, file_of_class, of_class, of_file
+from moonpool.runtime.process.files import DEEPEST, stamp_of
+from moonpool.runtime.repository.grants import Grants, as_flag, check_not_looser, check_ungranted
+from moonpool.runtime.repository.repository import (
+    ModelDirectory,
+    ModelRepositories,
+    RepositoryError,
+    is_version,
+)
+from moonpool.runtime.repository.session_source import source_of
+
+# Returns the file that serves all models of a backend; None if each model has its own.
+Locate = Callable[[ModelConfig], Path | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A load as a caller asks for it.
+
+    Without `source`, the model is the repository's. `files` are a whole directory, in place of the repository's.
+    `config` replaces the directory's configuration field by field, with `is_whole` entirely. `asker` are the options of a
+    model that asks for the load; its configuration may not give another model more than it has itself. `said` are parameters
+    that the operator set, by key. They go before all configurations.
+    """
+
+    name: str
+    source: str | os.PathLike[str] | type | None = None
+    instances: int | None = None
+    config: Mapping[str, Any] | None = None
+    files: Mapping[str, bytes] | None = None
+    is_whole: bool = False
+    asker: ModelOptions | None = None
+    said: Mapping[str, str] | None = None
+
+    @property
+    def brings(self) -> str:
+        """Return what a client or a model brings for the load: "files" (and a configuration), "config" or ""."""
+        if not self.is_whole:
+            return ""
+        return "config" if self.files is None else "files"
+
+
+@dataclass(frozen=True, slots=True)
+class HostingRules:
+    """The operator's rules for all models of a runtime.
+
+    `sandbox` is the least level of their processes, and the level of models that name none; None leaves it to the models.
+    From `best-effort` on, models cannot give themselves more than the level does, except for `grants`.
+    `options` are the operator's options by the names of models. They go before the models' own, and MOONPOOL_SANDBOX among them
+    takes the place of `sandbox`. Without `completes`, models are not asked to complete their configuration. `limits` are for
+    all configurations.
+    """
+
+    sandbox: str | None = None
+    completes: bool = True
+    grants: Grants = field(default_factory=Grants)
+    # Writes a grant in the form in which this program takes it.
+    grant_form: Callable[[str], str] = as_flag
+    options: OperatorOptions = field(default_factory=OperatorOptions)
+    limits: ConfigLimits = field(default_factory=ConfigLimits)
+
+    def said_of(self, wanted: Wanted) -> dict[str, str]:
+        """Return the options that the operator set for a model, by its name or in the load itself. The load goes first."""
+        return self.options.of(wanted.name) | dict(wanted.said or {})
+
+    def about_none_of(self, names: Collection[str]) -> list[str]:
+        """Warn of options and grants that fit none of these models, as their names may be misspelt."""
+        return [
+            *(
+                f"options are set for model '{pattern}', and no repository has such a model"
+                f"{suggestion(pattern, names)}"
+                for pattern in self.options.unused(names)
+            ),
+            *(
+                f"model '{name}' is granted something, and no repository has such a model"
+                f"{suggestion(name, names)}"
+                for name in self.grants.names()
+                if name not in names
+            ),
+        ]
+
+    def apply_to(self, model: Model, wanted: Wanted | None = None) -> None:
+        """Apply the rules to a model that is not loaded yet. Raises `ConfigError`."""
+        wanted = wanted or Wanted(model.name)
+        said = self.said_of(wanted)
+        model.options = replace(
+            model.options,
+            sandbox=self.level_of(model.config, model.options, said, wanted.brings),
+        )
+        floor = self.floor_of(said, wanted.brings)
+        if floor is not None and is_contained(floor):
+            check_ungranted(model, self.grants, self.grant_form, said=said, brings=wanted.brings)
+            # Links are checked at every start of an instance, as the owner of the files could change one meanwhile.
+            model.stays_inside = bool(wanted.brings) or model.name not in self.grants.whole
+        model.completes = self.completes
+        model.limits = self.limits
+
+    def floor_of(self, said: Mapping[str, str], brings: str = "") -> str | None:
+        """Return the least level of a model with these options of the operator; None if the operator set none.
+
+        A level below that of all models is for what the repository has. Otherwise a client that loads its own files
+        under such a name, or chooses an interpreter, would run programs outside of any sandbox.
+        """
+        said_level = said.get(SANDBOX_KEY, self.sandbox)
+        if said_level is None or self.sandbox is None or not brings:
+            return said_level
+        return max(said_level, self.sandbox, key=LEVELS.index)
+
+    def level_of(
+        self,
+        config: ModelConfig,
+        options: ModelOptions,
+        said: Mapping[str, str],
+        brings: str = "",
+    ) -> str:
+        """Return the level of a model's sandbox. `brings` is that of `Wanted`."""
+        floor = self.floor_of(said, brings)
+        if floor is None:
+            return options.sandbox
+        own = options.sandbox if SANDBOX_KEY in config.parameters else floor
+        return max(floor, own, key=LEVELS.index)
+
+
+class PreparedModel:
+    """The versions of a model that a load starts, ascending; at least one.
+
+    Two with equal stamps would start the same processes. Call `discard` when nobody needs the files any more.
+    """
+
+    def __init__(self, models: list[Model], digest: object, made: Path | None = None) -> None:
+        self.models = models
+        self._made = made
+        paths = {m.source.file for m in models}
+        if digest is None:
+            paths |= {m.source.model_directory for m in models if m.source.is_directory}
+        self.stamp: object = (
+            digest,
+            [(m.version, m.source.class_name, m.config.raw) for m in models],
+            [stamp_of(path, is_version) for path in sorted(paths) if not self._is_made(path)],
+        )
+
+    def _is_made(self, path: Path) -> bool:
+        return self._made is not None and path.is_relative_to(self._made)
+
+    def discard(self) -> None:
+        """Remove the directory that was made for this model alone, if one was."""
+        if self._made is not None:
+            _remove(self._made)
+
+
+def prepare(
+    wanted: Wanted,
+    repository: ModelRepositories | None,
+    locate: Locate,
+    rules: HostingRules | None = None,
+) -> PreparedModel:
+    """Find and read a model. Starts nothing.
+
+    Raises `ModelNotFound`, `RepositoryError`, `ConfigError`, `LoadFailed`.
+    """
+    rules = rules or HostingRules()
+    wanted = replace(wanted, said=rules.said_of(wanted))
+    prepared = _prepare(wanted, repository, locate, rules.limits)
+    try:
+        for model in prepared.models:
+            rules.apply_to(model, wanted)
+            model.config = placed(model)
+        # The operator may have changed nothing but the level.
+        prepared.stamp = (prepared.stamp, [model.options for model in prepared.models])
+        config = prepared.models[0].config
+        rules.limits.check_instances(config.instance_groups, len(prepared.models), config.source)
+    except BaseException:
+        prepared.discard()
+        raise
+    return prepared
+
+
+def _prepare(
+    wanted: Wanted, repository: ModelRepositories | None, locate: Locate, limits: ConfigLimits
+) -> PreparedModel:
+    name, source = wanted.name, wanted.source
+    if source is not None and wanted.files is not None:
+        raise RepositoryError(f"model '{name}': give a source or files, not both")
+    changes = _changes(wanted)
+    if wanted.instances is not None:
+        changes["instance_group"] = [{"kind": "KIND_AUTO", "count": wanted.instances}]
+    if wanted.files is not None:
+        return _of_files(wanted, changes, locate, limits)
+    if isinstance(source, type) or (source is not None and not Path(source).is_dir()):
+        limits.check(changes, Source())
+        if not isinstance(source, type):
+            where = of_file(source)
+        elif (file := file_of_class(source)) is not None:
+            where = of_class(source, file)
+        else:
+            return _of_session(name, source, changes)
+        return PreparedModel([model_of(name, where, minimal(name), None, 1, changes)], None)
+    if source is not None:
+        directory = ModelDirectory(source)
+    elif repository is None:
+        raise ModelNotFound(
+            f"model '{name}': the runtime has no repository; give a directory, file or class"
+        )
+    else:
+        directory = repository.find(name)
+    return PreparedModel(_versions(wanted, directory, changes, locate, limits), None)
+
+
+def _changes(wanted: Wanted) -> dict[str, Any]:
+    """Return the changes to the directory's configuration: those of the caller, and over them those of the operator."""
+    changes = dict(wanted.config or {})
+    parameters = changes.get("parameters")
+    if isinstance(parameters, Mapping) and not wanted.is_whole:
+        changes["parameters"] = {key: _wrapped(value) for key, value in parameters.items()}
+    # The level is the least that the model may have, and not what it asks for: `HostingRules.level_of`.
+    said = {key: _wrapped(text) for key, text in (wanted.said or {}).items() if key != SANDBOX_KEY}
+    if said and (parameters is None or isinstance(parameters, Mapping)):
+        changes["parameters"] = {**(changes.get("parameters") or {}), **said}
+    return changes
+
+
+def _wrapped(value: object) -> object:
+    """Return a parameter in the JSON form of a configuration. Programs may give plain texts."""
+    return {"string_value": value} if isinstance(value, str) else value
+
+
+def _of_session(name: str, model_class: type, changes: Mapping[str, Any]) -> PreparedModel:
+    """Write a class of a session into a file, with everything that it uses from the session."""
+    if problem := name_problem(name):
+        raise RepositoryError(problem)
+    content = source_of(model_class).encode()
+    file_name = f"{model_class.__name__}.py"
+    made = _write_directory(name, {file_name: content})
+    try:
+        where = of_class(model_class, made / name / file_name)
+        model = model_of(name, replace(where, is_directory=True), minimal(name), None, 1, changes)
+    except BaseException:
+        _remove(made)
+        raise
+    return PreparedModel([model], hashlib.sha256(content).digest(), made)
+
+
+def _of_files(
+    wanted: Wanted, changes: Mapping[str, Any], locate: Locate, limits: ConfigLimits
+) -> PreparedModel:
+    if problem := name_problem(wanted.name):
+        raise RepositoryError(problem)
+    files = dict(wanted.files or {})
+    made = _write_directory(wanted.name, files)
+    try:
+        models = _versions(wanted, ModelDirectory(made / wanted.name), changes, locate, limits)
+    except BaseException:
+        _remove(made)
+        raise
+    digest = {name: hashlib.sha256(content).digest() for name, content in files.items()}
+    return PreparedModel(models, digest, made)
+
+
+def _versions(
+    wanted: Wanted,
+    directory: ModelDirectory,
+    changes: Mapping[str, Any],
+    locate: Locate,
+    limits: ConfigLimits,
+) -> list[Model]:
+    limits.check(changes, Source())
+    raw, source = _read(wanted, directory, changes, limits)
+    config = ModelConfig.from_dict(_merged(wanted.name, raw, changes), source=source, partial=True)
+    shared = locate(config)
+    if shared is not None:
+        # Triton sets it, and models can see it in their configuration.
+        changes = {**changes, "runtime": shared.name}
+    models = []
+    versions = directory.chosen_versions(config)
+    limits.check_versions(len(versions), config.source)
+    for version in versions:
+        folder = directory.version_directory(version)
+        if config.backend == PYTHON_BACKEND:
+            file = directory.model_file(version, config.default_model_filename)
+            kind = of_file(file).kind
+        else:
+            # The backend knows which files a version must have.
+            file, kind = shared or folder / config.default_model_filename, "triton"
+        where = ModelSource(kind, file, None, directory.path, folder, is_directory=True)
+        models.append(model_of(wanted.name, where, raw, source, version, changes))
+        if wanted.asker is not None:
+            check_not_looser(models[-1], wanted.asker)
+    return models
+
+
+def _read(
+    wanted: Wanted, directory: ModelDirectory, changes: Mapping[str, Any], limits: ConfigLimits
+) -> tuple[Raw, Source | None]:
+    """Return the configuration before the changes, and its source."""
+    if wanted.is_whole:
+        backend = changes.get("backend") or directory.implied_backend() or PYTHON_BACKEND
+        return minimal(wanted.name, str(backend)), None
+    return directory.read_config(limits)
+
+
+def model_of(
+    name: str,
+    where: ModelSource,
+    raw: Mapping[str, Any],
+    source: Source | None,
+    version: int,
+    changes: Mapping[str, Any],
+) -> Model:
+    """Make one version of a model. Raises `ConfigError`."""
+    config = ModelConfig.from_dict(_merged(name, raw, changes), source=source, partial=True)
+    return Model(config, ModelOptions.from_parameters(config), version, where)
+
+
+def _merged(name: str, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**raw, **changes, "name": name}
+    own, changed = raw.get("parameters"), changes.get("parameters")
+    if isinstance(own, Mapping) and isinstance(changed, Mapping):
+        merged["parameters"] = {**own, **changed}
+    batching = merged.get("dynamic_batching")
+    if batching and batching.get("preferred_batch_size") == [raw["max_batch_size"]]:
+        # The size was only implied by the directory's own maximum. Another maximum implies another size.
+        merged["dynamic_batching"] = {**batching, "preferred_batch_size": []}
+    return merged
+
+
+# The most bytes in a path, and the most files, that a caller may bring for a model.
+_LONGEST_PATH = 1024
+_MOST_FILES = 10_000
+
+
+def _write_directory(name: str, files: Mapping[str, bytes]) -> Path:
+    """Make a directory that no other user may look into, in which `name` has these files by path. The caller removes it.
+
+    Raises `RepositoryError` for a path that leads out of it, and for more than the bounds above.
+    """
+    if len(files) > _MOST_FILES:
+        raise RepositoryError(f"a load has {_MOST_FILES} files at most, not {len(files)}")
+    for path in files:
+        _check_path(path)
+    folder = Path(tempfile.mkdtemp(prefix="moonpool-model-"))
+    try:
+        (folder / name).mkdir()
+        for path, content in files.items():
+            file = folder / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+    except (OSError, ValueError) as error:
+        _remove(folder)
+        raise RepositoryError(f"cannot write the model's files: {error}") from error
+    except BaseException:
+        _remove(folder)
+        raise
+    return folder
+
+
+def _check_path(path: str) -> None:
+    if not path or path.startswith("/") or "\0" in path or ".." in path.split("/"):
+        raise RepositoryError(
+            f"Invalid file parameter 'file:{path[:_LONGEST_PATH]}' must stay within model directory."
+        )
+    # Functions that make and remove directories recurse.
+    if len(path.encode(errors="replace")) > _LONGEST_PATH or path.count("/") > DEEPEST:
+        raise RepositoryError(
+            f"Invalid file parameter 'file:{path[:80]}...': a path has {_LONGEST_PATH} bytes and {DEEPEST} folders "
+            "at most"
+        )
+
+
+def _remove(folder: Path) -> None:
+    """Remove a directory with all its contents. A missing one is no error."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,237 @@
+"""Model repositories on disk, read as Triton reads them. Nothing is started, written or kept here.
+
+Names, links and files in a repository are not trusted to be what they seem: a model's name must be a plain name, a path
+with a loop of links is refused before anything in it is read, and configurations are read with limits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from moonpool.runtime.model.config import pbtxt
+from moonpool.runtime.model.config.limits import ConfigLimits
+from moonpool.runtime.model.config.model import (
+    FILENAMES,
+    MODEL_FILENAME,
+    ConfigError,
+    ModelConfig,
+    Raw,
+    Source,
+    minimal,
+    name_problem,
+    normalise,
+)
+from moonpool.runtime.process.files import RepositoryError, check_no_loop, directories
+
+__all__ = ["ModelDirectory", "ModelRepository", "NoVersion", "RepositoryError", "is_version"]
+
+CONFIG_FILENAME = "config.pbtxt"
+
+
+class NoVersion(RepositoryError):
+    """A model without a version that its policy picks."""
+
+
+class ModelRepository:
+    """A directory whose subdirectories are models.
+
+    Nothing is kept: each call reads the disk, so a changed repository needs no new object.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+        _check_directory(self.path, "model repository")
+
+    def models(self) -> list[str]:
+        """List the names of the directories, sorted, without hidden ones.
+
+        A directory whose name no model can have is listed, too. `find` says what is wrong with it.
+        """
+        return [name for name in directories(self.path) if not name.startswith((".", "__"))]
+
+    def find(self, name: str) -> ModelDirectory:
+        """Return the directory of a model. Raises `RepositoryError`, with NOT_FOUND if there is none."""
+        if problem := name_problem(name):
+            raise RepositoryError(problem)
+        path = self.path / name
+        if not os.path.lexists(path):
+            raise RepositoryError(f"no model '{name}' in the repository {self.path}", "NOT_FOUND")
+        return ModelDirectory(path)
+
+
+class ModelDirectory:
+    """One model of a repository: `config.pbtxt` and the version directories."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.name = self.path.name
+        _check_directory(self.path, f"model '{self.name}'")
+        check_no_loop(self.path, f"model '{self.name}'")
+
+    def read_config(self, limits: ConfigLimits | None = None) -> tuple[Raw, Source]:
+        """Return the raw configuration of the file, or without a file the minimal one, and its source.
+
+        As in Triton, a missing name is the directory's, and a missing backend follows from the file of the model:
+        `model.py`, `model.onnx`, `model.pt`. `limits` are the usual ones by default. Raises `ConfigError`.
+        """
+        file = self.path / CONFIG_FILENAME
+        if not os.path.lexists(file):
+            return minimal(self.name, self.implied_backend() or self._nothing_there(file)), Source()
+        raw, source = pbtxt.read_with_source(file, self.path, limits)
+        raw["name"] = raw["name"] or self.name
+        if raw["name"] != self.name:
+            what = f"unexpected directory name '{self.name}' for model '{raw['name']}'"
+            raise source.error("name", f"{what}, directory name must equal model name")
+        unsaid = not (raw["backend"] or raw["platform"] or raw["default_model_filename"])
+        if unsaid and (backend := self.implied_backend()):
+            raw = normalise({**raw, "backend": backend}, source)
+        return raw, source
+
+    def config(self, *, partial: bool = False) -> ModelConfig:
+        """Return the checked configuration. `partial` is that of `ModelConfig.from_dict`."""
+        raw, source = self.read_config()
+        return ModelConfig.from_dict(raw, source=source, partial=partial)
+
+    def versions(self) -> list[int]:
+        """List the versions, ascending: directories whose name is a number above 0.
+
+        Other names are ignored, also numbers with leading zeros, which `ignored` lists.
+        """
+        return sorted(int(name) for name in directories(self.path) if is_version(name))
+
+    def ignored(self) -> list[str]:
+        """List directories that look like versions and are none, for a warning."""
+        names = (name for name in directories(self.path) if not is_version(name))
+        return [name for name in names if name.isdigit()]
+
+    def chosen_versions(self, config: ModelConfig) -> list[int]:
+        """Return the versions that the policy of the configuration picks, ascending. Raises `NoVersion`."""
+        available = self.versions()
+        chosen = config.version_policy.choose(available)
+        if not chosen:
+            shown = ", ".join(map(str, available)) or "none"
+            what = f"at least one version must be available under the version policy of model '{self.name}'"
+            raise NoVersion(f"{what} (in {self.path} there are: {shown})")
+        for version in chosen:
+            check_no_loop(self.version_directory(version), f"model '{self.name}'")
+        return chosen
+
+    def version_directory(self, version: int) -> Path:
+        return self.path / str(version)
+
+    def model_file(self, version: int, filename: str = MODEL_FILENAME) -> Path:
+        """Return the absolute path of a version's Python file. Raises `RepositoryError` unless it can be read."""
+        path = self.version_directory(version) / filename
+        if not os.path.isfile(path):
+            raise RepositoryError(f"Python model file not found in '{path}'", "NOT_FOUND")
+        if not os.access(path, os.R_OK):
+            raise RepositoryError(f"the model file '{path}' cannot be read: check its permissions")
+        return path
+
+    def implied_backend(self) -> str:
+        """Return the backend that the files of the versions imply; "" for none."""
+        folders = [self.version_directory(version) for version in self.versions()]
+        for backend, filename in FILENAMES.items():
+            # A program that PyTorch exported is `model.pt2`.
+            for name in (filename, f"{filename}2") if backend == "pytorch" else (filename,):
+                if any(os.path.exists(folder / name) for folder in folders):
+                    return backend
+        return ""
+
+    def _nothing_there(self, file: Path) -> NoReturn:
+        versions = self.versions()
+        if versions:
+            missing = self.version_directory(versions[-1]) / MODEL_FILENAME
+            raise RepositoryError(
+                f"Python model file not found in '{missing}' (and there is no {file})", "NOT_FOUND"
+            )
+        raise ConfigError(
+            f"there is neither this file nor a version directory such as {self.path / '1'}",
+            file=str(file),
+        )
+
+
+def is_version(name: str) -> bool:
+    """Tell if a folder of this name is a version of its model."""
+    # Eighteen digits fit the 64-bit number that a version is.
+    return re.fullmatch(r"[1-9][0-9]{0,17}", name) is not None
+
+
+def _check_directory(path: Path, title: str) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        what = f"there is no directory {path}"
+        if path.is_symlink():
+            what = f"{path} links to {os.readlink(path)}, which is not there"
+        raise RepositoryError(f"{title}: {what}", "NOT_FOUND") from None
+    except OSError as error:
+        raise RepositoryError(f"{title}: cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(mode):
+        raise RepositoryError(f"{title}: {path} is not a directory")
+
+
+class Listing(NamedTuple):
+    """The models of several repositories, those that are in more than one, and the errors of unreadable repositories."""
+
+    names: list[str]
+    repeated: set[str]
+    errors: list[RepositoryError]
+
+
+class ModelRepositories:
+    """Several repositories as one. As in Triton, a name that is in two of them is found in neither."""
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+        """Raise `RepositoryError` for a path that is no directory."""
+        self._repositories = [ModelRepository(path) for path in paths]
+
+    def models(self) -> list[str]:
+        """List the names of the directories of all repositories, each once, sorted. Raises `RepositoryError`."""
+        listing = self.listing()
+        for error in listing.errors:
+            raise error
+        return listing.names
+
+    def listing(self) -> Listing:
+        """List all repositories. If one cannot be read, the others are still listed."""
+        seen: set[str] = set()
+        repeated: set[str] = set()
+        errors = []
+        for each in self._repositories:
+            try:
+                names = set(each.models())
+            except RepositoryError as error:
+                errors.append(error)
+                continue
+            repeated |= seen & names
+            seen |= names
+        return Listing(sorted(seen), repeated, errors)
+
+    def find(self, name: str) -> ModelDirectory:
+        """Return the directory of a model. Raises `RepositoryError`, with NOT_FOUND if there is none."""
+        found = []
+        missing = RepositoryError(f"no model '{name}': there is no repository", "NOT_FOUND")
+        for each in self._repositories:
+            try:
+                found.append(each.find(name))
+            except RepositoryError as error:
+                if error.code != "NOT_FOUND":
+                    raise
+                missing = error
+        if not found:
+            if len(self._repositories) < 2:
+                raise missing
+            shown = ", ".join(str(each.path) for each in self._repositories)
+            raise RepositoryError(
+                f"no model '{name}' in any of the repositories {shown}", "NOT_FOUND"
+            )
+        if len(found) > 1:
+            shown = " and ".join(str(directory.path) for directory in found)
+            raise RepositoryError(f"model '{name}' is not unique across all repositories: {shown}")
+        return found[0]

@@ -1,0 +1,88 @@
+"""The errors that callers get if an instance broke, ended or never started."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import BackendError, ExecuteTimedOut, LoadFailed, ModelUnavailable
+from moonpool.runtime.model.backend import ModelInstance
+from moonpool.runtime.model.config.options import ModelOptions
+from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.schedule.scheduler import Scheduler
+
+# The process or the machine has no descriptor, memory or process left.
+_SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return True if an error comes from a lack of descriptors, memory or processes. The model is not to blame for that."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _SHORTAGES:
+            return True
+        cause = cause.__cause__
+    return False
+
+
+# The beginning of the error for a model whose file is missing.
+_NO_MODEL_FILE = "Python model file not found in "
+
+
+def missing_file_line(error: BaseException) -> str | None:
+    """Return the line that Triton's stub logs if the file of a model is missing; None for other errors."""
+    text = str(error)
+    return (
+        f"Failed to preinitialize Python stub: {text}" if text.startswith(_NO_MODEL_FILE) else None
+    )
+
+
+def notify_callers(
+    scheduler: Scheduler,
+    options: ModelOptions,
+    instance: ModelInstance,
+    requests: Sequence[InferenceRequest],
+    reason: MoonpoolError,
+) -> None:
+    """Give `reason` to the requests of an instance that is gone, or queue them again if the model's options allow it."""
+    scheduler.fail_open(instance, reason)
+    again = []
+    if options.retry and not isinstance(reason, ExecuteTimedOut):
+        again = [each for each in requests if not each.attempts and not each.responses]
+    scheduler.fail([request for request in requests if request not in again], reason)
+    if again:
+        scheduler.retry(again)
+
+
+def took_too_long(instance: str, limit_s: float) -> ExecuteTimedOut:
+    """Make the error for the requests of a batch that an instance did not execute in time."""
+    return ExecuteTimedOut(
+        f"Stub process '{instance}' took longer than {limit_s:g} s to execute a batch and was ended"
+    )
+
+
+def no_instance_left(model: str, why: str) -> ModelUnavailable:
+    """Make the error for requests of a model that has no instance left."""
+    public = f"Request for model '{model}' which has no instance left"
+    error = ModelUnavailable(f"{public}: {why}")
+    error.public_message = public
+    return error
+
+
+def as_load_failure(error: BaseException, subject: str) -> MoonpoolError:
+    """Return moonpool's own errors as they are, and others as `LoadFailed`."""
+    if isinstance(error, MoonpoolError):
+        return error
+    failure = LoadFailed(f"{subject} cannot be initialized: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def as_moonpool_error(error: BaseException) -> MoonpoolError:
+    """Return moonpool's own errors as they are, and others as `BackendError`."""
+    if isinstance(error, MoonpoolError):
+        return error
+    wrapped = BackendError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

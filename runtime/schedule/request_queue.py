@@ -1,0 +1,204 @@
+"""The queue of one model, as its scheduler sees it: with or without sequences.
+
+`RequestQueue` asks the batcher, and `SequenceQueue` the sequencer, what to do with real requests and instances. Neither
+takes a lock or reads a clock: the scheduler calls them with its lock held, except to read a length, and gives the time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import BackendError, ModelUnavailable, QueueTimeout
+from moonpool.runtime.model.backend import ModelInstance
+from moonpool.runtime.model.config.model import ModelConfig, SequenceBatching
+from moonpool.runtime.model.request import AGAIN, LATER, Answer, InferenceRequest
+from moonpool.runtime.schedule.batcher import Queue, form
+from moonpool.runtime.schedule.sequence_controls import SequenceControls
+from moonpool.runtime.schedule.sequences import START, Sequencer, lost
+
+_log = logging.getLogger("moonpool")
+
+Rejected: TypeAlias = "list[tuple[InferenceRequest, MoonpoolError]]"
+
+
+class QueueDecision(NamedTuple):
+    """The batches to execute now, and the time to ask again if nothing happens before."""
+
+    batches: list[tuple[ModelInstance, list[InferenceRequest]]]
+    """At most one for each idle instance, to be executed at once."""
+    rejected: Rejected
+    """Requests that wait no longer."""
+    wake_at_ns: int | None
+
+
+_NOTHING = QueueDecision([], [], None)
+# The least time that a request needs from here to a stub: another process has to wake up. A request that may
+# wait for less never reaches an instance in time, even an idle one.
+_TO_INSTANCE_NS = 20_000
+
+
+class RequestQueue:
+    """Requests that do not depend on each other."""
+
+    # True if an answer to a batch changes more than the queue itself.
+    keeps_sequences = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        batching = config.dynamic_batching
+        self._is_open = batching is None or not batching.max_queue_delay_us
+        self._rejects_late = batching is not None and batching.rejects_late
+        self._queue: Queue[InferenceRequest] = Queue(
+            config.max_batch_size, batching, _TO_INSTANCE_NS
+        )
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def unplaced(self) -> int:
+        """The number of requests that wait and that any instance could take."""
+        return len(self._queue)
+
+    def lets_past(self, request: InferenceRequest) -> bool:
+        """Return True if a request may go into an idle instance without being added."""
+        return self._is_open and not len(self._queue) and not self.is_late(request)
+
+    def is_late(self, request: InferenceRequest) -> bool:
+        """Return True if a request is rejected even if an instance is idle, because it would reach that too late."""
+        return self._rejects_late and self._queue.is_late(request)
+
+    def add(self, request: InferenceRequest, now_ns: int) -> None:
+        """Let a request wait. Raises `QueueFull`; with sequences also `InvalidRequest` and `SequenceLost`."""
+        self._queue.add(request, now_ns)
+
+    def remove(self, request: InferenceRequest, now_ns: int) -> bool:  # noqa: ARG002 - for sequences
+        """Take out a cancelled request. Returns False if it does not wait here (any more)."""
+        return self._queue.remove(request)
+
+    def drain(self, now_ns: int) -> list[InferenceRequest]:  # noqa: ARG002 - for sequences
+        """Take out everything."""
+        return self._queue.drain()
+
+    def form(self, now_ns: int, idle: Sequence[ModelInstance]) -> QueueDecision:
+        """Decide what the idle instances execute, and take it out."""
+        if not len(self._queue):
+            return _NOTHING
+        formation = form(self._queue, now_ns, len(idle))
+        rejected: Rejected = [(request, QueueTimeout()) for request in formation.expired]
+        # The instance that was busy last has everything in its caches.
+        batches = list(zip(reversed(idle), formation.batches, strict=False))
+        return QueueDecision(batches, rejected, formation.wake_at_ns)
+
+    def answered(self, request: InferenceRequest, answer: Answer, now_ns: int) -> Answer:  # noqa: ARG002
+        """Take the answer to a request of a batch. Returns the answer to hand out; `AGAIN` if the request waits again."""
+        return _NOT_ITERATIVE if answer is AGAIN else answer
+
+    def ended(self, request: InferenceRequest, now_ns: int) -> None:
+        """Note that a request that its batch left open has had its last response."""
+
+    def join(self, instance: ModelInstance, now_ns: int) -> None:
+        """Take in an instance that is ready; it may be here already."""
+
+    def retire(self, instance: ModelInstance) -> bool:  # noqa: ARG002 - for sequences
+        """Bind nothing new to an instance. Returns True, and the instance has left, once nothing is bound to it."""
+        return True
+
+    def leave(self, instance: ModelInstance, now_ns: int) -> None:
+        """Take out an instance that broke."""
+
+    def close(self, now_ns: int) -> None:
+        """Expect no more requests, except those that are queued again."""
+
+
+class SequenceQueue(RequestQueue):
+    """Requests of sequences, for a model with a sequence batcher."""
+
+    keeps_sequences = True
+
+    def __init__(self, config: ModelConfig, batching: SequenceBatching) -> None:
+        super().__init__(config)
+        self._is_open = False
+        self._model = config.name
+        self._is_iterative = batching.is_iterative
+        self._controls = SequenceControls(config, batching.controls)
+        self._sequencer: Sequencer[InferenceRequest, ModelInstance] = Sequencer(
+            batching, config.max_batch_size, config.name
+        )
+
+    def __len__(self) -> int:
+        return len(self._sequencer)
+
+    @property
+    def unplaced(self) -> int:
+        return self._sequencer.backlog
+
+    def add(self, request: InferenceRequest, now_ns: int) -> None:
+        self._controls.check(request.correlation_id)
+        # It was on its way into an instance that broke. Another sequence may have its id by now.
+        if request.attempts and not request.flags & START:
+            raise lost(request.correlation_id, self._model)
+        if self._sequencer.add(request, now_ns):
+            _log.warning(
+                "sequence %s for model '%s' has a conflict. The previous sequence did not end before "
+                "this sequence start. Previous sequence will be terminated early.",
+                request.correlation_id,
+                self._model,
+            )
+
+    def remove(self, request: InferenceRequest, now_ns: int) -> bool:
+        return self._sequencer.remove(request, now_ns)
+
+    def drain(self, now_ns: int) -> list[InferenceRequest]:
+        return self._sequencer.drain(now_ns)
+
+    def form(self, now_ns: int, idle: Sequence[ModelInstance]) -> QueueDecision:
+        formation = self._sequencer.form(now_ns, idle)
+        batches = [
+            (instance, self._controls.complete(batch)) for instance, batch in formation.batches
+        ]
+        return QueueDecision(batches, formation.failed, formation.wake_at_ns)
+
+    def answered(self, request: InferenceRequest, answer: Answer, now_ns: int) -> Answer:
+        if request.fills_place:
+            return _GONE if answer is AGAIN else answer
+        if answer is LATER and self._is_iterative:  # it may come back
+            return answer
+        if answer is AGAIN and self._is_iterative:
+            if not request.left and self._sequencer.again(request, now_ns):
+                request.queued_ns = now_ns
+                return AGAIN
+            answer = _GONE
+        self._sequencer.done(request, now_ns)
+        return super().answered(request, answer, now_ns)
+
+    def ended(self, request: InferenceRequest, now_ns: int) -> None:
+        self._sequencer.done(request, now_ns)
+
+    def join(self, instance: ModelInstance, now_ns: int) -> None:
+        self._sequencer.join(instance, now_ns)
+
+    def retire(self, instance: ModelInstance) -> bool:
+        return self._sequencer.retire(instance)
+
+    def leave(self, instance: ModelInstance, now_ns: int) -> None:
+        self._sequencer.leave(instance, now_ns)
+
+    def close(self, now_ns: int) -> None:
+        self._sequencer.close(now_ns)
+
+
+def queue_for(config: ModelConfig) -> RequestQueue:
+    """Make the queue of a model."""
+    sequences = config.sequence_batching
+    return RequestQueue(config) if sequences is None else SequenceQueue(config, sequences)
+
+
+_NOT_ITERATIVE = BackendError(
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
+    "configured to handle such a flag."
+)
+# For requests that nobody waits for, so nobody sees it.
+_GONE = ModelUnavailable("the caller left")

@@ -1,0 +1,215 @@
+"""The responses to one request, one after another: for threads and for event loops.
+
+Theory of operation. `StreamWaiter` collects responses, on the reactor's thread or on the one that settles the batch,
+and a thread or a task takes them out. A deque lies between them, whose append and popleft are atomic. A thread waits on
+a bell, a bare lock that is released to wake it. A task puts a function into `wake`, which schedules an event in its loop,
+at most one at a time however many responses come. The waiter does not refer to the stream, so a stream that nobody has any
+more is collected, and that cancels the request. A collector may run in the middle of anything, under any lock, so
+`__del__` leaves the cancelling to the reactor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from moonpool.runtime.errors import RequestTimedOut
+from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
+from moonpool.runtime.schedule.callers import is_interruptible, response_of
+from moonpool.runtime.schedule.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+class _End:
+    """Stands behind the last response."""
+
+
+_END = _End()
+
+
+class StreamWaiter(Waiter):
+    """Collects responses until somebody takes them."""
+
+    __slots__ = ("bell", "interruptible", "waiting", "wake")
+    takes_many = True
+
+    def __init__(self) -> None:
+        self.interruptible = is_interruptible()
+        self.waiting: deque[Outcome | _End] = deque()
+        # Wakes a thread that waits for the next response; `wake` wakes a task.
+        self.bell = threading.Lock()
+        self.bell.acquire()
+        self.wake: Callable[[], None] | None = None
+
+    def respond(self, outcome: Outcome) -> None:
+        self.waiting.append(outcome)
+        self._ring()
+
+    def resolve(self, outcome: Outcome | None) -> None:
+        if outcome is not None:
+            self.waiting.append(outcome)
+        self.waiting.append(_END)
+        self._ring()
+
+    def _ring(self) -> None:
+        wake = self.wake
+        if wake is not None:
+            wake()
+            return
+        try:
+            self.bell.release()
+        except RuntimeError:  # it rings already
+            return
+
+
+class ResponseStream:
+    """Iterates over the responses, with `for` or `async for`, and ends after the last one.
+
+    A response that is an error is raised. If the model goes on after it, iterating again goes on, too.
+    Closing the stream before its end, or dropping it, cancels the request, and the model sees `is_cancelled`.
+    For one thread or one task at a time.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, request: InferenceRequest, timeout_s: float | None
+    ) -> None:
+        """Submit the request. Raises what `Scheduler.submit` raises."""
+        self._scheduler = scheduler
+        self._request = request
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._waiter = request.waiter = StreamWaiter()
+        self._has_ended = False
+        execution = scheduler.submit(request)
+        if execution is not None:
+            execution.drive_in_reactor()
+
+    def _tell_cancelled(self) -> None:
+        """Set the flag that lets the model stop. Responses that it still sends are received. For tests of models."""
+        self._scheduler.tell_cancelled(self._request)
+
+    # For threads
+
+    def __iter__(self) -> ResponseStream:
+        return self
+
+    def __next__(self) -> Response:
+        """Return the next response. Raises the error that the model answered instead, `RequestTimedOut`, `StubDied`."""
+        if self._has_ended:
+            raise StopIteration
+        self._check_time()
+        waiting = self._waiter.waiting
+        while not waiting:
+            left_s = -1.0 if self._deadline is None else self._deadline - time.monotonic()
+            if (self._deadline and left_s <= 0) or not self._waiter.bell.acquire(timeout=left_s):
+                self._time_out()
+        outcome = waiting.popleft()
+        if isinstance(outcome, _End):
+            self._has_ended = True
+            raise StopIteration
+        return response_of(outcome)
+
+    # For event loops
+
+    def __aiter__(self) -> ResponseStream:
+        return self
+
+    async def __anext__(self) -> Response:
+        """Return the next response, as `__next__` does, for a task."""
+        if self._has_ended:
+            raise StopAsyncIteration
+        self._check_time()
+        waiting = self._waiter.waiting
+        if not waiting:
+            await self._wait()
+        outcome = waiting.popleft()
+        if isinstance(outcome, _End):
+            self._has_ended = True
+            raise StopAsyncIteration
+        return response_of(outcome)
+
+    async def _wait(self) -> None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+        self._waiter.wake = _waker(loop, woken)
+        try:
+            async with asyncio.timeout(
+                None if self._deadline is None else self._deadline - time.monotonic()
+            ):
+                while not self._waiter.waiting:
+                    await woken.wait()
+                    woken.clear()
+        except TimeoutError:
+            self._time_out()
+        finally:
+            self._waiter.wake = None
+
+    # End
+
+    def _check_time(self) -> None:
+        """Raise `RequestTimedOut` when time is over, even if responses come faster than they are taken."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._time_out()
+
+    def _time_out(self) -> None:
+        self.close()
+        raise RequestTimedOut("Request timeout expired")
+
+    def close(self) -> None:
+        """Take no more responses. Cancels the request if the last one has not come. Any thread may call it."""
+        if not self._has_ended:
+            self._has_ended = True
+            if _END not in self._waiter.waiting:
+                self._scheduler.leave(self._request)
+            self._waiter.waiting.clear()
+            # Another thread or task that waits for the next response finds the end.
+            self._waiter.resolve(None)
+
+    async def aclose(self) -> None:
+        """Close the stream."""
+        self.close()
+
+    def __enter__(self) -> ResponseStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> ResponseStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A collector may run this in the middle of anything, so this takes no lock.
+        if not getattr(self, "_has_ended", True):
+            scheduler, request = self._scheduler, self._request
+            scheduler.reactor.call_soon(lambda: scheduler.leave(request))
+
+
+def _waker(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> Callable[[], None]:
+    """Return a function that wakes a task of this loop once, however often it is called until then."""
+    pending = [True]
+
+    def wake() -> None:
+        try:
+            pending.pop()
+        except IndexError:  # it is about to wake up
+            return
+        try:
+            loop.call_soon_threadsafe(set_woken)
+        except RuntimeError:  # the loop is closed: nobody waits there any more
+            return
+
+    def set_woken() -> None:
+        pending.append(True)
+        woken.set()
+
+    return wake

@@ -1,0 +1,409 @@
+"""Reads requests for inference over gRPC: their parameters, and where their tensors lie."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2 as kserve
+
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.messages import MAX_PARAMETERS
+from moonpool.ipc.tensors import BYTES, CODES, DTYPES, MAX_DIMS
+from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.model.details import details_of
+from moonpool.runtime.model.request import Details, InferenceRequest, Parameter
+from moonpool.runtime.server.grpc.wire import BadProtobuf, Parts, parse, split
+from moonpool.runtime.server.inference.request import (
+    END,
+    MAX_SEQUENCE_ID_BYTES,
+    START,
+    Hosted,
+    InputPlan,
+    LongSequenceId,
+    RegionPlace,
+    RequestPlan,
+    refused,
+)
+from moonpool.runtime.server.inference.tensors import Input, WrongSize, of_bytes
+from moonpool.runtime.server.service import Service
+
+# Heads are remembered only if they are small, so that clients cannot make the server remember much.
+_MEMORABLE_BYTES = 2048
+_MANY_BYTES = 1 << 18
+# For fewer dimensions the error is Triton's.
+_MANY_DIMS = 1024
+# The fields of InferTensorContents, their datatypes, and how Triton's errors name those. FP16 and BF16 have no field.
+_CONTENTS = {
+    "bool_contents": (("BOOL",), "BOOL"),
+    "int_contents": (("INT8", "INT16", "INT32"), "INT32"),
+    "int64_contents": (("INT64",), "INT64"),
+    "uint_contents": (("UINT8", "UINT16", "UINT32"), "UINT32"),
+    "uint64_contents": (("UINT64",), "UINT64"),
+    "fp32_contents": (("FP32",), "FP32"),
+    "fp64_contents": (("FP64",), "FP64"),
+    "bytes_contents": (("BYTES",), "BYTES"),
+}
+_NO_DETAILS = Details()
+# Requests with longer ids are checked like new ones.
+_LONG_ID = 1000
+_UINT64 = 2**64 - 1
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_RESERVED = "triton_"
+_FLAGS = {"sequence_start": START, "sequence_end": END}
+
+
+class Parameters(NamedTuple):
+    """The parameters of a request. The model gets those in `custom`."""
+
+    sequence_id: int | str = 0
+    flags: int = 0
+    priority: int = 0
+    timeout_us: int = 0
+    wants_empty_final: bool = False
+    custom: dict[str, Parameter] = {}  # noqa: RUF012 - nobody changes it
+
+
+class GrpcRequestPlan(RequestPlan):
+    """Everything that requests with the same head have in common."""
+
+    __slots__ = ("classes", "is_large", "message", "model", "parameters", "version")
+
+    def __init__(self, message: Any) -> None:
+        """Read a ModelInferRequest. Raises `InvalidRequest`."""
+        super().__init__()
+        self.model: str = message.model_name
+        self.version: str = message.model_version
+        self.parameters: Parameters = _parameters_of(message.parameters)
+        self.details = self._details("", None)
+        self.inputs = [_input_plan(tensor) for tensor in message.inputs]
+        self.outputs = list(dict.fromkeys(each.name for each in message.outputs)) or None
+        # Outputs of which the client wants the best classes, and how many.
+        self.classes: dict[str, int] = {}
+        for output in message.outputs:
+            self._add_output(output)
+        # Kept if values are in the message itself.
+        has_contents = any(tensor.HasField("contents") for tensor in message.inputs)
+        self.message = message if has_contents else None
+        self.is_repeatable = not has_contents
+        sizes = [each.place.size_bytes for each in self.inputs if each.place]
+        # If reading its tensors may take long.
+        self.is_large = sum(sizes) > _MANY_BYTES
+
+    def _add_output(self, output: Any) -> None:
+        place = _place_of(output.name, output.parameters)
+        if "classification" in output.parameters:
+            parameter = output.parameters["classification"]
+            if parameter.WhichOneof("parameter_choice") != "int64_param":
+                raise InvalidRequest(
+                    "invalid value type for 'classification' parameter, expected int64_param"
+                )
+            if parameter.int64_param <= 0:
+                raise InvalidRequest("invalid value for 'classification' parameter, expected >= 0")
+            if place is not None:
+                raise InvalidRequest(
+                    "output can't set both 'shared_memory_region' and 'classification'"
+                )
+            self.classes[output.name] = parameter.int64_param
+        if place is not None:
+            self.places[output.name] = place
+
+    def _details(self, request_id: str, forwarded: dict[str, Parameter] | None) -> Details | None:
+        own = self.parameters
+        custom = {**own.custom, **forwarded} if forwarded else own.custom
+        return details_of(
+            request_id, own.sequence_id, own.flags, own.timeout_us, own.priority, custom
+        )
+
+    def details_of(self, request_id: str, forwarded: dict[str, Parameter] | None) -> Details | None:
+        """Return the details of one of these requests. Raises `InvalidRequest`."""
+        if not (request_id or forwarded):
+            return self.details
+        return self._details(request_id, forwarded)
+
+
+class InferMessage:
+    """One ModelInferRequest: the model and the id that it names, and, once the model is found, the request."""
+
+    __slots__ = ("_message", "_parts", "data", "model", "plan", "read_ns", "request_id", "version")
+
+    def __init__(self, data: bytes) -> None:
+        """Take the message apart. Raises `BadProtobuf`, and `InvalidRequest` if it has too many fields."""
+        # The time of `time.monotonic_ns`.
+        self.read_ns = time.monotonic_ns()
+        self.data = data
+        self._parts: Parts = split(data)
+        head = self._parts.head
+        self.plan: GrpcRequestPlan | None = _plans.get(head)
+        try:
+            self.request_id = self._parts.request_id.decode()
+            self._message = None
+            if self.plan is None:
+                self._message = parse(kserve.ModelInferRequest, head)
+        except (DecodeError, UnicodeDecodeError):
+            raise BadProtobuf("it does not fit its description") from None
+        known: Any = self.plan or self._message
+        self.model: str = known.model if self.plan else known.model_name
+        self.version: str = known.version if self.plan else known.model_version
+
+    def read(self) -> GrpcRequestPlan:
+        """Return the plan of the request. Raises `InvalidRequest`."""
+        if self.plan is None:
+            self.plan = GrpcRequestPlan(self._message)
+            head = self._parts.head
+            if self.plan.message is None and len(head) <= _MEMORABLE_BYTES:
+                _plans.keep(head, self.plan)
+        return self.plan
+
+    def request(
+        self,
+        service: Service,
+        hosted: Hosted,
+        forwarded: dict[str, Parameter] | None = None,
+    ) -> InferenceRequest:
+        """Return the request for this model. Its inputs are views on the message.
+
+        `forwarded` are parameters from headers. Raises `InvalidRequest`, `SharedMemoryError`.
+        """
+        plan = self.read()
+        if not forwarded:
+            request = self._repeated(plan, service, hosted)
+            if request is not None:
+                return request
+        try:
+            inputs = self._inputs(plan, service, hosted)
+        except InvalidRequest as error:
+            raise self._refused(error, plan, hosted) from None
+        details = plan.details_of(self.request_id, forwarded)
+        return plan.make(service, hosted, inputs, details, is_typical=not forwarded)
+
+    def _repeated(
+        self, plan: GrpcRequestPlan, service: Service, hosted: Hosted
+    ) -> InferenceRequest | None:
+        """Return the request if it differs from a checked one only in its id and the bytes of its tensors."""
+        prepared, tensors, request_id = plan.prepared, self._parts.tensors, self.request_id
+        if (
+            prepared is None
+            or prepared.signature is not hosted.signature
+            or [size for _, size in tensors] != prepared.sizes
+            or len(request_id) > _LONG_ID
+        ):
+            return None
+        details = prepared.details
+        if request_id != ("" if details is None else details.request_id):
+            details = (details or _NO_DETAILS)._replace(request_id=request_id)
+        return prepared.request(service, hosted.model, self.data, 0, tensors, details, False)
+
+    def _inputs(self, plan: GrpcRequestPlan, service: Service, hosted: Hosted) -> dict[str, Input]:
+        tensors, data = self._parts.tensors, self.data
+        inputs: dict[str, Input] = {}
+        used = 0
+        for index, (name, code, shape, place, *_) in enumerate(plan.inputs):
+            if plan.message is not None and plan.message.inputs[index].HasField("contents"):
+                inputs[name] = self._of_contents(plan, index)
+            elif place is not None:
+                inputs[name] = self._of_memory(service, hosted, name, code, shape, place)
+            elif used < len(tensors):
+                offset, size_bytes = tensors[used]
+                used += 1
+                if not code:
+                    raise InvalidRequest("unknown datatype")
+                inputs[name] = of_bytes(name, code, shape, data, offset, size_bytes)
+            else:
+                raise _Early(
+                    f"unable to find data for input tensor '{name}' for model '{self.model}' in request."
+                )
+        if len(inputs) != len(plan.inputs):
+            raise InvalidRequest("an input twice")
+        return inputs
+
+    @staticmethod
+    def _of_memory(
+        service: Service,
+        hosted: Hosted,
+        name: str,
+        code: int,
+        shape: Sequence[int],
+        place: RegionPlace,
+    ) -> Input:
+        """Return an input that lies in memory that the client shares."""
+        try:
+            return service.read_shared(hosted.model, name, code, shape, place)
+        except WrongSize:
+            raise
+        except InvalidRequest as error:
+            raise _Early(str(error)) from None
+
+    def _of_contents(self, plan: GrpcRequestPlan, index: int) -> Input:
+        """Return an input whose values are in the message itself."""
+        name, code, shape, place, *_ = plan.inputs[index]
+        where = f"for model '{self.model}'"
+        if place is not None:
+            raise _Early(
+                "unexpected 'content' provided when using shared memory for input tensor "
+                f"'{name}' {where}"
+            )
+        if self._parts.tensors:
+            raise _Early(
+                f"contents field must not be specified when using raw_input_contents for '{name}' {where}"
+            )
+        message: Any = plan.message
+        datatype, contents = message.inputs[index].datatype, message.inputs[index].contents
+        for field, (datatypes, shown) in _CONTENTS.items():
+            if datatype not in datatypes and len(getattr(contents, field)):
+                raise _Early(
+                    f"unexpected explicit tensor data for input tensor '{name}' {where} of type "
+                    f"'{shown}', expected datatype '{datatype}'"
+                )
+        fields = [field for field, (names, _) in _CONTENTS.items() if datatype in names]
+        values = getattr(contents, fields[0]) if fields else ()
+        if not len(values):
+            raise _Early(f"unable to find data for input tensor '{name}' {where} in request.")
+        data = _packed(name, code, values)
+        return of_bytes(name, code, shape, data, 0, len(data))
+
+    def _refused(
+        self, error: InvalidRequest, plan: GrpcRequestPlan, hosted: Hosted
+    ) -> InvalidRequest:
+        """Return the first error that Triton finds, which may be another one than was found here."""
+        if isinstance(error, _Early):
+            return error
+        try:
+            _check_described(plan, hosted)
+        except InvalidRequest as found:
+            error = found
+        return refused(error, hosted, self.request_id)
+
+
+_plans: Memo[bytes, GrpcRequestPlan] = Memo(1024)
+
+
+class _Early(InvalidRequest):
+    """An error that Triton finds before it has a request whose id it could name."""
+
+
+def _input_plan(tensor: Any) -> InputPlan:
+    if len(tensor.shape) > _MANY_DIMS:
+        raise InvalidRequest(
+            f"the shape of input '{tensor.name}' has {len(tensor.shape)} dimensions, and {MAX_DIMS} is the most"
+        )
+    place = _place_of(tensor.name, tensor.parameters)
+    return InputPlan(tensor.name, CODES.get(tensor.datatype, 0), tuple(tensor.shape), place)
+
+
+def _packed(name: str, code: int, values: Any) -> bytes | bytearray:
+    """Return values of the message as the bytes of a tensor. Raises `InvalidRequest`."""
+    if code == BYTES:
+        # One by one: many short strings take more memory as a list than as bytes.
+        data = bytearray()
+        for each in values:
+            data += len(each).to_bytes(4, "little")
+            data += each
+        return data
+    try:
+        # Without a list of them, as there may be many.
+        return np.fromiter(values, DTYPES[code], len(values)).tobytes()
+    except OverflowError:
+        raise InvalidRequest(f"input '{name}' has values that do not fit its datatype") from None
+
+
+def _check_described(plan: GrpcRequestPlan, hosted: Hosted) -> None:
+    """Check names, datatypes and shapes in Triton's order. Raises `InvalidRequest`."""
+    seen: set[str] = set()
+    described: dict[str, Any] = {}
+    for name, code, shape, *_ in plan.inputs:
+        if name in seen:
+            raise InvalidRequest(f"input '{name}' already exists in request")
+        seen.add(name)
+        described[name] = (code, shape)
+    hosted.signature.check(described)
+
+
+_NONE = Parameters()
+
+
+def _parameters_of(given: Mapping[str, Any]) -> Parameters:
+    """Return the parameters of a request. Raises `InvalidRequest`, `LongSequenceId`."""
+    if not given:
+        return _NONE
+    if len(given) > MAX_PARAMETERS:
+        raise InvalidRequest(f"a request has at most {MAX_PARAMETERS} parameters")
+    found = Parameters()._asdict()
+    custom: dict[str, Parameter] = {}
+    for name, parameter in given.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        value = None if kind is None else getattr(parameter, kind)
+        if name == "sequence_id":
+            _check(name, kind, "int64_param", "string_param")
+            if kind == "string_param" and len(value.encode()) > MAX_SEQUENCE_ID_BYTES:  # type: ignore[union-attr]
+                raise LongSequenceId
+            found["sequence_id"] = value & _UINT64 if kind == "int64_param" else value  # type: ignore[operator]
+        elif name in _FLAGS:
+            _check(name, kind, "bool_param")
+            found["flags"] |= _FLAGS[name] if value else 0
+        elif name == "priority":
+            _check(name, kind, "int64_param", "uint64_param")
+            if value < 0:  # type: ignore[operator]
+                raise InvalidRequest("invalid value for 'priority', expected value >= 0.")
+            found["priority"] = value
+        elif name == "timeout":
+            _check(name, kind, "int64_param")
+            found["timeout_us"] = value & _UINT64  # type: ignore[operator]
+        elif name == _EMPTY_FINAL:
+            _check(name, kind, "bool_param")
+            found["wants_empty_final"] = value
+        elif name.startswith(_RESERVED):
+            raise InvalidRequest(
+                f"parameter keys starting with '{_RESERVED}' are reserved for Triton usage. Only the "
+                f"following keys starting with '{_RESERVED}' are allowed: {_EMPTY_FINAL}"
+            )
+        elif value is None:
+            raise InvalidRequest(
+                f"invalid value type for '{name}' parameter, expected int64_param, bool_param, or string_param."
+            )
+        else:
+            custom[name] = value
+    return Parameters(**{**found, "custom": custom})
+
+
+def _check(name: str, kind: str | None, *wanted: str) -> None:
+    if kind not in wanted:
+        raise InvalidRequest(
+            f"invalid value type for '{name}' parameter, expected {' or '.join(wanted)}."
+        )
+
+
+def _place_of(tensor: str, parameters: Mapping[str, Any]) -> RegionPlace | None:
+    """Return the place of a tensor in memory of the client, or None if it is in the message. Raises `InvalidRequest`."""
+    if not parameters:
+        return None
+    region = _value(tensor, parameters, "shared_memory_region", "string_param")
+    size_bytes = _value(tensor, parameters, "shared_memory_byte_size", "int64_param")
+    offset = _value(tensor, parameters, "shared_memory_offset", "int64_param")
+    for name, value in (("byte_size", size_bytes), ("offset", offset)):
+        if region is None and value is not None:
+            raise InvalidRequest(
+                f"'shared_memory_{name}' can not be specified without 'shared_memory_region' "
+                f"parameter for tensor '{tensor}'"
+            )
+    if region is None:
+        return None
+    if size_bytes is None:
+        raise InvalidRequest(
+            "'shared_memory_byte_size' must be specified along with 'shared_memory_region' "
+            f"parameter for tensor '{tensor}'"
+        )
+    return RegionPlace(region, offset or 0, size_bytes)
+
+
+def _value(tensor: str, parameters: Mapping[str, Any], name: str, kind: str) -> Any:
+    if name not in parameters:
+        return None
+    if parameters[name].WhichOneof("parameter_choice") != kind:
+        raise InvalidRequest(
+            f"invalid value type for '{name}' parameter for tensor '{tensor}', expected {kind}."
+        )
+    return getattr(parameters[name], kind)

@@ -1,0 +1,193 @@
+"""The handlers of the ports: they refuse who may not ask, give requests for inference to the models, and others to routes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import NamedTuple, Protocol
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.hosting.model_control import version_of
+from moonpool.runtime.server.http.connection import HttpExchange, http_status
+from moonpool.runtime.server.http.head import TEXT, BadHttpMessage, Head, Headers, path_of
+from moonpool.runtime.server.http.inference import HttpInference, InferTarget
+from moonpool.runtime.server.http.routes import RouteTable
+from moonpool.runtime.server.http.turns import LONG_BYTES
+from moonpool.runtime.server.page.routes import PAGE
+from moonpool.runtime.server.restriction import Origins, Restriction, refused_type
+
+_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/(\d+))?/infer")
+# The API of a path is that of the first pattern which fits.
+_MODEL = r"/v2/models/[^/]+(?:/versions/\d+)?"
+_APIS = [
+    (re.compile(pattern), api)
+    for pattern, api in (
+        (r"/v2/health/(?:live|ready)", "health"),
+        (_MODEL + r"/ready", "health"),
+        (_MODEL + r"/(?:infer|generate|generate_stream)", "inference"),
+        (_MODEL + r"/config", "model-config"),
+        (r"/v2/models(?:/[^/]+(?:/versions/\d+)?)?/stats|/v2/moonpool/overview", "statistics"),
+        (r"/v2(?:/models/[^/]+)?/trace/setting", "trace"),
+        (r"/v2/logging", "logging"),
+        (r"/v2/repository/.*", "model-repository"),
+        (r"/v2/(?:system|cuda)sharedmemory/.*", "shared-memory"),
+        (r"/v2(?:/models)?", "metadata"),
+        (_MODEL, "metadata"),
+    )
+]
+_CHANGED_BY_POST = ("trace", "logging", "model-repository", "shared-memory")
+_LOAD = re.compile(r"/v2/repository/(?:[^/]+/)?models/[^/]+/load")
+_INDEX = re.compile(r"/v2/repository(?:/[^/]+)?/index")
+_METRICS_BODY_BYTES = 64 << 10
+_CHALLENGE: Headers = (*TEXT, (b"WWW-Authenticate", b"Bearer"))
+_FOREIGN = (HTTPStatus.FORBIDDEN, "requests from pages of other origins are refused", TEXT)
+
+
+class _Plan(NamedTuple):
+    """The decision for all requests with the same head."""
+
+    refusal: tuple[int, str, Headers] | None
+    target: InferTarget | None
+
+
+class Fallback(Protocol):
+    """Answers requests that are not for inference."""
+
+    def handle(self, exchange: HttpExchange) -> None:
+        """Answer now or later."""
+
+
+class HttpHandler:
+    """The handler of the port for HTTP."""
+
+    def __init__(
+        self,
+        inference: HttpInference,
+        others: Fallback,
+        restriction: Restriction,
+        origins: Origins,
+        header_forward_pattern: str = "",
+    ) -> None:
+        self._inference = inference
+        self._others = others
+        self._restriction = restriction
+        self._origins = origins
+        pattern = header_forward_pattern
+        self._forwards = re.compile(pattern) if pattern else None
+
+    def handle(self, exchange: HttpExchange) -> None:
+        """Answer the request, or give it to the part that answers it."""
+        plan = self._plan(exchange.head)
+        if plan.target is not None:
+            self._inference.handle(exchange, plan.target)
+        elif plan.refusal is not None:
+            exchange.fail(*plan.refusal)
+        elif len(exchange.body) > LONG_BYTES:
+            self._inference.turns.take(exchange, partial(self._others.handle, exchange))
+        else:
+            self._others.handle(exchange)
+
+    def refuse(self, head: Head) -> BadHttpMessage | None:
+        """Return the refusal of a request, which saves its body."""
+        refusal = self._plan(head).refusal
+        return None if refusal is None else BadHttpMessage(*refusal)
+
+    def most_bytes_of(self, head: Head) -> int:
+        """Return the limit for inference, or for JSON; a request to load a model may hold files."""
+        target = self._plan(head).target
+        if target is not None:
+            return self._inference.most_bytes_of(target)
+        limits = self._inference.limits
+        return limits.body_bytes if _LOAD.fullmatch(path_of(head)) else limits.json_bytes
+
+    def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
+        """Return memory that the model's stubs see, if the request is for inference."""
+        target = self._plan(head).target
+        return None if target is None else self._inference.memory_for(target, size_bytes)
+
+    def _plan(self, head: Head) -> _Plan:
+        plan = head.plan
+        if type(plan) is not _Plan:
+            plan = head.plan = self._make_plan(head)
+        return plan
+
+    def _make_plan(self, head: Head) -> _Plan:
+        path = path_of(head)
+        if self._forwards is not None:
+            headers = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in head.headers.items())
+            head.forwarded = {key: text for key, text in headers if self._forwards.fullmatch(key)}
+        found = _INFER.fullmatch(path)
+        refusal = self._refusal(head, path, "inference" if found else _api_of(path))
+        if refusal is not None or found is None:
+            return _Plan(refusal, None)
+        if head.method != "POST":
+            return _Plan((405, "Method Not Allowed", TEXT), None)
+        model, version = found.groups()
+        try:
+            number = version_of(version or "")
+        except MoonpoolError as error:
+            return _Plan((http_status(error), str(error), TEXT), None)
+        return _Plan(None, InferTarget(model, number, head.headers))
+
+    def _refusal(self, head: Head, path: str, api: str | None) -> tuple[int, str, Headers] | None:
+        header = header_of(head)
+        opens_page = path == PAGE and head.method in ("GET", "HEAD")
+        if self._origins.is_foreign(header, opens_page=opens_page):
+            return _FOREIGN
+        if api is None:
+            return None
+        is_change = head.method == "POST" and api in _CHANGED_BY_POST and not _INDEX.fullmatch(path)
+        refusal = self._restriction.refuse(api, header, is_change=is_change)
+        if refusal is not None:
+            return (
+                (401, refusal.text, _CHALLENGE) if refusal.is_unknown else (403, refusal.text, TEXT)
+            )
+        wrong = refused_type(header) if is_change else None
+        if wrong is not None:
+            text = f"a body of the type {wrong} changes nothing here; send application/json"
+            return HTTPStatus.UNSUPPORTED_MEDIA_TYPE, text, TEXT
+        return None
+
+
+def _api_of(path: str) -> str | None:
+    return next((api for pattern, api in _APIS if pattern.fullmatch(path)), None)
+
+
+def header_of(head: Head) -> Callable[[str], str | None]:
+    """Return a function that looks a header up by its lower-case name."""
+
+    def header(name: str) -> str | None:
+        value = head.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    return header
+
+
+class MetricsHandler:
+    """The handler of the port for metrics."""
+
+    def __init__(self, routes: RouteTable, origins: Origins) -> None:
+        self._routes = routes
+        self._origins = origins
+
+    def handle(self, exchange: HttpExchange) -> None:
+        """Answer a request, unless another site's page sent it."""
+        if self._origins.is_foreign(header_of(exchange.head)):
+            exchange.fail(*_FOREIGN)
+        else:
+            self._routes.handle(exchange)
+
+    def refuse(self, head: Head) -> BadHttpMessage | None:
+        """Refuse pages of other sites before they send a body."""
+        is_foreign = self._origins.is_foreign(header_of(head))
+        return BadHttpMessage(*_FOREIGN) if is_foreign else None
+
+    def most_bytes_of(self, head: Head) -> int:  # noqa: ARG002 - the same for all
+        """Return a small limit: no request needs a body."""
+        return _METRICS_BODY_BYTES
+
+    def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:  # noqa: ARG002 - no wish
+        """Receive bodies anywhere."""
+        return None

@@ -1,0 +1,199 @@
+"""Request line and headers of a message, parsed by httptools, and remembered by their bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from moonpool.ipc.memo import Memo
+
+# Clients send the same bytes before each body. Longer heads are parsed every time.
+_MEMORABLE_BYTES = 2048
+# This header says how much of a body is JSON. Without it, all of the body is.
+HEADER_LENGTH = b"inference-header-content-length"
+_VERSIONS = ("1.0", "1.1")
+# Headers that decide where a request ends, who sent it and how it is read.
+_SINGLE = frozenset(
+    (
+        b"authorization",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"host",
+        HEADER_LENGTH,
+        b"origin",
+        b"sec-fetch-dest",
+        b"sec-fetch-mode",
+        b"sec-fetch-site",
+        b"transfer-encoding",
+    )
+)
+
+Body = bytes | bytearray | memoryview
+Part = bytes | memoryview
+Headers = tuple[tuple[bytes, bytes], ...]
+JSON: Headers = ((b"Content-Type", b"application/json"),)
+TEXT: Headers = ((b"Content-Type", b"text/plain"),)
+
+
+class BadHttpMessage(Exception):
+    """An error that is answered with this status, and ends the connection."""
+
+    def __init__(self, status: int, text: str, headers: Headers = JSON) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+        self.headers = headers
+
+
+class Head:
+    """Request line and headers. One object may serve many messages with the same head, so nobody changes it."""
+
+    __slots__ = (
+        "content_length",
+        "expects_continue",
+        "forwarded",
+        "headers",
+        "is_chunked",
+        "keeps_alive",
+        "method",
+        "plan",
+        "raw_headers",
+        "target",
+        "version",
+    )
+
+    def __init__(
+        self, method: str, target: bytes, version: str, raw: Sequence[tuple[bytes, bytes]]
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.version = version
+        self.raw_headers = raw
+        # By lower-case name. Several values of one name are joined with commas.
+        self.headers = dict(raw)
+        if len(self.headers) != len(raw):
+            self.headers = _joined(raw)
+        self.content_length = int(self.headers.get(b"content-length", b"0"))
+        self.is_chunked = b"transfer-encoding" in self.headers
+        self.expects_continue = self.headers.get(b"expect", b"").lower() == b"100-continue"
+        self.keeps_alive = True
+        # The handler keeps its decision for all such requests here.
+        self.plan: object = None
+        # Headers that models get as parameters.
+        self.forwarded: dict[str, str] = {}
+
+
+class HeadParser:
+    """Parses a head in pieces. `head` is None until the head is complete."""
+
+    def __init__(self) -> None:
+        self.head: Head | None = None
+        self._parser = HttpRequestParser(self)
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+
+    def on_url(self, piece: bytes) -> None:
+        """Called by httptools."""
+        self._target += piece
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by httptools."""
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Called by httptools."""
+        parser = self._parser
+        method = parser.get_method().decode()
+        self.head = Head(method, self._target, parser.get_http_version(), self._headers)
+        self.head.keeps_alive = parser.should_keep_alive()
+
+    def feed(self, piece: bytes) -> None:
+        """Parse a piece, which must not go beyond the head. Raises `BadHttpMessage`."""
+        try:
+            self._parser.feed_data(piece)
+        except HttpParserUpgrade:
+            # No other protocol is spoken here, and a server may ignore the question.
+            if self.head is not None and self.head.method == "CONNECT":
+                raise BadHttpMessage(
+                    HTTPStatus.METHOD_NOT_ALLOWED, "this server is not a proxy"
+                ) from None
+        except HttpParserError as error:
+            raise BadHttpMessage(HTTPStatus.BAD_REQUEST, f"malformed request: {error}") from error
+
+    def finish(self) -> Head:
+        """Return the head after its last piece. Raises `BadHttpMessage`."""
+        head = self.head
+        # The two refer to each other, and would stay in memory until the collector runs.
+        del self._parser
+        if head is None:
+            raise BadHttpMessage(HTTPStatus.BAD_REQUEST, "malformed request: no request line")
+        if head.version not in _VERSIONS:
+            raise BadHttpMessage(
+                HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, f"HTTP/{head.version} is not supported"
+            )
+        if len(head.headers) != len(head.raw_headers):
+            _check_repeated(head)
+        encoding = head.headers.get(b"transfer-encoding")
+        if encoding is not None and encoding.lower() != b"chunked":
+            raise BadHttpMessage(
+                HTTPStatus.NOT_IMPLEMENTED,
+                f"unknown transfer encoding '{encoding.decode('latin-1')}'",
+            )
+        if encoding is not None and head.version == "1.0":
+            # A proxy that speaks HTTP/1.0 passes the header on without understanding it.
+            raise BadHttpMessage(HTTPStatus.BAD_REQUEST, "malformed request: chunks in HTTP/1.0")
+        return head
+
+
+def _joined(raw: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    values: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for name, value in raw:
+        values[name].append(value)
+    return {name: b", ".join(given) for name, given in values.items()}
+
+
+def _check_repeated(head: Head) -> None:
+    """Raise `BadHttpMessage` for a header that is there twice and may be there only once.
+
+    A proxy in front of this server may go by the other one.
+    """
+    seen = set()
+    for name, _ in head.raw_headers:
+        if name in seen and name in _SINGLE:
+            raise BadHttpMessage(
+                HTTPStatus.BAD_REQUEST, f"malformed request: two headers '{name.decode()}'"
+            )
+        seen.add(name)
+
+
+class Heads:
+    """Reads heads, and remembers short ones. For one thread."""
+
+    def __init__(self) -> None:
+        self._known: Memo[bytes, Head] = Memo(1024)
+
+    def read(self, raw: bytes, parser: HeadParser | None) -> Head:
+        """Return the head in these bytes, which end with its empty line. Raises `BadHttpMessage`.
+
+        If the head came in pieces, `parser` has had all of them.
+        """
+        head = self._known.get(raw)
+        if head is not None:
+            return head
+        if parser is None:
+            parser = HeadParser()
+            parser.feed(raw)
+        head = parser.finish()
+        if len(raw) <= _MEMORABLE_BYTES:
+            self._known.keep(raw, head)
+        return head
+
+
+def path_of(head: Head) -> str:
+    """Return the path as the client wrote it: Triton decodes nothing in it."""
+    return head.target.partition(b"?")[0].decode("latin-1")

@@ -1,0 +1,122 @@
+"""Writes responses to requests for inference over HTTP: JSON, with binary tensors behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.tensors import NAMES
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.details import check_finite
+from moonpool.runtime.model.request import Parameter, Response, WireTensor
+from moonpool.runtime.server.http.head import JSON, Headers, Part
+from moonpool.runtime.server.http.infer_request import HttpRequestPlan, OutputPlan
+from moonpool.runtime.server.http.json_text import check_values, dumps
+from moonpool.runtime.server.inference.response import classified
+from moonpool.runtime.server.inference.tensors import to_bytes, to_values
+from moonpool.runtime.server.service import Service
+
+_MEMORABLE_ID = 64
+# The JSON and the headers of responses that differ only in the bytes of their tensors.
+# The size in bytes is None for tensors that are not in the body.
+_Shape = tuple[str, int, tuple[int, ...], int | None]
+_known: Memo[tuple[str, int, str, tuple[_Shape, ...]], tuple[bytes, Headers]] = Memo(512)
+
+
+def render(
+    service: Service, model: Model, plan: HttpRequestPlan, response: Response, most_json_bytes: int
+) -> tuple[Headers, list[Part]]:
+    """Return headers and body. Outputs are views on the response, except for those in the JSON.
+
+    Writes outputs into memory of the client that the request names for them. Raises `MoonpoolError` for outputs that cannot be
+    written there, and for outputs in JSON that have more than `most_json_bytes` bytes.
+    """
+    outputs: Mapping[str, WireTensor] = response.outputs  # type: ignore[assignment]
+    if plan.is_plain and not response.parameters:
+        parts: list[Part] = []
+        shapes: list[_Shape] = []
+        for name, output in outputs.items():
+            place = plan.places.get(name) if plan.places else None
+            if place is not None:
+                service.write_shared(name, output, place)
+                shapes.append((name, output.datatype, output.shape, None))
+                continue
+            data = output.raw.data if output.raw.ndim == 1 else to_bytes(output)
+            parts.append(data)
+            shapes.append((name, output.datatype, output.shape, len(data)))
+        return _plain(model, plan.request_id, tuple(shapes), parts)
+    described, parts = [], []
+    values_bytes = 0
+    for name, output in outputs.items():
+        how = plan.wanted.get(name, plan.rest)
+        if how.classes:
+            output = classified(model, name, output, how.classes)
+        if how.place is None and not how.is_binary:
+            values_bytes += output.raw.nbytes
+            check_values(values_bytes, most_json_bytes)
+        described.append(_describe(service, name, output, how, parts))
+    text = dumps(_root(model, plan.request_id, described, response.parameters))
+    return _headers(text, parts), [text, *parts]
+
+
+def _plain(
+    model: Model, request_id: str, shapes: tuple[_Shape, ...], parts: list[Part]
+) -> tuple[Headers, list[Part]]:
+    key = (model.name, model.version, request_id, shapes)
+    known = _known.get(key)
+    if known is None:
+        described: list[dict[str, Any]] = [
+            {"name": name, "datatype": NAMES[datatype], "shape": shape}
+            | ({} if size_bytes is None else {"parameters": {"binary_data_size": size_bytes}})
+            for name, datatype, shape, size_bytes in shapes
+        ]
+        text = dumps(_root(model, request_id, described, {}))
+        known = text, _headers(text, parts)
+        if len(request_id) <= _MEMORABLE_ID:
+            _known.keep(key, known)
+    text, headers = known
+    return headers, [text, *parts]
+
+
+def _root(
+    model: Model,
+    request_id: str,
+    outputs: list[dict[str, Any]],
+    parameters: Mapping[str, Parameter],
+) -> dict[str, Any]:
+    root: dict[str, Any] = {"id": request_id} if request_id else {}
+    root |= {"model_name": model.name, "model_version": str(model.version)}
+    if parameters:
+        check_finite(parameters)
+        root["parameters"] = dict(parameters)
+    root["outputs"] = outputs
+    return root
+
+
+def _describe(
+    service: Service, name: str, output: WireTensor, how: OutputPlan, parts: list[Part]
+) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "name": name,
+        "datatype": NAMES[output.datatype],
+        "shape": output.shape,
+    }
+    if how.place is not None:
+        service.write_shared(name, output, how.place)
+    elif how.is_binary:
+        data = to_bytes(output)
+        parts.append(data)
+        described["parameters"] = {"binary_data_size": len(data)}
+    else:
+        described["data"] = to_values(name, output)
+    return described
+
+
+def _headers(text: bytes, parts: list[Part]) -> Headers:
+    if not parts:
+        return JSON
+    return (
+        (b"Content-Type", b"application/octet-stream"),
+        (b"Inference-Header-Content-Length", b"%d" % len(text)),
+    )

@@ -1,0 +1,134 @@
+"""A table of routes, for requests that are not in a hurry: each is answered in a task of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.server.http.connection import HttpExchange, error_body, http_status
+from moonpool.runtime.server.http.head import JSON, TEXT, Headers, path_of
+from moonpool.runtime.server.http.json_text import dumps, loads
+
+_log = logging.getLogger("moonpool")
+
+
+class RouteRequest:
+    """A request to a route. `parts` are the named parts of its path, as the client wrote them."""
+
+    def __init__(self, exchange: HttpExchange, parts: Mapping[str, str]) -> None:
+        self.exchange = exchange
+        self.parts = parts
+
+    @property
+    def method(self) -> str:
+        return self.exchange.head.method
+
+    @property
+    def model(self) -> tuple[str, str]:
+        """Name and version of the model that the path names; empty texts if it names none."""
+        return self.parts.get("model", ""), self.parts.get("version", "")
+
+    @property
+    def body(self) -> bytes:
+        return bytes(self.exchange.body)
+
+    def json(self, empty: Any = None) -> Any:
+        """Return the value of the body, or `empty`, if that is given, for an empty body. Raises `NotJson`."""
+        return empty if not self.exchange.body and empty is not None else loads(self.body)
+
+    def header(self, name: bytes, default: str) -> str:
+        """Return the value of a header by its lower-case name."""
+        value = self.exchange.head.headers.get(name)
+        return default if value is None else value.decode("latin-1")
+
+    def query(self, name: str) -> str | None:
+        """Return a parameter of the query, the last one of this name."""
+        query = self.exchange.head.target.partition(b"?")[2].decode("latin-1")
+        return dict(parse_qsl(query, keep_blank_values=True)).get(name)
+
+
+class RouteReply(NamedTuple):
+    """The whole response to a request."""
+
+    status: int
+    headers: Headers
+    body: bytes = b""
+
+
+def reply(value: Any) -> RouteReply:
+    """Return a value as JSON."""
+    return RouteReply(200, JSON, dumps(value))
+
+
+def failure(status: int, text: str, headers: Headers = JSON) -> RouteReply:
+    """Return an error in the form that all have."""
+    return RouteReply(status, headers, error_body(text))
+
+
+Endpoint = Callable[[RouteRequest], Awaitable[RouteReply | None]]
+
+
+class Route:
+    """A path with its endpoints by method. An endpoint that returns None has answered by itself.
+
+    `{name}` in a path stands for anything but a slash, and `{version}` for digits.
+    """
+
+    def __init__(self, path: str, endpoints: Mapping[str, Endpoint], wrong: Headers = TEXT) -> None:
+        """`wrong` are the headers of the answer to other methods."""
+        self.path = path
+        self.endpoints = endpoints
+        self.wrong = wrong
+        self.pattern = re.compile(re.sub(r"\{(\w+)\}", _part, path))
+
+
+def _part(found: re.Match[str]) -> str:
+    return f"(?P<{found[1]}>{'[0-9]' if found[1] == 'version' else '[^/]'}+)"
+
+
+class RouteTable:
+    """Answers by the first route whose path fits. For the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, routes: Iterable[Route]) -> None:
+        self._loop = loop
+        self._routes = list(routes)
+        # The loop itself refers to tasks only weakly.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, exchange: HttpExchange) -> None:
+        """Answer in a task. If the client goes meanwhile, the task ends in its own time."""
+        task = self._loop.create_task(self._answer(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, exchange: HttpExchange) -> None:
+        try:
+            made = await self._reply(exchange)
+        except Exception as error:
+            if not isinstance(error, MoonpoolError):
+                path = exchange.head.target.decode("latin-1")
+                _log.exception("answering %s %s failed", exchange.head.method, path)
+            if exchange.status:
+                exchange.abort()
+            else:
+                exchange.fail(http_status(error), public_text(error))
+        else:
+            if made is not None:
+                exchange.respond(made.status, made.headers, (made.body,) if made.body else ())
+
+    async def _reply(self, exchange: HttpExchange) -> RouteReply | None:
+        path = path_of(exchange.head)
+        for route in self._routes:
+            found = route.pattern.fullmatch(path)
+            if found is not None:
+                endpoint = route.endpoints.get(exchange.head.method)
+                if endpoint is None:
+                    return failure(405, "Method Not Allowed", route.wrong)
+                return await endpoint(RouteRequest(exchange, found.groupdict()))
+        return failure(404, "Not Found", TEXT)

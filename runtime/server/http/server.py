@@ -1,0 +1,175 @@
+"""The HTTP front end of a server: its ports, from the first connection to the last."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from ipaddress import ip_address
+
+from moonpool.runtime.server.http.connection import Handler, HttpPort
+from moonpool.runtime.server.http.control import control_routes, metrics_routes, signposts
+from moonpool.runtime.server.http.handler import HttpHandler, MetricsHandler
+from moonpool.runtime.server.http.inference import HttpInference
+from moonpool.runtime.server.http.options import HttpOptions
+from moonpool.runtime.server.http.routes import RouteTable
+from moonpool.runtime.server.http.tls import TlsServer
+from moonpool.runtime.server.listening import CannotListen, bound_sockets
+from moonpool.runtime.server.page.routes import routes as page_routes
+from moonpool.runtime.server.restriction import Origins, Restriction
+from moonpool.runtime.server.service import Service
+
+# Connections that wait in the kernel until somebody accepts them.
+_BACKLOG = 4096
+# The port for metrics takes one connection for so many of the port for clients.
+_PER_SCRAPER = 8
+# For work that is too long for the loop but ends by itself, and for work that may wait for models.
+_THREADS, _PATIENT_THREADS = 4, 16
+
+
+class HttpServer:
+    """Serves until it is drained or closed. For the thread of the loop that it was made in."""
+
+    def __init__(self, service: Service, options: HttpOptions) -> None:
+        self.ports: dict[str, int] = {}
+        """The ports that are served, by "http" and "metrics"."""
+        self._service = service
+        self._options = options
+        self._parts: list[tuple[asyncio.AbstractServer | TlsServer, HttpPort]] = []
+        self._executor = ThreadPoolExecutor(_THREADS, "moonpool-http")
+        self._patient = ThreadPoolExecutor(_PATIENT_THREADS, "moonpool-control")
+
+    async def start(self) -> None:
+        """Take the ports, unless that was done, and serve. Raises what `bind` raises."""
+        if not self._parts:
+            await self.bind()
+        for server, _ in self._parts:
+            await server.start_serving()
+
+    async def bind(self) -> None:
+        """Take the ports; nobody is served before `start`.
+
+        Raises `CannotListen`, and `OSError` for bad certificates.
+        """
+        options, service, loop = self._options, self._service, asyncio.get_running_loop()
+        try:
+            if options.port is not None:
+                handler, context = self.make_handler(), _tls(options)
+                await self._listen("http", options.address, options.port, handler, context)
+            if options.path is not None:
+                meter = service.metrics.frontends.http
+                port = HttpPort(loop, self.make_handler(), options.limits, meter)
+                server = await loop.create_unix_server(
+                    port, options.path, backlog=_BACKLOG, start_serving=False
+                )
+                self._parts.append((server, port))
+            if options.metrics_port is not None:
+                # On the threads for short work: monitoring must not wait for models.
+                table = RouteTable(loop, metrics_routes(service, self._executor))
+                await self._listen(
+                    "metrics",
+                    options.metrics_address,
+                    options.metrics_port,
+                    MetricsHandler(table, self._origins(options.metrics_address)),
+                    None,
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def make_handler(self) -> HttpHandler:
+        """Return the handler of a port."""
+        options, service, loop = self._options, self._service, asyncio.get_running_loop()
+        routes = [
+            *control_routes(service, self._patient),
+            *page_routes(service.overview, self._executor),
+            *signposts(options, self.ports),
+        ]
+        return HttpHandler(
+            HttpInference(service, loop, self._executor, options.limits),
+            RouteTable(loop, routes),
+            *self.guards(),
+        )
+
+    def guards(self) -> tuple[Restriction, Origins, str]:
+        """Return the checks of who may ask for what, and the pattern of headers that models get."""
+        options = self._options
+        return (
+            Restriction(options.restricted, options.control_token),
+            self._origins(options.address),
+            options.header_forward_pattern,
+        )
+
+    def _origins(self, address: str) -> Origins:
+        """Make the check of what browsers send to a port at this address."""
+        return Origins(self._options.allowed_origins, is_loopback=_is_loopback(address))
+
+    async def _listen(
+        self, name: str, address: str, number: int, handler: Handler, tls: ssl.SSLContext | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        limits = self._options.limits
+        if name == "http":
+            port = HttpPort(loop, handler, limits, self._service.metrics.frontends.http)
+        else:
+            # Not counted: requests for metrics are no traffic.
+            few = max(1, limits.connections // _PER_SCRAPER)
+            port = HttpPort(loop, handler, replace(limits, connections=few))
+        reuse_port = self._options.reuse_port
+        server: asyncio.AbstractServer | TlsServer
+        try:
+            if tls is not None:
+                sockets = await bound_sockets(address, number, reuse_port=reuse_port)
+                server = TlsServer(port, sockets, tls, _BACKLOG)
+            else:
+                server = await loop.create_server(
+                    port,
+                    address,
+                    number,
+                    backlog=_BACKLOG,
+                    reuse_port=reuse_port or None,
+                    start_serving=False,
+                )
+        except OSError as error:
+            raise CannotListen(name, address, number, error) from error
+        self._parts.append((server, port))
+        self.ports[name] = server.sockets[0].getsockname()[1]
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more connections, finish the requests in flight, and close the server.
+
+        Returns False if some were not finished in time and were cut off.
+        """
+        for server, _ in self._parts:
+            server.close()
+        ended = await asyncio.gather(*(port.drain(timeout_s) for _, port in self._parts))
+        self.close()
+        return all(ended)
+
+    def close(self) -> None:
+        """End everything at once."""
+        for server, port in self._parts:
+            server.close()
+            port.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._patient.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _tls(options: HttpOptions) -> ssl.SSLContext | None:
+    if options.certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(options.certificate, options.private_key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context

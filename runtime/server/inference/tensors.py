@@ -1,0 +1,230 @@
+"""Tensors of clients: the bytes or the JSON values of a protocol as arrays, and back.
+
+Inputs are `WireTensor` for BYTES and BF16, and typed arrays for other datatypes, as a signature takes them. Inputs of bytes are views
+on those bytes. Outputs are `WireTensor` for every datatype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.ipc.errors import BadTensor, MoonpoolError
+from moonpool.ipc.tensors import (
+    BF16,
+    BYTES,
+    CODES,
+    DTYPES,
+    ITEMSIZE,
+    MAX_DIMS,
+    NAMES,
+    check_shape,
+    decode_bytes,
+    encode_bytes,
+)
+from moonpool.runtime.errors import InvalidRequest, ModelError
+from moonpool.runtime.model.request import WireTensor
+
+Input: TypeAlias = NDArray[Any] | WireTensor
+Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
+
+FP16 = CODES["FP16"]
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+def code_of(datatype: object, name: str) -> int:
+    """Return the code of a datatype by its name in the protocol. Raises `InvalidRequest`."""
+    code = CODES.get(datatype) if type(datatype) is str else None
+    if code is None:
+        raise InvalidRequest(f"invalid datatype for input {name}")
+    return code
+
+
+def of_bytes(
+    name: str, code: int, shape: Sequence[int], data: Bytes, offset: int, size_bytes: int
+) -> Input:
+    """Return an input over `size_bytes` bytes of `data` from `offset` on. The caller has checked that `data` has them.
+
+    Raises `WrongSize` if the shape needs another size, `InvalidRequest` for a bad shape.
+    """
+    count = shape_size(name, shape)
+    if code == BYTES:
+        return WireTensor(BYTES, tuple(shape), _raw(data, offset, size_bytes))
+    expected = count * ITEMSIZE[code]
+    if expected != size_bytes:
+        raise WrongSize(name, expected, size_bytes)
+    if code == BF16:
+        return WireTensor(BF16, tuple(shape), _raw(data, offset, size_bytes))
+    if not size_bytes:
+        return np.empty(tuple(shape), DTYPES[code])
+    return np.ndarray(shape, DTYPES[code], data, offset)
+
+
+class WrongSize(InvalidRequest):
+    """The size of an input does not fit its shape and datatype."""
+
+    def __init__(self, name: str, expected_bytes: int, size_bytes: int) -> None:
+        super().__init__(name, expected_bytes, size_bytes)
+        self.name = name
+        self.expected_bytes = expected_bytes
+        self.size_bytes = size_bytes
+
+    def for_model(self, model: str) -> str:
+        """Return Triton's text for the error."""
+        return (
+            f"input byte size mismatch for input '{self.name}' for model '{model}'. "
+            f"Expected {self.expected_bytes}, got {self.size_bytes}"
+        )
+
+    def __str__(self) -> str:
+        return f"input '{self.name}' has {self.size_bytes} bytes, not {self.expected_bytes}"
+
+
+def shape_size(name: str, shape: Sequence[int]) -> int:
+    """Return the number of elements. Raises `InvalidRequest` for a bad shape."""
+    try:
+        return check_shape(shape, name)
+    except BadTensor as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _raw(data: Bytes, offset: int, size_bytes: int) -> NDArray[np.uint8]:
+    return np.ndarray((size_bytes,), np.uint8, data, offset) if size_bytes else _NO_BYTES
+
+
+def of_values(name: str, code: int, shape: Sequence[int], values: object) -> Input:
+    """Return an input with the values of a JSON array, which is nested like the shape, or flat.
+
+    Raises `BadJson` and `InvalidRequest` with Triton's texts. Numbers that do not fit the datatype are refused, while Triton takes
+    their lowest bits.
+    """
+    if code in (FP16, BF16):
+        raise InvalidRequest(
+            f"receiving {NAMES[code]} data via JSON is not supported. "
+            f"Please use the binary data format for input {name}"
+        )
+    if not isinstance(values, list):
+        raise BadJson("data", "attempt to access JSON non-array as array")
+    count = shape_size(name, shape)
+    flat, types = _flattened(values)
+    if not types <= _TYPES[code]:
+        if code == BYTES:
+            raise BadStrings
+        raise BadJson("data", _WRONG_TYPE[DTYPES[code].kind])
+    if len(flat) != count:
+        raise BadJson("data", "Shape does not match true shape of 'data' field")
+    if code == BYTES:
+        return _strings(name, shape, flat)
+    try:
+        # Whole numbers that do not fit are refused, not wrapped; others become infinite.
+        with np.errstate(over="ignore"):
+            array: NDArray[Any] = np.array(flat, DTYPES[code])
+    except (OverflowError, ValueError):
+        raise InvalidRequest(
+            f"input '{name}' has values that do not fit its datatype {NAMES[code]}"
+        ) from None
+    return array.reshape(shape)
+
+
+class BadJson(MoonpoolError):
+    """A member of the JSON has the wrong type. Triton calls that an internal error."""
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(f"Unable to parse '{field}': {what}")
+
+
+class BadStrings(MoonpoolError):
+    """A value for a BYTES tensor is not a JSON string."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+        )
+
+
+_TYPES: dict[int, frozenset[type]] = {code: frozenset({int}) for code in range(2, 10)}
+_TYPES.update({CODES["BOOL"]: frozenset({bool}), BYTES: frozenset({str})})
+_TYPES.update({CODES["FP32"]: frozenset({int, float}), CODES["FP64"]: frozenset({int, float})})
+_WRONG_TYPE = {
+    "b": "attempt to access JSON non-boolean as boolean",
+    "u": "attempt to access JSON non-unsigned-integer as unsigned-integer",
+    "i": "attempt to access JSON non-signed-integer as signed-integer",
+    "f": "attempt to access JSON non-number as double",
+}
+
+
+def _flattened(values: list[Any]) -> tuple[list[Any], set[type]]:
+    """Return the innermost values in order, and their types."""
+    types = set(map(type, values))
+    for _ in range(MAX_DIMS):
+        if types != {list}:
+            break
+        values = list(chain.from_iterable(values))
+        types = set(map(type, values))
+    if list in types and len(types) > 1:
+        # Like Triton, which takes numbers beside arrays of numbers.
+        values = list(_leaves(values))
+        types = set(map(type, values))
+    return values, types
+
+
+def _leaves(values: list[Any]) -> Iterator[Any]:
+    levels = [iter(values)]
+    while levels:
+        for each in levels[-1]:
+            if type(each) is list:
+                levels.append(iter(each))
+                break
+            yield each
+        else:
+            levels.pop()
+
+
+def _strings(name: str, shape: Sequence[int], texts: list[str]) -> WireTensor:
+    array = np.empty(len(texts), object)
+    array[:] = texts
+    try:
+        return WireTensor(BYTES, tuple(shape), np.frombuffer(encode_bytes(array, name), np.uint8))
+    except BadTensor as error:  # half of a surrogate pair
+        raise InvalidRequest(str(error)) from None
+
+
+def to_bytes(output: WireTensor) -> memoryview:
+    """Return the bytes of an output as a view, which keeps the memory of the output."""
+    raw = output.raw
+    if raw.dtype != np.uint8 or raw.ndim != 1:
+        raw = np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
+    return raw.data
+
+
+def to_values(name: str, output: WireTensor) -> list[Any]:
+    """Return the values of an output for JSON, flat. Raises `ModelError` for values that JSON cannot hold."""
+    code = output.datatype
+    if code in (FP16, BF16):
+        raise ModelError(
+            f"sending {NAMES[code]} data via JSON is not supported. "
+            f"Please use the binary data format for output '{name}'",
+            "INVALID_ARG",
+        )
+    data = to_bytes(output)
+    if code == BYTES:
+        return _texts(name, output.shape, data)
+    values: list[Any] = np.frombuffer(data, DTYPES[code]).tolist() if len(data) else []
+    return values
+
+
+def _texts(name: str, shape: Sequence[int], data: memoryview) -> list[str]:
+    try:
+        strings = decode_bytes(data, shape, name).ravel()
+        return [string.decode() for string in strings]
+    except UnicodeDecodeError:
+        raise ModelError(
+            f"output '{name}' has a string that is no UTF-8, which JSON cannot carry: ask for binary data",
+            "INVALID_ARG",
+        ) from None
+    except BadTensor as error:
+        raise ModelError(f"output '{name}': {error}") from None

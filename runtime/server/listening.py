@@ -1,0 +1,92 @@
+"""The ports and connections of a server: sockets to listen with, open files, and the number of clients that they allow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+from typing import NamedTuple
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.server.options.table import ServerOptions
+
+
+class CannotListen(MoonpoolError):
+    """An address or a port at which the server cannot listen."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, protocol: str, address: str, port: int, error: OSError) -> None:
+        # Errors of event loops have words of their own around the system's.
+        is_system_s = error.errno is not None and error.errno > 0
+        why = os.strerror(error.errno) if is_system_s else error.strerror or str(error)  # type: ignore[arg-type]
+        super().__init__(f"cannot listen at {address}, port {port} ({protocol}): {why}")
+
+
+async def bound_sockets(address: str, port: int, *, reuse_port: bool) -> list[socket.socket]:
+    """Bind sockets to this port, one for each address of the name; none listens yet. Raises `OSError`."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    bound: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, place in dict.fromkeys(found):
+            one = socket.socket(family, kind, protocol)
+            bound.append(one)
+            one.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                # IPv4 has a socket of its own.
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(place)
+    except OSError:
+        for one in bound:
+            one.close()
+        raise
+    return bound
+
+
+_FILES = resource.RLIMIT_NOFILE
+# Enough for the connections of the default options. Not more, as models inherit the limit, and some programs close
+# every number up to it.
+_ENOUGH = 1 << 16
+# The descriptors for each connection of the limit for HTTP: also connections that get a refusal, and those for metrics.
+_PER_HTTP = 1.25
+# A front end passes HTTP requests on over a second connection.
+_PER_RELAY = 1.125
+
+
+class Connections(NamedTuple):
+    """The most connections of each protocol in one process."""
+
+    http: int
+    grpc: int
+
+
+def raise_limit() -> None:
+    """Raise the limit of open files as far as the system allows, see setrlimit(2).
+
+    A shell's limit is for programs without clients.
+    """
+    before, most = resource.getrlimit(_FILES)
+    wanted = _ENOUGH if most == resource.RLIM_INFINITY else min(most, _ENOUGH)
+    if before != resource.RLIM_INFINITY and before < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(_FILES, (wanted, most))
+
+
+def connections(options: ServerOptions) -> Connections:
+    """Return the limits of the options, reduced in proportion if they would leave less than half of the descriptors.
+
+    Stubs need that half to be started again. Each protocol has its own part, so clients of one cannot take the
+    connections of the other.
+    """
+    http = options.http_max_connections
+    grpc = options.grpc_max_connections if options.allow_grpc else 0
+    wanted = http * (_PER_HTTP + (_PER_RELAY if options.frontends > 1 else 0)) + grpc
+    limit, _ = resource.getrlimit(_FILES)
+    part = 1.0 if limit == resource.RLIM_INFINITY else min(1.0, limit / 2 / max(1, wanted))
+    return Connections(max(1, int(http * part)), max(1, int(grpc * part)))

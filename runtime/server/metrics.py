@@ -1,0 +1,221 @@
+"""All metrics of a server: models, instances, protocols, the process and the machine.
+
+Theory of operation. HTTP counts on the thread of its event loop alone, so its `Meter` has no lock: only that thread writes,
+and readers copy. gRPC answers on many threads, so `SharedMeter` has one. With front ends, the clients are theirs: they
+report what they have counted, and the lock of `FrontendMetrics` guards the sums, as the reactor adds to them while a scrape
+reads them. Connections of a front end that has died end with it, so open connections are kept for each front end and
+forgotten with it. Totals stay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import Metric, ProcessCollector
+
+from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.observe.exposition import ExposedFamily, Sample, expose
+from moonpool.runtime.observe.machine import GpuMetrics, MachineMetrics
+from moonpool.runtime.version import VERSION
+
+# gRPC's library does not count connections. No figure is better than a wrong 0.
+_WITH_CONNECTIONS = frozenset({"http"})
+
+
+class Meter:
+    """The counts of one protocol. One thread counts, any thread may read."""
+
+    def __init__(self) -> None:
+        self._answers: defaultdict[str | int, int] = defaultdict(int)
+        self._opened = self._closed = 0
+
+    def connected(self) -> None:
+        """Count a connection that was opened."""
+        self._opened += 1
+
+    def disconnected(self) -> None:
+        """Count the end of a connection."""
+        self._closed += 1
+
+    def answered(self, status: str | int) -> None:
+        """Count a request that has ended, by HTTP status or by the name of a gRPC code."""
+        self._answers[status] += 1
+
+    def counts(self) -> tuple[int, int, dict[str, int]]:
+        """Return all connections until now, those that are open, and the answers by status."""
+        answers = {str(status): count for status, count in self._answers.copy().items()}
+        return self._opened, self._opened - self._closed, answers
+
+
+class SharedMeter(Meter):
+    """A meter that many threads count on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def answered(self, status: str | int) -> None:
+        with self._lock:
+            super().answered(status)
+
+
+class Traffic(NamedTuple):
+    """The counts of a protocol since the last report."""
+
+    protocol: str
+    opened: int
+    closed: int
+    answers: list[tuple[str, int]]
+
+
+class FrontendMetrics:
+    """The meters of all protocols. They exist from the start, so that the rate before the first request is 0."""
+
+    def __init__(self) -> None:
+        self.http = Meter()
+        self.grpc = SharedMeter()
+        self._told: dict[str, tuple[int, int, dict[str, int]]] = {}
+        # With front ends: their totals by protocol, and the open connections of each one that lives.
+        self._lock = threading.Lock()
+        self._elsewhere: dict[str, tuple[int, dict[str, int]]] | None = None
+        self._open: dict[object, dict[str, int]] = {}
+
+    # In a front end
+
+    def take(self) -> list[Traffic]:
+        """Return the counts since the last call. For one thread."""
+        came = []
+        for protocol, meter in (("http", self.http), ("grpc", self.grpc)):
+            before = self._told.get(protocol, (0, 0, {}))
+            now = self._told[protocol] = meter.counts()
+            opened, closed = now[0] - before[0], now[0] - now[1] - (before[0] - before[1])
+            answers = [(s, n - before[2].get(s, 0)) for s, n in now[2].items()]
+            answers = [(status, count) for status, count in answers if count]
+            if opened or closed or answers:
+                came.append(Traffic(protocol, opened, closed, answers))
+        return came
+
+    # In a main process with front ends
+
+    def count_elsewhere(self) -> None:
+        """Expose the counts of front ends from now on, as all requests here come from them."""
+        with self._lock:
+            self._elsewhere = {"http": (0, {}), "grpc": (0, {})}
+
+    def add(self, source: object, traffic: Traffic) -> None:
+        """Add the counts that a front end has reported."""
+        with self._lock:
+            if self._elsewhere is None or traffic.protocol not in self._elsewhere:
+                return
+            opened, answers = self._elsewhere[traffic.protocol]
+            for status, count in traffic.answers:
+                answers[status] = answers.get(status, 0) + count
+            self._elsewhere[traffic.protocol] = opened + traffic.opened, answers
+            its_open = self._open.setdefault(source, {})
+            was_open = its_open.get(traffic.protocol, 0)
+            its_open[traffic.protocol] = max(0, was_open + traffic.opened - traffic.closed)
+
+    def forget(self, source: object) -> None:
+        """Drop the open connections of a front end that has ended."""
+        with self._lock:
+            self._open.pop(source, None)
+
+    def _counts(self) -> Iterator[tuple[str, int, int, dict[str, int]]]:
+        with self._lock:
+            if self._elsewhere is not None:
+                for protocol, (opened, answers) in self._elsewhere.items():
+                    is_open = sum(each.get(protocol, 0) for each in self._open.values())
+                    yield protocol, opened, is_open, dict(answers)
+                return
+        for protocol, meter in (("http", self.http), ("grpc", self.grpc)):
+            yield protocol, *meter.counts()
+
+    def families(self) -> list[ExposedFamily]:
+        """Return the present figures."""
+        ever, present, answers = [], [], []
+        for protocol, opened, is_open, by_status in self._counts():
+            labels = (("protocol", protocol),)
+            if protocol in _WITH_CONNECTIONS:
+                ever.append(Sample("", labels, opened))
+                present.append(Sample("", labels, is_open))
+            for status, count in sorted(by_status.items()):
+                answers.append(Sample("", (*labels, ("status", status)), count))
+        return [
+            ExposedFamily(
+                "moonpool_frontend_connections_total",
+                "Connections that clients have opened",
+                "counter",
+                ever,
+            ),
+            ExposedFamily(
+                "moonpool_frontend_open_connections", "Connections that are open", "gauge", present
+            ),
+            ExposedFamily(
+                "moonpool_frontend_requests_total",
+                "Requests of any kind that have ended, by HTTP status or gRPC code",
+                "counter",
+                answers,
+            ),
+        ]
+
+
+# The content type of Prometheus' text form.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ServerMetrics:
+    """All metrics as one text. Any thread may call any method. `close` releases the GPUs."""
+
+    def __init__(self, models: ModelRegistry) -> None:
+        """The registry's `metrics_options` say which metrics of the machine are exposed."""
+        options = models.metrics_options
+        self._models = models
+        # The protocols count here.
+        self.frontends = FrontendMetrics()
+        self._machine = MachineMetrics(options.interval_s) if options.allow_cpu else None
+        self._gpus = GpuMetrics() if options.allow_gpu else None
+        self._process = ProcessCollector(registry=None)
+
+    def text(self) -> str:
+        """Return the text for Prometheus. Takes some milliseconds, and waits until the runtime has read its stubs' counts.
+
+        Raises `RuntimeClosed`.
+        """
+        build = ExposedFamily(
+            "moonpool_build_info",
+            "1, with the version of the server",
+            "gauge",
+            [Sample("", (("version", VERSION),), 1)],
+        )
+        return expose(
+            [
+                *self._models.metric_families(),
+                *(self._machine.families() if self._machine is not None else ()),
+                *(self._gpus.families() if self._gpus is not None else ()),
+                *self.frontends.families(),
+                build,
+                *_converted(self._process.collect()),
+            ]
+        )
+
+    def close(self) -> None:
+        """Release the GPUs. No method may be called after this."""
+        if self._gpus is not None:
+            self._gpus.close()
+
+
+def _converted(metrics: Iterable[Metric]) -> list[ExposedFamily]:
+    """Return families of the library in our form. There, each sample has the whole name."""
+    families = []
+    for metric in metrics:
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        samples = [
+            Sample("", tuple(sample.labels.items()), sample.value)
+            for sample in metric.samples
+            if sample.name == name
+        ]
+        families.append(ExposedFamily(name, metric.documentation, metric.type, samples))
+    return families

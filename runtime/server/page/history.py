@@ -1,0 +1,227 @@
+"""Rates and latencies of the last minutes, sampled once a second from counts that the runtime keeps anyway.
+
+Theory of operation. One thread takes the samples, `moonpool-history`. It starts with the first look, so a server whose page
+nobody opens has no such thread unless it was started on purpose. `_lock` guards the samples, which are read while a request
+is answered, and the start of the thread; it is not held while the counts of stubs are collected, since that may wait for
+them. The thread ends by `close` or by itself when the runtime is closed. `close` sets `_closing` under the lock, so that no
+start can come after it, and joins without it.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
+from moonpool.runtime.server.page.adviser import Adviser
+
+INTERVAL_S = 1.0
+_INTERVAL_NS = int(INTERVAL_S * 1e9)
+# The number of samples that plots show, and of those that a present rate covers.
+SAMPLES = 180
+WINDOW = 5
+
+
+class _Counts(NamedTuple):
+    at_ns: int
+    success: int
+    failure: int
+    success_ns: int
+    queue_ns: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
+
+
+class _Sample(NamedTuple):
+    requests: int
+    failures: int
+    # The mean of the requests that succeeded; None without any.
+    latency_us: int | None
+    queued: int
+
+
+class _Series:
+    """One model version: the samples for plots, and the last counts, from which present rates are made."""
+
+    def __init__(self, statistics: Statistics, begin: _Counts, by_duration: list[int]) -> None:
+        self.statistics = statistics
+        self.counts = deque([begin], maxlen=WINDOW + 1)
+        # The numbers of requests by duration, in the buckets of `DURATION_BOUNDS_NS`.
+        self.durations = deque([by_duration], maxlen=WINDOW + 1)
+        self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
+
+    def take(self, now_ns: int, queued: int) -> _Counts:
+        """Take a sample, and return the counts since the last one."""
+        before, after = self.counts[-1], _counts(self.statistics, now_ns)
+        self.counts.append(after)
+        self.durations.append(list(self.statistics.by_duration))
+        came = _difference(before, after)
+        self.samples.append(_sample(came, queued))
+        return came
+
+
+class History:
+    """Takes samples on a thread of its own. Any thread may call any method."""
+
+    def __init__(self, models: ModelRegistry, adviser: Adviser | None = None) -> None:
+        self._models = models
+        self._adviser = adviser or Adviser()
+        self._lock = threading.Lock()
+        self._total: deque[_Sample] = deque(maxlen=SAMPLES)
+        self._series: dict[str, _Series] = {}
+        # The number of samples that were taken.
+        self._taken = 0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to take samples, until `close` or the end of the runtime. A second call does nothing."""
+        with self._lock:
+            if self._thread is None and not self._closing.is_set():
+                thread = threading.Thread(target=self._run, name="moonpool-history", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while not self._closing.wait(max(0.0, due_s - time.monotonic())):
+            if self._models.is_closed:
+                return
+            self.sample()
+            # After a suspension of the machine, or a stop in a debugger, missed samples are not made up for.
+            due_s = max(due_s + INTERVAL_S, time.monotonic())
+
+    def sample(self) -> None:
+        """Take a sample of every model version now."""
+        self._models.take_in_counts()
+        now_ns = time.monotonic_ns()
+        served = list(self._models.served())
+        self._adviser.sample(served)
+        with self._lock:
+            before, self._series = self._series, {}
+            total, queued = _zero(now_ns), 0
+            for hosted in served:
+                name, scheduler = str(hosted), hosted.scheduler
+                series = before.get(name)
+                if series is None or series.statistics is not scheduler.statistics:
+                    series = self._begun(scheduler.statistics, now_ns)
+                self._series[name] = series
+                total = _sum(total, series.take(now_ns, scheduler.queued))
+                queued += scheduler.queued
+            self._total.append(_sample(total, queued))
+            self._taken += 1
+
+    def _begun(self, statistics: Statistics, now_ns: int) -> _Series:
+        # Nobody knows when counts from before the first sample came. A version that is new later began after the last one.
+        if self._taken:
+            return _Series(
+                statistics, _zero(now_ns - _INTERVAL_NS), [0] * len(statistics.by_duration)
+            )
+        return _Series(statistics, _counts(statistics, now_ns), list(statistics.by_duration))
+
+    def recent(self, name: str) -> dict[str, Any]:
+        """Return rates per second, mean durations and quantiles of a model version over the last seconds."""
+        with self._lock:
+            series = self._series.get(name)
+            if series is None:
+                return _recent(_zero(0), INTERVAL_S, [])
+            came = _difference(series.counts[0], series.counts[-1])
+            taken = list(map(operator.sub, series.durations[-1], series.durations[0]))
+        return _recent(came, came.at_ns / 1e9 or INTERVAL_S, taken)
+
+    def advice(self, name: str) -> dict[str, Any] | None:
+        """Return the advice on a model version; None for most."""
+        return self._adviser.of(name)
+
+    def since(self, number: int) -> dict[str, Any]:
+        """Return the samples after the first `number`: of all models together under "", and of each by `name:version`.
+
+        All lists end with the sample of the same moment. If some of these samples are dropped already, or `number` is
+        another server's, all kept samples are returned.
+        """
+        with self._lock:
+            wanted = self._taken - number if 0 <= number <= self._taken else SAMPLES
+            return {
+                "interval_s": INTERVAL_S,
+                "taken": self._taken,
+                "series": {
+                    "": _columns(self._total, wanted),
+                    **{name: _columns(s.samples, wanted) for name, s in self._series.items()},
+                },
+            }
+
+    def close(self) -> None:
+        """End the sampling for good."""
+        with self._lock:
+            self._closing.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+
+def _columns(samples: Iterable[_Sample], wanted: int) -> dict[str, list[int | None]]:
+    rows = list(samples)[-wanted:] if wanted else []
+    return {key: [getattr(row, key) for row in rows] for key in _Sample._fields}
+
+
+def _sample(came: _Counts, queued: int) -> _Sample:
+    latency_us = came.success_ns // came.success // 1000 if came.success else None
+    return _Sample(came.success + came.failure, came.failure, latency_us, queued)
+
+
+def _zero(at_ns: int) -> _Counts:
+    return _Counts(at_ns, 0, 0, 0, 0, 0, 0, 0)
+
+
+def _counts(statistics: Statistics, at_ns: int) -> _Counts:
+    return _Counts(
+        at_ns,
+        statistics.success_count,
+        statistics.fail_count,
+        statistics.success_ns,
+        statistics.queue_ns,
+        statistics.input_ns,
+        statistics.infer_ns,
+        statistics.output_ns,
+    )
+
+
+def _difference(before: _Counts, after: _Counts) -> _Counts:
+    return _Counts(*map(operator.sub, after, before))
+
+
+def _sum(one: _Counts, other: _Counts) -> _Counts:
+    return _Counts(*map(operator.add, one, other))
+
+
+def _recent(came: _Counts, window_s: float, by_duration: list[int]) -> dict[str, Any]:
+    def mean_us(total_ns: int) -> float | None:
+        return round(total_ns / came.success / 1000, 1) if came.success else None
+
+    return {
+        "requests_per_s": round((came.success + came.failure) / window_s, 2),
+        "failures_per_s": round(came.failure / window_s, 2),
+        "latency_us": mean_us(came.success_ns),
+        "queue_us": mean_us(came.queue_ns),
+        "input_us": mean_us(came.input_ns),
+        "infer_us": mean_us(came.infer_ns),
+        "output_us": mean_us(came.output_ns),
+        "half_within_us": _within_us(by_duration, 0.5),
+        "p99_within_us": _within_us(by_duration, 0.99),
+    }
+
+
+def _within_us(by_duration: list[int], part: float) -> int | None:
+    """Return the least bound that at least this part of the requests stayed below; None if there is none."""
+    wanted, below = part * sum(by_duration), 0
+    for bound_ns, count in zip(DURATION_BOUNDS_NS, by_duration, strict=False):
+        below += count
+        if below and below >= wanted:
+            return bound_ns // 1000
+    return None

@@ -1,0 +1,1 @@
+"""Lets several processes serve at a server's ports with the same stubs."""

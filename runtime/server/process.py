@@ -1,0 +1,417 @@
+"""The life of one server, from its options to its exit code.
+
+Theory of operation. The event loop of the main thread starts and ends everything, and serves HTTP. Signals become two
+events in it, `_ending` and `_woken`. Everything that blocks (loads, polls, drains of gRPC, closing) runs in threads, while
+the loop waits for them and for a signal at the same time.
+
+Order of the start: `_bind` takes the ports, so that a port that is taken is an error before minutes of loading. `_load`
+loads the models. `_open` begins to listen, so no client connects before the models are loaded. With front ends, this
+process listens before they do, as they pass requests on to it.
+
+Order of the end: the first signal makes the server not ready (`is_open`). `_drain` drains the front ends first, because
+this process must still answer what they pass on, and then HTTP and gRPC together, all within the exit timeout. `_close`
+ends the front ends, gRPC and the samples of the page, all of which use the runtime, then the runtime with its models, and
+last the traces and metrics, to which ending models may still add.
+
+A load may take minutes, and a server that ends must not wait for it. `give_up` has loads in flight fail soon, but a thread
+may begin another one a moment after that. So `_insist` repeats it until the thing it waits for has ended. A second signal
+ends the process at once, and the kernel ends the models' processes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.hosting.progress import Progress
+from moonpool.runtime.model.config.limits import ConfigLimits
+from moonpool.runtime.model.config.options import by_pattern
+from moonpool.runtime.observe.metrics_options import metrics_options
+from moonpool.runtime.repository.grants import as_flag
+from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.server.http.server import HttpServer
+from moonpool.runtime.server.log import LogControl, ServerLog
+from moonpool.runtime.server.metadata import Metadata
+from moonpool.runtime.server.options.protocols import grpc_options, http_options, trace_flags
+from moonpool.runtime.server.options.sources import BadOption
+from moonpool.runtime.server.options.table import ServerOptions
+from moonpool.runtime.server.pool.directory import Directory
+from moonpool.runtime.server.pool.front_ends import FrontEnds
+from moonpool.runtime.server.report import (
+    model_table,
+    not_all_loaded,
+    not_ready,
+    option_table,
+    remarks,
+)
+from moonpool.runtime.server.repository_control import RepositoryControl
+from moonpool.runtime.server.service import Service
+from moonpool.runtime.server.setting_values import BadSetting
+from moonpool.runtime.server.shared_memory import SystemSharedMemory
+from moonpool.runtime.server.tracing.settings import trace_options
+from moonpool.runtime.server.tracing.traces import Traces
+from moonpool.runtime.stubs.handle import StubSharing
+
+if TYPE_CHECKING:
+    from moonpool.runtime.server.grpc.server import GrpcServer
+
+
+_log = logging.getLogger("moonpool.server")
+# The pause between two calls that have loads given up: one may have begun a moment after the last call.
+_INSIST_S = 0.2
+# The pause between two looks at a server that is not ready yet.
+_LOOK_S = 0.5
+# The time for requests among models when no client waits any more.
+_LAST_DRAIN_S = 1.0
+
+
+class StartFailed(MoonpoolError):
+    """The server could not be started. The text says why."""
+
+    code = "UNAVAILABLE"
+
+
+class Server:
+    """Runs once, on the main thread, and handles its signals. Everything that it has started has ended when `run` returns.
+
+    SIGTERM and SIGINT end it in order, a second one at once. In the mode `poll`, SIGHUP polls the repositories.
+    """
+
+    def __init__(self, options: ServerOptions, log: ServerLog, progress: Progress | None) -> None:
+        """Check the options, and make the service and its protocols. Nothing listens yet, and no model is loaded.
+
+        Raises `BadOption`, `RepositoryError`.
+        """
+        _check(options)
+        self._options = options
+        self._http_options = http_options(options)
+        self._grpc_options = grpc_options(options) if options.allow_grpc else None
+        directory = Directory() if options.frontends > 1 else None
+        self._service = make_service(options, log, progress, directory)
+        self._runtime = self._service.runtime
+        self._grpc: GrpcServer | None = None
+        self._front_ends: FrontEnds | None = None
+        if directory is not None:
+            self._share(directory, log)
+        self._http = HttpServer(self._service, self._http_options)
+        self._service.metadata.is_open = False
+        # Set by the first signal to end the server.
+        self._ending = asyncio.Event()
+        self._woken = asyncio.Event()
+        # Logs `Ready`, and ends.
+        self._becoming_ready: asyncio.Future[None] | None = None
+
+    def _share(self, directory: Directory, log: ServerLog) -> None:
+        """Have front ends serve at the public ports, and this process answer what they pass on."""
+        # This process has the settings of traces, so only requests that it answers are traced.
+        traces = self._service.traces
+        directory.pass_on(traces.is_on)
+        traces.on_change = directory.pass_on
+        directory.traffic = self._service.metrics.frontends
+        directory.traffic.count_elsewhere()
+        http, grpc = self._http_options, self._grpc_options
+        self._front_ends = front_ends = FrontEnds(
+            self._options.frontends, directory, http, grpc, log.options
+        )
+        self._http_options = front_ends.own_http(http)
+        self._grpc_options = None if grpc is None else front_ends.own_grpc(grpc)
+
+    async def run(self) -> int:
+        """Serve until a signal comes, and return the exit code. Raises `StartFailed`."""
+        with self._signals():
+            try:
+                await self._bind()
+                if await self._load():
+                    await self._open()
+                    await self._keep_up()
+                return await self._drain()
+            finally:
+                if self._becoming_ready is not None:
+                    self._becoming_ready.cancel()
+                self._http.close()
+                await self._insist(asyncio.to_thread(self._close))
+
+    async def _insist(self, ending: Coroutine[object, object, None]) -> None:
+        """Wait for a coroutine that may wait for loads, and have these given up, however late they begin."""
+        task = asyncio.ensure_future(ending)
+        while not task.done():
+            self._service.repository.give_up()
+            await asyncio.wait({task}, timeout=_INSIST_S)
+        await task
+
+    def _close(self) -> None:
+        if self._front_ends is not None:
+            self._front_ends.close()
+        if self._grpc is not None:
+            self._grpc.close()
+        self._service.overview.close()
+        self._runtime.registry.drain_timeout_s = _LAST_DRAIN_S
+        self._runtime.close()
+        self._service.traces.close()
+        self._service.metrics.close()
+
+    # Start
+
+    async def _bind(self) -> None:
+        """Take the ports before any model is loaded."""
+        if self._front_ends is not None:
+            self._front_ends.bind()
+        await self._http.bind()
+        if self._grpc_options is not None:
+            from moonpool.runtime.server.grpc.server import GrpcServer
+
+            self._grpc = GrpcServer(self._service, self._grpc_options)
+
+    async def _load(self) -> bool:
+        """Load the models for the start; False if a signal came meanwhile."""
+        loading = asyncio.ensure_future(asyncio.to_thread(self._load_models))
+        ending = asyncio.ensure_future(self._ending.wait())
+        await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if not loading.done():
+            await self._insist(_done(loading))
+        are_all_loaded = loading.result()
+        if self._ending.is_set():
+            return False
+        table = model_table(self._runtime.registry.statuses())
+        _log.info("%s", table, extra={"is_table": True})
+        _log.info("%s", option_table(self._options), extra={"is_table": True})
+        if not are_all_loaded and self._options.exit_on_error:
+            raise StartFailed(not_all_loaded(self._options, self._runtime.registry.statuses()))
+        return True
+
+    def _load_models(self) -> bool:
+        options, control = self._options, self._service.repository
+        names = None
+        if options.model_control_mode == "explicit" and options.load_model != ("*",):
+            names = options.load_model
+        return control.load_all(names, tries=1 + options.model_load_retry_count)
+
+    async def _open(self) -> None:
+        options, addresses = self._options, self._service.overview.addresses
+        self._service.overview.start()
+        if self._grpc is not None:
+            self._grpc.start()
+        await self._http.start()
+        ports = await self._public_ports()
+        if "grpc" in ports:
+            addresses["grpc"] = _place(options.grpc_address, ports["grpc"])
+            _log.info("Started GRPCInferenceService at %s", addresses["grpc"])
+        if "http" in ports:
+            addresses["http"] = _place(options.http_address, ports["http"])
+            _log.info("Started HTTPService at %s", addresses["http"])
+        if "metrics" in ports:
+            addresses["metrics"] = _place(self._http_options.metrics_address, ports["metrics"])
+            _log.info("Started Metrics Service at %s", addresses["metrics"])
+        for level, text in remarks(options):
+            _log.log(level, "%s", text)
+        # All these objects stay until the end. Frozen, they cost no collection any time while clients wait.
+        gc.collect()
+        gc.freeze()
+        self._service.metadata.is_open = True
+        self._becoming_ready = asyncio.ensure_future(self._log_ready())
+
+    async def _log_ready(self) -> None:
+        """Log `Ready` as soon as clients that ask get this answer, too."""
+        metadata = self._service.metadata
+        if missing := metadata.missing():
+            _log.warning("%s", not_ready(missing))
+        while not metadata.is_ready():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), _LOOK_S)
+                return
+        _log.info("Ready")
+
+    async def _public_ports(self) -> dict[str, int]:
+        """Return the ports for clients. With front ends, start them and return theirs."""
+        ports = dict(self._http.ports)
+        if self._front_ends is not None:
+            await asyncio.to_thread(self._front_ends.start, self._runtime.registry.stubs.reactor)
+            return ports | self._front_ends.ports
+        if self._grpc is not None:
+            ports["grpc"] = self._grpc.port
+        return ports
+
+    # Serve
+
+    async def _keep_up(self) -> None:
+        """Wait for a signal to end, and poll the repositories meanwhile, in time and on SIGHUP."""
+        mode = self._options.model_control_mode
+        polls = mode == "poll"
+        while not self._ending.is_set():
+            # With a pause of 0, only SIGHUP polls.
+            pause_s = (self._options.repository_poll_secs or None) if polls else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), pause_s)
+            is_wanted = self._woken.is_set()
+            self._woken.clear()
+            if self._ending.is_set():
+                return
+            if polls:
+                await self._poll(again=is_wanted)
+            else:
+                _log.warning("SIGHUP: nothing is polled with --model-control-mode=%s", mode)
+
+    async def _poll(self, *, again: bool) -> None:
+        polling = asyncio.ensure_future(
+            asyncio.to_thread(self._service.repository.poll, again=again)
+        )
+        ending = asyncio.ensure_future(self._ending.wait())
+        await asyncio.wait({polling, ending}, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if not polling.done():
+            await self._insist(_done(polling))
+        polling.result()
+
+    async def _drain(self) -> int:
+        """Take no new requests, wait for those in flight, and return the exit code."""
+        timeout_s = self._options.exit_timeout_secs
+        _log.info("Waiting for in-flight requests to complete, %d s at most.", timeout_s)
+        is_drained = True
+        if self._front_ends is not None:
+            # First, as this process answers what they pass on.
+            is_drained = await asyncio.to_thread(self._front_ends.drain, timeout_s)
+        drains: list[Awaitable[bool]] = [self._http.drain(timeout_s)]
+        if self._grpc is not None:
+            drains.append(asyncio.to_thread(self._grpc.drain, timeout_s))
+        if all([is_drained, *await asyncio.gather(*drains)]):
+            _log.info("All requests are completed; unloading models.")
+            return 0
+        _log.error("Exit timeout expired: requests were cut off. Unloading models.")
+        return 1
+
+    # Signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        ends = (signal.SIGTERM, signal.SIGINT)
+        for number in ends:
+            loop.add_signal_handler(number, self._on_signal, number)
+        handled = [*ends]
+        # Under nohup, the signal means that a terminal was closed, and is ignored.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._woken.set)
+            handled.append(signal.SIGHUP)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        if self._ending.is_set():
+            _log.error("Signal (%d) received again. Exiting immediately.", number)
+            # The kernel kills the stubs with this process.
+            os._exit(128 + number)
+        _log.info("Signal (%d) received.", number)
+        self._service.metadata.is_open = False
+        self._ending.set()
+        self._woken.set()
+
+
+async def _done(future: asyncio.Future[bool] | asyncio.Future[None]) -> None:
+    """Wait for the end of a future, without raising its error."""
+    await asyncio.wait({future})
+
+
+def _place(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _check(options: ServerOptions) -> None:
+    """Raise `BadOption` for options that make no sense together."""
+    if not options.model_repository:
+        raise BadOption("there is nothing to serve: name a model repository")
+    if not (options.allow_http or options.allow_grpc):
+        raise BadOption(
+            "there is nothing to serve with: --allow-http and --allow-grpc are both false"
+        )
+    if "*" in options.load_model and len(options.load_model) > 1:
+        raise BadOption("--load-model=* must be the only --load-model")
+    if options.model_load_thread_count < 1:
+        raise BadOption("--model-load-thread-count must be at least 1")
+    if options.frontends < 1:
+        raise BadOption("--frontends must be at least 1")
+
+
+def config_limits(texts: Iterable[str]) -> ConfigLimits:
+    """Read the limits of `--model-config-limit`. Raises `BadOption`."""
+    try:
+        return ConfigLimits().raised(texts)
+    except ValueError as error:
+        raise BadOption(f"--model-config-limit {error}") from error
+
+
+# The time that requests have when a model is unloaded while the server goes on.
+_DRAIN_S = 30.0
+
+
+def make_service(
+    options: ServerOptions,
+    log: ServerLog,
+    progress: Progress | None,
+    sharing: StubSharing | None = None,
+) -> Service:
+    """Make a service whose runtime has no model yet. The caller closes both. `sharing` is for the runtime.
+
+    Raises `BadOption`, `RepositoryError`.
+    """
+    try:
+        traces = trace_options(trace_flags(options))
+        metrics = metrics_options(
+            options.metrics_config,
+            allow_cpu=options.allow_cpu_metrics,
+            allow_gpu=options.allow_gpu_metrics,
+            interval_ms=options.metrics_interval_ms,
+        )
+        limits = config_limits(options.model_config_limit)
+    except (BadSetting, InvalidRequest) as error:
+        raise BadOption(str(error)) from error
+    runtime = Runtime(
+        options.model_repository,
+        models=(),
+        backend_directory=options.backend_directory or None,
+        drain_timeout_s=max(_DRAIN_S, options.exit_timeout_secs),
+        verbose=options.log_verbose > 0,
+        listener=progress,
+        metrics=metrics,
+        sharing=sharing,
+        sandbox=options.sandbox or None,
+        sandbox_grants=options.sandbox_grants,
+        model_options=by_pattern(options.model_option),
+    )
+    registry = runtime.registry
+    registry.rules = replace(
+        registry.rules,
+        completes=not options.disable_auto_complete_config,
+        grant_form=as_flag,
+        limits=limits,
+    )
+    try:
+        return Service(
+            runtime,
+            shared_memory=SystemSharedMemory(is_enabled=options.allow_client_shm),
+            metadata=Metadata(
+                runtime, server_id=options.id, strict_readiness=options.strict_readiness
+            ),
+            repository=RepositoryControl(
+                runtime,
+                mode=options.model_control_mode,
+                load_threads=options.model_load_thread_count,
+            ),
+            traces=Traces(traces, lambda name: bool(registry.versions(name))),
+            logs=LogControl(registry.stubs.change_log, log),
+        )
+    except BaseException:
+        runtime.close()
+        raise

@@ -1,0 +1,175 @@
+"""Everything that a server offers, in one object for all protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.ipc.errors import OutOfMemory
+from moonpool.ipc.memory import lease_of
+from moonpool.ipc.policy import is_contained
+from moonpool.ipc.tensors import BF16, BYTES, DTYPES, ITEMSIZE
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.hosting.python_backend import PythonBackend
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.request import InferenceRequest, WireTensor
+from moonpool.runtime.runtime import Runtime
+from moonpool.runtime.server.inference.tensors import Input, WrongSize, shape_size, to_bytes
+from moonpool.runtime.server.log import LogControl
+from moonpool.runtime.server.metadata import Metadata
+from moonpool.runtime.server.metrics import ServerMetrics
+from moonpool.runtime.server.page.overview import Overview
+from moonpool.runtime.server.repository_control import RepositoryControl
+from moonpool.runtime.server.shared_memory import LEAST_LENT_BYTES, SystemSharedMemory
+from moonpool.runtime.server.tracing.traces import Traces
+from moonpool.runtime.stubs.regions import is_clients, overlap
+
+Place = tuple[str, int, int]
+_UINT8 = np.dtype(np.uint8)
+
+
+class SharedInput(Protocol):
+    """An input as its protocol describes it."""
+
+    @property
+    def code(self) -> int:
+        """The code of its datatype."""
+
+    @property
+    def place(self) -> Place | None:
+        """Region, offset and size in bytes, if it lies in memory of a client."""
+
+
+class Service:
+    """The parts of a server. All of them are thread-safe, and none knows a protocol."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        shared_memory: SystemSharedMemory | None = None,
+        metadata: Metadata | None = None,
+        repository: RepositoryControl | None = None,
+        traces: Traces | None = None,
+        logs: LogControl | None = None,
+    ) -> None:
+        """The caller closes the runtime, after the last protocol has ended."""
+        self.runtime = runtime
+        self.models = runtime.registry
+        self.shared_memory = shared_memory or SystemSharedMemory()
+        self.metadata = metadata or Metadata(runtime)
+        self.repository = repository or RepositoryControl(runtime)
+        self.traces = traces or Traces()
+        self.logs = logs or LogControl(self.models.stubs.change_log)
+        self.metrics = ServerMetrics(self.models)
+        self.overview = Overview(self.models, self.repository.index)
+
+    def metrics_text(self) -> str:
+        """Return all metrics as Prometheus reads them. Raises `RuntimeClosed`."""
+        return self.metrics.text()
+
+    def may_lend(self, model: Model) -> bool:
+        """Return whether stubs of the model may map the memory of clients."""
+        return (
+            isinstance(self.models.backends.of(model.config), PythonBackend)
+            # A model that is not contained could open objects of this user by itself.
+            and not is_contained(model.options.sandbox)
+            # The mappings would count towards its limit, however large the client's region is.
+            and model.options.memory_limit_bytes is None
+            # A decoupled model keeps its requests, and would have to copy their inputs.
+            and not model.config.decoupled
+            and model.lends_clients_memory
+            # A trace may record tensors, which this process cannot see then.
+            and not self.traces.is_on
+        )
+
+    def read_bytes(self, model: Model, inputs: Iterable[SharedInput]) -> int:
+        """Return the number of bytes in clients' memory that `read_shared` would copy for these inputs."""
+        places = [(each.code, each.place) for each in inputs if each.place is not None]
+        may_lend = self.may_lend(model)
+        return sum(
+            place[2]
+            for code, place in places
+            if code == BYTES or not (may_lend and self.shared_memory.can_lend(*place))
+        )
+
+    def lend(
+        self, model: Model, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place
+    ) -> NDArray[Any] | None:
+        """Lend an input in a client's region that was checked before; None if it must be copied.
+
+        Raises as `read_shared`.
+        """
+        lease = self.shared_memory.lease(*place) if self.may_lend(model) else None
+        return None if lease is None else np.ndarray(shape, dtype, lease)
+
+    def read_shared(
+        self, model: Model, name: str, code: int, shape: Sequence[int], place: Place
+    ) -> Input:
+        """Return an input from a client's region: lent to the stub, or copied once into memory that the model's stubs see.
+
+        `place` is region, offset and size in bytes. Raises `InvalidRequest`, `SharedMemoryError`, `OutOfMemory`.
+        """
+        region, offset, size_bytes = place
+        self.shared_memory.check(region, offset, size_bytes)
+        expected = shape_size(name, shape) * ITEMSIZE[code]
+        if code != BYTES and expected != size_bytes:
+            raise WrongSize(name, expected, size_bytes)
+        # Strings must be counted here, so they are always copied.
+        lease = self.shared_memory.lease(*place) if code != BYTES and self.may_lend(model) else None
+        if lease is None:
+            raw = self._room_for(model, size_bytes)
+            self.shared_memory.read(region, offset, raw)
+        else:
+            raw = np.ndarray((size_bytes,), np.uint8, lease)
+        if code in (BYTES, BF16):
+            return WireTensor(code, tuple(shape), raw)
+        return raw.view(DTYPES[code]).reshape(shape)
+
+    def _room_for(self, model: Model, size_bytes: int) -> NDArray[Any]:
+        backend = self.models.backends.of(model.config)
+        if size_bytes >= LEAST_LENT_BYTES and isinstance(backend, PythonBackend):
+            with suppress(OutOfMemory):  # then it is copied a second time, into the request region
+                return backend.memory_of(model).empty((size_bytes,), _UINT8, size_bytes)
+        return np.empty(size_bytes, _UINT8)
+
+    def lend_targets(
+        self, model: Model, request: InferenceRequest, places: Mapping[str, Place]
+    ) -> None:
+        """Let the stub write outputs straight into the client's regions, if it may map them. Raises as `read_shared`."""
+        self.shared_memory.check_enabled()
+        if not self.may_lend(model):
+            return
+        targets = {}
+        inputs = [lease for array in request.arrays if (lease := lease_of(array)) is not None]
+        for number, tensor in enumerate(model.config.outputs):
+            if tensor.name in places:
+                target = self.shared_memory.lease(*places[tensor.name])
+                # The model may still read an input when it writes an output, so the two must not overlap.
+                if target is not None and not any(overlap(each, target) for each in inputs):
+                    targets[number] = target
+        if targets:
+            request.targets = targets
+            request.has_views = True
+
+    def write_shared(self, name: str, output: WireTensor, place: Place) -> int:
+        """Write an output into a client's region, unless the stub has done so. Return its size in bytes.
+
+        Raises as `read_shared`, and `ModelError` if it does not fit.
+        """
+        region, offset, size_bytes = place
+        data = to_bytes(output)
+        if is_clients(output.raw):
+            return len(data)
+        self.shared_memory.check(region, offset, size_bytes)
+        if len(data) > size_bytes:
+            raise ModelError(
+                f"shared memory size specified with the request for output '{name}' ({size_bytes} bytes) "
+                f"should be at least {len(data)} bytes to hold the results"
+            )
+        self.shared_memory.write(region, offset, [data])
+        return len(data)

@@ -1,0 +1,1 @@
+"""Records sampled requests: Triton's trace extension, into files or to OpenTelemetry."""

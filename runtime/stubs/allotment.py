@@ -1,0 +1,216 @@
+"""The allotment of one process: the shared memory that all processes of the runtime together give it in one direction.
+
+Theory of operation. A process that was sent a region can keep it: it copies the descriptor or leaves the file mapped, says that it
+no longer uses the region, and asks for another one. No limit of the kernel counts such memory. So everything that a
+contained process was ever sent counts here until the process ends. A region that comes back is emptied, which gives its
+pages back to the machine even if they are still mapped somewhere. Its file is given again, under another number, before a
+new one is made. A few of the files that come back are kept for that; the others are closed and still count. A process that is not
+contained can take any memory without this, so only the memory that it uses counts, and its files are closed when they come back.
+
+The lock guards the figures and the lists of files. It is not held while pages are set aside, which takes a millisecond for every
+few megabytes. So a new file is counted before it exists, and the count is taken back if that fails: otherwise two threads could
+both get the last room.
+
+Only a region that its giver has retired is emptied and given again, because its giver knows that nothing lies in it. The regions
+of a front end that has ended are not touched: an honest model may have kept inputs there, or may still write an answer there.
+The kernel frees such a file when the process lets go of it.
+
+If the needs of an honest process vary, it may reach its limit while none of its files is large enough. Then it `is_worn`:
+the next process will have the room that this one has lost.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import threading
+from collections.abc import Hashable
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from moonpool.ipc.arena import growth_bytes
+from moonpool.ipc.errors import Closed, OutOfMemory
+from moonpool.ipc.region import SharedRegion, empty, fill, set_aside
+
+# The most files that are kept unused. Each is a descriptor of this process.
+_MOST_SPARES = 8
+# A file may be so many times larger than what is wanted. A larger one would set aside too much.
+_LOOSE_FIT = 4
+_numbers = itertools.count(1)
+
+
+def next_number() -> int:
+    """Return a number that no other region of this process has."""
+    return next(_numbers)
+
+
+class RegionSource(Protocol):
+    """Makes regions for one process, and takes them back when nothing lies in them. Any thread may call any method."""
+
+    # The most bytes in use, None for no limit. Each device may have as much beside.
+    limit_bytes: int | None
+
+    def region(self, present_bytes: int, needed_bytes: int) -> SharedRegion:
+        """Make another region, which the caller owns and announces. Raises `OutOfMemory`, `Closed`.
+
+        `present_bytes` is the memory that the caller has in use.
+        """
+
+    def retire(self, region: SharedRegion) -> None:
+        """Take back a region in which nothing lies any more. The process may have kept it."""
+
+    def close(self) -> None:
+        """Give nothing any more, since the process has ended or is not used any more."""
+
+
+class _File(NamedTuple):
+    size_bytes: int
+    fd: int
+
+
+class Allotment:
+    """The `RegionSource` of one process in one direction. Any thread may call any method."""
+
+    def __init__(self, limit_bytes: int | None, *, is_contained: bool) -> None:
+        self.limit_bytes = limit_bytes
+        self._is_contained = is_contained
+        self._lock = threading.Lock()
+        # The bytes that were ever given, and those of them that are not in use.
+        self._given_bytes = self._idle_bytes = 0
+        # By size, the smallest first.
+        self._spares: list[_File] = []
+        # Files that other processes of the runtime have given, by the giver and its number for the region.
+        self._elsewhere: dict[tuple[Hashable, int], _File] = {}
+        self._is_closed = False
+        # True once something was refused that a new process could have.
+        self.is_worn = False
+
+    @property
+    def given_bytes(self) -> int:
+        """The bytes that the process was ever sent, and may still have."""
+        return self._given_bytes
+
+    def region(self, present_bytes: int, needed_bytes: int) -> SharedRegion:
+        """Make another region. See `RegionSource.region`."""
+        number = next_number()
+        file = self._take(number, present_bytes, needed_bytes)
+        try:
+            return SharedRegion(number, *file)
+        except OutOfMemory:
+            # The descriptor is closed by now. The process may still have the file, from an earlier time.
+            with self._lock:
+                self._idle_bytes += file.size_bytes
+            raise
+
+    def retire(self, region: SharedRegion) -> None:
+        """Take back a region. See `RegionSource.retire`."""
+        self._put(_File(region.size_bytes, region.surrender()))
+
+    def give_elsewhere(
+        self, owner: Hashable, number: int, present_bytes: int, needed_bytes: int
+    ) -> tuple[int, int]:
+        """Make a region for another process of the runtime. Returns its size, and a descriptor, which the caller owns.
+
+        Raises `OutOfMemory`, `Closed`.
+        """
+        file = self._take(number, present_bytes, needed_bytes)
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise Closed("the process has ended")
+                fd = os.dup(file.fd)
+                self._elsewhere[owner, number] = file
+                return file.size_bytes, fd
+        except Closed:
+            self._put(file)
+            raise
+        except OSError as error:  # this process has no descriptor to spare
+            self._put(file)
+            raise OutOfMemory(f"cannot hand on shared memory: {error}") from error
+
+    def take_back(self, owner: Hashable, number: int) -> None:
+        """Take back a region that another process has retired. Nothing happens if it has none of that number."""
+        with self._lock:
+            file = self._elsewhere.pop((owner, number), None)
+        if file is not None:
+            self._put(file)
+
+    def abandon(self, owner: Hashable) -> None:
+        """Give up the regions of another process that has ended or stopped. Their contents stay as they are."""
+        with self._lock:
+            keys = [key for key in self._elsewhere if key[0] == owner]
+            files = [self._elsewhere.pop(key) for key in keys]
+            self._idle_bytes += sum(file.size_bytes for file in files)
+        for file in files:
+            os.close(file.fd)
+
+    def _take(self, number: int, present_bytes: int, needed_bytes: int) -> _File:
+        """Return a file with all its pages, for the caller. Raises `OutOfMemory`, `Closed`."""
+        with self._lock:
+            if self._is_closed:
+                raise Closed("the process has ended")
+            spare = self._fitting_spare(present_bytes, needed_bytes)
+            if spare is None:
+                size_bytes = self._room(present_bytes, needed_bytes)
+                self._given_bytes += size_bytes
+        if spare is None:
+            try:
+                return _File(size_bytes, set_aside(number, size_bytes))
+            except OutOfMemory:
+                with self._lock:
+                    self._given_bytes -= size_bytes
+                raise
+        try:
+            fill(spare.fd, spare.size_bytes)
+        except (OutOfMemory, OSError) as error:
+            self._put(spare)
+            raise OutOfMemory(str(error)) from error
+        return spare
+
+    def _fitting_spare(self, present_bytes: int, needed_bytes: int) -> _File | None:
+        at = bisect.bisect_left(self._spares, (needed_bytes,))
+        if at == len(self._spares):
+            return None
+        spare = self._spares[at]
+        loose_bytes = _LOOSE_FIT * max(present_bytes, needed_bytes)
+        if spare.size_bytes > loose_bytes:
+            with suppress(OutOfMemory):
+                self._room(present_bytes, needed_bytes)
+                return None
+        self._idle_bytes -= spare.size_bytes
+        return self._spares.pop(at)
+
+    def _room(self, present_bytes: int, needed_bytes: int) -> int:
+        """Return the size of a new file. Raises `OutOfMemory`."""
+        in_use_bytes = self._given_bytes - self._idle_bytes
+        counted_bytes = self._given_bytes if self._is_contained else in_use_bytes
+        others_bytes = max(0, counted_bytes - present_bytes)
+        try:
+            return growth_bytes(present_bytes, needed_bytes, self.limit_bytes, others_bytes)
+        except OutOfMemory:
+            self.is_worn |= needed_bytes <= (self.limit_bytes or 0) - in_use_bytes
+            raise
+
+    def _put(self, file: _File) -> None:
+        """Keep or close a file that is not in use any more."""
+        # Emptied even if it is closed at once: the process may have kept it, and its pages with it.
+        is_empty = self._is_contained and file.fd >= 0 and empty(file.fd, file.size_bytes)
+        unneeded = file.fd
+        with self._lock:
+            self._idle_bytes += file.size_bytes
+            if is_empty and not self._is_closed:
+                bisect.insort(self._spares, file)
+                unneeded = self._spares.pop(0).fd if len(self._spares) > _MOST_SPARES else -1
+        if unneeded >= 0:
+            os.close(unneeded)
+
+    def close(self) -> None:
+        """Close all files that are not in use, since the process has ended. Regions in use stay valid."""
+        with self._lock:
+            self._is_closed = True
+            files = [*self._spares, *self._elsewhere.values()]
+            self._spares.clear()
+            self._elsewhere.clear()
+        for file in files:
+            os.close(file.fd)

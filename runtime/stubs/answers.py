@@ -1,0 +1,300 @@
+"""Makes outcomes of what a stub answered, and finds the requests that its responses are for.
+
+Theory of operation. `AnswerReader` belongs to one stub. The driver of a batch uses it for ANSWER and the reactor's thread
+for RESPONSES, at the same time. It has no lock: it only reads what `serve` has set before the first batch, and its `Memo` of
+layouts may be used by many threads. An answer is checked in this order: the layout by itself, the number of blocks, each block when
+it is opened, and then if each block holds what the layout says. Nothing is copied, and no array is made, before that.
+
+`Replies` is where the driver and the reactor meet, so it has a lock. Responses to a request may come before the answer to its
+batch and after it. Before it, the batch in `_executing` has the request, and `_ended` notes those that had their last response.
+The answer then moves the requests that stay open to `_open`. A request that had its last response before must be OPEN in the answer,
+since an outcome there would be a second one. Nothing is called under the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moonpool.ipc.errors import CODES, BadTensor, RemoteProtocolError
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.memory import Lease
+from moonpool.ipc.messages import ANSWERED, OPEN
+from moonpool.ipc.tensors import BYTES, decode_bytes
+from moonpool.ipc.tensors import CODES as DATATYPES
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.request import (
+    Details,
+    InferenceRequest,
+    Outcome,
+    Response,
+    WireTensor,
+    allocate,
+)
+from moonpool.runtime.model.reshaping import Reshaping, of_outputs
+from moonpool.runtime.stubs.layout import AnswerLayout, OutputLayout, read_answer
+
+# Only small layouts are remembered, so that they cannot take much memory.
+_MEMORABLE_BYTES = 4096
+
+
+class AnswerReader:
+    """Reads the answers of one stub. Any thread may call any method."""
+
+    def __init__(self, *, is_confined: bool = False) -> None:
+        """`is_confined`: the texts of the model's errors are not for clients."""
+        self._is_confined = is_confined
+        self.output_names: list[str] = []
+        # The outputs that clients get in another shape, by name.
+        self._reshaped: dict[str, Reshaping] = {}
+        # True once a block may lie on a device.
+        self.has_devices = False
+        self._layouts: Memo[bytes, AnswerLayout] = Memo()
+
+    def serve(self, config: ModelConfig) -> None:
+        """Set the configuration of the model before the first answer."""
+        self.output_names = [tensor.name for tensor in config.outputs]
+        self._reshaped = of_outputs(config)
+
+    def layout(self, packed: bytes, count: int) -> AnswerLayout:
+        """Read a layout of at most `count` responses. Raises `RemoteProtocolError` for tensors that no block could hold.
+
+        The caller checks the number of responses.
+        """
+        layout = self._layouts.get(packed)
+        if layout is None:
+            layout = read_answer(packed, self.output_names, count)
+            if self._reshaped:
+                layout = layout._replace(
+                    responses=[[self._reshape(each) for each in row] for row in layout.responses]
+                )
+            if len(packed) <= _MEMORABLE_BYTES:
+                self._layouts.keep(packed, layout)
+        return layout
+
+    def _reshape(self, output: OutputLayout) -> OutputLayout:
+        reshaping = self._reshaped.get(output.name)
+        return output if reshaping is None else output._replace(shape=reshaping.of(output.shape))
+
+    @staticmethod
+    def check_blocks(layout: AnswerLayout, blocks: Sequence[object]) -> None:
+        """Raise `RemoteProtocolError` for blocks that no output lies in. To be called before they are opened."""
+        if len(blocks) > len(layout.least_bytes):
+            raise RemoteProtocolError(
+                f"{len(blocks)} blocks for outputs that lie in {len(layout.least_bytes)}"
+            )
+
+    @staticmethod
+    def check(layout: AnswerLayout, leases: Sequence[Lease]) -> None:
+        """Raise `RemoteProtocolError` unless these blocks hold what the layout says."""
+        for block, least_bytes in layout.least_bytes.items():
+            if block >= len(leases) or least_bytes > leases[block].size:
+                raise RemoteProtocolError(layout.fault([lease.size for lease in leases]))
+
+    def outcome(
+        self,
+        request: InferenceRequest,
+        outputs: Sequence[OutputLayout],
+        remark: list[Any] | None,
+        leases: Sequence[Lease],
+    ) -> Outcome:
+        """Make a response with views of the leases, or return the error that the model gave instead."""
+        parameters = None
+        if remark is not None:
+            parameters, error = remark
+            if error is not None:
+                failure = ModelError(error[1], CODES[error[0]])
+                failure.is_confined = self._is_confined
+                return failure
+        arrays: dict[str, Any] = {}
+        if self.has_devices and request.is_for_host:
+            leases = [self._on_host(lease) for lease in leases]
+        if request.allocator is not None:
+            try:
+                arrays = _allocated(request, outputs, leases)
+            except Exception as error:  # an allocator may raise anything
+                return error
+        elif self.has_devices:
+            _view_anywhere(arrays, outputs, leases, wants_wire=request.wants_wire)
+        else:
+            _view(arrays, outputs, leases, wants_wire=request.wants_wire)
+        details = request.details
+        return Response(arrays, parameters, "" if details is None else details.request_id)
+
+    def _on_host(self, lease: Any) -> Any:
+        """Return the bytes of a block in ordinary memory, copied if the block lies on a device.
+
+        The copy waits for the stub's work on the device, and a hostile stub could let it wait for ever. So an answer of a
+        contained model that was asked for ordinary memory and lies on a device is refused with `RemoteProtocolError`.
+        """
+        if isinstance(lease, np.ndarray):
+            return lease
+        if self._is_confined:
+            raise RemoteProtocolError("an output on a device, where ordinary memory was asked for")
+        from moonpool.ipc.cuda.array import DeviceArray
+
+        return DeviceArray.over(lease, 0, DATATYPES["UINT8"], (lease.size,)).to_host()
+
+
+def _view(
+    arrays: dict[str, Any],
+    outputs: Sequence[OutputLayout],
+    leases: Sequence[Lease],
+    *,
+    wants_wire: bool,
+) -> None:
+    """Add the outputs as views on the leases."""
+    for name, datatype, shape, dtype, block, offset, size_bytes in outputs:
+        if wants_wire:
+            raw = leases[block][offset : offset + size_bytes]
+            arrays[name] = WireTensor(datatype, tuple(shape), raw)
+        elif dtype is None:
+            raw = leases[block][offset : offset + size_bytes]
+            arrays[name] = _strings(name, raw, shape)
+        else:
+            arrays[name] = np.ndarray(shape, dtype, leases[block], offset)
+
+
+def _view_anywhere(
+    arrays: dict[str, Any],
+    outputs: Sequence[OutputLayout],
+    leases: Sequence[Any],
+    *,
+    wants_wire: bool,
+) -> None:
+    """Add the outputs as `_view` does. Some leases may be of devices."""
+    from moonpool.ipc.cuda.array import DeviceArray
+
+    for output in outputs:
+        name, datatype, shape, _, block, offset, _ = output
+        lease = leases[block]
+        if isinstance(lease, np.ndarray):
+            _view(arrays, [output], leases, wants_wire=wants_wire)
+        elif datatype == BYTES:
+            raise RemoteProtocolError(f"output {name!r} is BYTES and lies on a device")
+        else:
+            arrays[name] = DeviceArray.over(lease, offset, datatype, tuple(shape))
+
+
+def _strings(name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    try:
+        return decode_bytes(raw, shape)  # type: ignore[arg-type]
+    except BadTensor as bad:
+        raise RemoteProtocolError(f"output {name!r}: {bad}") from bad
+
+
+def _allocated(
+    request: InferenceRequest, outputs: Sequence[OutputLayout], leases: Sequence[Lease]
+) -> dict[str, np.ndarray]:
+    """Copy the outputs into memory of the request's allocator. Raises what the allocator raises."""
+    if request.allocator is not None:
+        request.allocator.start(request.userp)
+    arrays = {}
+    for name, datatype, shape, _, block, offset, size_bytes in outputs:
+        raw = leases[block][offset : offset + size_bytes]
+        arrays[name] = allocate(request, name, datatype, tuple(shape), raw)
+    return arrays
+
+
+Key = tuple[int, int]
+
+
+class Replies:
+    """Finds the request that a response is for. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._executing: tuple[int, Sequence[InferenceRequest]] = (0, ())
+        # The requests of the batch that is executing which already had their last response, by index.
+        self._ended: set[int] = set()
+        self._open: dict[Key, InferenceRequest] = {}
+        self._keys: dict[InferenceRequest, Key] = {}
+
+    def begin(self, batch: int, requests: Sequence[InferenceRequest]) -> None:
+        """Note the batch that is about to be sent."""
+        self._executing = (batch, requests)
+
+    def answered(self, states: Sequence[int] | None) -> None:
+        """Note the answer to the batch. `states` has one state for each request, None if all are answered.
+
+        Raises `RemoteProtocolError` if a request was answered twice.
+        """
+        with self._lock:
+            batch, requests = self._executing
+            self._executing = (0, ())
+            if states is None and not self._ended:
+                return
+            ended, self._ended = self._ended, set()
+            for index, request in enumerate(requests):
+                state = ANSWERED if states is None else states[index]
+                if state == OPEN and index not in ended:
+                    self._open[batch, index] = request
+                    self._keys[request] = (batch, index)
+                elif state != OPEN and index in ended:
+                    raise RemoteProtocolError(f"request {index} was answered twice")
+
+    def find(self, batch: int, index: int, *, is_last: bool) -> InferenceRequest:
+        """Return the request that a response is for. `is_last`: no response may follow for it.
+
+        Raises `RemoteProtocolError` if no such request waits for a response.
+        """
+        with self._lock:
+            request = self._open.get((batch, index))
+            if request is not None:
+                if is_last:
+                    del self._open[batch, index], self._keys[request]
+                return request
+            executing, requests = self._executing
+            if batch != executing or index >= len(requests) or index in self._ended:
+                raise RemoteProtocolError(
+                    f"a response to request {index} of batch {batch}, which waits for none"
+                )
+            if is_last:
+                self._ended.add(index)
+            return requests[index]
+
+    @property
+    def executing(self) -> int:
+        """The number of the batch that is executing, 0 for none."""
+        return self._executing[0]
+
+    @property
+    def deserted(self) -> int:
+        """The number of the batch that is executing if the callers of all requests here have left, else 0."""
+        with self._lock:
+            batch, requests = self._executing
+            some_wait = any(not each.left for each in (*requests, *self._open.values()))
+            return 0 if some_wait else batch
+
+    def key_of(self, request: InferenceRequest) -> Key | None:
+        """Return batch and index of a request that is executing or open, None for any other."""
+        with self._lock:
+            batch, requests = self._executing
+            for index, each in enumerate(requests):
+                if each is request and index not in self._ended:
+                    return batch, index
+            return self._keys.get(request)
+
+    def watch(self, asked: InferenceRequest, model: Model, details: Details) -> None:
+        """Trace `asked`, a request that the model in the stub made to `model`, if it was made for a traced request.
+
+        `details` carry the context of the trace that the model hands on.
+        """
+        with self._lock:
+            here = [*self._executing[1], *self._open.values()]
+        for request in here:
+            if request.trace is not None and request.trace.context == details.trace:
+                request.trace.child(model, details.request_id).follow(asked)
+                return
+
+    def close(self) -> None:
+        """Forget the requests. Their arrays may be large, and belong to their callers."""
+        with self._lock:
+            self._executing = (0, ())
+            self._open.clear()
+            self._keys.clear()

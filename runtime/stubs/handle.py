@@ -1,0 +1,642 @@
+"""The handle of a stub in the process that started it, and the book of all stubs of a runtime.
+
+Theory of operation. A handle is created, started, used, explained if it breaks, and ended.
+
+- The constructor makes the channels, the memory and the process. An `ExitStack` gives up what exists if a later step
+  fails. A second one closes the stub's ends of the channels, which only the stub has from then on: otherwise this
+  process would never see the end of a channel.
+- `start` runs on the thread that starts the instance. It speaks on the work channel in lockstep. No foreign code has run
+  in a new process before CONFINED, so the process is inspected from outside at that moment, and START follows only then.
+- From then on, three parties touch the stub. The driver of a batch uses the link (see `link.py`). The reactor's thread
+  reads the control channel, the calls and the output, and sees the end of the process. Any thread may send on the control
+  channel, which has a lock.
+- A breach of the protocol is found by the driver or by the reactor. The first one to find it writes `_reason` and kills
+  the process; nobody replaces a reason. The driver then sees the end of the work channel, and `explain` turns it into
+  the error for the callers. Two threads may set `_reason` at the same time: then either text is true.
+- `explain` waits until the process has ended, because only its exit code tells why. Before it reads the last lines of the
+  output, it lets the reactor take in what the stub sent before its end.
+
+Order of closing. `end` kills the process and waits for it, so that nothing writes any more. Then `close` runs on the reactor's
+thread, because a descriptor must not be closed while that thread watches it: another file could get its number. `close`
+reads what is left on the channels first, and closes the process's pidfd last. At the end the limits (`bounds`) and the
+folders and the user (`plan`) are given up. They must outlive the process, and another stub may get them at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from socket import socket
+from typing import Any
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
+from moonpool.ipc.messages import EXEC_FAILED, PROTOCOL_VERSION, Kind, Side
+from moonpool.ipc.policy import is_contained
+from moonpool.runtime.errors import ClientCutMemory, LoadFailed, StubDied
+from moonpool.runtime.isolation.bounds import Bounds
+from moonpool.runtime.isolation.hints import withheld
+from moonpool.runtime.isolation.inspection import confirmed
+from moonpool.runtime.isolation.plan import IsolationPlan
+from moonpool.runtime.isolation.watcher import Watcher
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.budgets import OBSERVATIONS_PER_MESSAGE
+from moonpool.runtime.model.confinement import Confinement
+from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.observe.log_settings import LogSettings
+from moonpool.runtime.observe.metric_families import KINDS
+from moonpool.runtime.observe.metrics import MetricRegistry
+from moonpool.runtime.observe.recent_errors import RecentErrors
+from moonpool.runtime.process.child import ChildProcess
+from moonpool.runtime.process.diagnose import exec_failure, start_failure
+from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.schedule.scheduler import Scheduler
+from moonpool.runtime.stubs.allotment import Allotment
+from moonpool.runtime.stubs.calls.dispatcher import BROKE, CallDispatcher
+from moonpool.runtime.stubs.calls.requests import Callees
+from moonpool.runtime.stubs.connection import StubConnection
+from moonpool.runtime.stubs.control import ControlChannel
+from moonpool.runtime.stubs.metrics import StubMetrics
+from moonpool.runtime.stubs.output import StubOutput
+from moonpool.runtime.stubs.readiness import StubReadiness
+
+Fork = Callable[[str, int, int, int, int], ChildProcess]
+
+
+_log = logging.getLogger("moonpool")
+# Seconds from SIGTERM, at which a stub writes the stacks of its threads to the log, to SIGKILL.
+GRACE_S = 0.25
+# Seconds that a process may take to end after it has closed its channel.
+_EXIT_S = 1.0
+# Seconds for which the output of a stub that prints too much is not read.
+_PAUSE_S = 0.02
+_CUT_SHORT = (
+    "[%s] a client cut short the shared memory that its tensors lie in; until model '%s' is loaded again, tensors in "
+    "memory of clients are copied for it"
+)
+_MUTE = "closed its control channel and was ended"
+_UNREAD = "could not be read from and was ended"
+
+
+class StubHandle(StubConnection):
+    """Starts a stub and owns it until `end`. The reactor's thread must not call methods that wait."""
+
+    def __init__(
+        self, stubs: Stubs, model: Model, name: str, plan: IsolationPlan, fork: Fork | None = None
+    ) -> None:
+        """Start the process and own the plan. Raises `LoadFailed` if it cannot be started, and `OutOfMemory`.
+
+        `fork` starts it in another way. It gets the name and descriptors for work, control, calls and output. What it
+        raises is passed on.
+        """
+        options = model.options
+        self.name = name
+        self._on_exit: Callable[[], None] = _nothing
+        # Gets the number of requests that front ends sent to the stub and that it has executed.
+        self.count_served: Callable[[int], None] = _nothing
+        self._model, self.plan = model, plan
+        self.confinement: Confinement | None = None
+        self._stubs = stubs
+        self.metrics = StubMetrics(stubs.metrics, self.catch_up, options.sandbox)
+        self.readiness = StubReadiness(name, stubs.reactor, self.send)
+        self._reason: BaseException | None = None
+        # The process has ended; its control channel is not read any more.
+        self._has_exited = self._is_mute = False
+        self._began_s = time.monotonic()
+        # The memory that all processes of the runtime together give to this process, by the side that writes there.
+        self.allotments = {
+            side: Allotment(options.region_limit_bytes, is_contained=is_contained(options.sandbox))
+            for side in Side
+        }
+        try:
+            with ExitStack() as undo, ExitStack() as started:
+                undo.callback(plan.release)
+                (work, work_end), (calls, calls_end), (channel, control_end) = (
+                    _pair(undo, started) for _ in range(3)
+                )
+                control = ControlChannel(channel)
+                self._send = control.send
+                self.bounds = Bounds(name, plan.policy, options, stubs.watcher, plan.processes)
+                undo.callback(self.bounds.release)
+                read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+                started.callback(os.close, write_fd)
+                self._output = StubOutput(name, read_fd, options.log_lines_per_s)
+                undo.callback(self._output.close)
+                self._send(Kind.SANDBOX, self.bounds.policy.to_json())
+                is_shared = stubs.sharing.is_there
+                super().__init__(
+                    work,
+                    control,
+                    options,
+                    stubs.reactor,
+                    is_shared=is_shared,
+                    gpus=plan.gpus,
+                    memory=(self.allotments[Side.RUNTIME], self.allotments[Side.STUB]),
+                )
+                undo.callback(self.link.close)
+                fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)
+                self.process: ChildProcess = (fork or plan.spawn)(name, *fds)
+                self.bounds.begin(self.process)
+                undo.pop_all()
+        except OSError as error:
+            raise LoadFailed(start_failure(plan.python, error), stage="start") from error
+        self._watch(calls, stubs.callees_of(model))
+
+    def _watch(self, calls: Channel, callees: Callees) -> None:
+        self._reactor.watch(self._output.fd, self._read_output)
+        self._call_dispatcher = CallDispatcher(
+            calls, self.link, self._reactor, callees, self.metrics, self.rate_limiter
+        )
+        self._listen(calls)
+        self._reactor.watch(self.process.pidfd, self._exited)
+        self._stubs.add(self)
+
+    def _listen(self, calls: Channel) -> None:  # noqa: ARG002 - a subclass listens elsewhere
+        """Begin to read the control channel and the calls."""
+        self._reactor.watch(self.control.channel.fileno(), self._read_control)
+        self._call_dispatcher.watch(self._kill, self.catch_up, self._output.log)
+
+    # Life
+
+    def start(self, start: Mapping[str, Any], deadline: float | None) -> list[Any]:
+        """Send START and wait for the model. Returns the fields of LOADED or COMPLETED.
+
+        `deadline` is of `time.monotonic`. Raises `LoadFailed` with the model's own text, or with the reason for which the
+        stub has none.
+        """
+        try:
+            self.bounds.hold(self.process, self.abort)
+            self._confirm(self._expect(Kind.CONFINED, deadline))
+            layers = self.confinement.layers if self.confinement is not None else ()
+            start = {**start, "layers": layers}
+            self.link.conversation.send(Kind.START, json.dumps(start))
+            expected = Kind.COMPLETED if start["mode"] == "complete" else Kind.LOADED
+            return self._expect(expected, deadline)
+        except TimeoutError:
+            self._stop(grace_s=GRACE_S)
+            raise LoadFailed(
+                f"Stub process '{self.name}' was not ready in time{self.bounds.suspected_memory()} and was ended; raise "
+                "MOONPOOL_LOAD_TIMEOUT_S if it needs longer, or see its stacks in the log",
+                stage="initialize",
+            ) from None
+        except (PeerGone, ProtocolError) as error:
+            reason = self.explain(error, "during start")
+            raise LoadFailed(str(reason), stage="start") from reason
+
+    def _expect(self, expected: Kind, deadline: float | None) -> list[Any]:
+        """Receive the next message of the start. Raises `LoadFailed`, `TimeoutError`, `PeerGone`, `ProtocolError`."""
+        message = self._receive(deadline)
+        if message[0] == Kind.FAILED:
+            text = message[2] + withheld(message[2], self.plan.policy)
+            if message[1] == EXEC_FAILED:
+                text = exec_failure(self.plan.python, message[2]) or text
+            raise LoadFailed(text, stage=message[1], traceback=message[3])
+        if message[0] != expected:
+            raise LoadFailed(
+                f"Stub process '{self.name}' broke the protocol and was ended: "
+                f"{Kind(message[0]).name} came instead of {expected.name}",
+                stage="start",
+            )
+        return message
+
+    def _confirm(self, confined: list[Any]) -> None:
+        """Check CONFINED against what the kernel says of the process. Raises `LoadFailed`.
+
+        No foreign code has run in a process that was started, so its layers are inspected before any does.
+        """
+        _, version, layers, left_out = confined
+        if version != PROTOCOL_VERSION:
+            raise LoadFailed(
+                f"the runtime speaks protocol {PROTOCOL_VERSION} and this stub {version}; "
+                "both must come from one moonpool",
+                stage="handshake",
+            )
+        plan = self.plan
+        if plan.template is not None:
+            # Foreign code has run in a fork, so its word counts for nothing. But no process can take off a layer, so it has
+            # those of its template, which were confirmed before foreign code ran there.
+            left_out = plan.template.left_out
+            layers = [each for each in plan.template.layers if each not in self.bounds.layers]
+        elif self.process.tree is not None and self.process.tree.is_namespace:
+            layers = [*layers, "pid_namespace"]
+        elif plan.policy.may_start_processes:
+            self._check_end(layers)
+        self.confinement = confirmed(
+            self.name,
+            self.process.pid,
+            self.bounds.policy,
+            plan.granted,
+            [*dict.fromkeys((*layers, *self.bounds.layers))],
+            left_out,
+        )
+        _log.log(self.confinement.log_level, "[%s] sandbox: %s", self.name, self.confinement)
+
+    def _check_end(self, layers: list[str]) -> None:
+        """Raise `LoadFailed` if processes that this one starts could outlive it."""
+        ends_by_user = self.process.tree is not None and "own_user" in layers
+        if ends_by_user or self.bounds.ends_all:
+            return
+        raise LoadFailed(
+            f"Stub process '{self.name}' may start processes (MOONPOOL_PREFORK, MOONPOOL_SANDBOX_SYSCALLS), and nothing "
+            "here would end them with it: allow user namespaces, run the runtime as root, or leave it a cgroup "
+            "(LIMITS.md)",
+            stage="sandbox",
+        )
+
+    def _receive(self, deadline: float | None) -> list[Any]:
+        poll = select.poll()
+        poll.register(self.link.fileno(), select.POLLIN)
+        left_ms = None
+        if deadline is not None:
+            left_ms = max(0.0, deadline - time.monotonic()) * 1000
+        if not poll.poll(left_ms):
+            raise TimeoutError
+        return self.link.conversation.receive()
+
+    @property
+    def is_worn(self) -> bool:
+        """True if this process was refused memory that a new process could have (see `allotment.py`).
+
+        Always False within the restart window after the start. Otherwise a model could have its process restarted all the
+        time.
+        """
+        is_old = time.monotonic() - self._began_s > self._model.options.restart_window_s
+        return is_old and any(each.is_worn for each in self.allotments.values())
+
+    @property
+    def given_bytes(self) -> int:
+        """The bytes of all shared memory that was made for the process and sent to it."""
+        return sum(each.given_bytes for each in self.allotments.values())
+
+    def notify_exit(self, callback: Callable[[], None]) -> None:
+        """Run `callback` on the reactor's thread when the process has ended, also if it has already."""
+
+        def set_callback() -> None:
+            self._on_exit = callback
+            if self._has_exited:
+                callback()
+
+        self._reactor.call_soon(set_callback)
+
+    def cancel(self, request: InferenceRequest) -> bool:
+        is_told = super().cancel(request)
+        if is_told:
+            self._call_dispatcher.leave_deserted()
+        return is_told
+
+    def finalize(self, timeout_s: float | None) -> None:
+        """Let the model finalize, and wait until the process has ended. If that takes too long, end it."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            self.link.conversation.send(Kind.FINALIZE)
+            message = self._receive(deadline)
+            if message[1]:
+                text = f"finalize failed: {message[1]}\n{message[2]}"
+                self._on_reactor(lambda: self._output.log(0, text, "", 0))
+            left_s = _EXIT_S if deadline is None else max(_EXIT_S, deadline - time.monotonic())
+            if self.process.wait(left_s) is not None:
+                return
+            _log.warning("[%s] finalized, but the process does not end; killing it", self.name)
+        except TimeoutError:
+            _log.warning("[%s] finalize took longer than %s s; killing it", self.name, timeout_s)
+        except MoonpoolError as error:
+            _log.warning(
+                "[%s] died in finalize: %s", self.name, self.explain(error, "during finalize")
+            )
+        self._stop(grace_s=GRACE_S)
+
+    def abort(self, reason: BaseException) -> None:
+        """Begin to end the process, and keep the reason for `explain`. Does not wait. Any thread may call it."""
+        if self._reason is None:
+            self._reason = reason
+            self.process.signal(signal.SIGTERM)
+            self._reactor.call_later(GRACE_S, self.process.kill)
+
+    @property
+    def reason(self) -> BaseException | None:
+        """The reason for which the runtime ended the stub, None if it did not."""
+        return self._reason
+
+    def mistrust(self, details: str) -> None:
+        """End the stub because a front end reports that it broke the protocol, unless it ends by itself."""
+        because = "broke off with a front end and was ended"
+        self._reactor.call_later(_EXIT_S, lambda: self._kill(because, details))
+
+    def explain(self, error: BaseException, doing: str) -> BaseException:
+        """Return the error for callers of a stub that is gone or broken. Ends the process and waits for it.
+
+        `error` is what the driver met. `doing` continues the sentence, as in "during start".
+        """
+        if self._reason is None and not isinstance(error, PeerGone):
+            is_lie = isinstance(error, ProtocolError)
+            why = (
+                BROKE
+                if is_lie
+                else "was ended, because a thread that used its channel was interrupted"
+            )
+            public = f"Stub process '{self.name}' {why}"
+            self._reason = StubDied(f"{public}: {error if is_lie else repr(error)}", public)
+            self.process.kill()
+        code = self.process.wait(GRACE_S + _EXIT_S if self._reason else _EXIT_S)
+        if code is None:
+            self.process.kill()
+            self.process.wait(_EXIT_S)
+        # The stub may have sent messages just before its end, and the reactor may not have read them yet.
+        self._on_reactor(self.catch_up)
+        if self._reason is not None:
+            return self._reason
+        words, last_words = ("closed its channel", "") if code is None else self._death(code)
+        text = f"Stub process '{self.name}' is not healthy. It {words}"
+        if code == -signal.SIGBUS and self.link.borrowed_blocks.has_clients_memory:
+            # The model can send itself this signal. So it is believed once: from now on, this model gets copies.
+            self._model.lends_clients_memory = False
+            _log.warning(_CUT_SHORT, self.name, self._model.name)
+            return ClientCutMemory(
+                f"{text}: a client cut short the memory that its tensors lie in."
+            )
+        # The second text is the public one. The last words of the process are not meant for clients.
+        return StubDied(f"{text}{last_words} {doing}.", f"{text} {doing}" if last_words else None)
+
+    def _death(self, code: int) -> tuple[str, str]:
+        """Describe the end of the process: what happened, and its last words."""
+        self._on_reactor(self._output.drain)
+        return self.bounds.death_in_words(code, self.plan.python, self._output.tail())
+
+    def _stop(self, grace_s: float) -> None:
+        self.process.signal(signal.SIGTERM)
+        if self.process.wait(grace_s) is None:
+            self.process.kill()
+            self.process.wait(_EXIT_S)
+
+    def end(self) -> None:
+        """End the process if it still runs, and give up everything. May be called many times."""
+        self.process.kill()
+        if self.process.wait(10 * _EXIT_S) is None:
+            _log.error("[%s] cannot be killed: %r", self.name, self.process)
+        self._on_reactor(self.close)
+        self.bounds.release()
+        self.plan.release()
+
+    def _on_reactor(self, action: Callable[[], None]) -> None:
+        done = threading.Event()
+
+        def act() -> None:
+            try:
+                action()
+            finally:
+                done.set()
+
+        self._reactor.call_soon(act)
+        done.wait()
+
+    def close(self) -> None:
+        """Close the channels and the memory. On the reactor's thread."""
+        if self._is_closed:
+            return
+        # The process has ended by now, but messages that it sent before may still be unread.
+        self.catch_up()
+        self._reactor.forget(self._output.fd)
+        self._reactor.forget(self.process.pidfd)
+        self._call_dispatcher.close()
+        self._output.drain()
+        self._output.close()
+        super().close()
+        self.process.close()
+        self._stubs.remove(self)
+        self.metrics.close()
+        self.readiness.close()
+
+    # On the reactor's thread
+
+    def _exited(self) -> None:
+        self._reactor.forget(self.process.pidfd)
+        self.catch_up()
+        # A process that the stub started may hold the work channel open, so its end may never be read. The driver must
+        # wake up now.
+        self.link.conversation.channel.wake()
+        self._has_exited = True
+        self.readiness.close()
+        self._on_exit()
+
+    def _read_output(self) -> None:
+        if not self._output.ready():
+            self._reactor.forget(self._output.fd)
+        elif self._output.is_ahead:
+            self._reactor.pause(self._output.fd, _PAUSE_S)
+
+    def read_output(self) -> None:
+        """Log the lines that the stub has printed until now."""
+        if not self._is_closed:
+            self._output.catch_up()
+
+    def catch_up(self) -> None:
+        """Read the control messages that the stub has sent so far."""
+        # No socket holds more packets. Without a bound, a stub that goes on sending could keep the reactor for ever.
+        self._read_control(most=300)
+
+    def _read_control(self, most: int = 64) -> None:
+        if self._is_mute or self._is_closed:
+            return
+        try:
+            self.read(most)  # then other descriptors have their turn
+        except PeerGone:
+            self._stop_reading()
+            # As a rule the process is ending, and `_exited` follows. A process that closed the channel and lives on could
+            # not be reached any more, so it is ended after a while.
+            self._reactor.call_later(_EXIT_S, lambda: self._kill(_MUTE))
+        except ProtocolError as error:
+            self._stop_reading()
+            self._kill(BROKE, str(error))
+        except Exception:  # the message is lost, and somebody may wait for what it said
+            _log.exception("[%s] its messages cannot be read", self.name)
+            self._stop_reading()
+            self._kill(_UNREAD)
+
+    def _stop_reading(self) -> None:
+        self._is_mute = True
+        self._reactor.forget(self.control.channel.fileno())
+
+    def _kill(self, because: str, details: str = "") -> None:
+        """End a process that misbehaves, if it still runs. The details go to the log and not to clients."""
+        if self._has_exited or self._is_closed:
+            return
+        whole = f"{because}: {details}" if details else because
+        _log.error("[%s] %s", self.name, whole)
+        if self._reason is None:
+            subject = f"Stub process '{self.name}'"
+            self._reason = StubDied(f"{subject} {whole}", f"{subject} {because}")
+        self.process.kill()
+
+    def handle_other(self, fields: list[Any]) -> None:
+        kind = fields[0]
+        if kind == Kind.LOG:
+            self._output.log(*fields[1:])
+            self._stubs.errors.logged(self._model.name, self._model.version, fields[2])
+        elif kind == Kind.METRICS:
+            observations = self.metrics.change(fields[1], fields[2])
+            self.rate_limiter.took(0, observations / OBSERVATIONS_PER_MESSAGE)
+        elif kind == Kind.DENIALS:
+            if not is_contained(self._model.options.sandbox):
+                raise ProtocolError("DENIALS came of a model that is not contained")
+            self._model.denials.add(self.name, fields[1])
+        elif kind == Kind.READINESS:
+            self.readiness.answered(fields[1], fields[2])
+        else:
+            raise ProtocolError(f"{Kind(kind).name} is not handled by the runtime")
+
+    def send(self, *message: object) -> None:
+        """Send a control message, or log that it could not be sent. Nothing depends on its arrival."""
+        try:
+            self._send(*message)
+        except PeerGone:
+            _log.debug("[%s] ended before this message could be sent: %s", self.name, message[:1])
+        except MoonpoolError as error:
+            _log.warning("[%s] could not be sent %s: %s", self.name, message[:1], error)
+
+    def __repr__(self) -> str:
+        return f"<Stub {self.name} {self.process!r}>"
+
+
+def _pair(undo: ExitStack, started: ExitStack) -> tuple[Channel, socket]:
+    """Make a channel. This process closes the other end once the stub has it."""
+    mine, theirs = Channel.pair()
+    undo.callback(mine.close)
+    started.callback(theirs.close)
+    return mine, theirs
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing, until a callback is set."""
+
+
+# The reactor's callbacks do not block.
+_SOON_S = 5.0
+
+
+class Stubs:
+    """The stubs of one runtime that run, and what all of them share. Any thread may call any method."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        log: LogSettings,
+        callees_of: Callable[[Model], Callees],
+        sharing: StubSharing | None = None,
+    ) -> None:
+        """Share `reactor`, `log` and `sharing`. `callees_of` returns the models that a model in a stub may call."""
+        self.callees_of = callees_of
+        # Errors that models logged, and others that a person may look for.
+        self.errors = RecentErrors()
+        # Lets front ends send batches to the stubs.
+        self.sharing = sharing or StubSharing()
+        self.reactor = reactor
+        self.metrics = MetricRegistry(KINDS)
+        # START carries the settings of its moment; LOGGING carries changes.
+        self.log = log
+        self.watcher = Watcher()
+        self._log_changing = threading.Lock()
+        self._alive: set[StubHandle] = set()
+
+    def add(self, stub: StubHandle) -> None:
+        """Add a stub that was started."""
+        self._alive.add(stub)
+
+    def remove(self, stub: StubHandle) -> None:
+        """Remove a stub that has been given up."""
+        self._alive.discard(stub)
+
+    def change_log(self, changes: Mapping[str, object]) -> LogSettings:
+        """Change settings of the log, in the stubs as well, and return all of them. Raises `InvalidRequest`."""
+        with self._log_changing:
+            changed = self.log.changed(changes)
+            before, self.log = self.log, changed
+            if changed.levels != before.levels:
+                for stub in self._alive.copy():
+                    stub.send(Kind.LOGGING, *changed.levels)
+            return changed
+
+    def catch_up(self) -> None:
+        """Read the control messages that the stubs have sent so far."""
+        if self.reactor.is_here:
+            self._catch_up()
+        else:
+            self._on_reactor(self._catch_up)
+
+    def read_output(self) -> None:
+        """Log the lines that the stubs have printed until now. Not for the reactor's thread."""
+
+        def read() -> None:
+            for stub in self._alive.copy():
+                stub.read_output()
+
+        self._on_reactor(read)
+
+    def _on_reactor(self, action: Callable[[], object]) -> None:
+        done = threading.Event()
+
+        def act() -> None:
+            action()
+            done.set()
+
+        self.reactor.call_soon(act)
+        done.wait(_SOON_S)
+
+    def _catch_up(self) -> None:
+        for stub in self._alive.copy():
+            stub.catch_up()
+
+
+class StubSharing:
+    """Lets front ends send batches to the stubs of a runtime. This one does nothing; `runtime.server.pool` has the other.
+
+    The runtime reports models and stubs to it. Any thread may call any method; only `withdraw` and `catch_up` block.
+    """
+
+    # True if front ends may come. It does not change after the first stub has started.
+    is_there = False
+
+    def model_ready(self, model: Model) -> None:
+        """Report that a model version has its final configuration. Its stubs follow."""
+
+    def model_gone(self, model: Model) -> None:
+        """Report that a model version was finalized."""
+
+    def stub_ready(self, model: Model, stub: StubHandle) -> None:
+        """Report that a stub takes batches."""
+
+    def stub_gone(self, stub: StubHandle, reason: BaseException) -> None:
+        """Report that a stub has ended or will end soon. Its requests get `reason`. May be called twice."""
+
+    def withdraw(self, stub: StubHandle, timeout_s: float) -> bool:  # noqa: ARG002
+        """Have all front ends finish their batches in a stub and send it no more. Waits for it.
+
+        Returns False if one of them has not finished in time; then all of them may go on.
+        """
+        return True
+
+    def serve(self, name: str, versions: Sequence[Model]) -> None:
+        """Send requests for this name to these versions, ascending, from now on. If there are none, to no version."""
+
+    def refuse(self, model: Model, error: MoonpoolError) -> None:
+        """Answer requests for a model version with this error, because none of its instances is left."""
+
+    def welcome(self, model: Model) -> None:
+        """Take requests for a refused model version again, because one of its instances is back."""
+
+    def drain(self, model: Model, error: MoonpoolError, timeout_s: float) -> Callable[[], object]:
+        """Answer new requests for a model version with this error, and let the others finish in time.
+
+        Returns a function that waits until they have.
+        """
+        del model, error, timeout_s
+        return _nothing
+
+    def catch_up(self, schedulers: Callable[[Model], Scheduler | None]) -> None:
+        """Add what front ends have counted to the statistics of models. Waits for them."""

@@ -1,0 +1,118 @@
+"""Makes the object in START, which describes a model to its stub, and completes a configuration by the model's answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from moonpool.ipc.messages import NO_DEVICE
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.limits import ConfigLimits
+from moonpool.runtime.model.config.model import ConfigError, ModelConfig
+from moonpool.runtime.observe.log_settings import LogSettings
+
+# The fields that a model may complete. The number of its processes, for example, is not among them.
+_COMPLETABLE = (
+    "max_batch_size",
+    "input",
+    "output",
+    "model_transaction_policy",
+)
+# A model may also give one of these, if the configuration has none.
+_SCHEDULERS = ("dynamic_batching", "sequence_batching")
+
+
+def start_of(
+    model: Model,
+    instance: str,
+    kind: str,
+    device_id: int,
+    mode: str,
+    *,
+    backend_dir: str,
+    log: LogSettings,
+    is_shared: bool = False,
+) -> dict[str, Any]:
+    """Make the object in START, as `stub/handshake.py` describes it.
+
+    Models may import from `backend_dir` beside their own folders. `is_shared`: front ends may send batches, too.
+    """
+    config, source = model.config, model.source
+    sequences = config.sequence_batching
+    # The requests of a sequence have to be executed one after the other, coroutines included.
+    in_turn = sequences is not None and not config.decoupled
+    most = 1 if in_turn else model.options.concurrent_batches
+    return {
+        "mode": mode,
+        # The GPU of this instance, as its process numbers them.
+        "device": device_id if kind == "GPU" else NO_DEVICE,
+        "copies_gpu_to_numpy": model.options.copies_gpu_to_numpy,
+        "instance": instance,
+        "kind": source.kind,
+        "file": str(source.file),
+        "class_name": source.class_name,
+        "version_dir": str(source.version_directory),
+        "model_dir": str(source.model_directory),
+        "backend_dir": backend_dir,
+        # In the order of their numbers.
+        "inputs": input_names(config),
+        "outputs": output_names(config),
+        "decoupled": config.decoupled,
+        "reschedules": sequences is not None and sequences.is_iterative,
+        "concurrent_batches": most,
+        "shared": is_shared,
+        "tells_begin": is_shared and model.options.execute_timeout_s is not None,
+        "config": config.raw,
+        "log": log.levels,
+        "args": {
+            "model_config": config.json,
+            "model_instance_kind": kind,
+            "model_instance_name": instance,
+            "model_instance_device_id": str(device_id),
+            "model_repository": str(source.model_directory),
+            "model_version": str(model.version),
+            "model_name": model.name,
+        },
+    }
+
+
+def input_names(config: ModelConfig) -> list[str]:
+    """Return the names of the inputs in the order of their numbers. Then come the controls of a sequence, then its states."""
+    names = [tensor.name for tensor in config.inputs]
+    if config.sequence_batching is not None:
+        names += [each.name for each in config.sequence_batching.controls]
+        names += config.sequence_batching.states
+    return names
+
+
+def output_names(config: ModelConfig) -> list[str]:
+    """Return the names of the outputs in the order of their numbers."""
+    return [tensor.name for tensor in config.outputs]
+
+
+def completed(
+    config: ModelConfig, answer: Mapping[str, Any], limits: ConfigLimits | None = None
+) -> ModelConfig:
+    """Return the configuration with what the model's auto_complete_config added. Raises `ConfigError`."""
+    fields: tuple[str, ...] = _COMPLETABLE
+    if not any(scheduler in config.raw for scheduler in _SCHEDULERS):
+        fields += _SCHEDULERS
+    changes = {field: answer[field] for field in fields if field in answer}
+    try:
+        (limits or ConfigLimits()).check(changes, config.source)
+        sequences = config.sequence_batching
+        return ModelConfig.from_dict(
+            {**config.raw, **changes},
+            source=config.source,
+            has_states=sequences is not None and bool(sequences.states),
+            # Agents were checked when the model was loaded, or a tritonserver runs them.
+            has_agents=True,
+        )
+    except ConfigError as error:
+        (top,) = re.findall(r"^\w*", error.field)
+        if error.line is not None or top not in changes or changes[top] == config.raw.get(top):
+            raise
+        # The mistake is not in the file, but in what the model added.
+        what = f"{error.what} (said by auto_complete_config)"
+        raise ConfigError(what, field=error.field) from error

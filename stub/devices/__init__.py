@@ -1,0 +1,1 @@
+"""Handles tensors and memory on GPUs, for a stub and its model."""

@@ -1,0 +1,373 @@
+"""Lets processes that the model forked, as `multiprocessing` does, ask for the same things as the model.
+
+Theory of operation. A fork has copies of everything, but only the stub may use the channels to the runtime and the tables of shared
+memory. So the stub has a *broker*, a thread that listens on a socket which every fork, and every fork of a fork, inherits. For
+each question a fork makes a pair of sockets, sends one end to the broker, and talks over the other end with a new thread of
+the stub. Tensors travel as bytes. A fork needs no lock for this, and the state of its inherited locks does not matter.
+
+No side waits for a process that is gone: the end of either process closes its end of the pair, and the other side reads end of
+file. This works only if no third process holds a copy of an end. So a new fork closes the ends that the stub has at
+that moment, and the stub shuts an end down before it closes it, in case a fork has copied it in that very moment.
+
+The broker starts after the first fork, in the parent. If the machine has no thread to spare, the next fork tries again. If a thread
+for one question cannot be started, the fork that asked gets an error. For responses to a stream there is a second thread, which
+waits for the end of the fork's messages: that cancels the request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.ipc.codec import encode, unpacked
+from moonpool.ipc.errors import LocalProtocolError
+from moonpool.ipc.tensors import BYTES, DTYPES
+from moonpool.stub import output, pb_utils, threads
+from moonpool.stub.pb_utils import host
+from moonpool.stub.pb_utils.errors import ErrorCode, TritonError, TritonModelException
+from moonpool.stub.pb_utils.host import Host
+from moonpool.stub.pb_utils.request import InferenceRequest, InferenceTrace
+from moonpool.stub.pb_utils.response import Answer, InferenceResponse, ResponseIterator
+from moonpool.stub.pb_utils.tensor import ORDINARY, Tensor
+from moonpool.stub.report import describe
+
+if TYPE_CHECKING:
+    import asyncio
+
+_LENGTH = struct.Struct("<Q")
+_GONE = "The process that hosts the model has ended."
+# The methods of the stub's host that a fork may call, beside inference.
+_METHODS = frozenset(
+    [
+        "load_model",
+        "unload_model",
+        "is_model_ready",
+        "new_metric",
+        "change_metric",
+        "metric_value",
+        "failure",
+    ]
+)
+
+
+class ForkBroker:
+    """Answers forks, in the stub. Listens from the first fork on."""
+
+    def __init__(self, on_fork: Callable[[], None]) -> None:
+        """Take `on_fork`, which runs in every fork and takes from it what belongs to the stub."""
+        self._on_fork = on_fork
+        self._inside, self._outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._is_open = False
+        # The ends of the questions that are being answered.
+        self._ends: set[socket.socket] = set()
+        os.register_at_fork(after_in_parent=self._open, after_in_child=self._move_out)
+
+    def _open(self) -> None:
+        if not self._is_open and self._inside.fileno() >= 0:
+            # If there is no thread to spare, the next fork tries again.
+            threads.start(self._listen, "moonpool-forks")
+            self._is_open = True
+
+    def _move_out(self) -> None:
+        """Give up what belongs to the stub, and ask the broker from now on. In a fork."""
+        if self._inside.fileno() >= 0:
+            self._inside.close()
+            for end in self._ends:
+                end.close()
+            self._on_fork()
+            output.prepare_fork()
+            pb_utils.use_memory(None)
+            host.use(ForkedHost(self._outside))
+
+    def _listen(self) -> None:
+        while True:
+            knock, fds, _, _ = socket.recv_fds(self._inside, 1, 1)
+            if not knock:  # no process holds the other end any more
+                return
+            for fd in fds:
+                self._begin(socket.socket(fileno=fd))
+
+    def _begin(self, end: socket.socket) -> None:
+        self._ends.add(end)
+        thread = threading.Thread(
+            target=self._serve, args=(end,), name="moonpool-fork", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with contextlib.suppress(OSError):  # the fork has ended
+                _send(end, ("raise", f"the process that hosts the model is full: {error}"))
+            self._close(end)
+
+    def _serve(self, end: socket.socket) -> None:
+        """Answer one question of a fork, on its own thread."""
+        try:
+            with contextlib.suppress(OSError, EOFError):  # the fork has ended
+                _answer(end)
+        finally:
+            self._close(end)
+
+    def _close(self, end: socket.socket) -> None:
+        # Shut down first: a fork may have copied this end a moment ago.
+        _hang_up(end)
+        end.close()
+        self._ends.discard(end)
+
+
+class ForkedHost(Host):
+    """Hosts the model in a fork: asks the stub. Any thread may call any method; there are no locks."""
+
+    def __init__(self, broker: socket.socket) -> None:
+        self._broker = broker
+
+    def _ask(self, *question: Any) -> socket.socket:
+        try:
+            packet = encode(*question)
+        except LocalProtocolError as error:
+            raise TritonModelException(str(error)) from error
+        ours, theirs = socket.socketpair()
+        try:
+            socket.send_fds(self._broker, [b"\0"], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise TritonModelException(_GONE) from error
+        finally:
+            theirs.close()
+        with contextlib.suppress(OSError):  # the answer, or its absence, tells why nobody listens
+            _send_packet(ours, packet)
+        return ours
+
+    def infer(self, request: InferenceRequest, decoupled: bool) -> Answer:
+        end = self._ask("infer", decoupled, *_packed_request(request))
+        if not decoupled:
+            with end:
+                return _response(*_told(end))
+
+        def receive() -> InferenceResponse | None:
+            answer = _told(end)
+            return _response(*answer) if answer else None
+
+        def cancel() -> None:
+            with contextlib.suppress(OSError):  # the stub has ended
+                end.shutdown(socket.SHUT_WR)
+
+        def abandon() -> None:
+            _hang_up(end)
+            end.close()
+
+        return ResponseIterator.over(receive, cancel, abandon)
+
+    def ainfer(self, request: InferenceRequest, decoupled: bool) -> asyncio.Future[Answer]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(None, self._begun, request, decoupled)
+
+    def _begun(self, request: InferenceRequest, decoupled: bool) -> Answer:
+        """Do the same as `infer`, but return an iterator only when its first response is there."""
+        answer = self.infer(request, decoupled)
+        return answer._wait() if isinstance(answer, ResponseIterator) else answer
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        with self._ask(method, *arguments) as end:
+            return _told(end)[0]
+
+    def load_model(self, name: str, config: str, files: Mapping[str, bytes] | None) -> None:
+        self._call("load_model", name, config, files)
+
+    def unload_model(self, name: str, unload_dependents: bool) -> None:
+        self._call("unload_model", name, unload_dependents)
+
+    def is_model_ready(self, name: str, version: str) -> bool:
+        return bool(self._call("is_model_ready", name, version))
+
+    def new_metric(
+        self,
+        name: str,
+        description: str,
+        kind: int,
+        labels: Mapping[str, str] | None,
+        buckets: Sequence[float] | None,
+    ) -> int:
+        return int(self._call("new_metric", name, description, kind, labels, buckets))
+
+    def failure(self, why: str) -> str:
+        return str(self._call("failure", why))
+
+    def change_metric(self, metric: int, operation: int, value: float) -> None:
+        self._call("change_metric", metric, operation, value)
+
+    def metric_value(self, metric: int) -> float:
+        return float(self._call("metric_value", metric))
+
+
+def _answer(end: socket.socket) -> None:
+    """Answer one question. Raises EOFError or OSError if the fork has ended."""
+    question = _receive(end)
+    try:
+        if question[0] == "infer":
+            _infer(end, *question[1:])
+        elif question[0] in _METHODS:
+            method = getattr(host.current(), question[0])
+            _send(end, ("answer", method(*question[1:])))
+    except OSError:
+        raise
+    except TritonModelException as error:
+        _send(end, ("raise", str(error)))
+    except Exception as error:  # the fork waits for an answer, whatever went wrong
+        _send(end, ("raise", describe(error)))
+
+
+def _infer(end: socket.socket, decoupled: bool, *packed: Any) -> None:
+    answer = _request(*packed).exec(decoupled)
+    if isinstance(answer, ResponseIterator):
+        # The fork sends nothing more. End of file means that it cancels or has ended.
+        threads.start(partial(_cancel_at_end, end, answer), "moonpool-forks")
+        for response in answer:
+            _send(end, ("answer", *_packed_response(response)))
+        _send(end, ("answer",))
+    else:
+        _send(end, ("answer", *_packed_response(answer)))
+
+
+def _cancel_at_end(end: socket.socket, responses: ResponseIterator) -> None:
+    with contextlib.suppress(OSError):
+        end.recv(1)
+    responses.cancel()
+
+
+def _send(end: socket.socket, message: tuple[Any, ...]) -> None:
+    _send_packet(end, encode(*message))
+
+
+def _send_packet(end: socket.socket, packet: bytes) -> None:
+    end.sendall(_LENGTH.pack(len(packet)))
+    end.sendall(packet)
+
+
+def _receive(end: socket.socket) -> list[Any]:
+    """Receive a question, or the fields of an answer; no fields after the last response of several.
+
+    Raises TritonModelException if that is the answer, and EOFError at the end of the other process.
+    """
+    head = _read(end, _LENGTH.size)
+    first, *rest = unpacked(_read(end, _LENGTH.unpack(head)[0]))
+    if first == "raise":
+        raise TritonModelException(rest[0])
+    return rest if first == "answer" else [first, *rest]
+
+
+def _told(end: socket.socket) -> list[Any]:
+    """Receive an answer. Raises TritonModelException if the stub has ended, too."""
+    try:
+        return _receive(end)
+    except EOFError:
+        raise TritonModelException(_GONE) from None
+
+
+def _read(end: socket.socket, size_bytes: int) -> bytearray:
+    data = bytearray(size_bytes)
+    left = memoryview(data)
+    while left:
+        try:
+            count = end.recv_into(left)
+        except ConnectionResetError:  # the other process ended without reading everything
+            count = 0
+        if not count:
+            raise EOFError
+        left = left[count:]
+    return data
+
+
+def _hang_up(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other side was faster
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _packed_request(request: InferenceRequest) -> list[object]:
+    return [
+        request._model_name,
+        request._model_version,
+        request._details.request_id,
+        request._details.correlation_id,
+        request._details.flags,
+        request._details.timeout_us,
+        request._details.parameters,
+        list(request._requested_output_names),
+        request._trace._context,
+        _packed_tensors(request._inputs),
+    ]
+
+
+def _request(
+    model: str,
+    version: int,
+    request_id: str,
+    correlation_id: int | str,
+    flags: int,
+    timeout_us: int,
+    parameters: dict[str, Any] | None,
+    outputs: list[str],
+    trace: str | None,
+    inputs: list[list[Any]],
+) -> InferenceRequest:
+    return InferenceRequest(
+        model_name=model,
+        model_version=version,
+        request_id=request_id,
+        correlation_id=correlation_id,
+        flags=flags,
+        timeout=timeout_us,
+        parameters=parameters,
+        requested_output_names=outputs,
+        trace=InferenceTrace(trace),
+        inputs=_tensors(inputs),
+        # A fork cannot use devices.
+        preferred_memory=ORDINARY,
+    )
+
+
+def _packed_response(response: InferenceResponse) -> list[object]:
+    error = response._error
+    failure = None if error is None else [int(error.code()), error.message()]
+    return [failure, response._parameters, _packed_tensors(response._outputs)]
+
+
+def _response(
+    failure: list[Any] | None, parameters: dict[str, Any] | None, outputs: list[list[Any]]
+) -> InferenceResponse:
+    error = None
+    if failure is not None:
+        error = TritonError(failure[1], ErrorCode(failure[0]))
+    response = InferenceResponse(_tensors(outputs), error)
+    response._parameters = parameters
+    return response
+
+
+def _packed_tensors(tensors: Iterable[Tensor]) -> list[list[object]]:
+    rows: list[list[object]] = []
+    for tensor in tensors:
+        data = tensor._data.tobytes()
+        rows.append([tensor._name, tensor._datatype, list(tensor._shape), data])
+    return rows
+
+
+def _tensors(rows: list[list[Any]]) -> list[Tensor]:
+    tensors = []
+    for name, datatype, shape, data in rows:
+        # A bytearray, as all tensors are writable.
+        buffer = bytearray(data)
+        if datatype >= BYTES:
+            array: np.ndarray = np.ndarray((len(buffer),), np.uint8, buffer)
+        else:
+            array = np.ndarray(shape, DTYPES[datatype], buffer)
+        tensors.append(Tensor.from_wire(name, datatype, tuple(shape), array))
+    return tensors

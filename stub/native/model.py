@@ -1,0 +1,262 @@
+"""Presents one of moonpool's own models, a `__call__` on arrays by name, to the loop as a model of Triton's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moonpool.ipc.memory import lease_of, offset_in
+from moonpool.stub.native.hints import TensorType
+from moonpool.stub.native.outputs import NativeOutputs
+from moonpool.stub.native.signature import BadHint, Signature, signature_of
+from moonpool.stub.pb_utils.config import Json, ModelConfig
+from moonpool.stub.pb_utils.request import InferenceRequest
+from moonpool.stub.pb_utils.response import InferenceResponse
+from moonpool.stub.pb_utils.tensor import Tensor
+
+# The most rows in a batch if the hints say Batch and the model has no max_batch_size.
+DEFAULT_MAX_BATCH_SIZE = 64
+
+
+def native_config(model: Callable[..., object], max_batch_size: int = 0) -> Json:
+    """Return the configuration that the model's hints give, in the JSON form of `config.pbtxt`.
+
+    `max_batch_size` is the value of the configuration so far; the model's own value is its upper bound.
+
+    The result has `max_batch_size`, and `input`, `output` and `dynamic_batching` if the hints give them. Raises BadHint.
+    """
+    signature = signature_of(model)
+    size = _max_batch_size(model, signature, max_batch_size)
+    config: Json = {"max_batch_size": size}
+    inputs = [
+        {**_tensor_config(name, tensor, size, signature), "optional": tensor.is_optional}
+        for name, tensor in signature.inputs.items()
+        if tensor is not None
+    ]
+    outputs = [
+        _tensor_config(name, tensor, size, signature) for name, tensor in signature.outputs.items()
+    ]
+    if inputs:
+        config["input"] = inputs
+    if outputs:
+        config["output"] = outputs
+    if size:
+        config["dynamic_batching"] = {}
+    return config
+
+
+def complete_config(model: Callable[..., object], config: ModelConfig) -> ModelConfig:
+    """Complete `config` from the model's hints, as `auto_complete_config` would.
+
+    Raises BadHint, and ValueError if hints and configuration contradict each other.
+    """
+    given = config.as_dict()
+    hinted = native_config(model, given["max_batch_size"])
+    config.set_max_batch_size(hinted["max_batch_size"])
+    controls = _controls(given)
+    for tensor in hinted.get("input", ()):
+        if tensor["name"] not in controls:
+            config.add_input(tensor)
+    for tensor in hinted.get("output", ()):
+        config.add_output(tensor)
+    if "dynamic_batching" in hinted and "sequence_batching" not in given:
+        config.set_dynamic_batching()
+    return config
+
+
+def _controls(config: Json) -> set[str]:
+    """Return the names of the inputs that the sequence batcher adds to every request."""
+    batching = config.get("sequence_batching", {})
+    return {control["name"] for control in batching.get("control_input", ())}
+
+
+def _max_batch_size(model: Callable[..., object], signature: Signature, otherwise: int) -> int:
+    size: object = getattr(model, "max_batch_size", None)
+    if size is None:
+        if otherwise > 0:
+            return otherwise
+        return DEFAULT_MAX_BATCH_SIZE if signature.is_batched else 0
+    if type(size) is not int or size < 0:
+        raise BadHint(
+            f"{signature.where}: max_batch_size must be an integer of at least 0, not {size!r}"
+        )
+    # A configuration may ask for smaller batches than the model can take.
+    return otherwise if 0 < otherwise < size else size
+
+
+def _tensor_config(name: str, tensor: TensorType, size: int, signature: Signature) -> Json:
+    dims = tensor.dims
+    if dims is None:
+        own: list[int] = [-1]
+    else:
+        if size and not tensor.is_batched:
+            raise BadHint(
+                f"{signature.where}: the first dimension of {tensor!r}, the hint of '{name}', must "
+                f"be Batch, since the model takes batches (its max_batch_size is {size}); write "
+                f"{tensor.name}[Batch, …], or max_batch_size = 0"
+            )
+        # A tensor of no dimensions of its own travels as one element.
+        own = [dim if isinstance(dim, int) else -1 for dim in dims[1 if size else 0 :]] or [1]
+    return {"name": name, "data_type": tensor.data_type, "dims": own}
+
+
+class NativeAdapter:
+    """Runs one instance of one of moonpool's own models.
+
+    `config` is the complete configuration. The adapter joins the requests of a batch, calls the model once, and cuts
+    the result into the responses. It does not join requests that differ in the names of their inputs, in the kind of memory
+    of these, or in a dimension other than the first.
+    """
+
+    def __init__(self, model: Callable[..., object], config: Json) -> None:
+        self._model = model
+        self._config = config
+        self._name = str(config.get("name", getattr(model, "__name__", "model")))
+        self._is_batched = int(config.get("max_batch_size", 0)) > 0
+        signature = signature_of(model)
+        self._check_inputs(signature)
+        # Inputs whose hint has no dimensions of its own. They travel with one dimension more.
+        own = int(self._is_batched)
+        self._flat = {
+            name
+            for name, tensor in signature.inputs.items()
+            if tensor is not None and tensor.dims is not None and len(tensor.dims) == own
+        }
+        self._outputs = NativeOutputs(self._name, config, signature)
+        self._call: Callable[..., object] = model
+        self._object: object = None
+
+    def _check_inputs(self, signature: Signature) -> None:
+        configured = {tensor["name"] for tensor in self._config.get("input", ())}
+        configured |= _controls(self._config)
+        if missing := signature.required - configured:
+            raise BadHint(
+                f"{signature.where}: the configuration of model '{self._name}' has no input "
+                f"{_listed(missing)}; give the parameter a type hint, or name the input in "
+                "config.pbtxt"
+            )
+        unknown = configured - set(signature.inputs)
+        if unknown and not signature.takes_any:
+            raise BadHint(
+                f"{signature.where} has no parameter {_listed(unknown)}, which the configuration "
+                f"of model '{self._name}' has as an input"
+            )
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Make the model's object. Its `__init__` gets the configuration if it takes an argument.
+
+        That configuration has one more entry, "instance", which holds what Triton's models find in the `args` of
+        `initialize`.
+        """
+        model = self._model
+        if not isinstance(model, type):
+            return
+        import inspect
+
+        takes_config = bool(inspect.signature(model).parameters)
+        instance = {key: value for key, value in args.items() if key != "model_config"}
+        self._object = model({**self._config, "instance": instance}) if takes_config else model()
+        self._call = self._object  # type: ignore[assignment]
+
+    def execute(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
+        """Return one response for each request. Raises what the model raises, and InvalidReturn."""
+        if len(requests) == 1 or not self._is_batched:
+            return [self._together([request])[0] for request in requests]
+        groups: dict[object, list[int]] = {}
+        for index, request in enumerate(requests):
+            key = tuple([(t._name, t._is_on_device, *t._shape[1:]) for t in request._inputs])
+            groups.setdefault(key, []).append(index)
+        if len(groups) == 1:
+            return self._together(requests)
+        answers: dict[int, InferenceResponse] = {}
+        for indices in groups.values():
+            answers.update(zip(indices, self._together([requests[i] for i in indices])))
+        return [answers[index] for index in range(len(requests))]
+
+    def _together(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
+        arrays: dict[str, Any] = {}
+        for place, tensor in enumerate(requests[0]._inputs):
+            array = joined([request._inputs[place]._as_array() for request in requests])
+            arrays[tensor._name] = (
+                array.reshape(array.shape[:-1]) if tensor._name in self._flat else array
+            )
+        if not self._is_batched:
+            return [_response(self._outputs.check(self._call(**arrays), None))]
+        counts = [request._inputs[0]._shape[0] for request in requests]
+        outputs = self._outputs.check(self._call(**arrays), sum(counts))
+        pieces = {name: cut(array, counts) for name, array in outputs.items()}
+        return [
+            _response({name: piece[index] for name, piece in pieces.items()})
+            for index in range(len(requests))
+        ]
+
+    @property
+    def is_ready(self) -> Callable[[], object] | None:
+        """Return the model's `is_ready`, if it has one."""
+        return getattr(self._object, "is_ready", None)
+
+    def finalize(self) -> None:
+        """Call the model's `close`, if it has one."""
+        close = getattr(self._object, "close", None)
+        if close is not None:
+            close()
+
+
+def _response(arrays: Mapping[str, Any]) -> InferenceResponse:
+    return InferenceResponse([_tensor(name, array) for name, array in arrays.items()])
+
+
+def _tensor(name: str, array: Any) -> Tensor:
+    if isinstance(array, np.ndarray):
+        return Tensor(name, array)
+    from moonpool.stub.devices.tensor import DeviceTensor
+
+    return DeviceTensor.over(name, array)
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names))
+
+
+def joined(arrays: Sequence[Any]) -> Any:
+    """Return all rows of `arrays`, which have the same dtype, and the same shape but for the first dimension.
+
+    The arrays are numpy's, or all of them lie on a device. If they lie back to back in one block of shared memory, where the
+    runtime puts the requests of a batch, the result is a view. Otherwise it is a copy.
+    """
+    first = arrays[0]
+    if len(arrays) == 1:
+        return first
+    if not isinstance(first, np.ndarray):
+        from moonpool.stub.devices import rows as device_rows
+
+        return device_rows.joined(arrays)
+    lease = lease_of(first)
+    if lease is None:
+        return np.concatenate(arrays)
+    start = end = offset_in(lease, first)
+    rows = 0
+    for array in arrays:
+        if lease_of(array) is not lease or offset_in(lease, array) != end:
+            return np.concatenate(arrays)
+        end += array.nbytes
+        rows += array.shape[0]
+    return np.ndarray((rows, *first.shape[1:]), first.dtype, lease, start)
+
+
+def cut(array: Any, counts: Sequence[int]) -> list[Any]:
+    """Return the first `counts[0]` rows of `array`, the next `counts[1]`, and so on, as views."""
+    if len(counts) == 1:
+        return [array]
+    if not isinstance(array, np.ndarray):
+        from moonpool.stub.devices import rows as device_rows
+
+        return device_rows.cut(array, counts)
+    pieces = []
+    start = 0
+    for count in counts:
+        pieces.append(array[start : start + count])
+        start += count
+    return pieces

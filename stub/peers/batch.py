@@ -1,0 +1,205 @@
+"""Makes the requests of one EXECUTE into objects for the model, and keeps track of the blocks in which they lie."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from moonpool.ipc.codec import unpack_layout
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.memory import Lease, Region
+from moonpool.ipc.messages import NO_DETAILS, Details
+from moonpool.ipc.tensors import BYTES, DTYPES
+from moonpool.stub.pb_utils.request import InferenceRequest, InferenceTrace
+from moonpool.stub.pb_utils.response import ReplyPort
+from moonpool.stub.pb_utils.tensor import Tensor, preferred
+from moonpool.stub.peers.regions import LentRegion, Regions
+
+if TYPE_CHECKING:
+    from moonpool.ipc.cuda.region import DeviceLease
+
+_MEMORABLE_BYTES = 4096
+_RAW = np.dtype("u1")
+_ndarray = np.ndarray
+
+
+class Target(NamedTuple):
+    """Names the place in a client's memory where the client wants an output."""
+
+    region: Region
+    offset: int
+    size_bytes: int
+
+
+class Batch:
+    """Opens batch after batch, and knows which input blocks the model still refers to."""
+
+    __slots__ = (
+        "_give_back",
+        "_has_copies",
+        "_inputs",
+        "_layouts",
+        "_lent",
+        "_outputs",
+        "_port",
+        "_regions",
+        "_returned",
+        "kept",
+        "places",
+        "targets",
+    )
+
+    def __init__(self, regions: Regions, port: ReplyPort, start: dict[str, Any]) -> None:
+        self._regions = regions
+        self._port = port
+        self._inputs: list[str] = start["inputs"]
+        self._outputs: list[str] = start["outputs"]
+        self._layouts: Memo[bytes, list[list[Any]]] = Memo()
+        # Places of blocks. The thread that drops the last view of a block appends its place.
+        self._returned: deque[object] = deque()
+        self._give_back = self._returned.append
+        self.places: list[object] = []
+        self._has_copies = False
+        # Inputs in memory of clients: region, place and size.
+        self._lent: list[tuple[LentRegion, tuple[int, int], int]] = []
+        # Places of outputs in memory of clients, by request and output.
+        self.targets: dict[int, dict[int, Target]] = {}
+        self.kept = 0
+
+    def open(
+        self,
+        batch: int,
+        blocks: list[list[int]],
+        packed: bytes,
+        details: list[Any] | None,
+        targets: list[list[int]] | None = None,
+    ) -> list[InferenceRequest]:
+        """Return the requests of a batch. Their inputs are writable views of the regions, without a copy."""
+        layout = self._layouts.get(packed)
+        if layout is None:
+            layout = self._read(packed)
+            if len(packed) <= _MEMORABLE_BYTES:
+                self._layouts.keep(packed, layout)
+        leases: list[Lease | DeviceLease] = []
+        self.places = places = []
+        self._has_copies = blocks[0][2] > 0
+        regions = self._regions
+        for region_id, offset, size_bytes in blocks:
+            place = (region_id, offset)
+            places.append(place)
+            region = regions.requests.get(region_id) or regions.request_region(region_id)
+            if type(region) is LentRegion:
+                self._lent.append((region, place, size_bytes))
+            leases.append(region.lease(offset, size_bytes, self._give_back, place))
+        devices = regions.devices
+        if devices is not None:
+            devices.order(leases)
+        requests = []
+        for index, inputs in enumerate(layout):
+            tensors = []
+            for name, datatype, shape, block, offset, dtype, dims in inputs:
+                lease = leases[block]
+                if devices is None or isinstance(lease, _ndarray):
+                    array = _ndarray(dims, dtype, lease, offset)
+                    tensors.append(Tensor.from_wire(name, datatype, shape, array))
+                else:
+                    tensors.append(devices.tensor(name, datatype, shape, lease, offset))
+            origin = (self._port, batch, index)
+            if details is None or details[index] is None:
+                request = InferenceRequest.from_wire(NO_DETAILS, self._outputs, tensors, origin)
+            else:
+                request = self._request(tensors, details[index], origin)
+            requests.append(request)
+        if self.targets:
+            self.targets = {}
+        if targets:
+            self._aim(targets)
+        return requests
+
+    def _aim(self, targets: list[list[int]]) -> None:
+        for index, output, region_id, offset, size_bytes in targets:
+            target = Target(self._regions.request_region(region_id), offset, size_bytes)
+            self.targets.setdefault(index, {})[output] = target
+
+    def _read(self, packed: bytes) -> list[list[Any]]:
+        """Return how to view the inputs of each request. Strings and BF16 are viewed as bytes."""
+        requests = []
+        for rows in unpack_layout(packed):
+            inputs = []
+            for index, datatype, shape, block, offset, size_bytes in rows:
+                name, is_raw = self._inputs[index], datatype >= BYTES
+                dtype = _RAW if is_raw else DTYPES[datatype]
+                dims = (size_bytes,) if is_raw else tuple(shape)
+                inputs.append((name, datatype, tuple(shape), block, offset, dtype, dims))
+            requests.append(inputs)
+        return requests
+
+    def _request(
+        self, tensors: list[Tensor], row: list[Any], origin: tuple[ReplyPort, int, int]
+    ) -> InferenceRequest:
+        """Make a request that has details beside its inputs."""
+        details = Details._make(row)
+        wanted = self._outputs
+        if details.outputs is not None:
+            wanted = [wanted[index] for index in details.outputs]
+        request = InferenceRequest.from_wire(details, wanted, tensors, origin)
+        if details.trace is not None:
+            request._trace = InferenceTrace(details.trace)
+        if details.memory:
+            request._preferred_memory = preferred(details.memory, details.device)
+        return request
+
+    def has_lent(self, lease: Lease | DeviceLease) -> bool:
+        """Return whether a lease is a block of the batch that is open now."""
+        # The first block is empty if nothing was copied, and its place may be that of another block then.
+        places = self.places if self._has_copies else self.places[1:]
+        is_ours = lease.give_back is self._give_back and lease.region is not None
+        return is_ours and lease.token in places
+
+    def end(self) -> tuple[list[object], list[object]]:
+        """Return the blocks of this batch that the model keeps, and those of earlier batches that it has released.
+
+        To be called when nothing of ours refers to the objects of the batch any more.
+        """
+        returned = self._returned
+        if self._lent:
+            self._end_borrowed()
+        if not self.kept and len(returned) == len(self.places):
+            returned.clear()
+            return [], []
+        released = []
+        while returned:
+            released.append(returned.popleft())
+        held = []
+        for place in self.places:
+            if place in released:
+                released.remove(place)
+            else:
+                held.append(place)
+        self.kept += len(held) - len(released)
+        return held, released
+
+    def _end_borrowed(self) -> None:
+        """Take care of the inputs in memory of clients, who may write there as soon as they have their answers."""
+        # Compared by identity: a place that was kept from an earlier batch may be equal to one of this batch.
+        back = set(map(id, self._returned.copy()))
+        kept = {region for region, place, _ in self._lent if id(place) not in back}
+        lent: dict[LentRegion, list[tuple[int, int]]] = {}
+        for region, (_, offset), size_bytes in self._lent:
+            lent.setdefault(region, []).append((offset, size_bytes))
+        self._lent.clear()
+        for region, blocks in lent.items():
+            if region in kept:
+                region.give_up(blocks)
+            else:
+                region.renew(blocks)
+
+    def release_late(self, most: int) -> list[object]:
+        """Return blocks of earlier batches that the model has released since. To be called while no batch is open."""
+        released: list[object] = []
+        while self._returned and len(released) < most:
+            released.append(self._returned.popleft())
+        self.kept -= len(released)
+        return released

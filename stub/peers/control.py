@@ -1,0 +1,291 @@
+"""Runs the stub's end of the control channel: one thread receives, any thread sends. Gathers changes of metrics, too.
+
+Theory of operation. The control thread handles what the runtime sends at any time: regions, events of devices, blocks that come back,
+cancellations. It never waits for the main thread, because the main thread waits for it when a message names a region that has
+not arrived. All threads send through one queue (`send_queue.py`), so messages keep the order in which each thread put them.
+Responses are queued as they are described, and those that are ready together travel in one packet.
+
+Changes of metrics do not take the queue. A model may change a metric anywhere, also in a finalizer that runs in the middle of any of
+this code, so `add` and `drop` append to deques and wake the sender, and never wait for a lock. `flush` adds the changes up and sends
+them under a lock that the same thread may take again (RLock), since a finalizer may interrupt the thread that holds it. If another
+thread holds the lock, `flush` waits for it: when it returns, all changes made before are sent, and a response may follow. The thread
+`moonpool-metrics` sends changes that no response carries. It clears `_is_wished` before it flushes, so that a
+change which comes during the flush wakes it again.
+
+In a process that the model forked, a thread of the parent may have held these locks at the moment of the fork. `begin` makes new ones.
+
+End: if the runtime itself is gone, `on_gone` ends the process. If a front end is gone, `close` wakes the control thread, waits until
+it has ended, and only then closes the descriptor.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any, Callable
+
+from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
+from moonpool.ipc.codec import control_codec, encode
+from moonpool.ipc.errors import MoonpoolError, PeerGone
+from moonpool.ipc.messages import (
+    INCREMENT,
+    MAX_METRIC_CHANGES,
+    MAX_OBSERVATIONS,
+    MAX_RESPONSES_IN_PACKET,
+    OBSERVE,
+    SET,
+    Kind,
+    Side,
+)
+from moonpool.stub import threads
+from moonpool.stub.pb_utils import logger
+from moonpool.stub.peers.regions import Regions
+from moonpool.stub.peers.send_queue import SendQueue
+
+# From so many queued messages on, log lines are left out: while one thread waits for the runtime to read, others go on logging.
+_MANY_WAITING = 1024
+_RESPONSES = int(Kind.RESPONSES)
+_INDIRECT = int(Kind.INDIRECT)
+
+
+class Control:
+    """Sends from any thread, and handles what arrives on its own thread."""
+
+    def __init__(self, channel: Channel, on_gone: Callable[[], None]) -> None:
+        """Take `on_gone`, which any thread calls when the peer is gone or has broken the protocol."""
+        self._channel = channel
+        self._on_gone = on_gone
+        self._regions: Regions
+        self._cancel: Callable[[int, int], None]
+        self._handle_other: Callable[[list[Any], list[int]], None]
+        self._codec = control_codec(Side.STUB)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start with nothing to send. Called again in a process that the model forked.
+
+        The parent sends what was queued, and its threads may have held the locks at the fork.
+        """
+        # Holds packets, and responses as lists, which become packets when they are sent.
+        self._send_queue = SendQueue(self._channel, self._on_gone, _next_packet)
+        self._left_out = 0
+        # Sends past the queue: no other message depends on the order.
+        self.metric_changes = MetricChanges(self._send_changes)
+
+    def send(self, *message: Any) -> None:
+        """Send a control message; blocks while the runtime is behind with reading."""
+        self._send_queue.put(self._regions.pack(*message))
+
+    def respond(self, response: list[Any]) -> None:
+        """Send a response, a row of RESPONSES, together with others that are ready.
+
+        Changes of metrics that the model made before go first.
+        """
+        self.metric_changes.flush()
+        size_bytes = len(encode(response))
+        if size_bytes > MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET:
+            self._send_queue.put(self._regions.pack(_RESPONSES, [response]))
+        else:
+            self._send_queue.put(response)
+
+    def _send_changes(self, changes: list[Row], dropped: list[int]) -> None:
+        self._send_queue.send(encode(Kind.METRICS, changes, dropped))
+
+    def send_packet(self, packet: bytes) -> None:
+        """Send a packet whose order among the others does not matter. Blocks as `send` does."""
+        self._send_queue.send(packet)
+
+    def log(self, level: int, message: str, file: str, line: int) -> None:
+        """Send a log line. Cuts long ones, and drops them while too many messages wait to be sent."""
+        if len(self._send_queue) >= _MANY_WAITING:
+            self._left_out += 1
+            return
+        if self._left_out:
+            count, self._left_out = self._left_out, 0
+            self.log(logger.WARNING, f"{count} messages were left out: too many at once", "", 0)
+        self.send(*logger.log_message(level, message, file, line))
+
+    def listen(
+        self,
+        regions: Regions,
+        cancel: Callable[[int, int], None],
+        handle_other: Callable[[list[Any], list[int]], None],
+    ) -> None:
+        """Start the thread that handles what arrives, until the peer is gone.
+
+        `cancel` gets batch and index of a cancelled request. `handle_other` gets messages
+        that are neither about requests nor about memory, with their descriptors.
+        """
+        self._regions = regions
+        self._cancel = cancel
+        self._handle_other = handle_other
+        self._listener = threads.start(self._listen, "moonpool-control")
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                packet, fds = self._channel.receive_with_fds()
+                self._handle(self._codec.decode(packet), fds)
+        except PeerGone:
+            self._on_gone()
+        except MoonpoolError as error:
+            sys.stderr.write(f"A process of the runtime is not listened to any more: {error}\n")
+            self._on_gone()
+
+    def _handle(self, fields: list[Any], fds: list[int]) -> None:
+        kind = fields[0]
+        regions = self._regions
+        if kind == Kind.REGION and len(fds) <= 1:
+            regions.arrive(fds[0] if fds else -1, *fields[1:])
+        elif kind == Kind.EVENT:
+            regions.on_devices().meet(*fields[1:])
+        elif kind == Kind.LENT_REGION and len(fds) == 1:
+            regions.arrive_lent(fields[1], fields[2], fds[0])
+        elif kind == Kind.REFUSED:
+            regions.refuse(fields[1])
+        elif kind == Kind.RELEASE:
+            regions.returned.extend(map(tuple, fields[1]))
+        elif kind == Kind.RETIRE:
+            regions.forget(fields[1])
+        elif kind == Kind.CANCEL:
+            self._cancel(fields[1], fields[2])
+        elif kind == _INDIRECT:
+            self._handle(self._codec.decode(regions.load(*fields[1:])), fds)
+        else:
+            self._handle_other(fields, fds)
+
+    def close(self) -> None:
+        """Close the channel after the peer is gone, and wait for the end of the control thread."""
+        self._channel.wake()
+        self._listener.join()
+        self._send_queue.close()
+
+
+def _next_packet(items: deque[Any]) -> bytes:
+    """Make one packet of all responses at the head of the queue, or take the packet there."""
+    item = items.popleft()
+    if isinstance(item, bytes):
+        return item
+    responses = [item]
+    while items and len(responses) < MAX_RESPONSES_IN_PACKET and type(items[0]) is list:
+        responses.append(items.popleft())
+    return encode(_RESPONSES, responses)
+
+
+# Number of the metric, operation, value, how many times.
+Row = tuple[int, int, float, int]
+
+
+# Changes that no response follows wait so long for others.
+_GATHER_S = 0.05
+# From so many changes on, the thread that makes another one adds them up.
+_MANY = 1 << 16
+
+
+class MetricChanges:
+    """Takes changes from any thread at any moment, also from finalizers that interrupt its own methods."""
+
+    def __init__(self, send: Callable[[list[Row], list[int]], object]) -> None:
+        """Take `send`, which sends rows and the numbers of dropped metrics to the runtime."""
+        self._send = send
+        # False while `flush` has nothing to do: models without metrics call it for every batch.
+        self.are_made = False
+        self._new: deque[tuple[int, int, float]] = deque()
+        self._dropped: deque[int] = deque()
+        self._sums: dict[int, tuple[int, float]] = {}
+        self._observed: dict[tuple[int, float], int] = {}
+        # A finalizer may interrupt the thread that holds it, and need it, too.
+        self._lock = threading.RLock()
+        # SimpleQueue.put may be called in the middle of itself, as a finalizer does.
+        self._wishes: SimpleQueue[None] = SimpleQueue()
+        self._is_wished = False
+        self._sender: threading.Thread | None = None
+
+    def add(self, metric: int, operation: int, value: float) -> None:
+        """Apply an operation to a metric, soon."""
+        self._new.append((metric, operation, value))
+        self.are_made = True
+        self._wish()
+        if len(self._new) >= _MANY and self._lock.acquire(blocking=False):
+            try:
+                self._add_up()
+            finally:
+                self._lock.release()
+
+    def drop(self, metric: int) -> None:
+        """Release a metric, after all its changes are sent."""
+        self._dropped.append(metric)
+        self._wish()
+
+    def _wish(self) -> None:
+        if not self._is_wished:
+            self._is_wished = True
+            self._wishes.put(None)
+
+    def start(self) -> None:
+        """Start the thread that sends changes which no `flush` sends."""
+        with self._lock:
+            self.are_made = True
+            if self._sender is None:
+                self._sender = threads.start(self._run, "moonpool-metrics")
+
+    def _run(self) -> None:
+        while True:
+            self._wishes.get()
+            time.sleep(_GATHER_S)
+            # Before the flush: a change that comes during it must wake this thread again.
+            self._is_wished = False
+            self.flush()
+
+    def flush(self) -> None:
+        """Send all changes made before, or wait until another thread has sent them."""
+        if not self.are_made:
+            return
+        with self._lock:
+            # Only those dropped so far: one that is dropped from here on may have changes that are not added up yet.
+            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+            self._add_up()
+            sums, self._sums = self._sums, {}
+            observed, self._observed = self._observed, {}
+            rows: list[Row] = [(m, op, value, 1) for m, (op, value) in sums.items()]
+            rows += [(m, OBSERVE, value, n) for (m, value), n in observed.items()]
+            chunks = deque(_chunks(rows))
+            while chunks or dropped:
+                chunk = chunks.popleft() if chunks else []
+                gone = [] if chunks else dropped[:MAX_METRIC_CHANGES]
+                dropped = dropped[len(gone) :]
+                self._send(chunk, gone)
+
+    def _add_up(self) -> None:
+        sums, observed = self._sums, self._observed
+        for _ in range(len(self._new)):
+            metric, operation, value = self._new.popleft()
+            if operation == OBSERVE:
+                observed[metric, value] = observed.get((metric, value), 0) + 1
+            elif operation == SET:
+                sums[metric] = (SET, value)
+            else:
+                before, amount = sums.get(metric, (INCREMENT, 0.0))
+                sums[metric] = (before, amount + value)
+
+
+def _chunks(rows: list[Row]) -> Iterator[list[Row]]:
+    """Divide rows into those of one message each. Divides rows with more observations than a message may have, too."""
+    chunk: list[Row] = []
+    room = MAX_OBSERVATIONS
+    for metric, operation, value, count in rows:
+        left = count
+        while left:
+            if not room or len(chunk) == MAX_METRIC_CHANGES:
+                yield chunk
+                chunk, room = [], MAX_OBSERVATIONS
+            taken = min(left, room)
+            chunk.append((metric, operation, value, taken))
+            room -= taken
+            left -= taken
+    if chunk:
+        yield chunk

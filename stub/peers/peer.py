@@ -1,0 +1,262 @@
+"""Keeps what a stub has of each process of the runtime, a peer: its channels, its memory, its batch. Serves them in turns.
+
+The runtime itself is the main peer. It loads and finalizes the model, and when it ends, the stub ends. Front ends are
+peers that only send batches. They come and go.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import socket
+import sys
+from collections import deque
+from typing import Any
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import encode, unpack_layout
+from moonpool.ipc.conversation import Conversation
+from moonpool.ipc.errors import (
+    LocalProtocolError,
+    MoonpoolError,
+    OutOfMemory,
+    PeerGone,
+    RemoteProtocolError,
+)
+from moonpool.ipc.messages import ANSWERED, MAX_PLACES_IN_PACKET, Kind, Side
+from moonpool.stub.pb_utils.request import InferenceRequest
+from moonpool.stub.peers.answer import INTERNAL, Answer, Responses
+from moonpool.stub.peers.batch import Batch
+from moonpool.stub.peers.control import Control
+from moonpool.stub.peers.placement import Placer, error_remark
+from moonpool.stub.peers.regions import Regions
+
+_ANSWER = int(Kind.ANSWER)
+
+
+class Peer:
+    """Serves one process of the runtime. For the main thread of the stub, unless a method says otherwise."""
+
+    def __init__(
+        self, conversation: Conversation, control: Channel, start: dict[str, Any], *, is_main: bool
+    ) -> None:
+        self.conversation = conversation
+        self.is_main = is_main
+        self._is_gone = False
+        self.control = Control(control, self._gone)
+        self.regions = Regions(self.control.send)
+        conversation.use_overflow(self.regions)
+        placer = Placer(self.regions, start)
+        self.responses = Responses(placer, self.control, start)
+        self.batch = Batch(self.regions, self.responses, start)
+        self.answer = Answer(placer, self.batch)
+        # The batch that is executing, which the control thread reads; and cancellations that came before their batches.
+        self._executing: tuple[int, list[InferenceRequest]] = (0, [])
+        self._cancelled: set[tuple[int, int]] = set()
+
+    def _gone(self) -> None:
+        """Handle the end of a peer, which has closed a channel or broken the protocol. From any thread, perhaps many times."""
+        if self.is_main:
+            # Nobody is left to work for.
+            os._exit(1)
+        self._is_gone = True
+        self.regions.desert()
+        # So that the main thread sees the end of the channel, after the batch that it may be executing.
+        self.conversation.channel.wake()
+        for request in self._executing[1]:
+            request._cancelled = True
+        self.responses.cancel_all()
+
+    @property
+    def needs_care(self) -> bool:
+        """Return whether the peer needs attention while no work comes."""
+        return self.regions.has_grown or self.is_waited_for
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Return whether the model or a device may release memory at any moment, or the model answer."""
+        devices = self.regions.devices
+        is_device_busy = devices is not None and devices.is_waited_for
+        return bool(self.batch.kept or self.responses.are_open or is_device_busy)
+
+    def tidy(self, *, give_up_memory: bool) -> None:
+        """Report the blocks that the model has released. With `give_up_memory`, also give back empty regions."""
+        while places := self.batch.release_late(MAX_PLACES_IN_PACKET):
+            self.regions.publish()
+            self.control.send(Kind.RELEASE, places)
+        if self.regions.devices is not None:
+            self.regions.devices.tidy()
+        if give_up_memory:
+            self.regions.retire_idle()
+
+    def open(self, message: list[Any]) -> list[InferenceRequest]:
+        """Return the requests of an EXECUTE for the model. Raises `PeerGone`, `RemoteProtocolError`."""
+        _, batch_id, released, blocks, layout, details, targets = message
+        if released:
+            self.regions.returned.extend(map(tuple, released))
+        requests = self.batch.open(batch_id, blocks, layout, details, targets)
+        self._executing = (batch_id, requests)
+        # In this order: a thread that finds the peer gone either cancels these requests, or is seen here.
+        if self._is_gone:
+            raise PeerGone("the process that sent the batch has ended")
+        if self._cancelled:
+            self._cancel_early(batch_id, requests)
+        return requests
+
+    def give(self) -> tuple[Any, ...]:
+        """Return the fields of ANSWER. To be called when nothing else of ours refers to the objects of the batch."""
+        # Not in a variable: a name for the requests would keep their blocks.
+        batch_id = self._executing[0]
+        self._executing = (batch_id, [])
+        held, released = self.batch.end()
+        if self.regions.devices is not None:
+            self.regions.devices.publish()
+        blocks, layout, remarks, states = self.answer.give()
+        return _ANSWER, batch_id, held, released, blocks, layout, remarks, states
+
+    def send(self, answer: tuple[Any, ...]) -> None:
+        """Send ANSWER. If it is too large beside its outputs, each response in it becomes an error.
+
+        Raises `PeerGone`.
+        """
+        try:
+            self.conversation.send(*answer)
+        except (LocalProtocolError, OutOfMemory) as error:
+            kind, batch_id, held, released, blocks, layout, _, states = answer
+            # The peer will not learn of these blocks.
+            self.regions.returned.extend((region, offset) for region, offset, _ in blocks)
+            count = len(unpack_layout(layout))
+            failed = error_remark(INTERNAL, f"the answer to the batch: {error}")
+            remarks = [
+                failed if states is None or states[index] == ANSWERED else None
+                for index in range(count)
+            ]
+            none = encode(*[[]] * count)
+            self.conversation.send(kind, batch_id, held, released, [], none, remarks, states)
+
+    # Cancellation
+
+    def cancel(self, batch_id: int, index: int) -> None:
+        """Mark a request as cancelled. On the control thread."""
+        executing, requests = self._executing
+        if batch_id > executing:
+            self._cancelled.add((batch_id, index))  # CANCEL overtook EXECUTE
+            # Read again: the main thread may have opened the batch in between, without seeing this cancellation.
+            executing, requests = self._executing
+        if batch_id == executing and index < len(requests):
+            requests[index]._cancelled = True
+        reply = self.responses.find(batch_id, index)
+        if reply is not None:
+            reply.is_cancelled = True
+
+    def _cancel_early(self, batch_id: int, requests: list[InferenceRequest]) -> None:
+        for index, request in enumerate(requests):
+            if (batch_id, index) in self._cancelled:
+                request._cancelled = True
+        self._cancelled -= {each for each in list(self._cancelled) if each[0] <= batch_id}
+
+    # The end
+
+    def leave_to_parent(self) -> None:
+        """Send nothing any more, in a process that the model forked: the channels belong to its parent."""
+        self.control.begin()
+        self.responses.is_forked = True
+
+    def close(self) -> None:
+        """Close the channels and regions of a front end that is gone. Arrays of the model stay valid."""
+        self._gone()
+        self.control.close()
+        self.conversation.channel.close()
+        self.regions.close()
+
+
+# An idle stub keeps the memory by which it grew so long, and so often looks whether the model has released requests
+# that it answered late.
+_KEEP_S = 5.0
+_LOOK_S = 0.25
+
+
+class Peers:
+    """Serves all peers of a stub. `add` is for the control thread, `leave_to_parent` for forks, the rest for the main thread."""
+
+    def __init__(self, main: Peer, start: dict[str, Any]) -> None:
+        self._main = main
+        self._start = start
+        self._all: dict[int, Peer] = {}
+        # Not epoll, which makes each packet on a registered descriptor slower, and which a contained stub may not use.
+        self._poll = select.poll()
+        # Peers that the main thread does not know yet, and a pipe that wakes it from its poll.
+        self._arrivals: deque[Peer] = deque()
+        self._heard_fd = self._bell_fd = -1
+        if start["shared"]:
+            self._heard_fd, self._bell_fd = os.pipe()
+            self._poll.register(self._heard_fd, select.POLLIN)
+        self._arrive(main)
+
+    def add(self, work_fd: int, control_fd: int) -> None:
+        """Add a front end. It speaks as the runtime does after LOADED. For a shared stub, on the control thread."""
+        work = Channel(socket.socket(fileno=work_fd))
+        # Replaced by the regions of the new peer in its constructor.
+        conversation = Conversation(work, Side.STUB, self._main.regions, after=Kind.LOADED)
+        control = Channel(socket.socket(fileno=control_fd))
+        peer = Peer(conversation, control, self._start, is_main=False)
+        peer.control.listen(peer.regions, peer.cancel, _refuse)
+        self._arrivals.append(peer)
+        os.write(self._bell_fd, b"\0")
+
+    def _arrive(self, peer: Peer) -> None:
+        fd = peer.conversation.channel.fileno()
+        self._all[fd] = peer
+        self._poll.register(fd, select.POLLIN)
+
+    def drop(self, peer: Peer, because: MoonpoolError) -> None:
+        """Remove a front end that is gone or has broken the protocol."""
+        if not isinstance(because, PeerGone):
+            sys.stderr.write(f"A front end is not listened to any more: {because}\n")
+        fd = peer.conversation.channel.fileno()
+        self._poll.unregister(fd)
+        del self._all[fd]
+        peer.close()
+
+    def ready(self) -> list[Peer]:
+        """Wait for work. Returns the peers that have sent something or are gone.
+
+        While none comes, gives back memory: regions by which the stub grew, and blocks that the model has released. The blocks
+        may be free only now, or be held by cycles of garbage, which an idle process would never collect by itself.
+        """
+        idle_s = 0.0
+        while some := [peer for peer in self._all.copy().values() if peer.needs_care]:
+            wait_s = _LOOK_S if any(peer.is_waited_for for peer in some) else _KEEP_S
+            if ready := self._poll.poll(wait_s * 1000):
+                return self._of(ready)
+            if idle_s == 0.0:
+                gc.collect(1)  # young objects only: all of them may take long
+            elif idle_s < _KEEP_S <= idle_s + wait_s:
+                gc.collect()
+            idle_s += wait_s
+            for peer in some:
+                peer.tidy(give_up_memory=idle_s >= _KEEP_S)
+        return self._of(self._poll.poll())
+
+    def _of(self, ready: list[tuple[int, int]]) -> list[Peer]:
+        """Return the peers of these descriptors, and add one that has arrived."""
+        if any(fd == self._heard_fd for fd, _ in ready):
+            os.read(self._heard_fd, 1)
+            self._arrive(self._arrivals.popleft())
+        return [self._all[fd] for fd, _ in ready if fd != self._heard_fd]
+
+    def finish(self) -> None:
+        """Wait until devices have done what other processes wait for. To be called before the process ends."""
+        for peer in self._all.values():
+            if peer.regions.devices is not None:
+                peer.regions.devices.finish()
+
+    def leave_to_parent(self) -> None:
+        """Send nothing any more, in a process that the model forked: the channels belong to its parent."""
+        for peer in self._all.values():
+            peer.leave_to_parent()
+
+
+def _refuse(fields: list[Any], _: list[int]) -> None:
+    raise RemoteProtocolError(f"{Kind(fields[0]).name}, which a front end may not send")

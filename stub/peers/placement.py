@@ -1,0 +1,305 @@
+"""Places the outputs of responses in memory that the runtime reads, and describes where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.ipc.arena import Block
+from moonpool.ipc.codec import encode
+from moonpool.ipc.errors import CODES, LocalProtocolError, MoonpoolError
+from moonpool.ipc.memo import Memo
+from moonpool.ipc.memory import ALIGNMENT, Lease, lease_of
+from moonpool.ipc.messages import MAX_DIMS, MAX_PARAMETERS, beginning
+from moonpool.ipc.tensors import BYTES, size_bytes
+from moonpool.stub.pb_utils.response import InferenceResponse
+from moonpool.stub.pb_utils.tensor import ORDINARY, PreferredMemory, Tensor
+from moonpool.stub.peers.batch import Batch, Target
+from moonpool.stub.peers.regions import Regions
+from moonpool.stub.report import describe
+
+if TYPE_CHECKING:
+    from moonpool.ipc.cuda.array import DeviceArray
+    from moonpool.ipc.cuda.region import DeviceLease
+
+_MEMORABLE_BYTES = 4096
+_MAX_TEXT = 65536
+_INTERNAL = CODES.index("INTERNAL")
+
+
+class BadResponse(MoonpoolError):
+    """Says why a response of the model cannot be sent."""
+
+
+class PlacementPlan:
+    """Describes how the outputs of one response are sent. All responses of the same names and shapes share one plan."""
+
+    __slots__ = ("block_count", "is_shared", "offsets", "rows", "size_bytes")
+
+    def __init__(self, rows: list[list[Any]], block_count: int, *, is_shared: bool) -> None:
+        # The rows of the message, but with the number of the block within the response.
+        self.rows = rows
+        self.block_count = block_count
+        self.is_shared = is_shared
+        # The size of the block for copies, and the offset of each output in it.
+        self.size_bytes = 0
+        self.offsets: list[int] = []
+
+
+_NO_TARGETS: Mapping[int, Target] = {}
+NO_OUTPUTS = PlacementPlan([], 0, is_shared=True)
+
+
+class Placer:
+    """Places the outputs of response after response. Any thread may call any method."""
+
+    __slots__ = ("_indices", "_layouts", "_plans", "_regions")
+
+    def __init__(self, regions: Regions, start: dict[str, Any]) -> None:
+        self._regions = regions
+        self._indices = {name: index for index, name in enumerate(start["outputs"])}
+        self._plans: Memo[tuple[object, ...], PlacementPlan] = Memo()
+        self._layouts: Memo[tuple[PlacementPlan, ...], bytes] = Memo()
+
+    def answer(
+        self,
+        response: InferenceResponse,
+        names: Collection[str],
+        blocks: list[list[int]],
+        passable: Batch | None = None,
+        targets: Mapping[int, Target] | None = None,
+        wish: PreferredMemory | None = None,
+    ) -> tuple[PlacementPlan | None, list[Any] | None]:
+        """Place the requested outputs of a response. Returns the plan, and the remark that goes with it.
+
+        A response that cannot be sent becomes an error without outputs. The model may have made it without its constructor,
+        or changed its fields, so anything may be raised here, and nothing of that may end the stub.
+        """
+        try:
+            error = response._error
+            if error is not None:
+                return None, error_remark(int(error.code()), error.message())
+            parameters = response._parameters and checked_parameters(response._parameters)
+            outputs = response._outputs
+            if len(names) != len(self._indices):
+                outputs = self.wanted(outputs, names)
+            if targets is None and (wish is None or wish.is_ordinary):
+                plan = self.place(outputs, blocks, passable, wish)
+            else:
+                outputs = self.wanted(outputs, self._indices)
+                plan = self._place_apart(outputs, blocks, passable, wish, targets or _NO_TARGETS)
+        except MoonpoolError as refused:
+            return None, error_remark(CODES.index(refused.code), str(refused))
+        except Exception as error:
+            return None, error_remark(_INTERNAL, f"the response cannot be sent: {describe(error)}")
+        return plan, [parameters, None] if parameters else None
+
+    def wanted(self, outputs: list[Tensor], names: Collection[str]) -> list[Tensor]:
+        """Return the requested outputs. As in Triton, all others are left out without a check."""
+        return [tensor for tensor in outputs if tensor._name in names]
+
+    def place(
+        self,
+        outputs: list[Tensor],
+        blocks: list[list[int]],
+        passable: Batch | None,
+        wish: PreferredMemory | None = None,
+    ) -> PlacementPlan:
+        """Put the outputs where the runtime can read them, and add their blocks to `blocks`.
+
+        Outputs may stay in blocks of the batch `passable`. `wish` is the memory that the client would like them in. Raises
+        `OutOfMemory` and `BadResponse` without having done anything.
+        """
+        key: list[object] = []
+        arrays: list[np.ndarray] = []
+        for tensor in outputs:
+            array = tensor._array
+            # Strings have no fixed size, and arrays in shared memory are not copied.
+            if array is None or (array.base is not None and lease_of(array) is not None):
+                return self._place_apart(
+                    self.wanted(outputs, self._indices), blocks, passable, wish
+                )
+            arrays.append(array)
+            key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)
+        known = tuple(key)
+        plan = self._plans.get(known)
+        if plan is None:
+            ours = self.wanted(outputs, self._indices)
+            if len(ours) < len(outputs):
+                return self.place(ours, blocks, passable, wish)
+            plan = self._plans.keep(known, self._plan(outputs, arrays))
+        if arrays:
+            _fill(self._regions.allocate(plan.size_bytes), arrays, plan, blocks)
+        return plan
+
+    def _plan(self, outputs: list[Tensor], arrays: list[np.ndarray]) -> PlacementPlan:
+        """Make the plan for outputs that are all copied. Raises `BadResponse`."""
+        rows = [self._row(tensor, array) for tensor, array in zip(outputs, arrays)]
+        _check_names(outputs)
+        plan = PlacementPlan(rows, 1 if rows else 0, is_shared=True)
+        _lay_out(plan, rows, 0)
+        return plan
+
+    def _place_apart(
+        self,
+        outputs: list[Tensor],
+        blocks: list[list[int]],
+        passable: Batch | None,
+        wish: PreferredMemory | None,
+        targets: Mapping[int, Target] = _NO_TARGETS,
+    ) -> PlacementPlan:
+        """Do the same as `place` if some outputs lie in a region already, or go to a client's memory or to a device."""
+        if targets:
+            wish = ORDINARY
+        if wish is not None and not (wish.is_ordinary and all(t.is_cpu() for t in outputs)):
+            outputs = self._moved(outputs, passable, wish)
+        rows: list[list[Any]] = []
+        copied: list[list[Any]] = []
+        arrays: list[np.ndarray] = []
+        there: list[list[int]] = []
+        ours: list[Block] = []
+        delivered: list[tuple[Target, np.ndarray]] = []
+        for tensor in outputs:
+            data = tensor._data
+            row = self._row(tensor, data)
+            rows.append(row)
+            target = targets.get(row[0])
+            if target is not None and 0 < data.nbytes <= target.size_bytes:
+                row[3] = len(there)
+                there.append([target.region.id, target.offset, data.nbytes])
+                delivered.append((target, data))
+                continue
+            lease = self._shared(tensor, passable, ours)
+            if tensor._is_on_device:
+                if lease is None:
+                    outputs = self._moved(outputs, passable, None)
+                    return self._place_apart(outputs, blocks, passable, None, targets)
+                self._regions.on_devices().touch(lease)  # type: ignore[arg-type]
+            if lease is None:
+                copied.append(row)
+                arrays.append(data)
+            else:
+                row[3:5] = len(there), tensor._offset_in(lease)
+                there.append([*lease.token, lease.size])  # type: ignore[misc]
+        _check_names(outputs)
+        plan = PlacementPlan(rows, len(there) + (1 if copied else 0), is_shared=False)
+        _lay_out(plan, copied, len(there))
+        # These may raise, if a client has cut its memory short or no block is free. So nothing else has changed before.
+        for target, data in delivered:
+            target.region.write(target.offset, data)
+        block = self._regions.allocate(plan.size_bytes) if copied else None
+        self._regions.hold(ours)
+        blocks += there
+        if block is not None:
+            _fill(block, arrays, plan, blocks)
+        return plan
+
+    def _moved(
+        self, outputs: list[Tensor], passable: Batch | None, wish: PreferredMemory | None
+    ) -> list[Tensor]:
+        from moonpool.stub.devices.placement import moved
+
+        def may_name(lease: DeviceLease) -> bool:
+            is_lent = passable is not None and passable.has_lent(lease)
+            return is_lent or self._regions.find(lease) is not None
+
+        return moved(outputs, self._regions, may_name, wish)
+
+    def _row(self, tensor: Tensor, data: np.ndarray | DeviceArray) -> list[Any]:
+        if len(tensor._shape) > MAX_DIMS:
+            raise BadResponse(
+                f"output '{tensor._name}' has {len(tensor._shape)} dimensions, and {MAX_DIMS} is "
+                "the most"
+            )
+        if tensor._datatype != BYTES and data.nbytes != size_bytes(tensor._datatype, tensor._shape):
+            raise BadResponse(
+                f"output '{tensor._name}' of shape {list(tensor._shape)} has {data.nbytes} bytes: its "
+                "array was resized after the tensor was made"
+            )
+        index = self._indices[tensor._name]
+        return [index, tensor._datatype, list(tensor._shape), 0, 0, data.nbytes]
+
+    def _shared(
+        self, tensor: Tensor, passable: Batch | None, ours: list[Block]
+    ) -> Lease | DeviceLease | None:
+        """Return the lease in which a tensor lies, of a block of the batch or of memory from `empty`; else None.
+
+        Adds blocks from `empty` to `ours`, as the runtime will hold them, too.
+        """
+        lease = tensor._lease()
+        if lease is None:
+            return None
+        if passable is None or not passable.has_lent(lease):
+            block = self._regions.find(lease)
+            if block is None:
+                return None  # an input that the model kept from an earlier batch
+            ours.append(block)
+        return lease
+
+    def publish(self) -> None:
+        """Order the work on devices. To be called right before the message that names placed responses."""
+        self._regions.publish()
+
+    def layout(self, responses: tuple[PlacementPlan, ...]) -> bytes:
+        """Return the packed description of these responses, whose blocks follow each other."""
+        packed = self._layouts.get(responses)
+        if packed is None:
+            packed = _packed(responses)
+            if len(packed) <= _MEMORABLE_BYTES and all(plan.is_shared for plan in responses):
+                self._layouts.keep(responses, packed)
+        return packed
+
+
+def error_remark(code: int, message: str) -> list[Any]:
+    """Return the remark that stands for an error."""
+    return [None, [code, beginning(message, _MAX_TEXT)]]
+
+
+def checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a response. Raises `BadResponse` if they cannot travel."""
+    if len(parameters) > MAX_PARAMETERS:
+        raise BadResponse(
+            f"the response has {len(parameters)} parameters, and {MAX_PARAMETERS} is the most"
+        )
+    try:
+        encode(parameters)
+    except LocalProtocolError as error:
+        raise BadResponse(f"the parameters of the response: {error}") from error
+    return parameters
+
+
+def _fill(
+    block: Block, arrays: Iterable[np.ndarray], plan: PlacementPlan, blocks: list[list[int]]
+) -> None:
+    region, start = block.region, block.offset
+    blocks.append([region.id, start, plan.size_bytes])
+    write = region.write
+    for data, offset in zip(arrays, plan.offsets):
+        write(start + offset, data)
+
+
+def _lay_out(plan: PlacementPlan, rows: list[list[Any]], block: int) -> None:
+    """Place these rows of a plan one after another in the block of that number."""
+    for row in rows:
+        row[3:5] = block, plan.size_bytes
+        plan.offsets.append(plan.size_bytes)
+        plan.size_bytes += (row[5] + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def _packed(responses: tuple[PlacementPlan, ...]) -> bytes:
+    layout = []
+    first = 0
+    for plan in responses:
+        layout.append([[*row[:3], first + row[3], *row[4:]] for row in plan.rows])
+        first += plan.block_count
+    return encode(*layout)
+
+
+def _check_names(outputs: list[Tensor]) -> None:
+    names = {tensor._name for tensor in outputs}
+    if len(names) != len(outputs):
+        given = [tensor._name for tensor in outputs]
+        twice = next(name for name in given if given.count(name) > 1)
+        raise BadResponse(f"output '{twice}' is given twice")

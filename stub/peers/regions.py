@@ -1,0 +1,417 @@
+"""Keeps the regions that the runtime has sent, and allocates memory for answers. Maps the memory that clients lend, too.
+
+Theory of operation. Two locks. `_arrived`, a condition, guards the regions of requests: the control thread adds and removes them, and the main
+thread waits for one if the message that names it was faster on the other channel. `_turn` guards the arenas: any thread that
+has something to send allocates, the main thread retires regions.
+
+Growth. A thread that needs a larger arena sends GROW and waits on `_granted`, with `_turn` held. So there is one question
+at a time, and the next item of `_granted` is the answer to it: a region, or the text of a refusal. This wait has no deadline, because an
+answer that came after the deadline would be taken for the next one's. The runtime always answers, and when it ends, the
+process ends or `desert` puts a text there.
+
+A collection of garbage may run a destructor of the model's in the middle of an allocation, and that destructor may want memory. The lock is
+an RLock, so this does not hang, but the arena is half changed. `allocate` sees that its own thread has the turn and refuses.
+
+Blocks come back through deques and not under the lock: `returned` is appended to by the control thread and by the leases of `empty`,
+whose destructors may run anywhere. The next allocation makes them free. If that came too late, GROW was refused, and blocks
+came along with the refusal, one more attempt is made.
+
+Order of closing, for a front end that is gone: `desert` first wakes all who wait, from any thread. Then the main thread calls `close`. Arrays of the
+model's keep their mappings until they are collected.
+
+Lent regions. A model gets inputs of a client through a private mapping: what it writes there stays in this process. One mapping serves
+all batches, since finding its pages takes longer than copying what lies in them. So at the end of a batch `LentRegion` drops the pages that
+were written to, and the next batch sees the client's memory again. The client may write as soon as it has its answer.
+If the model keeps an input, its pages become the model's own. If the client cuts its memory short, an access ends this
+process with SIGBUS, which the runtime does not count as a death that the model caused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from moonpool.ipc.arena import Arena, Block
+from moonpool.ipc.conversation import Overflow
+from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
+from moonpool.ipc.memory import Lease, Region
+from moonpool.ipc.messages import MAX_STORED_BYTES, NO_DEVICE, Kind, Side
+from moonpool.ipc.region import SharedRegion
+
+if TYPE_CHECKING:
+    from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
+    from moonpool.stub.devices.memory import DeviceMemory
+
+# The runtime sends a region before the message that needs it. The wait covers the switch between threads.
+_ARRIVAL_S = 30.0
+
+
+class Regions(Overflow):
+    """Holds the shared memory of one peer. Any thread may call `allocate`, `hold`, `find` and `empty`."""
+
+    def __init__(self, send_control: Callable[..., None]) -> None:
+        self._send_control = send_control
+        self._arrived = threading.Condition()
+        self._granted: queue.SimpleQueue[Region | str] = queue.SimpleQueue()
+        # Regions with requests, by number. `request_region` waits for one that is not here yet.
+        self.requests: dict[int, Region] = {}
+        # Places (region, offset) of blocks that came back, appended by any thread.
+        self.returned: deque[object] = deque()
+        # One object for all leases: each access to a bound method would make another one.
+        self.give_back = self.returned.append
+        self.arena = Arena(self._grow)
+        # None until memory on a device is first used.
+        self.devices: DeviceMemory | None = None
+        # Held by the thread that uses the arenas.
+        self._turn = threading.RLock()
+        self._is_deserted = False
+
+    def add_first(self, region_id: int, size_bytes: int, fd: int, writer: int) -> None:
+        """Add a region that came in the handshake."""
+        region = self._adopt(region_id, size_bytes, fd)
+        if writer == Side.STUB:
+            self.arena.add(region)
+        else:
+            self.requests[region_id] = region
+
+    def arrive(
+        self, fd: int, region_id: int, size_bytes: int, writer: int, device: int, handle: bytes
+    ) -> None:
+        """Add a region that came after the handshake; `fd` is -1 if it came without a descriptor. On the control thread."""
+        if device != NO_DEVICE:
+            self._arrive_on(device, region_id, size_bytes, writer, handle, fd)
+            return
+        if fd < 0:
+            raise RemoteProtocolError(f"region {region_id} came without its descriptor")
+        region = self._adopt(region_id, size_bytes, fd)
+        if writer != Side.STUB:
+            self._take_in(region)
+        elif self.arena.regions():
+            self._granted.put(region)
+        else:
+            self.arena.add(region)
+
+    def _arrive_on(
+        self, device: int, region_id: int, size_bytes: int, writer: int, handle: bytes, fd: int
+    ) -> None:
+        from moonpool.stub.devices.memory import adopt
+
+        self.on_devices()  # before the region can be found, so that its finder sees that there are devices
+        try:
+            region = adopt(region_id, size_bytes, device, fd, handle)
+        except MoonpoolError as error:
+            if writer != Side.STUB:
+                raise
+            # The thread that asked can do without the region, so the runtime gets it back.
+            self._send_control(Kind.RETIRE, region_id)
+            self._granted.put(str(error))
+            return
+        if writer == Side.STUB:
+            self._granted.put(region)
+        else:
+            self._take_in(region)
+
+    def on_devices(self) -> DeviceMemory:
+        """Return the memory on devices, made at the first call. From any thread."""
+        if self.devices is None:
+            from moonpool.stub.devices.memory import DeviceMemory
+
+            with self._arrived:
+                if self.devices is None:
+                    self.devices = DeviceMemory(self._grow, self._send_control)
+        return self.devices
+
+    def arrive_lent(self, region_id: int, size_bytes: int, fd: int) -> None:
+        """Add memory of a client that the runtime lends. On the control thread."""
+        self._take_in(LentRegion(region_id, size_bytes, fd))
+
+    def _take_in(self, region: Region) -> None:
+        with self._arrived:
+            self.requests[region.id] = region
+            self._arrived.notify_all()
+
+    def refuse(self, reason: str) -> None:
+        """Give the refusal of the runtime to the thread that asked for memory. On the control thread."""
+        self._granted.put(reason)
+
+    def forget(self, region_id: int) -> None:
+        """Close a region that the runtime does not use any more. On the control thread."""
+        with self._arrived:
+            region = self.requests.pop(region_id, None)
+        if region is not None:
+            region.close()
+
+    @staticmethod
+    def _adopt(region_id: int, size_bytes: int, fd: int) -> SharedRegion:
+        region = SharedRegion.adopt(region_id, size_bytes, fd)
+        region.forget_fd()
+        return region
+
+    def request_region(self, region_id: int) -> Region:
+        """Return a region with requests. Waits for it if its message was overtaken; raises `RemoteProtocolError` in the end."""
+        region = self.requests.get(region_id)
+        if region is None:
+            with self._arrived:
+                self._arrived.wait_for(
+                    lambda: region_id in self.requests or self._is_deserted, _ARRIVAL_S
+                )
+                if region_id not in self.requests:
+                    raise RemoteProtocolError(f"region {region_id} was named but not sent")
+                region = self.requests[region_id]
+        return region
+
+    def has(self, region: Region) -> bool:
+        """Return whether a region is one of these. Another peer may have one with the same number."""
+        return self._own(region.id) is region or self.requests.get(region.id) is region
+
+    def _own(self, region_id: int) -> Region | None:
+        """Return the region of that number, if this side allocates in it."""
+        region = self.arena.region(region_id)
+        if region is None and self.devices is not None:
+            region = self.devices.region(region_id)
+        return region
+
+    def region(self, region_id: int) -> Region:
+        """Return the region of a block that the runtime lent: one of its own, or one in which this side allocates."""
+        own = self._own(region_id)
+        return self.request_region(region_id) if own is None else own
+
+    def _grow(self, size_bytes: int, device: int = NO_DEVICE) -> Region:
+        self._send_control(Kind.GROW, size_bytes, device)
+        # Without a deadline: see the theory of operation.
+        answer = self._granted.get()
+        if isinstance(answer, str):
+            if self._is_deserted:
+                self._granted.put(answer)  # for the thread that asks next
+            raise OutOfMemory(answer)
+        return answer
+
+    def _collect(self) -> None:
+        """Free the blocks that came back."""
+        returned, arena, devices = self.returned, self.arena, self.devices
+        while returned:
+            place: tuple[int, int] = returned.popleft()  # type: ignore[assignment]
+            if not arena.release_at(*place) and devices is not None:
+                block = devices.find(*place)
+                if block is not None:
+                    devices.release(block)
+
+    def allocate(self, size_bytes: int, device: int = NO_DEVICE) -> Block:
+        """Allocate a block for an answer. Raises `OutOfMemory` with the runtime's reason."""
+        arena = self.arena if device == NO_DEVICE else self.on_devices().arena(device)
+        # A destructor of the model's may run in the middle of an allocation of the same thread.
+        if self._turn._is_owned():  # type: ignore[attr-defined]
+            raise OutOfMemory("a destructor asked for memory while memory was being allocated")
+        with self._turn:
+            if self.returned:
+                self._collect()
+            try:
+                return arena.allocate(size_bytes)
+            except OutOfMemory:
+                # Blocks that clients dropped meanwhile may have come along with the refusal.
+                if not self.returned:
+                    raise
+                self._collect()
+                return arena.allocate(size_bytes)
+
+    def find(self, lease: Lease | DeviceLease) -> Block | None:
+        """Return the block of a lease that `empty` made; None for other leases."""
+        if lease.give_back is not self.give_back:
+            return None
+        place: tuple[int, int] = lease.token  # type: ignore[assignment]
+        return self.block(*place)
+
+    def block(self, region_id: int, offset: int) -> Block | None:
+        """Return the block in use that begins at this place, if one does."""
+        block = self.arena.find(region_id, offset)
+        if block is None and self.devices is not None:
+            block = self.devices.find(region_id, offset)
+        return block
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """Count the runtime as a further holder of these blocks, until it gives them back."""
+        if blocks:
+            with self._turn:
+                for block in blocks:
+                    block.holds += 1
+
+    def empty(self, size_bytes: int) -> Lease:
+        """Allocate a block as a lease for the model."""
+        block = self.allocate(size_bytes)
+        place = (block.region.id, block.offset)
+        return block.region.lease(block.offset, size_bytes, self.give_back, place)
+
+    def empty_on(self, device: int, size_bytes: int) -> DeviceLease:
+        """Allocate a block on a device as a lease for the model. Raises `OutOfMemory`, `CudaUnavailable`, `CudaError`."""
+        devices = self.on_devices()
+        lane = devices.lane(device)
+        block = self.allocate(size_bytes, device)
+        # The device may still have work of the runtime's on this block in its queue.
+        devices.receive(device)
+        place = (block.region.id, block.offset)
+        region = cast("DeviceRegion", block.region)
+        lease = region.lease(block.offset, size_bytes, self.give_back, place, lane)
+        devices.remember(lease)
+        return lease
+
+    def indirect(self, packet: bytes, most_bytes: int = MAX_STORED_BYTES) -> bytes:
+        """Store a message in memory, within the size that the runtime reads."""
+        return super().indirect(packet, most_bytes)
+
+    def store(self, packet: bytes) -> tuple[int, int, int]:
+        """Put a message that is too large for a packet into a block, which the runtime releases after it has copied it."""
+        block = self.allocate(len(packet))
+        block.region.memory()[block.offset : block.offset + len(packet)] = packet
+        return block.region.id, block.offset, len(packet)
+
+    def load(self, region: int, offset: int, size_bytes: int) -> bytes:
+        return bytes(self.request_region(region).memory()[offset : offset + size_bytes])
+
+    def retire_idle(self) -> None:
+        """Give back the regions in which no answer lies. For the main thread of an idle stub."""
+        with self._turn:
+            self._collect()
+            for arena in self._arenas():
+                for region_id in arena.idle():
+                    arena.retire(region_id).close()
+                    self._send_control(Kind.RETIRE, region_id)
+
+    def publish(self) -> None:
+        """Order the work on devices. To be called right before a message that names blocks or gives them back."""
+        if self.devices is not None:
+            self.devices.publish()
+
+    @property
+    def has_grown(self) -> bool:
+        """Return whether there is a region that could be given back one day."""
+        return any(arena.has_grown for arena in self._arenas())
+
+    def _arenas(self) -> list[Arena]:
+        return [self.arena] if self.devices is None else [self.arena, *self.devices.arenas()]
+
+    def desert(self) -> None:
+        """Wake all threads that wait for the peer, which is gone. From any thread."""
+        with self._arrived:
+            self._is_deserted = True
+            self._arrived.notify_all()
+        if self.devices is not None:
+            self.devices.desert()
+        self._granted.put("the process that asked for the response has ended")
+
+    def close(self) -> None:
+        """Close all regions of a peer that is gone. Arrays of the model stay valid."""
+        with self._turn:
+            for region in self.arena.regions():
+                region.close()
+        if self.devices is not None:
+            self.devices.close()
+        with self._arrived:
+            for region in self.requests.values():
+                region.close()
+
+
+_PAGE = mmap.PAGESIZE
+_PAGEMAP = "/proc/self/pagemap"
+# With MAP_NORESERVE the kernel sets no memory aside for private copies of all pages.
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+# MADV_POPULATE_WRITE, from Linux 5.14 on.
+_POPULATE_WRITE = 23
+# Bits in the last of the 8 bytes of an entry of /proc/PID/pagemap: the page is in memory, it is swapped out, it
+# belongs to a file.
+_PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
+_NOT_OWN = bytes(each for each in range(256) if each & _OF_FILE or not each & (_PRESENT | _SWAPPED))
+
+
+class CutShort(RemoteProtocolError):
+    """Says that a client's memory is shorter than when it was registered. Nothing of it is mapped yet."""
+
+
+class LentRegion(Region):
+    """Maps one shared memory object of a client. For the main thread of the stub, but for `close`."""
+
+    __slots__ = ("_address", "_fd", "_inputs", "_pagemap_fd", "_targets")
+
+    def __init__(self, region_id: int, size_bytes: int, fd: int) -> None:
+        """Take over `fd`, until `close`."""
+        self.id = region_id
+        self.size_bytes = size_bytes
+        self._fd = fd
+        self.buffer = None
+        self._inputs: mmap.mmap | None = None
+        self._address = 0
+        self._targets: mmap.mmap | None = None
+        self._pagemap_fd = -1
+        with contextlib.suppress(OSError):  # without it, all pages are dropped after each batch
+            self._pagemap_fd = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _map(self, flags: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._fd, self.size_bytes, flags)
+        except (OSError, ValueError) as error:
+            is_cut = os.fstat(self._fd).st_size < self.size_bytes
+            raise (CutShort if is_cut else RemoteProtocolError)(
+                f"{self.size_bytes} bytes of a client's shared memory cannot be mapped: {error}"
+            ) from error
+
+    def lease(
+        self, offset: int, size_bytes: int, give_back: Callable[[object], object], token: object
+    ) -> Lease:
+        """Return an input. Raises `RemoteProtocolError`, which is `CutShort` if the object is shorter than it was."""
+        if self.buffer is None:
+            self.buffer = self._inputs = inputs = self._map(_PRIVATE)
+            self._address = np.frombuffer(inputs, np.uint8).__array_interface__["data"][0]
+        lease = super().lease(offset, size_bytes, give_back, token)
+        # No message may name a block of this mapping, which is private to the process.
+        lease.region = None
+        return lease
+
+    def write(self, offset: int, array: np.ndarray) -> None:
+        """Write an output into the client's memory. Raises the same errors as `lease`."""
+        if self._targets is None:
+            self._targets = self._map(mmap.MAP_SHARED)
+        np.ndarray(array.shape, array.dtype, self._targets, offset)[...] = array
+
+    def renew(self, blocks: list[tuple[int, int]]) -> None:
+        """Drop the model's changes to these blocks (offset, size) at the end of their batch. The model kept none of them."""
+        for offset, size_bytes in blocks:
+            begin = offset // _PAGE * _PAGE
+            end = offset + size_bytes
+            if self._inputs is not None and self._is_changed(begin, end):
+                self._inputs.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def give_up(self, blocks: list[tuple[int, int]]) -> None:
+        """Leave these blocks (offset, size) to the model, which has kept some of them: give it copies of their pages."""
+        inputs, self.buffer, self._inputs = self._inputs, None, None
+        if inputs is None:
+            return
+        for offset, size_bytes in blocks:
+            begin = offset // _PAGE * _PAGE
+            try:
+                inputs.madvise(_POPULATE_WRITE, begin, offset + size_bytes - begin)
+            except OSError:
+                pages = np.frombuffer(inputs, np.uint8)[begin : offset + size_bytes : _PAGE]
+                np.bitwise_or(pages, 0, out=pages)
+
+    def _is_changed(self, begin: int, end: int) -> bool:
+        """Return whether the process may have written to pages there. True if that cannot be found out."""
+        pages = (end - begin + _PAGE - 1) // _PAGE
+        try:
+            entries = os.pread(self._pagemap_fd, 8 * pages, (self._address + begin) // _PAGE * 8)
+        except OSError:
+            return True
+        return len(entries) != 8 * pages or bool(entries[7::8].translate(None, _NOT_OWN))
+
+    def close(self) -> None:
+        self.buffer = self._inputs = self._targets = None
+        for fd in (self._fd, self._pagemap_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._pagemap_fd = -1

@@ -1,0 +1,128 @@
+"""The texts of errors for readers outside of the process."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool import InvalidRequest, ModelError, OutOfMemory, StubDied
+from moonpool.ipc.denials import OPEN, WRITE, would_allow
+from moonpool.runtime.errors import own
+from moonpool.runtime.isolation.public_text import public_text, scrubbed
+from moonpool.runtime.schedule.failures import no_instance_left
+
+pytestmark = pytest.mark.promise(
+    "What a stub says",
+    "The text of a confined model's error has no folders, addresses or source when it "
+    "leaves a server.",
+)
+
+TRACEBACK = """cannot open it
+Traceback (most recent call last):
+  File "/srv/models/m/1/model.py", line 12, in execute
+    secret = open("/etc/shadow")
+             ^^^^^^^^^^^^^^^^^^^
+  File "/usr/lib/python3.11/codecs.py", line 7, in open
+    raise FileNotFoundError(2)
+FileNotFoundError: [Errno 2] No such file: '/etc/shadow'"""
+
+
+def confined(text: str) -> ModelError:
+    error = ModelError(text)
+    error.is_confined = True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("[Errno 13] Permission denied: '/root/.ssh/id_rsa'", "[Errno 13] Permission denied: 'id_rsa'"),
+        ("no file '/srv/my models/a b.txt' here", "no file 'a b.txt' here"),
+        ("/opt/venv/bin/python3.11 said: no", "python3.11 said: no"),
+        ("PATH=/usr/local/bin:/usr/bin", "PATH=bin:bin"),
+        ("see file:///srv/models/m/model.py", "see model.py"),
+        ("folder /srv/models/ is empty", "folder  is empty"),
+        ("<Thing object at 0x7f2c4d1e9a90>", "<Thing object at 0x…>"),
+        ("no, At:\n  /srv/m/1/model.py(12): execute\n", "no, At:\n  model.py(12): execute\n"),
+        (
+            TRACEBACK,
+            "cannot open it\nTraceback (most recent call last):\n"
+            '  File "model.py", line 12, in execute\n  File "codecs.py", line 7, in open\n'
+            "FileNotFoundError: [Errno 2] No such file: 'shadow'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_confined_model_s_error_has_no_folders_addresses_or_source(text: str, shown: str) -> None:
+    assert public_text(confined(text)) == shown
+    assert str(confined(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "expected 3 and/or 4 of 5/6, not 1.5e-3 at 10 m/s",
+        "https://example.com/v2/models is not asked",
+        "shape [1, 2] / [3]",
+        "/x is short",
+        "0x1f is small",
+        "ümläute und so",
+    ],
+)
+def test_what_is_no_path_stays(text: str) -> None:
+    assert scrubbed(text) == text
+
+
+NAMES = st.lists(st.text("abcXYZ019_-.", min_size=1), min_size=2)
+
+
+@given(NAMES, st.sampled_from(["{}", "no '{}'", 'File "{}", line 3', "({})", "<{}>", "a={}, b"]))
+def test_of_a_path_the_last_name_is_left_wherever_it_stands(names: list[str], around: str) -> None:
+    assert scrubbed(around.format("/" + "/".join(names))) == around.format(names[-1])
+
+
+def test_others_texts_stay_as_they_are() -> None:
+    for error in (ModelError(TRACEBACK), InvalidRequest("no '/a/b/c'")):
+        assert public_text(error) == str(error)
+
+
+def test_moonpool_s_own_words_have_no_paths_at_any_level() -> None:
+    assert public_text(OutOfMemory("cannot map /dev/shm/thing")) == "cannot map thing"
+    died = StubDied("It exited with 1; /usr/bin/python said: secret", "It exited with 1")
+    assert public_text(died) == "It exited with 1; see the server's log"
+    assert public_text(own(died), "r7") == "It exited with 1; see the server's log (request id: r7)"
+    left = no_instance_left("m", "m_0 gave up: /usr/bin/python said: secret")
+    assert public_text(left) == (
+        "Request for model 'm' which has no instance left; see the server's log"
+    )
+
+
+def test_what_nobody_foresaw_is_told_as_that() -> None:
+    error = FileNotFoundError(2, "No such file", "/srv/secret")
+    assert public_text(error, "r7") == "internal error; see the server's log (request id: r7)"
+
+
+@pytest.mark.promise(
+    "Seeing sandboxes",
+    "If an error or the log names an option, the text contains nothing that a shell or "
+    "`config.pbtxt` would obey, and clients learn no folder from it.",
+)
+@pytest.mark.parametrize("kind", [OPEN, WRITE])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/srv/secret/data/file",
+        "/srv/secret name/data/file",
+        "/srv/a=secret/data/file",
+        "/srv/a|b/secret/data/file",
+        "/srv/(a)/secret/data/file",
+        "/srv/a'b/secret/data/file",
+        "/srv/a:b/secret/data/file",
+        "/srv/gr\u00fcn/secret/data/file",
+    ],
+)
+def test_no_folder_is_in_the_option_that_would_allow_what_was_refused(kind: int, path: str) -> None:
+    text = scrubbed(f"the sandbox refused it: {would_allow(kind, path)}")
+    assert "MOONPOOL_SANDBOX_PATHS" in text
+    assert "secret" not in text
+    assert "/" not in text

@@ -1,0 +1,74 @@
+"""Numbers of private users, which no other runtime on the machine takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.runtime.cli.shell import environment
+
+from moonpool.runtime.isolation import users
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives its children users")
+
+# Takes two, says which, and keeps them until its input ends.
+_OTHER = """
+import sys
+from moonpool.runtime.isolation import users
+print(users.take(), users.take(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_each_is_somebody_else() -> None:
+    taken = [users.take() for _ in range(20)]
+    try:
+        assert len(set(taken)) == 20
+        assert all(users.FIRST <= (user or 0) <= users.LAST for user in taken)
+    finally:
+        for user in taken:
+            users.give_back(user or 0)
+
+
+def test_one_that_was_given_back_is_given_again() -> None:
+    first = users.take()
+    users.give_back(first or 0)
+    users.give_back(first or 0)
+    second = users.take()
+    users.give_back(second or 0)
+
+    assert first == second
+
+
+def test_two_runtimes_never_share_one() -> None:
+    own = users.take()
+    with subprocess.Popen(
+        [sys.executable, "-c", _OTHER],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        try:
+            others = set(map(int, ((other.stdout and other.stdout.readline()) or "").split()))
+            mine = [users.take() for _ in range(3)]
+            for user in mine:
+                users.give_back(user or 0)
+            assert len(others) == 2
+            assert others.isdisjoint({own, *mine})
+            other.kill()
+            other.wait()
+            # Its end took its locks off.
+            assert others & set(_take_and_give_back(4))
+        finally:
+            other.kill()
+            users.give_back(own or 0)
+
+
+def _take_and_give_back(count: int) -> list[int]:
+    taken = [users.take() or 0 for _ in range(count)]
+    for user in taken:
+        users.give_back(user)
+    return taken

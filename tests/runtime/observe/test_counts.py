@@ -1,0 +1,41 @@
+"""Tests of counts that travel from one process to another."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.runtime.observe.statistics import Statistics, add_counts, take_counts
+
+
+def counted(times: int) -> Statistics:
+    statistics = Statistics("m", "1")
+    for i in range(times):
+        statistics.record_batch(1000 + i, 2, 1, 2, 50, 10, 20, 30, 5)
+        statistics.by_duration[i] += 1
+    statistics.record_failures(3000, 2, 70, "REJECTED")
+    return statistics
+
+
+def test_what_was_taken_here_counts_there() -> None:
+    here, there, wanted = counted(2), counted(3), counted(5)
+    wanted.record_failures(3000, 2, 70, "REJECTED")
+    counts = take_counts(here)
+    assert counts is not None
+    add_counts(there, counts)
+    for name in Statistics.__slots__:
+        if name not in ("by_duration", "responses"):
+            assert getattr(there, name) == getattr(wanted, name), name
+    assert there.snapshot() == wanted.snapshot()
+    assert there.by_duration[:4] == [2, 2, 1, 0]
+
+
+def test_nothing_is_taken_twice() -> None:
+    statistics = counted(1)
+    assert take_counts(statistics) is not None
+    assert take_counts(statistics) is None
+    assert statistics.snapshot() == Statistics("m", "1").snapshot()
+
+
+def test_what_are_no_counts_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 figures"):
+        add_counts(Statistics("m", "1"), ([1, 2, 3], []))

@@ -1,0 +1,76 @@
+"""Doing the same for several objects at once, also where the user has had enough."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+from tests.dispositions import default_signals
+
+from moonpool.runtime.process.parallel import in_parallel
+
+PATIENCE_S = 60.0
+
+
+def test_results_are_in_the_order_of_the_items() -> None:
+    first_may_end = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 1:
+            first_may_end.wait(PATIENCE_S)
+        else:
+            first_may_end.set()
+        return item * 10
+
+    assert in_parallel(work, [1, 2], "test") == [10, 20]
+
+
+def test_all_have_ended_when_an_exception_is_raised() -> None:
+    ended = []
+
+    def work(item: int) -> None:
+        if item == 1:
+            raise ValueError("the first")
+        ended.append(item)
+
+    with pytest.raises(ValueError, match="the first"):
+        in_parallel(work, [1, 2, 3], "test")
+
+    assert sorted(ended) == [2, 3]
+
+
+def test_an_interrupt_is_told_at_once_and_raised_when_all_have_ended() -> None:
+    told, both_run = threading.Event(), threading.Barrier(2)
+    ended = []
+
+    def work(item: int) -> None:
+        both_run.wait(PATIENCE_S)
+        if item == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        if told.wait(PATIENCE_S):
+            ended.append(item)
+
+    with default_signals(), pytest.raises(KeyboardInterrupt):
+        in_parallel(work, [1, 2], "test", told.set)
+
+    assert sorted(ended) == [1, 2]
+
+
+def test_an_interrupt_among_the_starts_leaves_nothing_running() -> None:
+    told = threading.Event()
+    begun, ended = [], []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        if item == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        told.wait(PATIENCE_S)
+        ended.append(item)
+
+    with default_signals(), pytest.raises(KeyboardInterrupt):
+        in_parallel(work, list(range(1, 20)), "test", told.set)
+
+    assert 1 in begun
+    assert sorted(ended) == sorted(begun)

@@ -1,0 +1,267 @@
+"""Tests of callers that wait: threads, futures, event loops, and all of them in one batch."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from tests.runtime.held_batches import Caller, holding, queued
+from tests.runtime.recorder import PATIENCE_S, Planned, row, x
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool import RequestTimedOut
+from moonpool.ipc.errors import PeerGone
+
+BATCHING = {"max_batch_size": 8, "dynamic_batching": {}}
+
+
+class Interrupted(BaseException):
+    """The exception that the signal handler raises."""
+
+
+class Interrupts:
+    """Lets SIGUSR1 raise `Interrupted` in the main thread, once for each call of `when`."""
+
+    def __init__(self) -> None:
+        self._noticed = threading.Event()
+
+    def handle(self, _: int, __: FrameType | None) -> None:
+        if not self._noticed.is_set():
+            self._noticed.set()
+            raise Interrupted
+
+    def when(self, condition: Callable[[], object]) -> threading.Thread:
+        """Interrupt the main thread once the condition holds."""
+        main = threading.main_thread().ident
+        assert main is not None
+        self._noticed.clear()
+
+        def send() -> None:
+            wait_until(condition)
+            # Python does not notice a signal that comes just before it waits in the kernel.
+            while not self._noticed.is_set():
+                signal.pthread_kill(main, signal.SIGUSR1)
+                self._noticed.wait(0.01)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    interrupts = Interrupts()
+    interrupts._noticed.set()
+    before = signal.signal(signal.SIGUSR1, interrupts.handle)
+    yield interrupts
+    signal.signal(signal.SIGUSR1, before)
+
+
+# Threads
+
+
+def test_threads_of_one_batch_are_all_answered_by_the_one_that_waits_on_the_socket(
+    folder: Path,
+) -> None:
+    with holding(folder, **BATCHING) as (backend, runtime):
+        callers = [Caller(runtime, row(0))]
+        backend.wait_for(1)
+        callers += [Caller(runtime, row(i)) for i in range(1, 6)]
+        queued(runtime, 5)
+        backend.wait_for(1).answer()
+        backend.wait_for(2).answer()
+        assert [caller.result() for caller in callers] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_thread_that_leaves_hands_its_batch_to_the_reactor(folder: Path) -> None:
+    with holding(folder, **BATCHING) as (backend, runtime):
+        first = Caller(runtime, row(0))
+        backend.wait_for(1)
+        hasty = [Caller(runtime, row(i), timeout_s=1.0) for i in (1, 2)]
+        patient = runtime.submit("m", row(3))
+        queued(runtime, 3)
+        backend.wait_for(1).answer()
+        backend.wait_for(2)
+        assert all(isinstance(caller.result(), RequestTimedOut) for caller in hasty)
+        backend.wait_for(2).answer()
+        assert patient.result(PATIENCE_S).outputs["Y"].flat[0] == 3
+        assert first.result() == 0
+
+
+@pytest.mark.promise("Requests", "A caller that gives up, is …")
+def test_a_signal_handler_that_raises_ends_the_wait_and_nothing_else(
+    folder: Path,
+    interrupts: Interrupts,
+) -> None:
+    with holding(folder, **BATCHING) as (backend, runtime):
+        for i in range(3):
+            thread = interrupts.when(partial(backend.wait_for, 2 * i + 1))
+            with pytest.raises(Interrupted):
+                runtime.infer("m", row(10 * i))
+            thread.join()
+            other = runtime.submit("m", row(10 * i + 1))
+            backend.wait_for(2 * i + 1).answer()
+            backend.wait_for(2 * i + 2).answer()
+            assert other.result(PATIENCE_S).outputs["Y"].flat[0] == 10 * i + 1
+        assert backend.sent == [[0], [1], [10], [11], [20], [21]]
+        assert runtime.instances("m")[0]["restarts"] == 0
+
+
+def test_a_signal_handler_that_raises_takes_a_queued_request_out(
+    folder: Path,
+    interrupts: Interrupts,
+) -> None:
+    with holding(folder) as (backend, runtime):
+        first = runtime.submit("m", x(0))
+        scheduler = runtime._models.find("m").scheduler
+        thread = interrupts.when(lambda: scheduler.queued == 1)
+        with pytest.raises(Interrupted):
+            runtime.infer("m", x(1))
+        thread.join()
+        assert scheduler.queued == 0
+        backend.wait_for(1).answer()
+        assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 0
+        assert backend.sent == [[0]]
+
+
+@pytest.mark.promise("Requests", "A caller that gives up, is …")
+def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
+    folder: Path,
+    interrupts: Interrupts,
+) -> None:
+    with holding(folder, **BATCHING) as (backend, runtime):
+        first = runtime.submit("m", row(0))
+
+        def others() -> bool:
+            # The main thread is first in the batch, and so the one that drives it.
+            queued(runtime, 1)
+            for i in (2, 3):
+                callers.append(Caller(runtime, row(i)))
+                queued(runtime, i)
+            backend.wait_for(1).answer()
+            backend.wait_for(2)
+            return True
+
+        callers: list[Caller] = []
+        thread = interrupts.when(others)
+        with pytest.raises(Interrupted):
+            runtime.infer("m", row(1))
+        thread.join()
+        backend.wait_for(2).answer()
+        assert [caller.result() for caller in callers] == [2, 3]
+        assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 0
+        assert backend.sent == [[0], [1, 2, 3]]
+
+
+def test_what_nobody_drives_is_found_and_driven(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with holding(folder) as (backend, runtime):
+        scheduler = runtime._models.find("m").scheduler
+        monkeypatch.setattr(
+            "moonpool.runtime.schedule.scheduler.Execution.drive_in_reactor", lambda _: None
+        )
+        future = runtime.submit("m", x(7))
+        (execution,) = scheduler._busy.values()
+        monkeypatch.undo()
+        execution.offer()
+        monkeypatch.setattr("moonpool.runtime.hosting.supervisor._STRANDED_NS", 0)
+        runtime._models.find("m").supervisor.rescue()
+        backend.wait_for(1).answer()
+        assert future.result(PATIENCE_S).outputs["Y"].flat[0] == 7
+
+
+# Futures
+
+
+def test_futures_have_responses_and_errors(folder: Path) -> None:
+    with holding(folder) as (backend, runtime):
+        good = runtime.submit("m", x(1, 2))
+        assert not good.done()
+        backend.wait_for(1).answer()
+        response = good.result(PATIENCE_S)
+        assert response.outputs["Y"].tolist() == [1, 2]
+        bad = runtime.submit("m", x(3))
+        backend.wait_for(2).break_down(PeerGone("gone"))
+        assert isinstance(bad.exception(PATIENCE_S), PeerGone)
+        with pytest.raises(moonpool.InvalidRequest):
+            runtime.submit("m", {})
+
+
+def test_a_cancelled_future_takes_its_request_out_of_the_queue(folder: Path) -> None:
+    with holding(folder) as (backend, runtime):
+        first, second, third = (runtime.submit("m", x(i)) for i in range(3))
+        assert second.cancel()
+        assert second.cancelled()
+        assert second.cancel()  # as often as one likes
+        assert concurrent.futures.wait([second], PATIENCE_S).done == {second}
+        backend.is_quick = True
+        backend.wait_for(1).answer()
+        assert [f.result(PATIENCE_S).outputs["Y"].flat[0] for f in (first, third)] == [0, 2]
+        assert backend.sent == [[0], [2]]
+        assert not first.cancel()
+
+
+def test_a_future_that_is_cancelled_while_its_request_executes_disturbs_nobody(
+    folder: Path,
+) -> None:
+    with holding(folder, **BATCHING) as (backend, runtime):
+        first = runtime.submit("m", row(0))
+        second, third = (runtime.submit("m", row(i)) for i in (1, 2))
+        backend.wait_for(1).answer()
+        held = backend.wait_for(2)
+        assert second.cancel()
+        held.answer()
+        assert third.result(PATIENCE_S).outputs["Y"].flat[0] == 2
+        assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 0
+        with pytest.raises(concurrent.futures.CancelledError):
+            second.result(0)
+
+
+def test_a_callback_that_raises_whatever_it_likes_harms_nobody(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [Planned("in a callback"), SystemExit("in a callback")]
+
+    def fail(_: object) -> None:
+        raise errors.pop()
+
+    with holding(folder, **BATCHING) as (backend, runtime):
+        while errors:
+            before = len(backend.batches)
+            first = runtime.submit("m", row(0))
+            first.add_done_callback(fail)
+            second = runtime.submit("m", row(1))
+            backend.wait_for(before + 1).answer()
+            backend.wait_for(before + 2).answer()
+            assert second.result(PATIENCE_S).outputs["Y"].flat[0] == 1
+            assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 0
+    assert "in a callback" in caplog.text
+
+
+def test_a_future_leaves_no_garbage_that_holds_tensors(folder: Path) -> None:
+    with holding(folder) as (backend, runtime):
+        backend.is_quick = True
+        inputs = x(1, 2, 3)
+        alive = weakref.ref(inputs["X"])
+        gc.collect()
+        gc.disable()
+        try:
+            future = runtime.submit("m", inputs)
+            future.result(PATIENCE_S)
+            for held in backend.held_batches.values():
+                held.requests = ()
+            del inputs, future
+            # The thread that answered may still be leaving the callback.
+            wait_until(lambda: alive() is None)
+        finally:
+            gc.enable()

@@ -1,0 +1,227 @@
+"""Memory that a process is given counts for as long as the process may have it, and is given again."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.ipc.errors import Closed, OutOfMemory
+from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.stubs.allotment import Allotment
+
+pytestmark = pytest.mark.promise(
+    "Containment",
+    "All shared memory that a contained process was ever sent counts towards its limit until "
+    "the process ends. Memory that comes back is emptied at once and used again.",
+)
+
+MiB = 1 << 20
+Make = Callable[..., Allotment]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Allotment] = []
+
+    def make(limit_bytes: int | None, *, is_contained: bool = True) -> Allotment:
+        made.append(Allotment(limit_bytes, is_contained=is_contained))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def file_of(region: SharedRegion) -> int:
+    return os.fstat(region.fd).st_ino
+
+
+def pages_of(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def test_a_region_that_came_back_is_given_again_empty_and_under_another_number(make: Make) -> None:
+    memory = make(8 * MiB)
+    first = memory.region(0, 2 * MiB)
+    first.memory()[:5] = b"words"
+    number, file = first.id, file_of(first)
+    memory.retire(first)
+    assert first.is_closed
+
+    again = memory.region(0, 2 * MiB)
+
+    assert (file_of(again), again.id == number) == (file, False)
+    assert bytes(again.memory()[:5]) == bytes(5)
+    assert pages_of(again.fd) == 2 * MiB
+    assert memory.given_bytes == 2 * MiB
+    again.close()
+
+
+def test_what_came_back_is_not_in_memory_though_the_process_has_kept_it(make: Make) -> None:
+    memory = make(8 * MiB)
+    region = memory.region(0, 2 * MiB)
+    kept = os.dup(region.fd)
+    try:
+        memory.retire(region)
+        assert pages_of(kept) == 0
+    finally:
+        os.close(kept)
+
+
+def test_what_a_contained_process_was_sent_counts_though_it_came_back(make: Make) -> None:
+    memory = make(8 * MiB)
+    for size_bytes in (MiB, 2 * MiB, 3 * MiB):
+        memory.retire(memory.region(0, size_bytes))
+    assert not memory.is_worn
+
+    with pytest.raises(OutOfMemory, match="6291456 in use elsewhere or kept by the process"):
+        memory.region(0, 4 * MiB)
+
+    # The next process could have it.
+    assert memory.is_worn
+    assert memory.given_bytes == 6 * MiB
+    memory.region(0, 3 * MiB).close()
+
+
+def test_what_no_process_could_have_wears_nothing_out(make: Make) -> None:
+    memory = make(8 * MiB)
+    kept = memory.region(0, 6 * MiB)
+    with pytest.raises(OutOfMemory):
+        memory.region(6 * MiB, 3 * MiB)
+    assert not memory.is_worn
+    kept.close()
+
+
+def test_of_a_process_that_is_not_contained_only_what_it_uses_counts(make: Make) -> None:
+    memory = make(8 * MiB, is_contained=False)
+    for size_bytes in (MiB, 2 * MiB, 3 * MiB, 4 * MiB, 5 * MiB, 8 * MiB):
+        memory.retire(memory.region(0, size_bytes))
+    kept = memory.region(0, MiB)
+    with pytest.raises(OutOfMemory):
+        memory.region(MiB, 9 * MiB)
+    kept.close()
+
+
+def test_a_small_need_does_not_take_up_a_large_file(make: Make) -> None:
+    memory = make(None)
+    memory.retire(memory.region(0, 64 * MiB))
+    small = memory.region(MiB, 4096)
+    assert small.size_bytes == MiB
+    small.close()
+
+
+def test_descriptors_of_what_came_back_have_an_end(make: Make) -> None:
+    memory = make(None)
+    before = len(os.listdir("/proc/self/fd"))
+    for pages in range(1, 100):
+        memory.retire(memory.region(0, pages * 4096))
+    assert len(os.listdir("/proc/self/fd")) <= before + 8
+
+
+def test_what_other_processes_give_counts_too_and_comes_back_when_they_say_so(make: Make) -> None:
+    memory = make(8 * MiB)
+    for number in range(3):
+        size_bytes, fd = memory.give_elsewhere("front end", number, 0, 2 * MiB)
+        SharedRegion.adopt(number, size_bytes, fd).close()
+    with pytest.raises(OutOfMemory):
+        memory.region(0, 3 * MiB)
+    memory.take_back("front end", 1)
+    memory.take_back("front end", 1)
+    memory.take_back("another", 2)
+    memory.region(0, 2 * MiB).close()
+    assert memory.given_bytes == 6 * MiB
+
+
+@pytest.mark.parametrize("is_contained", [True, False])
+def test_what_another_process_had_when_it_ended_is_not_touched(
+    make: Make, is_contained: bool
+) -> None:
+    """A model may have kept what lies there, or may still write an answer."""
+    memory = make(8 * MiB, is_contained=is_contained)
+    size_bytes, fd = memory.give_elsewhere("front end", 1, 0, 5 * MiB)
+    kept = SharedRegion.adopt(1, size_bytes, fd)
+    kept.memory()[:5] = b"words"
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    memory.abandon("front end")
+
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+    if is_contained:
+        with pytest.raises(OutOfMemory, match="in use elsewhere or kept by the process"):
+            memory.region(0, 5 * MiB)
+        assert memory.is_worn
+    else:
+        memory.region(0, 5 * MiB).close()
+    assert bytes(kept.memory()[:5]) == b"words"
+    kept.close()
+
+
+def test_without_a_descriptor_to_spare_nothing_is_given_and_nothing_lost(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    memory = make(8 * MiB)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", fail)
+        with pytest.raises(OutOfMemory, match="Too many open files"):
+            memory.give_elsewhere("front end", 1, 0, 8 * MiB)
+    memory.region(0, 8 * MiB).close()
+
+
+def test_nothing_is_given_and_nothing_is_kept_once_the_process_has_ended(make: Make) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    memory = make(8 * MiB)
+    out = memory.region(0, MiB)
+    memory.retire(memory.region(MiB, MiB))
+    _, fd = memory.give_elsewhere("front end", 1, 0, MiB)
+    os.close(fd)
+
+    memory.close()
+    memory.close()
+
+    with pytest.raises(Closed):
+        memory.region(0, MiB)
+    memory.retire(out)
+    memory.abandon("front end")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 64)), max_size=60),
+    st.integers(1, 128),
+)
+def test_whatever_comes_and_goes_no_more_was_given_than_the_limit(
+    steps: list[tuple[bool, int]], limit_pages: int
+) -> None:
+    """Every file that was ever made is one that the process may have kept."""
+    memory = Allotment(limit_pages * 4096, is_contained=True)
+    out: list[SharedRegion] = []
+    files: dict[int, int] = {}
+    kept: list[int] = []
+    try:
+        for comes_back, pages in steps:
+            if comes_back and out:
+                memory.retire(out.pop(pages % len(out)))
+                continue
+            present_bytes = sum(each.size_bytes for each in out)
+            try:
+                out.append(memory.region(present_bytes, pages * 4096))
+            except OutOfMemory:
+                continue
+            # As the process does it: so no number of a file is used again.
+            kept.append(os.dup(out[-1].fd))
+            files[file_of(out[-1])] = out[-1].size_bytes
+            assert sum(files.values()) == memory.given_bytes <= limit_pages * 4096
+    finally:
+        for region in out:
+            region.close()
+        memory.close()
+        for fd in kept:
+            os.close(fd)

@@ -1,0 +1,197 @@
+"""Prints of models in a program without a log are written by another thread, in order, and nobody waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tests.waiting import wait_until
+
+from moonpool.runtime.stubs import output
+from moonpool.runtime.stubs.output import Printer, are_logged
+
+pytestmark = pytest.mark.promise("Containment", "If a program has a …")
+
+
+class Stuck(io.StringIO):
+    """A stream that nobody reads, until `goes_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reached, self.goes_on = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.is_reached.set()
+        self.goes_on.wait(30.0)
+        return super().write(text)
+
+
+@contextlib.contextmanager
+def stuck_output() -> Iterator[Stuck]:
+    """Not a fixture: pytest puts its own stream in place before each test."""
+    stream = Stuck()
+    try:
+        with contextlib.redirect_stdout(stream):
+            yield stream
+    finally:
+        stream.goes_on.set()
+
+
+def test_lines_are_written_in_order_and_the_thread_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer()
+    for number in range(1000):
+        printer.say(f"line {number}")
+    printer.wait(30.0)
+    assert capsys.readouterr().out.splitlines() == [f"line {number}" for number in range(1000)]
+    wait_until(lambda: "moonpool-prints" not in [each.name for each in threading.enumerate()])
+
+
+def test_nobody_waits_for_a_stream_that_is_stuck_and_what_is_left_out_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output, "_MOST_WAITING", 10)
+    printer = Printer()
+    with stuck_output() as stuck:
+        printer.say("first")
+        assert stuck.is_reached.wait(30.0)
+        for number in range(30):
+            printer.say(f"line {number}")
+        printer.wait(0.01)
+        assert stuck.getvalue() == ""
+
+        stuck.goes_on.set()
+        printer.wait(30.0)
+        assert stuck.getvalue().splitlines() == [
+            "first",
+            *[f"line {number}" for number in range(10)],
+            "20 lines of models were left out: nobody reads this output",
+        ]
+
+
+def test_a_stream_that_cannot_be_written_to_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    printer = Printer()
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed, object()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        printer.say("lost")
+        printer.wait(30.0)
+    ascii_only = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    printer.say("gr\u00fcn")
+    printer.wait(30.0)
+    assert ascii_only.buffer.getvalue() == b"gr\\xfcn\n"
+
+
+class Raises(io.StringIO):
+    """A stream of a program's own, as a window's that was closed."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, _: str) -> int:
+        raise self.error
+
+
+class Misnamed(io.StringIO):
+    encoding = "there is none such"
+
+
+@pytest.mark.promise(
+    "Containment",
+    "Whatever error the standard output of a program raises, later lines of models are written, "
+    "and the runtime never waits for it.",
+)
+@pytest.mark.parametrize(
+    "stream", [Raises(RuntimeError("deleted")), Raises(SystemExit(1)), Misnamed()]
+)
+def test_a_stream_that_raises_anything_does_not_end_what_comes_later(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
+) -> None:
+    printer = Printer()
+    monkeypatch.setattr(sys, "stdout", stream)
+    printer.say("lost")
+    printer.wait(30.0)
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    printer.say("seen")
+    printer.wait(30.0)
+    assert shown.getvalue() == "seen\n"
+
+
+def test_where_no_thread_can_be_started_whoever_waits_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller gets the output of all stubs. It would hang if nobody read the stream."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    printer = Printer()
+    with stuck_output() as stuck:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            printer.say("first")
+            printer.say("second")
+            assert not stuck.is_reached.is_set()
+        stuck.goes_on.set()
+        printer.wait(30.0)
+        assert stuck.getvalue() == "first\nsecond\n"
+
+
+def test_a_fork_prints_for_itself() -> None:
+    with stuck_output() as stuck:
+        output.PRINTER.say("of the parent")
+        assert stuck.is_reached.wait(30.0)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                sys.stdout = io.StringIO()
+                output.PRINTER.say("of the child")
+                output.PRINTER.wait(30.0)
+                code = 0 if sys.stdout.getvalue() == "of the child\n" else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        stuck.goes_on.set()
+        output.PRINTER.wait(30.0)
+        assert stuck.getvalue() == "of the parent\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "handled", "logged"),
+    [
+        ("root", "WARNING", True, False),  # logging.basicConfig()
+        ("root", "INFO", True, True),
+        ("root", "INFO", False, False),  # there is no handler
+        ("moonpool", "WARNING", False, True),
+        ("moonpool.stub", "INFO", False, True),
+        ("other", "INFO", True, False),
+    ],
+)
+def test_a_log_counts_if_it_takes_the_lines_or_is_said_to_take_none(
+    monkeypatch: pytest.MonkeyPatch, name: str, level: str, handled: bool, logged: bool
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    for own in ("moonpool", "moonpool.stub"):
+        # As in a program that sets up nothing, whatever earlier tests left.
+        monkeypatch.setattr(logging.getLogger(own), "level", logging.NOTSET)
+        monkeypatch.setattr(logging.getLogger(own), "handlers", [])
+    logger = logging.getLogger(name)
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()] if handled else [])
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        assert are_logged() == logged
+    finally:
+        logger.setLevel(before)

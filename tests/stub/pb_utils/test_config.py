@@ -1,0 +1,165 @@
+"""Tests the argument of `auto_complete_config`, with Triton's texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moonpool.stub.pb_utils.config import ModelConfig
+
+pytestmark = pytest.mark.promise(
+    "Models", "`triton_python_backend_utils` has the names, types, exceptions …"
+)
+
+FP32_4 = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
+
+
+def config(**fields: Any) -> ModelConfig:
+    return ModelConfig(
+        json.dumps({"name": "M", "max_batch_size": 0, "input": [], "output": [], **fields})
+    )
+
+
+def test_what_is_left_out_is_filled_in() -> None:
+    one = config()
+    one.set_max_batch_size(4)
+    one.set_dynamic_batching()
+    one.add_input({**FP32_4, "optional": True})
+    one.add_output(FP32_4)
+    one.set_model_transaction_policy({"decoupled": True})
+
+    assert one.as_dict() == {
+        "name": "M",
+        "max_batch_size": 4,
+        "dynamic_batching": {},
+        "input": [{**FP32_4, "optional": True}],
+        "output": [FP32_4],
+        "model_transaction_policy": {"decoupled": True},
+    }
+
+
+def test_changes_to_the_dict_are_kept() -> None:
+    one = config()
+    one.as_dict()["max_batch_size"] = 7
+
+    assert one.as_dict()["max_batch_size"] == 7
+
+
+@pytest.mark.parametrize("kind", ["input", "output"])
+def test_a_tensor_that_is_named_only_is_completed(kind: str) -> None:
+    one = config(**{kind: [{"name": "X", "data_type": "TYPE_INVALID", "dims": []}]})
+    getattr(one, f"add_{kind}")(FP32_4)
+
+    assert one.as_dict()[kind] == [FP32_4]
+
+
+def test_what_agrees_with_the_configuration_changes_nothing() -> None:
+    one = config(max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}, input=[FP32_4])
+    before = json.dumps(one.as_dict())
+    one.set_max_batch_size(4)
+    one.set_dynamic_batching()
+    one.add_input(FP32_4)
+
+    assert json.dumps(one.as_dict()) == before
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in FP32_4.items() if name != key}
+
+
+IN_M = "in auto-complete-config function for model 'M'"
+REFUSALS: list[tuple[dict[str, Any], Callable[[ModelConfig], None], str]] = [
+    (
+        {"max_batch_size": 6},
+        lambda c: c.set_max_batch_size(4),
+        "configuration specified max_batch_size 6, but in auto-complete-config function for model "
+        "'M' specified max_batch_size 4",
+    ),
+    (
+        {"sequence_batching": {}},
+        lambda c: c.set_dynamic_batching(),
+        "Configuration specified scheduling_choice as 'sequence_batching', but "
+        "auto-complete-config function for model 'M' tries to set scheduling_choice as "
+        "'dynamic_batching'",
+    ),
+    (
+        {"ensemble_scheduling": {}},
+        lambda c: c.set_dynamic_batching(),
+        "Configuration specified scheduling_choice as 'ensemble_scheduling', but "
+        "auto-complete-config function for model 'M' tries to set scheduling_choice as "
+        "'dynamic_batching'",
+    ),
+    (
+        {},
+        lambda c: c.add_input({**FP32_4, "shape": 1}),
+        f"input 'X' {IN_M} contains property other than 'name', 'data_type', 'dims' and "
+        "'optional'.",
+    ),
+    (
+        {},
+        lambda c: c.add_output({**FP32_4, "optional": True}),
+        f"output 'X' {IN_M} contains property other than 'name', 'data_type' and 'dims'.",
+    ),
+    ({}, lambda c: c.add_input(without("name")), f"input {IN_M} is missing 'name' property."),
+    (
+        {},
+        lambda c: c.add_input(without("data_type")),
+        f"input 'X' {IN_M} is missing 'data_type' property.",
+    ),
+    (
+        {},
+        lambda c: c.add_output(without("dims")),
+        f"output 'X' {IN_M} is missing 'dims' property.",
+    ),
+    (
+        {"input": [{**FP32_4, "data_type": "TYPE_INT32"}]},
+        lambda c: c.add_input(FP32_4),
+        "unable to load model 'M', configuration expects datatype TYPE_INT32 for input 'X', model "
+        "provides TYPE_FP32",
+    ),
+    (
+        {"output": [{**FP32_4, "dims": [16]}]},
+        lambda c: c.add_output(FP32_4),
+        "model 'M', tensor 'X': the model expects dims [4] but the model configuration specifies "
+        "dims [16]",
+    ),
+    (
+        {"input": [{**FP32_4, "optional": False}]},
+        lambda c: c.add_input({**FP32_4, "optional": True}),
+        "model 'M', tensor 'X': the model expects optional True but the model configuration "
+        "specifies optional False",
+    ),
+    (
+        {},
+        lambda c: c.set_model_transaction_policy({"decoupled": True, "other": 1}),
+        "model transaction property in auto-complete-config function for model 'M' contains "
+        "property other than 'decoupled'.",
+    ),
+    (
+        {"model_transaction_policy": {"decoupled": False}},
+        lambda c: c.set_model_transaction_policy({"decoupled": True}),
+        "trying to change decoupled property in auto-complete-config for model 'M', which is "
+        "already set to 'False'.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "change", "text"), REFUSALS)
+def test_contradictions_are_refused_in_tritons_words(
+    fields: dict[str, Any], change: Callable[[ModelConfig], None], text: str
+) -> None:
+    one = config(**fields)
+    before = json.dumps(one.as_dict())
+    with pytest.raises(ValueError, match="M") as caught:
+        change(one)
+
+    assert str(caught.value) == text
+    assert json.dumps(one.as_dict()) == before
+
+
+def test_a_property_too_many_without_a_name_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        config().add_input({"shape": 1})

@@ -1,0 +1,128 @@
+"""Tests memory of clients in a stub: a private view, which is renewed or left to the model."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.messages import NO_DEVICE, Side
+from moonpool.ipc.region import SharedRegion
+from moonpool.stub.pb_utils.response import InferenceResponse
+from moonpool.stub.pb_utils.tensor import Tensor
+from moonpool.stub.peers.batch import Target
+from moonpool.stub.peers.placement import Placer
+from moonpool.stub.peers.regions import LentRegion, Regions
+
+_PAGE = 4096
+_BYTES = 4 * _PAGE
+
+
+class Lent:
+    """Holds a client's shared memory, to which the client writes by `fd`, and the stub's region of it."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("client", os.MFD_CLOEXEC)
+        os.truncate(self.fd, _BYTES)
+        self.write(1)
+        self.region = LentRegion(1, _BYTES, os.dup(self.fd))
+        self.returned: deque[object] = deque()
+
+    def write(self, value: int) -> None:
+        os.pwrite(self.fd, bytes([value]) * _BYTES, 0)
+
+    def lease(self) -> np.ndarray:
+        return self.region.lease(0, _BYTES, self.returned.append, (1, 0))
+
+    def close(self) -> None:
+        self.region.close()
+        os.close(self.fd)
+
+
+@pytest.fixture(params=["with pagemap", "without pagemap"])
+def lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lent]:
+    if request.param == "without pagemap":
+        monkeypatch.setattr("moonpool.stub.peers.regions._PAGEMAP", "/proc/self/no-such-file")
+    made = Lent()
+    yield made
+    made.close()
+
+
+def test_what_was_written_to_an_input_is_gone_in_the_next_batch(lent: Lent) -> None:
+    lease = lent.lease()
+    lease[5000] = 7
+    lent.write(2)
+    assert lease[5000] == 7
+    assert os.pread(lent.fd, 1, 5000) == b"\2"
+    del lease
+
+    lent.region.renew([(0, _BYTES)])
+    assert (lent.lease() == 2).all()
+
+
+def test_pages_that_were_only_read_stay_where_they_are(lent: Lent) -> None:
+    first = lent.lease()
+    address = first.__array_interface__["data"]
+    assert (first == 1).all()
+    del first
+    lent.region.renew([(0, _BYTES)])
+    lent.write(3)
+
+    second = lent.lease()
+    assert second.__array_interface__["data"] == address
+    assert (second == 3).all()
+
+
+def test_what_is_kept_is_its_keeper_s_and_the_next_batch_sees_the_client_s(lent: Lent) -> None:
+    kept = lent.lease()
+    lent.region.give_up([(0, _BYTES)])
+    lent.write(4)
+
+    assert (kept == 1).all()
+    assert (lent.lease() == 4).all()
+
+
+def test_an_output_is_the_client_s_at_once(lent: Lent) -> None:
+    lent.region.write(_PAGE, np.full(3, 9, np.uint8))
+    assert os.pread(lent.fd, 5, _PAGE - 1) == b"\1\t\t\t\1"
+
+
+def test_an_object_that_is_too_short_is_an_error(lent: Lent) -> None:
+    os.truncate(lent.fd, _PAGE)
+    with pytest.raises(RemoteProtocolError, match="client's shared memory cannot be mapped"):
+        lent.lease()
+    with pytest.raises(RemoteProtocolError, match="client's shared memory cannot be mapped"):
+        lent.region.write(0, np.zeros(1, np.uint8))
+
+
+@pytest.mark.promise(
+    "At the limits",
+    "A client that cuts its memory short after a request loses that response; the others of the "
+    "batch are complete.",
+)
+def test_nothing_is_left_of_a_response_whose_target_is_too_short(lent: Lent) -> None:
+    os.truncate(lent.fd, _PAGE)
+    regions = Regions(lambda *_: None)
+    answers = SharedRegion.create(2, 1 << 16)
+    regions.arrive(os.dup(answers.fd), 2, 1 << 16, int(Side.STUB), NO_DEVICE, b"")
+    placer = Placer(regions, {"outputs": ["Y", "V"]})
+    made = InferenceResponse([Tensor(name, np.ones(4, np.float32)) for name in ("Y", "V")])
+    blocks: list[list[int]] = []
+    try:
+        plan, remark = placer.answer(
+            made, ["Y", "V"], blocks, None, {0: Target(lent.region, 0, _BYTES)}
+        )
+        assert plan is None
+        assert remark is not None
+        assert "client's shared memory cannot be mapped" in remark[1][1]
+        # The next response of the batch counts its blocks from here on.
+        assert blocks == []
+        # All of the memory is free.
+        regions.allocate((1 << 16) - 64)
+    finally:
+        regions.close()
+        answers.close()
