@@ -47,12 +47,24 @@ def _answer(server: Server, call: Call) -> Any:
             wait_until(
                 lambda: not _is_leaving(stub, request.model_name), TIMEOUT_S, "it to be gone"
             )
+        elif method == "SystemSharedMemoryUnregister":
+            wait_until(lambda: not _is_kept(stub, request.name), TIMEOUT_S, "the region to be gone")
 
 
 def _is_leaving(stub: Any, model: str) -> bool:
     """Return true while a model is being unloaded. Several answers are right until then."""
     index = stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=TIMEOUT_S)
     return any(each.name == model and each.state == "UNLOADING" for each in index.models)
+
+
+def _is_kept(stub: Any, region: str) -> bool:
+    """Return true while a region is known, any of them for an empty name.
+
+    A tritonserver keeps it until the request that named it is freed, which may be after its answer.
+    """
+    wanted = service_pb2.SystemSharedMemoryStatusRequest()
+    kept = stub.SystemSharedMemoryStatus(wanted, timeout=TIMEOUT_S).regions
+    return region in kept if region else bool(kept)
 
 
 def _responses(server: Server, requests: Sequence[Any], metadata: Sequence[tuple[str, str]]) -> Any:
