@@ -98,7 +98,8 @@ def test_refusals_are_in_metrics_overview_top_and_log(
     assert "refused by the sandbox: 3 open, 1 socket" in shown.stdout
     assert "open /etc/passwd: MOONPOOL_SANDBOX_PATHS=ro:/etc/passwd would allow it" in shown.stdout
 
-    server.wait_for("[refused_0] its sandbox did not let it read /etc/passwd (3 times); ")
+    # A report may go out between two of the three.
+    server.wait_for("[refused_0] its sandbox did not let it read /etc/passwd")
 
 
 @needs_chromium
