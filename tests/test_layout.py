@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import moonpool
+from moonpool.stub.native import hints
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(moonpool.__path__[0])
@@ -263,8 +264,44 @@ def test_what_runs_beside_a_model_is_python_3_9(path: Path) -> None:
         assert "from __future__ import annotations" in SOURCES[path]
 
 
-def test_importing_moonpool_loads_nothing_heavy() -> None:
-    assert loaded_after_importing(["moonpool"]) & HEAVY == set()
+def test_importing_moonpool_imports_what_a_program_uses_only_when_it_is_used() -> None:
+    loaded = loaded_after_importing(["moonpool"])
+
+    assert {name for name in loaded if name.split(".")[0] == "moonpool"} == {
+        "moonpool",
+        "moonpool.runtime",
+        "moonpool.runtime.version",
+    }
+    assert {name.split(".")[0] for name in loaded} - {"moonpool", "importlib"} == set()
+
+
+def test_hosting_models_loads_nothing_heavy() -> None:
+    used = [f"moonpool.{module}" for module in moonpool._NAMES if "cuda" not in module]  # type: ignore[attr-defined]
+
+    assert loaded_after_importing(used) & HEAVY == set()
+
+
+def test_type_checkers_find_the_names_that_are_imported_when_they_are_used() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    given = {
+        (alias.asname or alias.name, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("moonpool.")
+        for alias in node.names
+    }
+    own = {(name, module) for name, module in given if module != "moonpool.stub.native.hints"}
+    lazy = {
+        (name, f"moonpool.{module}")
+        for module, names in moonpool._NAMES.items()  # type: ignore[attr-defined]
+        for name in names
+        if module != "stub.native.hints"
+    }
+
+    assert own == lazy
+    # These are other types for a type checker.
+    assert set(moonpool.__all__) <= {name for name, _ in lazy} | set(hints.__all__)
+    assert set(moonpool._NAMES["stub.native.hints"]) == set(hints.__all__)  # type: ignore[attr-defined]
 
 
 @pytest.mark.promise(

@@ -74,8 +74,8 @@ def reference() -> str:
         named = module.__name__
         names = [
             name
-            for name, value in vars(module).items()
-            if not name.startswith("_") and callable(value)
+            for name in dir(module)
+            if not name.startswith("_") and callable(getattr(module, name))
         ]
         if module is moonpool:
             # They have a section of their own.

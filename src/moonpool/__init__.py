@@ -18,46 +18,16 @@ and `metrics`. The hints (`Batch`, `Float32`, …) say what a model takes and re
 subclass `moonpool.Backend`.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
-# `__all__` has what a program begins with, and `help(moonpool)` shows no more. With `as`, the other names are no less
-# public: type checkers and editors offer them.
-from moonpool.errors import (
-    BadEnvironment as BadEnvironment,
-    ConfigError as ConfigError,
-    ExecuteTimedOut as ExecuteTimedOut,
-    InvalidRequest as InvalidRequest,
-    LoadFailed as LoadFailed,
-    ModelError as ModelError,
-    ModelNotFound as ModelNotFound,
-    ModelUnavailable as ModelUnavailable,
-    MoonpoolError,
-    OutOfMemory as OutOfMemory,
-    QueueFull as QueueFull,
-    QueueTimeout as QueueTimeout,
-    RepositoryError as RepositoryError,
-    RequestTimedOut as RequestTimedOut,
-    RuntimeClosed as RuntimeClosed,
-    SequenceLost as SequenceLost,
-    StubDied as StubDied,
-)
-from moonpool.runtime.model.request import ResponseAllocator as ResponseAllocator
-from moonpool.runtime.model.backend import (
-    Backend as Backend,
-    Model as Model,
-    ModelInstance as ModelInstance,
-)
-from moonpool.runtime.hosting.progress import Progress
-from moonpool.runtime.model.request import Response
-from moonpool.runtime.runtime import Runtime
-from moonpool.runtime.process.sigterm import exit_on_sigterm
-from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.version import VERSION
-from moonpool.stub.native.hints import Outputs, TensorType
 
 __version__ = VERSION
 
 if TYPE_CHECKING:
+    # `__all__` has what a program begins with, and `help(moonpool)` shows no more. With `as`, the other names are no less
+    # public: type checkers and editors offer them.
     # A type checker knows no types such as `Float32[Batch, 3]`. It reads them as `Annotated[Batch, 3]`: an array, with
     # a note that it ignores. It follows an import of `Annotated` under another name, but no assignment.
     from typing import (
@@ -80,34 +50,105 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from moonpool import errors as errors
+    from moonpool.errors import (
+        BadEnvironment as BadEnvironment,
+        ConfigError as ConfigError,
+        ExecuteTimedOut as ExecuteTimedOut,
+        InvalidRequest as InvalidRequest,
+        LoadFailed as LoadFailed,
+        ModelError as ModelError,
+        ModelNotFound as ModelNotFound,
+        ModelUnavailable as ModelUnavailable,
+        MoonpoolError,
+        OutOfMemory as OutOfMemory,
+        QueueFull as QueueFull,
+        QueueTimeout as QueueTimeout,
+        RepositoryError as RepositoryError,
+        RequestTimedOut as RequestTimedOut,
+        RuntimeClosed as RuntimeClosed,
+        SequenceLost as SequenceLost,
+        StubDied as StubDied,
+    )
     from moonpool.ipc.cuda.array import DeviceArray
+    from moonpool.runtime.hosting.progress import Progress
+    from moonpool.runtime.model.backend import (
+        Backend as Backend,
+        Model as Model,
+        ModelInstance as ModelInstance,
+    )
+    from moonpool.runtime.model.request import Response, ResponseAllocator as ResponseAllocator
+    from moonpool.runtime.process.sigterm import exit_on_sigterm
+    from moonpool.runtime.runtime import Runtime
+    from moonpool.runtime.schedule.stream import ResponseStream
+    from moonpool.stub.native.hints import Outputs, TensorType
 
     Batch: TypeAlias = NDArray[Any]
 else:
-    from moonpool.stub.native.hints import (
-        Batch,
-        Bool,
-        Bytes,
-        Float16,
-        Float32,
-        Float64,
-        Int8,
-        Int16,
-        Int32,
-        Int64,
-        UInt8,
-        UInt16,
-        UInt32,
-        UInt64,
-    )
+    # The names by the modules that have them. A program that only names types, or an error, does not wait for the runtime,
+    # and one that imports this long before its first load waits then.
+    _NAMES = {
+        "errors": (
+            "BadEnvironment",
+            "ConfigError",
+            "ExecuteTimedOut",
+            "InvalidRequest",
+            "LoadFailed",
+            "ModelError",
+            "ModelNotFound",
+            "ModelUnavailable",
+            "MoonpoolError",
+            "OutOfMemory",
+            "QueueFull",
+            "QueueTimeout",
+            "RepositoryError",
+            "RequestTimedOut",
+            "RuntimeClosed",
+            "SequenceLost",
+            "StubDied",
+        ),
+        "ipc.cuda.array": ("DeviceArray",),
+        "runtime.hosting.progress": ("Progress",),
+        "runtime.model.backend": ("Backend", "Model", "ModelInstance"),
+        "runtime.model.request": ("Response", "ResponseAllocator"),
+        "runtime.process.sigterm": ("exit_on_sigterm",),
+        "runtime.runtime": ("Runtime",),
+        "runtime.schedule.stream": ("ResponseStream",),
+        "stub.native.hints": (
+            "Batch",
+            "Bool",
+            "Bytes",
+            "Float16",
+            "Float32",
+            "Float64",
+            "Int8",
+            "Int16",
+            "Int32",
+            "Int64",
+            "Outputs",
+            "TensorType",
+            "UInt8",
+            "UInt16",
+            "UInt32",
+            "UInt64",
+        ),
+    }
+    _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
     def __getattr__(name: str) -> object:
-        """Load what concerns devices when somebody asks for it."""
-        if name == "DeviceArray":
-            from moonpool.ipc.cuda.array import DeviceArray
+        """Import the module that has a name when a program first asks for it."""
+        if name == "errors":
+            return importlib.import_module("moonpool.errors")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"moonpool.{_MODULES[name]}"), name)
+        # The next access does not come here.
+        globals()[name] = found
+        return found
 
-            return DeviceArray
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __dir__() -> list[str]:
+        """List the names that are not imported yet, too, except the one that few programs need."""
+        return sorted({*globals(), *_MODULES, "errors"} - {"DeviceArray"})
 
 
 # In the order in which a program meets them.
