@@ -30,7 +30,7 @@ class Row(NamedTuple):
     main_us: float
 
 
-# Name in a table, unit, and true if the short table has it.
+# Each has its name in a table, its unit, and true if the short table has it.
 _SHOWN = {
     "requests_per_s": ("", "requests/s", True),
     "p99_us": ("p99, ", "µs", False),

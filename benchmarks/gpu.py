@@ -29,7 +29,7 @@ SIZES = {
     "1 GB": 1 << 30,
 }
 _QUICK = ("16 B", "1 MB")
-# A trip of more bytes through ordinary memory shows nothing new, and takes long.
+# Larger tensors through ordinary memory show nothing new, and take long.
 _LARGEST_COPIED = 1 << 28
 _GOAL_SMALL = "at most 1.5"
 _GOAL_LARGE = "1"
@@ -114,7 +114,7 @@ def measure(report: Report, quick: bool) -> None:
     where = device(0)
     report.note(f"{where.name}; {_driver()}.")
     rounds, calls = (1, 2) if quick else (10, 50)
-    # A tensor and its answer, and as much again for the libraries to compare with.
+    # The card holds a tensor and its answer, and as much again for the libraries to compare with.
     most = where.memory_info()[0] // 16
     sizes = {
         name: size for name, size in SIZES.items() if size <= most and (not quick or name in _QUICK)

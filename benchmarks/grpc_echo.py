@@ -21,7 +21,7 @@ from benchmarks.rounds import Series, in_turns
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 CALLERS = 16
-# By name: the server, and true if the library's threads read the sockets.
+# Each has its server, and true if the library's threads read the sockets.
 KINDS = {
     "polling thread": ("core", False),
     "polling thread, sockets read by others": ("core", True),
@@ -58,7 +58,7 @@ def echo(data: bytes) -> bytes:
     return response
 
 
-# Servers, each in a process of its own: they print their port, and end with their input
+# Servers: each has a process of its own, prints its port, and ends with its input
 
 
 def serve_core() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Looks at the run queue, 0.3 s in all, and the pause between two of them.
+# The run queue is read so many times, with this pause between, in 0.3 s.
 _LOOKS = 20
 _PAUSE_S = 0.015
 

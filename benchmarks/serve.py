@@ -98,7 +98,7 @@ def _in_turns(
     return found
 
 
-# Name in a table, unit, and true if the short table has it.
+# Each has its name in a table, its unit, and true if the short table has it.
 _SHOWN = {
     "requests_per_s": ("", "requests/s", True),
     "p50_us": ("p50, ", "µs", False),

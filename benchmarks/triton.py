@@ -26,7 +26,7 @@ _INSTANCES = (1, 4)
 _SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24}
 _ROUNDS = 5
 _SECONDS = 1.5
-# Of each request for a stream.
+# Each request for a stream gets so many.
 _RESPONSES = 16
 _STREAM_CONFIG = """backend: "python"
 input [ { name: "X" data_type: TYPE_INT32 dims: [ 1 ] } ]

@@ -41,7 +41,7 @@ def main() -> None:
     if os.geteuid() == 0:
         become_nobody()
         os.environ["HOME"] = tempfile.gettempdir()
-        # The tree is not writable.
+        # This user may not write into the tree.
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.execvp(sys.argv[1], sys.argv[1:])
 

@@ -39,7 +39,7 @@ __all__ = [
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     if not pluginmanager.hasplugin("timeout"):
-        # A machine with a device has what it has, and no network.
+        # A machine with a card may lack the plug-in, and has no network to install it from.
         parser.addini(
             "timeout", "of pytest-timeout, which is not here: nothing ends a test that hangs"
         )
@@ -76,5 +76,5 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _has_gpu_tests(source: str) -> bool:
-    # By the mark, or by the fixtures that are a device of either kind.
+    # A GPU test has the mark, or a fixture for a device of either kind.
     return any(words in source for words in ("mark.gpu", "tests.gpu", "host: Host"))

@@ -31,7 +31,7 @@ def lack(first: int) -> None:
     """Have no watches for descriptors from this number on, in this process and its children, for good."""
     code = [
         (_LOAD, 0, 0, _NUMBER),
-        # By a ring, libuv asks epoll past the filter.
+        # With io_uring, libuv would call epoll_ctl past the filter.
         (_IF_EQUAL, 0, 1, kernel.NUMBERS["io_uring_setup"]),
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
         (_IF_EQUAL, 0, 5, kernel.NUMBERS["epoll_ctl"]),

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 from tests.waiting import Deadline, wait_until
 
-# Long enough for a process that was told to go, or was killed, to be noticed and reaped.
+# In this time a process that was asked to end, or was killed, is noticed and reaped.
 GRACE_S = 20.0
 SHM = "/dev/shm"
 
-# How a path begins that may stay open, and why.
+# Paths that begin like this may stay open, for this reason.
 LASTING_PATHS = {
     "/dev/nvidia": "the CUDA driver holds its devices open until the process ends",
     "/dev/shm/cuda.shm": "the CUDA driver keeps it until the process ends",
@@ -31,7 +31,7 @@ LASTING_PATHS = {
     "/dev/shm/moonpool_tests_": "a tritonserver has its regions until it is stopped, and they are removed then",
     "/dev/shm/triton_python_backend_": "a tritonserver that no test started; whose, not every user may see",
 }
-# In tests on a card: the CUDA driver makes one when it needs it, and keeps it.
+# On a card, the CUDA driver makes one of these when it needs it, and keeps it.
 ON_A_CARD = ("anon_inode:[eventfd]",)
 
 
@@ -97,7 +97,7 @@ def _is_used_elsewhere(name: str) -> bool:
     """Return true if another program on this machine has the entry open or mapped. Then the entry is not ours."""
     for process in os.listdir("/proc"):
         if process.isdigit() and int(process) != os.getpid():
-            # Processes end while they are being listed, and other users' are closed to us.
+            # Processes end while they are being listed, and those of other users cannot be read.
             with suppress(OSError):
                 if name in Path(f"/proc/{process}/maps").read_text(errors="replace"):
                     return True
@@ -113,12 +113,12 @@ def left_since(before: Holdings) -> list[str]:
     if not Holdings(lasting).beyond(before):
         return []
     gc.collect()
-    # Do not wait for entries of programs that run beside this one.
+    # This does not wait for entries of programs that run beside this one.
     others = {name for name in _shm_names() - before.names if _is_used_elsewhere(name)}
     deadline = Deadline(GRACE_S)
     with suppress(AssertionError):
         wait_until(lambda: not _without(Holdings(lasting), others).beyond(before), deadline)
-        # Not looked at again: some descriptors are open for a moment, now and then.
+        # The test has passed now. Another look might find a descriptor that is open for a moment.
         return []
     now = Holdings(lasting)
     now.names = {name for name in now.names - before.names if not _is_used_elsewhere(name)}

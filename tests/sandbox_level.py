@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from moonpool.runtime.model.config.model import ModelConfig
 
 _PACKAGES = (str(Path(np.__file__).resolve().parents[1]), False)
-# Paths, and whether they may be written to: of the test that runs.
+# The paths of the running test. True if they may be written to.
 _shared: list[tuple[str, bool]] = []
-# What no model has at `best-effort` and `strict` unless it was granted.
+# No model has these at `best-effort` and `strict` without a grant.
 WITHHELD = {
     "processes": "a model has no other processes, and no semaphores to share with them",
     "descriptors": "a model sends none to anybody",
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
             sandbox_paths=(*options.sandbox_paths, *_shared, _PACKAGES),
         )
 
-    # For good: the option is for the whole process.
+    # This is never undone, because the option is for the whole process.
     ModelOptions.from_parameters = from_parameters  # type: ignore[assignment, method-assign]
 
 
@@ -86,7 +86,7 @@ def _models_share_the_folder_of_a_test(request: pytest.FixtureRequest) -> Iterat
         yield
         return
     folder: Path = request.getfixturevalue("tmp_path")
-    # Models of root's are users of their own.
+    # If the tests run as root, each model is a user of its own.
     folder.chmod(0o777)
     _shared.append((str(folder.resolve()), True))
     yield

@@ -9,7 +9,7 @@ def load(config: pytest.Config) -> None:
     """Load the profile of this suite; `--hypothesis-profile=default` tries more examples."""
     try:
         from hypothesis import HealthCheck, settings
-    except ImportError:  # a machine with a device may lack it, and runs no such test
+    except ImportError:  # a machine with a card may lack it, and runs no such test
         return
     settings.register_profile(
         "moonpool", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -38,7 +38,7 @@ QUESTIONS = (
     "triton",
     "gpu",
 )
-# Not every machine has the things that these measure. Then they say so, and have no figures.
+# Not every machine has what these measure. Without it they say so, and have no figures.
 DEPENDENT = ("triton", "gpu")
 
 pytestmark = [

@@ -36,7 +36,7 @@ def tool(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         pytest.fail(f"docs/{name}.py is missing")
     module = importlib.util.module_from_spec(spec)
-    # Classes look for their module there.
+    # Dataclasses look for their module there.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

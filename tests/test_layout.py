@@ -20,7 +20,7 @@ from moonpool.stub.native import hints
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(moonpool.__path__[0])
 FOLDERS = ("ipc", "stub", "runtime", "testing")
-# The links are followed, so that an offender is named as it is found in the tree.
+# Links are resolved, so a failure names the file as it is in the tree.
 SOURCES = {
     path: path.read_text()
     for folder in FOLDERS
@@ -30,7 +30,7 @@ MODEL_SIDE = [path for path in SOURCES if path.is_relative_to((PACKAGE / "ipc").
     path for path in SOURCES if path.is_relative_to((PACKAGE / "stub").resolve())
 ]
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-# Each takes longer to import than the rest of moonpool, and no one who only infers needs it.
+# Each takes longer to import than the rest of moonpool, and a program that only infers does not need it.
 HEAVY = {
     "asyncio",
     "concurrent.futures.process",
@@ -65,7 +65,7 @@ def modules(*folders: str) -> list[str]:
         for folder in folders:
             base = (PACKAGE / folder).resolve()
             if path.is_relative_to(base / "backends"):
-                continue  # a model's file, which nobody imports but its own process
+                continue  # a model's file, which only its own process imports
             if path.is_relative_to(base) and path.name != "__main__.py":
                 words = ["moonpool", folder, *path.relative_to(base).with_suffix("").parts]
                 names.append(".".join(words).removesuffix(".__init__"))
@@ -163,7 +163,7 @@ def test_no_short_module_has_one_importer() -> None:
     assert {name for name in short if users[name] == 1} - APART.keys() == set()
 
 
-# Packages that may be imported for type checkers alone: importing them takes long or is not possible everywhere.
+# These packages may be imported for type checkers alone, because importing them takes long or is not possible everywhere.
 FOR_TYPES_ALONE = HEAVY | {
     "IPython",
     "_typeshed",
@@ -259,7 +259,7 @@ def test_what_runs_beside_a_model_is_python_3_9(path: Path) -> None:
     }
 
     assert keywords & {"strict", "slots", "kw_only"} == set()
-    # Annotations such as `int | None` are not evaluated then.
+    # With this import, annotations such as `int | None` are not evaluated.
     if any(isinstance(node, ast.FunctionDef | ast.AnnAssign) for node in ast.walk(tree)):
         assert "from __future__ import annotations" in SOURCES[path]
 
@@ -330,7 +330,7 @@ def test_no_module_goes_by_its_bare_name() -> None:
 
 
 def test_an_installation_puts_nothing_but_moonpool_on_the_path() -> None:
-    # A tree that was built once has its list of sources beside it, which is no installation.
+    # A tree that was built once has a list of its sources, which is not an installation.
     installed = [
         found for found in metadata.distributions(name="moonpool") if found.read_text("RECORD")
     ]
@@ -341,7 +341,7 @@ def test_an_installation_puts_nothing_but_moonpool_on_the_path() -> None:
 
     # Type checkers look for type information there; no program can import those names.
     typed = {"triton_python_backend_utils-stubs", "c_python_backend_utils-stubs"}
-    # Of the module beside the package.
+    # This folder belongs to the module beside the package.
     cached = {"__pycache__"}
     assert {
         name
@@ -407,7 +407,7 @@ def test_no_source_has_an_unfinished_place_or_a_path_of_somebody_s_machine() -> 
     ] == []
 
 
-# Words that `docs/GLOSSARY.md` has another word for, as parts of names.
+# `docs/GLOSSARY.md` has another word for each of these parts of names.
 OLD_WORDS = {
     "audience": "sharing",
     "crew": "workers",
@@ -445,7 +445,7 @@ def test_names_have_the_words_of_the_glossary() -> None:
     ] == []
 
 
-# Public classes that have one name for a reason.
+# Several public classes may have one of these names, for the reason given.
 SAME_NAMES = {
     "End": "the ends of two channels, each with the table of its messages",
     "InferenceRequest": "Triton's name in the stub, and the runtime's side of the same thing",
@@ -463,7 +463,7 @@ def test_no_two_public_classes_have_one_name() -> None:
     found: dict[str, list[str]] = {}
     for path, source in SOURCES.items():
         if "backends" in path.parts:
-            continue  # models, each of which has the class that Triton looks for
+            continue  # models, which all have the class that Triton looks for
         for node in ast.parse(source).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(path.name)

@@ -32,7 +32,7 @@ def test_the_license_is_told_and_is_there() -> None:
 
 @pytest.mark.promise("The package", "The package names its license and …")
 def test_an_installed_package_brings_its_license() -> None:
-    # One that is installed for editing says what was so when it was installed.
+    # An editable installation has the metadata of the time when it was installed.
     installed = [
         found
         for found in metadata.distributions(name="moonpool")
@@ -54,7 +54,7 @@ def test_classifiers_are_for_the_pythons_that_are_required() -> None:
     ]
 
     assert f">={versions[0]}" == PROJECT["requires-python"]
-    # The index knows it by `license`, and refuses both together.
+    # The index reads `license`, and refuses a package with both.
     assert not [each for each in PROJECT["classifiers"] if each.startswith("License ::")]
 
 
@@ -84,7 +84,7 @@ def test_nobody_is_told_to_install_moonpool_from_the_index() -> None:
     files += [
         path for folder in ("ipc", "stub", "runtime") for path in (ROOT / folder).rglob("*.py")
     ]
-    # A path, an extra of one, or a package that needs moonpool are something else.
+    # A path, an extra of a path, or a package whose name begins with moonpool is allowed.
     advice = re.compile(r"pip install[^\n]*[ '\"]moonpool(?![\w/-])")
 
     assert [
@@ -108,7 +108,7 @@ def test_a_source_distribution_is_the_repository(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, symlinks=True, ignore=_left_behind)
     expected = _files(tree)
-    # Files that work leaves in a tree.
+    # Builds, tests and fuzzing leave such files in a tree.
     for litter in ("ipc/__pycache__/x.pyc", "runtime/triton/native/build/x.o", "tests/crash-x"):
         (tree / litter).parent.mkdir(parents=True, exist_ok=True)
         (tree / litter).write_text("")

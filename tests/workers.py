@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-# Each has a server for a whole run, with models to load: dozens of them where it is tritonserver.
+# Each of these has a server for a whole run, and loads its models: dozens of them in a tritonserver.
 WITH_SERVERS = (
     "tests/server/clients",
     "tests/server/hostile",
@@ -14,7 +14,8 @@ WITH_SERVERS = (
     "tests/triton/backend",
     "tests/triton/protocol",
 )
-# Seconds that a unit takes, where its tests are few for that: begun early, it leaves no worker alone in the end.
+# These units take so many seconds although their tests are few. They begin early, so no worker is left alone with one at the
+# end.
 SECONDS = {
     "tests/chaos/test_chaos.py": 35,
     "tests/chaos/test_chaos_served.py": 15,

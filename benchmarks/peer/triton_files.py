@@ -75,7 +75,7 @@ class TritonFiles:
 
     def environment(self) -> dict[str, str]:
         """Variables under which Triton's stub finds this interpreter's library and packages."""
-        # Variables for this interpreter would break another one's models.
+        # PYTHON variables of this interpreter would break models of another one.
         kept = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
         return {
             **kept,

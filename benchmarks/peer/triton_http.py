@@ -23,7 +23,7 @@ class TritonHttp(Peer):
     def __init__(self) -> None:
         try:
             self._http: Any = importlib.import_module("tritonclient.http")
-        except (ImportError, RuntimeError) as error:  # RuntimeError: there, but without HTTP
+        except (ImportError, RuntimeError) as error:  # RuntimeError: it is installed without HTTP
             raise Unavailable(f"{error}; pip install tritonclient[http]") from error
         self._clients = threading.local()
         self._files = TritonFiles()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# For the code of the model that asks.
+# The code of each asking model begins with this.
 PRELUDE = """
 import asyncio, json, threading, time
 
@@ -34,10 +34,10 @@ def timed(model, seconds=0, **more):
     return asking(model, ["Y"], X=np.array([[seconds]], np.float32), **more)
 """
 
-# For the code of a model that is asked.
+# These stand in the code of asked models.
 COUNT_TO_4 = '"for n in range(4): sender.send(y(n), FINAL if n == 3 else 0)"'
 AND_END = '"for n in range(2): sender.send(y(n))", "sender.send(flags=FINAL)"'
-# Sends one, and the rest when it is cancelled.
+# This code sends one response, and the rest when the request is cancelled.
 UNTIL_CANCELLED = """
     "sender.send(y(0))",
     "def run():",
@@ -49,7 +49,7 @@ STUBBORN = UNTIL_CANCELLED.format(then="sender.send(y(1)); sender.send(y(2), FIN
 POLITE = UNTIL_CANCELLED.format(
     then="sender.send(failed('gone', pb_utils.TritonError.CANCELLED), FINAL)"
 )
-# Four of them answer when all four are there.
+# Four requests with this code wait for each other before they answer.
 TOGETHER = """
     "barrier = model.__dict__.setdefault('barrier', threading.Barrier(4))",
     "def run():",
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
     code: str
     values: list[Any]
-    # Whether Triton 2.51 has what it is about, and comes to the same.
+    # True if Triton 2.51 has the feature and gives the same values.
     is_tritons: bool = True
 
 

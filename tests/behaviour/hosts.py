@@ -20,7 +20,7 @@ from tests.triton.server import TritonServer, interpreter
 
 from moonpool import testing
 
-# The model that runs the code, and those that it asks.
+# The first model runs the code and asks the others.
 ASKER = "snippets"
 ASKED = ("sends", "streams", "timed", "timed_fixed", "timed_alone")
 TIMEOUT_S = 60.0

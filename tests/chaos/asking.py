@@ -47,7 +47,7 @@ CAST: list[tuple[str, str, Config, int]] = [
         1,
     ),
 ]
-# Models that no other model calls, and that answer with their batches: their counts are the requests sent to them.
+# No other model calls these, and they answer with their batches, so their counts are the requests sent to them.
 COUNTED = ("asker", "sums", "wide", "strings")
 
 Ask = Callable[[random.Random], Awaitable[None]]
@@ -129,7 +129,7 @@ class Crowd:
         for step in range(steps):
             x = dice.randint(1, 9)
             wanted += x
-            # Longer than a sequence may be idle, so it has ended.
+            # A pause longer than a sequence may be idle has ended it.
             pause_s = time.monotonic() - answered_s
             kind = f"step {step} after {pause_s:.3f} s"
             with self._tally.request("sums", kind) as request:

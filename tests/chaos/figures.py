@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-# `socket:[1234]`, `/memfd:moonpool-17 (deleted)`: without the numbers.
+# This matches `socket:[1234]` and `/memfd:moonpool-17 (deleted)` up to the numbers.
 _KIND = re.compile(r"[^\[]*?(?=:\[|-\d|$)")
 STUB = b"triton_python_backend_stub"
 
@@ -46,12 +46,12 @@ def figures_of(pid: int, open_files: Callable[[], int] | None = None) -> Figures
         with suppress(FileNotFoundError):
             path = f"/proc/{pid}/fd/{fd}"
             target = os.readlink(path)
-            # Descriptors that are open for a moment only.
+            # Such descriptors are open for a moment only.
             if target.startswith("/proc/"):
                 continue
             if target.startswith("/memfd:"):
                 found = os.stat(path)
-                # A region that a contained process gave back: empty, and kept to be given to it again.
+                # An empty region was given back by a contained process, and is kept to be given to it again.
                 if not found.st_blocks:
                     continue
                 shared[found.st_ino] = found.st_size

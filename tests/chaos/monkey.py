@@ -91,7 +91,7 @@ class Monkey:
         pid = self._dice.choice(sorted(stubs))
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
-            # It may have ended, and its number may belong to another process.
+            # The process may have ended, and its number may belong to another one.
             if pid in children_of(self._pid):
                 return Victim(pid, pidfd)
             os.close(pidfd)
@@ -114,11 +114,11 @@ class Monkey:
 
             def feed() -> None:
                 with contextlib.suppress(ProcessLookupError):
-                    # Raises if it is gone, as its number may belong to another process.
+                    # This raises if the process is gone, because its number may belong to another one.
                     signal.pidfd_send_signal(victim.pidfd, 0)
                     try:
                         resource.prlimit(victim.pid, resource.RLIMIT_AS, before)
-                    except PermissionError:  # it has changed its user since
+                    except PermissionError:  # the process has changed its user since
                         victim.tell(signal.SIGKILL)
 
             self._later.append((time.monotonic() + self._dice.random(), feed, victim))

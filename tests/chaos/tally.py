@@ -22,10 +22,10 @@ MEMORY = (
 )
 DEATH = (
     r"Stub process '\S+' (is not healthy\. It (was killed by SIG(KILL|TERM|SEGV)|closed its channel"
-    # The error of a client, and the text that the log adds.
+    # This is a client's error, with the text that the log adds.
     r"|exited with \d (during|while)|exited with \d; its last words were: (moonpool\.ipc\.errors\.RemoteProtocolError: "
     r"|A process of the runtime is not listened to any more: "
-    # The stacks that it writes on SIGTERM.
+    # The stub writes these stacks on SIGTERM.
     r"|<no Python frame>|File \"))"
     r"|broke the protocol and was ended|took longer than \S+ s to execute a batch and was ended"
     r"|cannot be told anything any more)"
@@ -58,7 +58,7 @@ class Tally:
         self.sent: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
-        # Outcomes that must never be, each with its request.
+        # Outcomes that must never happen, each with its request.
         self.faults: list[str] = []
 
     @contextmanager

@@ -36,7 +36,7 @@ SETTLED_S = 30.0
 # a row grew by 25 MiB in all, while objects stayed what they were.
 GROWTH_BYTES = 32 << 20
 GROWTH_BLOCKS = 10_000
-# Packets that are no messages. A stub must reject all of them.
+# A stub must reject all of these packets.
 MALFORMED = (
     b"\xc1",
     b"\x90",
@@ -63,7 +63,7 @@ def feed(runtime: moonpool.Runtime, dice: random.Random) -> bool:
     except OSError:
         return False
     try:
-        # If it is still open, the descriptor was its own when it was copied.
+        # The channel is still open, so the copied descriptor was its own and not a later one of that number.
         if channel.fileno() == fd:
             os.write(copy, dice.choice(MALFORMED))
             return True
@@ -95,7 +95,7 @@ def lap(
     ended = {name: counted(runtime, name) - before[name] for name in COUNTED}
     sent = {name: tally.sent[name] for name in COUNTED}
     told = f"counted {ended}, sent {sent}; {tally}"
-    # The next request of a sequence that is lost already is refused, and no statistics count that.
+    # The next request of a lost sequence is refused, and no statistics count that.
     assert 0 <= sent.pop("sums") - ended.pop("sums") <= tally.outcomes["SequenceLost"], told
     assert ended == sent, told
     return tally, monkey
@@ -140,7 +140,7 @@ def test_whatever_becomes_of_the_stubs_every_request_has_one_outcome_and_nothing
     others = frozenset(children_of(os.getpid()))
     with moonpool.Runtime() as runtime:
         load_all(runtime, seed)
-        # The first region of callers' memory stays.
+        # The first region for `empty` arrays is never given back, so it exists before the first count.
         runtime.empty("wide", "X", 1)
         at_first = settled(runtime)
         lap(runtime, seed + 1, min(WARM_UP_S, seconds), others)

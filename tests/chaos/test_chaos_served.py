@@ -27,9 +27,9 @@ pytestmark = pytest.mark.promise("Chaos", "This holds through a server, too, ove
 
 WARM_UP_S = 5.0
 SETTLED_S = 30.0
-# Some tenths of a second without a change.
+# The figures must stay the same for some tenths of a second.
 READINGS = 20
-# As in `test_chaos`, and the memory that clients of both protocols leave in the allocator.
+# This is the growth of `test_chaos`, and the memory that clients of both protocols leave in the allocator.
 GROWTH_BYTES = 32 << 20
 CALLERS = 4
 MODELS = ("standard", "strict")

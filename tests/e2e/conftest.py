@@ -105,7 +105,7 @@ def furnish(root: Path) -> None:
     """Let an environment's interpreter import numpy, and one module that nobody else has."""
     site_packages = next(root.glob("lib/python*/site-packages"))
     elsewhere = str(Path(np.__file__).parents[1])
-    # venv-pack refuses a line that is a folder outside of the environment.
+    # venv-pack refuses a .pth line that is a folder outside of the environment, so this one is code.
     (site_packages / "elsewhere.pth").write_text(f"import sys; sys.path.append({elsewhere!r})\n")
     (site_packages / "only_here.py").write_text("WHERE = __file__\n")
 

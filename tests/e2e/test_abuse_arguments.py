@@ -95,7 +95,7 @@ TARGETS = (
     "pb_utils.empty({})",
     "pb_utils.empty(3, {})",
 )  # fmt: skip
-# Plain functions in Triton, which fail as Python does.
+# These are plain functions in Triton, too, and fail with Python's own texts.
 PYTHONS = (
     "pb_utils.get_", "pb_utils.triton", "pb_utils.numpy", "pb_utils.serialize", "pb_utils.deserialize",
     "pb_utils.using", "pb_utils.ModelConfig", "pb_utils.empty", "pb_utils.Tensor.from_dlpack('X'",

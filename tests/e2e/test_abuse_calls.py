@@ -17,7 +17,7 @@ CONFIG: Config = {
     "output": [tensor("SAID", "STRING", -1)],
 }
 STREAMS: Config = {"model_transaction_policy": {"decoupled": True}}
-# Asks another model to run a piece of code.
+# This code asks another model to run a piece of code.
 ASK = """
 def make(code="[said('other')]", model="other", **more):
     t = T("CODE", np.array([code.encode()], np.object_))
@@ -42,7 +42,7 @@ def models(runtime: moonpool.Runtime) -> Iterator[None]:
         hosted(runtime, "streams", MODELS / "wrong.py", CONFIG | STREAMS),
     ):
         yield
-        # An unload would wait for the senders that it keeps.
+        # The model keeps senders, and an unload would wait for them.
         do(runtime, "list(make('KEPT.clear()', 'streams').exec(True)); result = [said('done')]")
 
 

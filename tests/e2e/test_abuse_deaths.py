@@ -84,14 +84,14 @@ def test_a_stub_may_die_at_any_message(tmp_path: Path) -> None:
             except LoadFailed:
                 runtime.load("m", FILE, config=config(marker))
             everything(runtime)
-            # It may die now, but not a second time.
+            # The stub may die now, but not a second time.
             answers = [ask(runtime, "plain") for _ in range(3)]
             assert answers.count([b"last"]) >= 2, answers
             runtime.unload("m")
             if not marker.exists():
                 break
             at += STUB_STRIDE
-    # The least number: one before and one after each message that these send and read.
+    # Each of these reads a message and sends one, with a point before and a point after each.
     assert at > 4 * len(HOWS)
 
 
@@ -194,7 +194,7 @@ def marked(mark: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_runtime_may_be_killed_at_any_message() -> None:
-    mark = str(uuid.uuid4())  # all its stubs have it in their environment
+    mark = str(uuid.uuid4())  # all its stubs have this in their environment
     paths = [str(Path(__file__).parents[2]), *sys.path]
     environment = {
         **os.environ,

@@ -28,7 +28,7 @@ CALLEE: Config = {
     "output": [tensor("Y", "FP32", -1), tensor("SAID", "STRING", 1)],
 }
 SQUARE: Config = {"input": [tensor("X", "FP32", -1)], "output": [tensor("Y", "FP32", -1)]}
-# Requests may have a timeout.
+# With a queue policy, requests may have a timeout.
 HASTY: Config = {
     "max_batch_size": 0,
     "dynamic_batching": {
@@ -214,7 +214,7 @@ def test_an_error_comes_in_the_response_with_its_code(
     "only if the queue policy allows it. A model never sees a request that came too late.",
 )
 def test_a_timeout_is_for_the_queue_and_not_for_the_model(runtime: moonpool.Runtime) -> None:
-    # Each takes longer than the timeout: one has no queue policy, the other is idle.
+    # Both models take longer than the timeout. One has no queue policy, and the other is idle.
     for model, timeout_us in ("slow", 5), ("hasty", 100_000):
         told = json.dumps({"model": model, "timeout": timeout_us})
         outputs = runtime.infer("caller", {"DO": ["once" + told], "X": X}, timeout_s=PATIENCE_S)
@@ -301,7 +301,7 @@ def test_a_model_asks_itself(runtime: moonpool.Runtime) -> None:
     "leaves, with an unload and with the end of the runtime.",
 )
 def test_a_model_that_waits_for_itself_is_ended_by_its_timeout(runtime: moonpool.Runtime) -> None:
-    # Both instances wait for a third.
+    # Both instances are waiting, and the third request finds none.
     assert do(runtime, "recursive", depth=2, timeout=200_000) == (
         "UNAVAILABLE: Request timeout expired"
     )
@@ -311,7 +311,7 @@ def test_a_model_that_waits_for_itself_is_ended_by_its_timeout(runtime: moonpool
 def test_models_that_wait_for_each_other_are_let_go_when_the_client_leaves(
     runtime: moonpool.Runtime,
 ) -> None:
-    # Both instances wait for a third, and have no timeout.
+    # Both instances are waiting, the third request finds none, and none of them has a timeout.
     asked = {"DO": ['recursive{"depth": 2}'], "X": X}
     with pytest.raises(moonpool.RequestTimedOut):
         runtime.infer("caller", asked, timeout_s=0.5)
@@ -414,7 +414,7 @@ def test_a_runtime_is_closed_while_models_ask_each_other() -> None:
     with moonpool.Runtime(drain_timeout_s=0.2) as runtime:
         runtime.load("caller", MODELS / "caller.py", config=CALLER)
         runtime.load("square", MODELS / "square.py", config=SQUARE)
-        # One instance, which waits for itself without end.
+        # The only instance waits for itself, without end.
         stuck = runtime.submit("caller", {"DO": ['recursive{"depth": 1}'], "X": X})
         dispatcher = (
             runtime._models.find("caller").supervisor.records[0].instance.state._call_dispatcher

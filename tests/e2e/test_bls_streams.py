@@ -43,7 +43,7 @@ def test_responses_come_in_order_and_are_seen_again(
     runtime: moonpool.Runtime, count: int, size: int
 ) -> None:
     seen, again = json.loads(do(runtime, "streamed", count, size=size))
-    # The end comes without tensors.
+    # The last response has no tensors.
     assert seen == [[i] for i in range(count)] + [[]]
     assert again == [1] * count + [0]
 
@@ -60,7 +60,7 @@ def test_streams_that_wait_to_be_read(runtime: moonpool.Runtime) -> None:
 @pytest.mark.parametrize(("by", "said"), [("cancel", "ended"), ("forgetting", "forgotten")])
 def test_a_stream_is_left(runtime: moonpool.Runtime, by: str, said: str) -> None:
     assert json.loads(do(runtime, "cancelled", 1, by=by)) == [[0, 1, 2], said]
-    # The model learned of it, and ended.
+    # The model learned of the cancellation, and ended.
     wait_until(lambda: not len(runtime._models.find("endless").scheduler.open_requests))
 
 

@@ -96,7 +96,7 @@ def test_it_runs_inside_the_sandbox_from_its_first_instruction_on(
     lib = tmp_path / "environment" / "lib"
     assert f"inside with LD_LIBRARY_PATH={lib}" in caplog.text
     assert re.search(r"and HOME=\S*moonpool-scratch-", caplog.text)
-    # Once Python runs, the launcher is gone.
+    # Three lines of the script were denied, and it left no variable behind.
     assert caplog.text.count("] denied") == 3
     assert "MOONPOOL_HANDED_ON" not in caplog.text
 
@@ -107,7 +107,7 @@ def test_its_libraries_are_none_of_the_launcher_s(
     config = environment(
         tmp_path, f'#!/bin/sh\nunset LD_LIBRARY_PATH\nexec {sys.executable} "$@"\n'
     )
-    # The shell does without these; Python would not start.
+    # The shell does not need these libraries. Python would not start with such files in their place.
     for name in ("libm.so.6", "libpthread.so.0", "libdl.so.2"):
         (tmp_path / "environment" / "lib" / name).write_bytes(b"\x7fELF and nothing else")
 

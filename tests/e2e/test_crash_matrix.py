@@ -29,7 +29,7 @@ RAISED = {
     "memory": "Unable to allocate 16.0 GiB",
     "recursion": "RecursionError: maximum recursion depth exceeded",
 }
-# One of these is enough.
+# One case with each of these is enough.
 RARE_DEATHS = {
     "abort": "was killed by SIGABRT",
     "SIGTERM by default": "was killed by SIGTERM",
@@ -112,7 +112,7 @@ SIGNATURE: Config = {
     "input": [tensor("COMMAND", "STRING", 1)],
     "output": [tensor("PID", "INT64", 1)],
 }
-# Allows as many deaths as there are cases, each with a restart at once.
+# The model may die once in each case, and restarts at once.
 PATIENT = {"ENVIRONMENT": "FAULT_AT", "RESTART_WINDOW_S": 0.001, "MEMORY_LIMIT_BYTES": "8G"}
 
 
@@ -201,7 +201,7 @@ def ends_in_execute(
 
     survives = case.error is ModelError or (case.place == "a thread" and case.error is None)
     if not survives:
-        # The runtime notices without a request that meets it.
+        # The runtime notices the death although no request meets it.
         wait_until(lambda: runtime.instances(model)[0]["restarts"] == restarts + 1, 60.0)
         assert case.words in caplog.text
     assert (command(runtime, model, "answer") == before) == survives

@@ -30,7 +30,7 @@ RESPONDER: Config = {
     "input": [tensor("HOW", "STRING", 1), tensor("N", "INT32", 1)],
     "output": [tensor("Y", "INT32", -1)],
     "model_transaction_policy": {"decoupled": True},
-    # Some tests have thousands of requests open, and each may have a thread. At `strict` there are 512 at most.
+    # Some tests have thousands of requests open, and each may have a thread. The default at `strict` is 512.
     "parameters": {"MOONPOOL_TASK_LIMIT": {"string_value": "8192"}},
 }
 
@@ -189,7 +189,7 @@ def test_an_error_too_long_for_a_packet_arrives(runtime: moonpool.Runtime) -> No
     assert str(caught.value) == "x" * 60_000
 
 
-# Those who take them
+# Readers of streams
 
 
 def test_a_stream_can_be_iterated_over_in_an_event_loop(runtime: moonpool.Runtime) -> None:
@@ -346,7 +346,7 @@ def test_a_model_is_told_of_all_who_leave_at_the_same_time(runtime: moonpool.Run
         wait_until(lambda: values(ask(0)) == [many])
 
 
-# The page
+# The documentation
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="only the tests are here, without the documents")

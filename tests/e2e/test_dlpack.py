@@ -12,7 +12,7 @@ from tests.e2e.hosting import Config, hosted, tensor
 
 import moonpool
 
-# Keeps the capsule of the first input that it gets, and shows it on command.
+# The model keeps the capsule of its first input, and shows it on command.
 MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils

@@ -112,7 +112,7 @@ class TestEnvironments:
     def test_another_interpreters_home_is_left_behind(
         self, ask: Ask, virtual: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # A Python that believes this does not even start.
+        # A Python that used this variable would not even start.
         monkeypatch.setenv("PYTHONHOME", "/nowhere")
 
         assert ask("sys.prefix", env_path(virtual)) == str(virtual)
@@ -232,7 +232,7 @@ class TestPath:
         (packages / "from_the_user.py").write_text("HERE = True\n")
         monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
 
-        # This Python may be one of a virtual environment, which has none.
+        # This Python may be that of a virtual environment, which has no packages of a user. A conda environment has them.
         assert ask("__import__('from_the_user').HERE", env_path(conda))
 
     def test_the_stubs_own_files_are_no_modules(self, ask: Ask) -> None:
@@ -413,7 +413,7 @@ class TestLocale:
     @pytest.mark.parametrize(
         ("value", "expected", "language"),
         [
-            # Pythons before 3.12 take it for American English.
+            # Pythons before 3.12 take C.UTF-8 for American English.
             ("C.UTF-8", "C.UTF-8", ("C" if sys.version_info >= (3, 12) else "en_US", "UTF-8")),
             ("C", "C", (None, None)),
             ("no_SUCH.locale", "C", (None, None)),

@@ -256,7 +256,7 @@ def test_instances_are_recycled_under_load_and_every_answer_is_right(
             thread.join(120.0)
         assert wrong == []
         supervisor = runtime._models.find("recycled").supervisor
-        # 240 requests are six times 40; the two instances share them in any way.
+        # One instance serves all 240 requests, six times 40. Two instances share them in any way.
         least = callers * each_asks // limit if instances == 1 else 1
 
         def all_are_back() -> bool:

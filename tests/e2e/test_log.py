@@ -190,7 +190,7 @@ def test_messages_of_any_kind_and_size_do_no_harm(
     ]
 
 
-# The last ones, as they use up the lines that a model has.
+# Floods come last, because they use up the lines that a model may log.
 
 
 @pytest.mark.promise("Log", "Messages that a model logs …")
@@ -211,7 +211,7 @@ def test_a_fork_is_heard_also_if_a_thread_spoke_when_it_was_made(
     )
 
     assert said == repr([0] * 20)
-    # Of a flood of lines some are left out, also these.
+    # A flood loses some of its lines, and those of the forks may be among them.
     heard = lines(runtime, caplog)
     assert set(heard) >= {"I noise"}
 

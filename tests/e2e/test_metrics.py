@@ -44,7 +44,7 @@ def test_every_model_has_tritons_metrics(
 
         assert of(runtime, "nv_inference_request_success") == {good: 3, bad: 0}
         assert of(runtime, "nv_inference_count") == {good: 3, bad: 0}
-        # A request that fails was executed, too.
+        # Executions count failed requests, too.
         assert of(runtime, "nv_inference_exec_count") == {good: 3, bad: 3}
         assert of(runtime, "nv_inference_pending_request_count") == {good: 0, bad: 0}
         failures = of(runtime, "nv_inference_request_failure")

@@ -102,7 +102,7 @@ def test_a_stub_that_answers_without_reading_is_ended(runtime: moonpool.Runtime)
     pid = pid_of(runtime)
     ask(runtime, "answers in advance")
 
-    # The request that does not fit into the channel any more goes to the next process.
+    # The request that no longer fits into the channel goes to the next process.
     for _ in range(5000):
         ask(runtime)
         if pid_of(runtime) != pid:
@@ -274,7 +274,7 @@ def test_a_stub_that_is_behind_with_hearing_who_has_left_can_be_told_what_it_mus
     with hosted(runtime, "late", MODELS / "echo.py", config | options(**SEEN, REGION_BYTES="4K")):
         pid = pid_of(runtime, "late")
         asyncio.run(leave())
-        # It takes a region that the stub is to be told of, too.
+        # This request needs another region, so the stub gets a message about that, too.
         with pytest.raises(moonpool.ModelError, match=f"^{count} were cancelled"):
             runtime.infer("late", {"X": large}, request_id="ends the cancelled", timeout_s=60.0)
         assert pid_of(runtime, "late") == pid
@@ -387,7 +387,8 @@ def test_loads_are_copied_only_where_they_are_granted_and_as_many_as_there_is_ro
         taken_bytes = peak_bytes(load)
 
         assert said[0].startswith("1 to 40: [")
-        # The region itself; and where they are granted three messages, and another as it lay there and as it was read.
+        # The region takes 64 MiB. If loads are granted, so do three messages, and a fourth one twice: as it lay in the region
+        # and as it was read.
         most = 5 * 64 if why == "granted" else 0
         assert taken_bytes < (64 + most + 32) << 20
         monkeypatch.undo()

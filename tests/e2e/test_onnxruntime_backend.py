@@ -74,11 +74,11 @@ def test_the_platform_names_the_backend_and_requests_are_joined(
 
 
 def test_what_the_configuration_says_stays(runtime: moonpool.Runtime) -> None:
-    # It gives a tensor all dimensions of the graph, so that none is left for the batch.
+    # This configuration gives a tensor all dimensions of the graph, so none is left for the batch.
     assert runtime.config("whole").max_batch_size == 0
     assert tensors(runtime, "whole")["SUM"] == ("FP32", (-1, 3))
     assert runtime.infer("whole", BOTH, timeout_s=60.0)["SUM"].tolist() == (A + 1).tolist()
-    # It names one of two outputs.
+    # This configuration names one of two outputs.
     assert list(runtime.infer("narrow", BOTH, timeout_s=60.0)) == ["SUM"]
 
 

@@ -63,7 +63,7 @@ class TritonPythonModel:
         {at_execute}
 """
 STAGES = ["import", "initialize", "execute"]
-# The library's failure, and the text beside the limit.
+# Each has the model's code and the part of the reason beside the limit.
 ENDS = {
     "an exception of C++": ("library.throws()", "was killed by SIGABRT"),
     "a pointer to nothing": ("library.touches()", "was killed by SIGSEGV"),

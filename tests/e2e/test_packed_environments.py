@@ -79,12 +79,12 @@ def test_a_model_runs_in_what_the_command_packs(
         if shutil.which(program, path=path) is None:
             pytest.skip(f"there is no {program}")
     source: Path = request.getfixturevalue(kind)
-    # The page's commands are given beside a folder of this name. conda-pack finds nothing through a link.
+    # The documented commands expect a folder of this name. It is a copy, because conda-pack finds nothing through a link.
     subprocess.run(["cp", "-a", source, tmp_path / "env"], check=True)
     subprocess.run(
         ["bash", "-euc", command], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True
     )
-    # Only the archive is left of it.
+    # From here on, only the archive exists.
     shutil.rmtree(tmp_path / "env")
     (archive,) = tmp_path.glob("env.*")
     parameters = {"EXECUTION_ENV_PATH": {"string_value": str(archive)}}

@@ -146,11 +146,11 @@ def test_initialize_is_called_once_where_the_model_asks_for_that(
 ) -> None:
     with hosted(runtime, "m", FILE, config("initialize", level), instances=3):
         assert count(marks, "initializes") == 1
-        # One more is the process in which it completes its configuration.
+        # The process that completes the configuration imports the file once more.
         assert count(marks, "imports") == 2
         said = ask(runtime)
         assert said["imported_by"] == inside(template(runtime))
-        # All of them have the arguments of the first instance.
+        # All forks have the arguments of the first instance.
         assert said["instance"] == "m_0_0"
 
     assert count(marks, "finalizes") == 3
@@ -163,7 +163,7 @@ def test_every_instance_has_regions_of_its_own(runtime: moonpool.Runtime, prefor
         seen = [regions(pid) for pid in pids(runtime)]
         assert all(seen)
         assert len(set.union(*seen)) == sum(map(len, seen))
-        # The template's own arguments are in none of them, and not in the template.
+        # The template has no regions.
         assert regions(template(runtime)) == set()
 
 
@@ -260,7 +260,7 @@ def test_at_strict_a_fork_is_as_confined_as_its_template_and_may_not_fork(
         assert "share a template with its other instances" in shown["granted"]
         with pytest.raises(ModelError, match="not permitted"):
             ask(runtime, "fork")
-        # Each has one filter more than the process that may fork.
+        # Each fork has one filter more than the template, which may fork.
         (filters,) = status(template(runtime), "Seccomp_filters")
         more = [status(pid, "Seccomp_filters") for pid in pids(runtime)]
         assert more == [[str(int(filters) + 1)]] * 2
@@ -470,7 +470,7 @@ def test_a_model_with_threads_is_started_without_a_template(
     with hosted(runtime, "m", FILE, config("imports"), instances=2):
         assert {parent(pid) for pid in pids(runtime)} == {os.getpid()}
         assert ask(runtime)["pid"] in pids(runtime)
-        # The template, the completion and two instances.
+        # The template, the completion and two instances import the file.
         assert count(marks, "imports") == 4
     assert caplog.text.count("it has 2 threads") == 1
     assert "instances are started without it" in caplog.text
@@ -520,5 +520,5 @@ def test_an_unload_does_not_wait_for_a_template_that_hangs(
         os.kill(template(runtime), signal.SIGKILL)
         wait_until(lambda: count(marks, "imports") == 2, 60.0)
         unloading = Deadline(30.0)
-    # Far less than the two minutes that the hanging import may take.
+    # The unload takes far less than the two minutes that the hanging import may take.
     assert not unloading.is_over

@@ -56,7 +56,7 @@ with moonpool.Runtime() as runtime:
         runtime.infer("m", {{"X": np.full(1, number, np.float32)}})
 print("ends")
 """
-# The process in which it completes its configuration imports it, too.
+# The process that completes the configuration imports the file, too.
 LINES = [
     "[m_auto_complete] imported",
     *[f"[m_0] {each}" for each in ("imported", "has 0", "has 1", "has 2")],
@@ -255,9 +255,9 @@ def test_what_a_model_prints_later_stands_below_the_cell_of_that_moment(folder: 
         (["ask(102); time.sleep(3); print('after')"], 0.0),
         (["runtime.close()"], 0.0),
     )
-    # Between two cells, the earlier one.
+    # What is printed between two cells appears below the earlier one.
     assert late == ["asks 1\n[m_0] has 1\n", "asks 101\n[m_0] has 101\n[m_0] later: 101\n"]
-    # Before the end of that cell, in the order of time.
+    # What is printed during a cell appears in the order of time.
     assert slow == ["asks 102\n[m_0] has 102\n[m_0] later: 102\nafter\n"]
 
 

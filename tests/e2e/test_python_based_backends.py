@@ -68,7 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         "backends/speaker/other.py": SAYS_WHERE.replace('"SAID"', '"SAID_BY_OTHER"'),
         "backends/speaker/helper.py": "WHO = 'beside the backend'",
         "backends/python/shared.py": "WHO = 'for all'",
-        # A backend that comes with moonpool, in the user's own form.
+        # The user's own version replaces a backend that comes with moonpool.
         "backends/onnxruntime/model.py": SAYS_WHERE,
         "backends/onnxruntime/helper.py": "WHO = 'another'",
         "models/one/1/anything": "",
@@ -116,7 +116,7 @@ def test_a_backend_s_file_serves_all_its_models(
         assert args["model_repository"] == str(repository / model)
         assert args["model_instance_name"].startswith(model)
         config = json.loads(args["model_config"])
-        # As Triton writes them.
+        # Triton writes them so, too.
         assert (config["backend"], config["runtime"]) == ("speaker", "model.py")
         assert config["default_model_filename"] == ""
 

@@ -55,7 +55,7 @@ class Storm:
                 )
             except moonpool.MoonpoolError as error:
                 self._count(type(error).__name__)
-                return  # the model's state of the sequence is not known any more
+                return  # nobody knows any more what the model has of the sequence
             self._count("answered")
             found = float(
                 str(response.outputs["Y"].item(), "utf-8").partition('"sum": ')[2].split(",")[0]

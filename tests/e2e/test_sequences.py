@@ -301,7 +301,7 @@ def test_places_in_a_direct_batch_are_kept_and_empty_ones_are_zeros(serve: Serve
         client.open()
         assert told(held)["batch"] == ["1a"]
         assert [told(each)["batch"] for each in behind] == [["1b", "", "3b"]] * 2
-        # Requests that nobody sent count only in the sizes of batches.
+        # Empty slots count in the sizes of batches only.
         statistics = client.runtime.statistics("m")
         assert statistics["inference_count"] == 7
         assert {each["batch_size"] for each in statistics["batch_stats"]} == {1, 2, 3}
@@ -372,13 +372,13 @@ def test_texts_are_ids_where_the_input_for_ids_is_one(serve: Serve) -> None:
 
 @pytest.mark.promise("Sequences", "If there are more sequences …")
 def test_sequences_over_the_slots_wait_until_one_ends_or_is_idle_for_too_long(serve: Serve) -> None:
-    # Long enough for the first one to be ended.
+    # The first sequence ends by its own request, not by this idle time.
     with serve(max_batch_size=1, max_sequence_idle_microseconds=2_000_000) as client:
         client.ask("1s")
         second, third = client.send("2s"), client.send("3s")
         assert client.ask("1e")["sum"] == 2
         assert told(second)["which"] == 2
-        assert told(third)["which"] == 3  # as sequence 2 sent nothing
+        assert told(third)["which"] == 3  # sequence 2 was idle for too long
         with pytest.raises(moonpool.InvalidRequest, match="sequence 2 to model 'm' must specify"):
             client.ask("2")
 
@@ -439,7 +439,7 @@ def test_a_model_may_ask_a_model_with_sequences(
             runtime.infer("forwards", x, timeout_s=PATIENCE_S, correlation_id=9)
 
 
-# Callers that leave, models that unload, processes that die
+# Callers that give up, models that unload, processes that die
 
 
 def test_a_request_whose_caller_left_is_not_executed(serve: Serve) -> None:

@@ -16,7 +16,7 @@ import moonpool
 
 PATIENCE_S = 120.0
 SOURCE = str(Path(next(iter(moonpool.__path__))).parent)
-# Signals that a shell ignores for a background job, nohup, a daemon, and a program that waits for signals in a thread.
+# These are ignored by a shell for a background job, by nohup, by a daemon, and by a program that waits for signals in a thread.
 IGNORED = ("SIGINT", "SIGQUIT", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGALRM")
 BLOCKED = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGALRM")
 
@@ -46,7 +46,7 @@ class TritonPythonModel:
         text = np.array([json.dumps(told)], dtype=object)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("SEEN", text)]) for _ in requests]
 """
-# Before the runtime is there, as its parent would.
+# The program sets its signals before it makes a runtime, as its parent would.
 PROGRAM = """
 import json, signal, sys
 ignored, blocked, config = map(json.loads, sys.argv[2:])
@@ -108,7 +108,7 @@ def test_what_a_model_starts_has_default_dispositions(
     assert seen_by_a_model(tmp_path, SANDBOX="off")["child"] == PYTHONS_OWN["ignored"]
 
 
-# A parent that ignores the ends of its children, and becomes a command.
+# This program ignores the ends of its children, and becomes a command.
 BECOMES = """
 import os, signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.promise(
 
 REQUESTS = 30_000
 WARM_UP = 10_000
-# The memory that an allocator may keep, and the scatter of the figures.
+# An allocator may keep so much memory, and the figures scatter.
 GROWTH_BYTES = 4 << 20
 REMEMBERED = "moonpool.runtime.stubs.layout."
 

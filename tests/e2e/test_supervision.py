@@ -334,7 +334,7 @@ def test_unload_does_not_wait_for_the_time_of_a_restart(runtime: moonpool.Runtim
     assert "victim" not in runtime.models()
 
 
-# Failures that no model is to blame for
+# Failures that are not the model's fault
 
 
 @contextlib.contextmanager
@@ -366,7 +366,7 @@ def test_a_start_for_which_the_runtime_has_no_descriptors_is_no_death_of_the_mod
         assert "Too many open files" in caplog.text
 
         assert ask(runtime) != pid
-        # One death, and one restart that succeeded.
+        # The stub died once, and was restarted once with success.
         assert runtime.instances("victim")[0]["restarts"] == 1
 
 

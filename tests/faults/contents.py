@@ -30,7 +30,7 @@ from moonpool.ipc.messages import (
     Text,
 )
 
-# Begins lines, moves the cursor, turns text around, is no character.
+# These begin lines, move the cursor, turn text around, or are not valid characters.
 CONTROLS = "\n[forged_0] \x1b[31m\r\x85\u2028\u202e\0\ud7ff\uffff"
 MANY = 400
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 MISBEHAVE = Path(__file__).parent / "misbehave.py"
-# The names alone; the functions need the channels of a stub.
+# Only the names are read, because the functions need the channels of a stub.
 FAULTS = [
     line.split('"')[1]
     for line in MISBEHAVE.read_text().partition("FAULTS: dict")[2].partition("\n}\n")[0].split("\n")
     if line.startswith('    "')
 ]
-# What the log says of each fault, at both ends of a stub. Those of `FAULTS` that are not here break the protocol in words of
-# the codec.
+# The log has these words for each fault, at both ends of a stub. For a fault that is not listed, it has words of the codec.
 WORDS = {
     "garbage": "a packet that is not msgpack",
     "an empty packet": "closed its channel during execute",

@@ -193,7 +193,7 @@ def stored(say: Callable[[Peer], socket.socket]) -> Fault:
     """Point to a message in memory that unpacks to seventy times its size."""
 
     def send(peer: Peer) -> None:
-        # Led as a request to another model is, so that it is not refused for its beginning.
+        # It begins as a request to another model does, so it is not refused for its beginning.
         bomb = b"\xdd\x00\x30\x00\x02" + bytes([Kind.INFER, 1]) + b"\x90" * 0x300000
         region, fd = grown(peer, len(bomb))
         os.pwrite(fd, bomb, 0)
@@ -332,7 +332,7 @@ def grown(peer: Peer, size: int) -> tuple[int, int]:
     """Get another region of so many bytes, and its descriptor."""
     peer.tell(Kind.GROW, size, NO_DEVICE)
     fds: list[int] = []
-    while not fds:  # something else may be told before
+    while not fds:  # other messages may come before it
         packet, fds, _, _ = socket.recv_fds(peer.control, MAX_PACKET_BYTES, 1)
     return peer.control_codec.decode(packet)[1], fds[0]
 
@@ -429,7 +429,7 @@ def loads_much(peer: Peer) -> None:
     region, fd = grown(peer, size)
     for number in range(1, 41):
         at = number * apart
-        # All but the two bytes of an empty file's contents: those are another length, and the zeros behind it.
+        # The message lacks the two bytes of the empty file. In their place stand another length, and the zeros behind it.
         beginning = encode(Kind.LOAD_MODEL, number, "another", "{}", [["file:1/x", b""]])[:-2]
         contents = size - at - len(beginning) - 5
         os.pwrite(fd, beginning + b"\xc6" + contents.to_bytes(4, "big"), at)
@@ -457,7 +457,7 @@ def call_of_strings(peer: Peer) -> None:
     size = 130 << 20
     peer.tell(Kind.GROW, size, NO_DEVICE)
     fds: list[int] = []
-    while not fds:  # something else may be told before
+    while not fds:  # other messages may come before it
         packet, fds, _, _ = socket.recv_fds(peer.control, MAX_PACKET_BYTES, 1)
     os.pwrite(fds[0], (size - 4).to_bytes(4, "little"), 0)
     blocks = [[peer.control_codec.decode(packet)[1], 0, size]]
@@ -531,7 +531,7 @@ def asks_for_strange_metrics(peer: Peer) -> None:
         codec.decode(peer.calls.recv(MAX_PACKET_BYTES))
     number = int(peer.details[len("strange metrics ") :])
     operation, value = divmod(number, len(STRANGE_VALUES))
-    # Each kind has an operation of its own; what is wrong about the last of them is told at the end.
+    # Each kind has an operation of its own. Metrics that allow this operation come first, so the wrong ones come at the end.
     for metric, _ in sorted(held, key=lambda each: each[1] != operation):
         peer.tell(Kind.METRICS, [[metric, operation, STRANGE_VALUES[value], 3]], [])
     peer.answer()
@@ -587,7 +587,7 @@ def prints_newlines(_: Peer) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    # Not a message.
+    # Packets that are not messages
     "garbage": lambda peer: peer.work.send(b"\xc1\xff garbage"),
     "an empty packet": lambda peer: peer.work.send(b""),
     "a packet too long": lambda peer: peer.work.send(bytes(MAX_PACKET_BYTES + 1)),
@@ -599,7 +599,7 @@ FAULTS: dict[str, Fault] = {
     "a float for a number": lambda peer: peer.answer(batch=float(peer.batch)),  # type: ignore[arg-type]
     "a negative number": lambda peer: peer.output(at=-64),
     "true for a number": lambda peer: peer.output(offset=True),
-    # A message out of its order.
+    # Messages out of their order
     "loaded again": lambda peer: peer.say(Kind.LOADED, {}),
     "finalized unasked": lambda peer: peer.say(Kind.FINALIZED, "", ""),
     "the runtime's part": lambda peer: peer.say(Kind.FINALIZE),
@@ -614,7 +614,7 @@ FAULTS: dict[str, Fault] = {
     "a layout of garbage": lambda peer: raw_answer(peer, b"\xc1"),
     "a layout of a number": lambda peer: raw_answer(peer, b"\x07"),
     "a layout without end": lambda peer: raw_answer(peer, b"\x91" * 10_000 + b"\xc0"),
-    # Memory that is not the stub's.
+    # Memory that is not the stub's
     "an unknown region": lambda peer: peer.output(region=HUGE),
     "another's region": lambda peer: peer.output(region=peer.requests_region, at=1 << 16),
     "beyond the region": lambda peer: peer.output((1 << 20,), 1 << 22, block_size=1 << 22),
@@ -643,7 +643,7 @@ FAULTS: dict[str, Fault] = {
     "keeps its input a thousand times": lambda peer: peer.answer(held=[peer.blocks[0][:2]] * 1000),
     "keeps what it was not given": lambda peer: peer.answer(held=[[peer.answers_region, 0]]),
     "releases what it does not hold": lambda peer: peer.answer(released=[peer.blocks[0][:2]]),
-    # Tensors that are none.
+    # Malformed tensors
     "an unknown output": lambda peer: peer.output(index=7),
     "an output twice": twice([0, FP32, [4], 0, 0, 16]),
     "a shape that does not fit": lambda peer: peer.output((5,)),
@@ -652,7 +652,7 @@ FAULTS: dict[str, Fault] = {
     "no such datatype": lambda peer: peer.output(datatype=15),
     "33 dimensions": lambda peer: peer.output((1,) * 33, 4),
     "strings that are none": bad_strings,
-    # The control channel.
+    # The control channel
     "control garbage": lambda peer: peer.control.send(b"\xc1"),
     "control of the runtime": lambda peer: peer.tell(Kind.REGION, 1, 1, 1, NO_DEVICE, b""),
     "a work message for control": lambda peer: peer.tell(Kind.FINALIZED, "", ""),
@@ -674,7 +674,7 @@ FAULTS: dict[str, Fault] = {
     "a denial that is too long": tells_of_a_long_denial,
     "too many denials": tells_of_many_denials,
     "is ready unasked": lambda peer: peer.tell(Kind.READINESS, 1, None),
-    # Responses apart from the answer.
+    # Responses apart from the answer
     "responds to no batch": responses((HUGE, 0, FINAL, [], EMPTY, None)),
     "responds to no request": responses((None, 1, FINAL, [], EMPTY, None)),
     "responds with nothing": responses((None, 0, 0, [], None, None)),
@@ -690,7 +690,7 @@ FAULTS: dict[str, Fault] = {
     "a state that is none": states(3),
     "floods growth": flood(encode(Kind.GROW, 1, NO_DEVICE)),
     "floods releases": flood(encode(Kind.RELEASE, [[1, 64]] * 1024)),
-    # The calls channel.
+    # The calls channel
     "calls garbage": lambda peer: peer.calls.send(b"\xc1"),
     "a call of the runtime": lambda peer: peer.calls.send(encode(Kind.DONE, 1, None, {})),
     "a call that is open": calls_twice,
@@ -713,14 +713,14 @@ FAULTS: dict[str, Fault] = {
     "lets go twice": lets_go_twice,
     "an indirect call in an indirect one": indirect_call,
     "floods calls": flood_calls,
-    # Ends.
+    # Ends
     "closes the work channel": closing("work"),
     "leaves a child": leave_a_child,
     "leaves a child that tells on": leave_a_child_that_tells_on,
     "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
 }
 
-# These break nothing by themselves; what becomes of them is in the tests.
+# These break nothing by themselves. The tests say what follows from them.
 LATER: dict[str, Fault] = {
     "answers twice": answers_twice,
     "answers in advance": answers_in_advance,

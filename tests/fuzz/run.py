@@ -33,7 +33,7 @@ def fuzz(name: str, seconds: int, folder: str) -> None:
         if runs % 1000 == 0:
             gc.collect()
 
-    # The first one is written to.
+    # libFuzzer writes new inputs to the first folder.
     folders = [folder, str(CORPUS / name)]
     options = [f"-max_total_time={seconds}", "-max_len=1024", "-timeout=20", "-rss_limit_mb=2048"]
     atheris.Setup([sys.argv[0], f"-artifact_prefix=crash-{name}-", *options, *folders], run)

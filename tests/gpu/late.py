@@ -22,7 +22,7 @@ from moonpool.ipc.cuda.region import DeviceLease, DeviceRegion
 
 SIZE = 4096
 LATE_US = 150_000
-# On a card: for so long, but with no more pieces of work than a stream takes without waiting.
+# A card is busy for so long, with no more pieces of work than a stream takes without waiting.
 BUSY_S, MOST_ROUNDS = 0.3, 800
 BUSY_BYTES = 2 << 30
 _busy: dict[int, Busy] = {}

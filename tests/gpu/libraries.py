@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-# Of a stream that is busy: long enough that whoever does not wait for it is too early.
+# A stream is busy for so long that a reader that does not wait for it is too early.
 SLOW_CYCLES = 1_000_000_000
 
 
@@ -34,7 +34,7 @@ class Torch:
         self._torch = imported("torch")
         if not self._torch.cuda.is_available():
             pytest.skip("this PyTorch cannot use the GPU")
-        # They live as long as any array that they were named to.
+        # These streams must live as long as any array that was read on them.
         self._streams = [self._torch.cuda.Stream(), self._torch.cuda.Stream()]
 
     def on_stream(self, number: int) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ from tests.runtime.devices.conftest import Host
 
 import moonpool
 
-# Libraries warn as they like.
+# Warnings of libraries are not errors here.
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
@@ -139,13 +139,13 @@ def test_what_a_caller_s_stream_does_late_is_waited_for_on_the_card(
     load_add_sub(card_host, model_library)
     with library.on_stream(0):
         a, b = library.array(A), library.array(B)
-        # The model loads its kernels.
+        # The first request makes the model load its kernels.
         infer(card_host, a, b)
         for step in (3, 4):
             library.be_slow()
             library.fill(a, step)
             outputs = infer(card_host, a, b)
-            # The model read it before that.
+            # The model must have read the array before this overwrites it.
             library.fill(a, 100)
 
             assert library.is_busy()

@@ -48,7 +48,7 @@ def full(left_bytes: int) -> Iterator[None]:
     here, taken = device(0), []
     left = set_aside(left_bytes)
     size_bytes = here.memory_info()[0]
-    # A card says that more is free than it gives.
+    # A card reports more free memory than it gives.
     while size_bytes >= here.granularity_bytes:
         try:
             taken.append(set_aside(size_bytes))
@@ -98,7 +98,7 @@ def test_bytes_outlive_a_stub_that_is_killed_while_it_has_them(host: Host) -> No
     x = host.on_device(VALUES)
     y, _ = host.infer(x, "add")
     kept, _ = host.infer(x, "keep")
-    # A wait for work that died with a stub may last for ever. Here the work was done.
+    # A wait for work that died with a stub may last for ever, so this waits until the work is done.
     assert (kept.to_host() == VALUES).all()
     del kept
     process = process_of(host)
@@ -118,7 +118,7 @@ def test_bytes_outlive_a_stub_that_is_killed_while_it_has_them(host: Host) -> No
     "Many instances share a device, and many requests leave no descriptor and no memory behind.",
 )
 def test_many_instances_share_a_device(host: Host) -> None:
-    # The context of each takes some hundred MiB of a card.
+    # Each context takes some hundred MiB of a card.
     host.load(count=12 if device(0).memory_info()[1] >= 16 << 30 else 4)
     sources = [Foreign(VALUES + i) for i in range(120)]
     how = np.array([b"add"], object)
@@ -203,7 +203,7 @@ def test_many_round_trips_leave_nothing_behind(host: Host) -> None:
     y, _ = host.infer(x, "copy")
     assert (y.to_host() == VALUES).all()
     grown = {name: after[name] - before[name] for name in before}
-    # Others need some MiB now and then; 100 bytes for each round trip would be more.
+    # Other programs need some MiB now and then. A leak of 100 bytes in each round trip would take more.
     assert {name for name, by in grown.items() if by > 8} == set(), grown
 
 

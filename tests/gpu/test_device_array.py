@@ -242,7 +242,7 @@ def test_read_only_memory_needs_the_later_form(gpu: Device) -> None:
     assert again.is_read_only
 
 
-# Who waits for whom
+# Order of streams
 
 
 class Producer:

@@ -25,7 +25,7 @@ def test_a_machine_without_a_driver_has_no_devices(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_lacks_a_function_is_too_old() -> None:
-    # A library that is there and is no driver.
+    # libc exists and is not a driver.
     with driven_by("libc.so.6"), pytest.raises(CudaUnavailable, match="too old"):
         api.load()
 
@@ -182,7 +182,7 @@ def test_work_needs_a_context(gpu: Device) -> None:
         worked.append(True)
 
     worked: list[bool] = []
-    # Libraries leave the thread that they are used in with a context.
+    # Libraries leave a context behind in the thread that uses them.
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()

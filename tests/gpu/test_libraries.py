@@ -19,7 +19,7 @@ from moonpool.ipc.tensors import CODES
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("card"),
-    # Libraries warn as they like.
+    # Warnings of libraries are not errors here.
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -70,7 +70,7 @@ def _cupy() -> Library:
 @pytest.fixture(scope="module", params=[_torch, _cupy], ids=["torch", "cupy"])
 def library(request: pytest.FixtureRequest) -> Library:
     made: Library = request.param()
-    # It loads its kernels when it first needs them.
+    # The library loads its kernels when it first needs them.
     made.values(made.ones() * 2 + 1)
     return made
 

@@ -24,7 +24,7 @@ from moonpool.ipc.cuda.lane import Lane
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import CudaError
 
-# The other process: it gets the descriptor of a region and the handle of an event, and does what it is told.
+# The other process gets the descriptor of a region and the handle of an event, and runs the code that it is sent.
 PEER = """
 import os, socket
 from tests.gpu.late import SIZE, fill, fill_at_once, late, peek
@@ -139,7 +139,7 @@ def test_what_is_given_back_is_written_to_after_the_peer_read_it(
     peer.lane.meet(peer.handle)
     region.write(0, np.full(SIZE, 7, np.uint8))
 
-    # It reads late, and gives the block back at once.
+    # The peer reads late, and gives the block back at once.
     peer.does("(lane.enter(stream), copy_late(), lane.publish([stream]))")
     peer.lane.receive()
     fill_at_once(region, 8, peer.lane.stream)
@@ -176,7 +176,7 @@ def test_a_peer_of_another_user_gets_the_memory_and_the_order(
     region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
     peer = peer_of(region, user=65534)
-    # It is not documented if a card's driver lets it open the event. If not, both wait.
+    # It is not documented whether a card's driver lets the peer open the event. If it does not, both processes wait.
     assert peer.handle == b"" or not is_fake(region.device)
     peer.lane.meet(peer.handle)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.hostile.attacker import Attacker, Outcome
 
-# Refused by a layer: Landlock says EACCES, seccomp EPERM, or ends the process.
+# A layer refuses in one of these ways: Landlock with EACCES, seccomp with EPERM or by ending the process.
 REFUSED = ("EACCES", "EPERM", "killed")
-# Where there are namespaces, all that is not granted can only be read, whoever may do what.
+# In a mount namespace, everything that is not granted is mounted read-only, whatever its owner and mode.
 UNCHANGED = (*REFUSED, "EROFS")
 
 
@@ -20,9 +20,9 @@ class Attempt:
 
     what: str
     arguments: Mapping[str, object] = field(default_factory=dict)
-    # What may come of it at strict.
+    # Outcomes that are allowed at strict.
     strict: tuple[str, ...] = REFUSED
-    # What comes of it where nothing stops it; empty where that depends on the machine.
+    # Outcomes where nothing stops it; empty if they depend on the machine.
     off: tuple[str, ...] = ("done",)
 
 

@@ -17,7 +17,7 @@ import moonpool
 
 HERE = Path(__file__).parent
 FILES = sorted(map(str, {*HERE.glob("test_*.py")} - {Path(__file__)}))
-# What would make it write where it may not, or take it for a part of this run.
+# These variables would make the tests write where this user may not, or join them to this run.
 OTHERS = ("COV", "PYTEST")
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="this user is one without rights")

@@ -37,7 +37,7 @@ def gains(attacker: Attacker, act: Callable[[], Outcome]) -> tuple[Outcome, dict
     """Return the outcome of an act, and the denials that it led to. Another denial after it shows that all were counted."""
     before = counts(attacker)
     outcome = act()
-    # The stub tells in order, and seldom.
+    # The stub reports refusals in order and seldom, so this last one comes after all others.
     attacker.tries("processes.signal_to", pid=1)
     wait_until(lambda: counts(attacker)["kill"] > before["kill"], 60.0)
     after = counts(attacker)
@@ -143,7 +143,7 @@ def test_what_is_told_works_when_it_is_granted(
         runtime.unload("told")
 
 
-# What os.fork raises in some Pythons up to 3.11, where the hooks after a fork may change the number of its error.
+# In some Pythons up to 3.11 the hooks after a fork may change the number of the error that os.fork raises, as this does.
 MISNUMBERED = """
 def start():
     try:
@@ -213,9 +213,9 @@ def raises(
         ("subprocess.run(['ls'])", "MOONPOOL_SANDBOX_SYSCALLS=fork,execve would allow it"),
         (MISNUMBERED, "MOONPOOL_SANDBOX_SYSCALLS=fork would allow it"),
         ("os.kill(1, 0)", "no option allows it"),
-        # The first name of two is not what was refused.
+        # Of the two names, the second one was refused.
         ("os.symlink('a', '/var/moonpool')", "MOONPOOL_SANDBOX_PATHS=rw:/var would allow it"),
-        # The number is another one when the option is there.
+        # The process number in this path changes with each start, so the option has no value.
         ("os.listdir('/proc/self/fd')", "MOONPOOL_SANDBOX_PATHS would allow it"),
     ],
 )
@@ -280,7 +280,7 @@ threads = [threading.Thread(target=run, args=[number]) for number in range(4)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 """
-    # Its own model: what another test was refused may be told half a second later, and would count here.
+    # The test needs its own model, because refusals of another test may be reported half a second late and would count here.
     runtime.load("floods", written(tmp_path_factory.mktemp("floods") / "floods"), config=CONFIG)
     try:
         denials = runtime.registry.find("floods").model.denials
@@ -306,7 +306,7 @@ def test_lies_about_refusals_forge_nothing_and_fill_nothing(
     runtime: moonpool.Runtime, model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "moonpool")
-    # Its own model: of one that has been refused much, the log has no line for a while.
+    # The test needs its own model, because after many refusals of a model the log has no line for a while.
     attacker = load_attacker(runtime, "strict", model_folder, "lies")
     try:
         pid = attacker.pid
@@ -401,7 +401,7 @@ def test_names_are_looked_for_nowhere(attackers: Attackers) -> None:
     assert gained == {"resolve": 1}
 
 
-# What was granted, and where a template is
+# Grants and templates
 
 
 def test_what_was_granted_is_not_counted_and_what_lies_beside_it_is(

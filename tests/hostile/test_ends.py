@@ -116,7 +116,7 @@ def test_a_model_does_not_outlive_a_runtime_that_was_killed(
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            # Nobody is left to remove the scratch folder.
+            # No process is left to remove the scratch folder, so the test's own folder holds it.
             "TMPDIR": str(tmp_path),
         },
         stdout=subprocess.PIPE,

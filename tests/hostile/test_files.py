@@ -19,7 +19,7 @@ import moonpool
 
 FILE = {"path": "$file"}
 WEIGHTS = {"path": "$weights"}
-# Names that lead across the border of what Landlock allows are EXDEV.
+# Landlock answers EXDEV to a link or a rename out of the allowed folders.
 CROSSING = (*UNCHANGED, "EXDEV")
 
 
@@ -84,7 +84,7 @@ def scene(
     runtime: moonpool.Runtime,  # noqa: ARG001 - to be there before
     model_folder: Path,
 ) -> Iterator[dict[str, Any]]:
-    # In folders that are closed to nobody, so that nothing but the sandbox stands before them.
+    # All users may enter this folder, so only the sandbox protects it.
     with tempfile.TemporaryDirectory(prefix="moonpool-hostile-") as name:
         folder = Path(name)
         folder.chmod(0o777)

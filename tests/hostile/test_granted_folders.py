@@ -31,7 +31,7 @@ from moonpool.stub.sandbox.granted import closed_above, opened
 from moonpool.stub.sandbox.outcome import SandboxRefused
 
 ROOT, SOMEBODY = 0, 1234
-# Owner and mode. A user without rights has folders of his own alone.
+# Each has an owner and a mode. A user without rights has only folders of their own.
 FOLDERS = [
     pytest.param(owner, mode, id=f"{mode:o}-{'root' if owner == ROOT else 'user'}")
     for owner in (ROOT, SOMEBODY)
@@ -112,7 +112,7 @@ def test_instances_and_restarts_share_a_folder_that_was_granted_to_be_written(
 
     assert first.finds("files.read", path=f"{folder}/file") == 6
     first.finds("files.write", path=f"{folder}/written", text="first")
-    # Only its owner can read what this leaves.
+    # Only the owner can read the file that this leaves.
     first.finds("files.replace", path=f"{folder}/replaced", text="first")
     assert second.finds("files.read", path=f"{folder}/replaced") == 5
     second.finds("files.replace", path=f"{folder}/written", text="second")
@@ -296,7 +296,7 @@ def test_a_program_with_set_ids_that_lies_there_gives_nothing(make: Make, load: 
     borrower = load("borrower", f"rw:{folder}", SANDBOX_SYSCALLS="fork")
 
     assert borrower.tries("processes.execute_program", path=f"{folder}/program").word != "done"
-    # What it becomes when its owner changes it is a program without the bit.
+    # When the owner changes the program, it loses the bit.
     borrower.finds("files.write", path=f"{folder}/program", text="#!/bin/sh")
     assert not (folder / "program").stat().st_mode & 0o6000
 
@@ -372,7 +372,7 @@ def test_a_folder_that_another_model_replaced_by_a_link_is_not_granted(
     if os.geteuid() == ROOT:
         os.chown(inner, ROOT, ROOT)
     load("victim", f"rw:{inner}").finds("files.write", path=f"{inner}/own", text="own")
-    # As a model may that was granted the outer folder.
+    # A model that was granted the outer folder may do this.
     inner.rename(outer / "moved")
     inner.symlink_to(secret)
 
@@ -475,7 +475,8 @@ with moonpool.Runtime() as runtime:
         found.append(str(error))
 print(json.dumps(found))
 """
-# As in a container that has no mounts of its own; on a kernel before 5.12; on a file system without them.
+# These are the errors of a container without mounts of its own, of a kernel before 5.12, and of a file system without mapped
+# ids.
 LACKS = {
     "namespaces": {"unshare": errno.EPERM},
     "mounts": {"open_tree": errno.EPERM},
@@ -566,7 +567,7 @@ def test_where_no_ids_are_mapped_the_load_fails_with_the_command_that_cures_it(
     subprocess.run(command, check=True)
     assert shared(open_model_folder, folder, f"rw:{folder}", LACKS[what]) == [5, 6]
     assert owner_of(folder / "file") == (FIRST_SHARED_USER, FIRST_SHARED_USER)
-    # The same folder, where the kernel lacks nothing.
+    # The same folder works on a kernel that lacks nothing.
     assert shared(open_model_folder, folder, f"rw:{folder}") == [5, 6]
 
 

@@ -59,7 +59,7 @@ def test_a_granted_call_is_one_call(granted: Attacker) -> None:
     assert granted.tries("processes.fork").word == "done"
     assert granted.tries("processes.execute_program").word in ("EPERM", "EACCES")
     assert granted.tries("network.tcp", port=80).word == "EPERM"
-    # A child is in the sandbox as its parent is.
+    # A child is in the same sandbox as its parent.
     assert granted.tries("processes.fork_and_read", path="/etc/passwd").done == "EACCES"
 
 
@@ -220,5 +220,5 @@ def test_a_client_is_told_no_paths_of_a_model_that_fails(server: RunningServer) 
     assert "JSONDecodeError" in str(reply)
     assert "model.py" in str(reply)
     assert "/" not in str(reply)
-    # The log is for operators.
+    # The log is for operators, and has the whole path.
     server.wait_for("lower/1/model.py")

@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.hostile.conftest import Attackers
 
-# Reached with arguments that the kernel itself refuses, so that nothing happens where nobody stops them.
+# The kernel itself refuses the arguments of these calls, so they do no harm where no filter stops them.
 KILLED = [
     "acct",
     "add_key",
@@ -43,7 +43,7 @@ KILLED = [
     "unshare",
     "userfaultfd",
 ]
-# Refused in a way that libraries cope with.
+# The filter refuses these with an error that libraries cope with.
 REFUSED = [
     "adjtimex",
     "clock_settime",
@@ -114,15 +114,15 @@ def test_without_a_sandbox_the_kernel_itself_looks_at_the_arguments(attackers: A
     reached = {
         name: attacker.tries("kernel.with_bad", name=name).word
         for name in [*KILLED, *REFUSED]
-        if name != "vhangup"  # takes no arguments, and would do it
+        if name != "vhangup"  # it takes no arguments, so it would succeed
     }
 
     assert attacker.pid == pid, "one of them was stopped"
-    # Those for which this user has not the right are told so before anything else is looked at.
+    # Without a filter, the kernel refuses some calls because this user lacks the right, but fewer than half.
     assert list(reached.values()).count("EPERM") < len(reached) / 2, reached
 
 
-# By another gate, where numbers mean something else.
+# These enter the kernel by another ABI, in which the numbers mean other calls.
 GATES = ["as_x32", "as_i386"]
 
 

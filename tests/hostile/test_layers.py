@@ -46,11 +46,11 @@ def test_the_kernel_says_of_a_strict_model_what_it_says_of_itself(
     assert (seen["NoNewPrivs"], seen["Seccomp"]) == ("1", "2")
     assert {seen[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
     if is_root:
-        # A user that nobody else is.
+        # No other process has this user.
         assert told["user"] == int(seen["Uid"].split()[0]) != 0
         assert seen["Groups"] == ""
         assert seen["CapBnd"] == "0" * 16
-    # From inside it looks the same.
+    # The model itself sees the same.
     within = attacker.finds("self.status")
     assert (within["NoNewPrivs"], within["Seccomp"]) == ("1", "2")
 
@@ -81,7 +81,7 @@ def test_at_standard_a_model_gets_no_privileges_and_leaves_no_core(
     assert attackers("standard").finds("self.limit", name="RLIMIT_CORE") == [0, 0]
 
 
-# A kernel that lacks something
+# Kernels that lack something
 
 PROGRAM = """
 import json, sys
@@ -101,7 +101,7 @@ with moonpool.Runtime() as runtime:
 """
 
 
-# PR_CAPBSET_DROP, from CAP_CHOWN to CAP_SETUID.
+# The program drops the capabilities from CAP_CHOWN to CAP_SETUID (PR_CAPBSET_DROP).
 WITHOUT_CAPABILITIES = """
 import os, sys
 from moonpool.stub.sandbox import kernel
@@ -163,7 +163,7 @@ def test_best_effort_goes_without_and_says_so(model_folder: Path, is_root: bool)
 
 def test_strict_goes_without_namespaces_and_says_so(is_root: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="moonpool-hostile-") as name:
-        # Only mounts of its own would lead a user of its own past a folder that is closed.
+        # Without mounts of its own, an instance's user cannot pass a closed folder.
         Path(name).chmod(0o755)
         found = loaded("strict", copied(Path(name) / "attacker"), {"unshare": errno.EPERM})
 
@@ -189,7 +189,7 @@ def test_a_root_without_rights_has_no_users_to_give_and_serves(
     assert {"landlock", "seccomp"} <= {layer.partition(":")[0] for layer in found["layers"]}
 
 
-# Code that would run before it is on
+# Code that would run before the sandbox is on
 
 MARKED = """
 import os, sys
@@ -231,7 +231,7 @@ def test_files_of_a_model_hide_nothing_that_its_process_imports_first(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The folder in which the runtime runs is on no path either.
+    # The runtime's working directory is not on the path either.
     monkeypatch.chdir(tmp_path / "hijacking" / "1")
     attacker = load_attacker(runtime, "standard", tmp_path / "hijacking", "hijacking")
     try:

@@ -35,7 +35,7 @@ def limited(
 def test_memory_has_an_end_that_is_named(
     runtime: moonpool.Runtime, limited: Attacker, how: str
 ) -> None:
-    # Where the kernel counts by groups it ends the process; else an allocation fails.
+    # In a cgroup the kernel ends the process. Otherwise an allocation fails.
     outcome = limited.tries(f"memory.{how}", count_bytes=4 * GIB)
 
     assert outcome.word in ("MemoryError", "died"), outcome
@@ -75,9 +75,9 @@ def test_shared_memory_that_was_given_back_and_kept_is_counted(
 
     assert found["held"] <= 16 * MIB
     assert found["refused"] > 0
-    # Nor are descriptors of the runtime's taken.
+    # The attempt takes no descriptors of the runtime.
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 8)
-    # It serves on with what it has, and is then started anew, as an honest model would need more.
+    # The instance serves on with what it has, and is then restarted, because an honest model would need more.
     assert hoarder.finds("kernel.make", name="getpid") > 0
     wait_until(lambda: runtime.instances("hoarder")[0]["state"] == "READY" and hoarder.pid != pid)
     because = str(runtime.instances("hoarder")[0]["because"])
@@ -108,7 +108,7 @@ def test_threads_have_an_end(
     try:
         assert attacker.finds("processes.start_threads", count=8) == 8
         outcome = attacker.tries("processes.start_threads", count=200)
-        # Where neither the user nor a group is its own, the watcher ends it.
+        # Without a user or a cgroup of its own, the watcher ends the process.
         assert outcome.word in ("RuntimeError", "died"), outcome
         assert "MOONPOOL_TASK_LIMIT" in outcome.text or outcome.raised == "RuntimeError"
     finally:
@@ -151,7 +151,7 @@ def test_a_full_scratch_folder_is_the_instance_s_own(
 
     assert attackers("strict").finds("files.fill", count_bytes=4 * MIB) == 4 * MIB
     assert cramped.tries("self.crash", how="exit").word == "died"
-    # The next process has another one.
+    # The next process has a new scratch folder.
     assert cramped.finds("files.fill", count_bytes=4 * MIB) == 4 * MIB
 
 

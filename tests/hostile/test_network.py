@@ -48,7 +48,7 @@ def serve(listener: socket.socket) -> None:
             peer, _ = listener.accept()
         except OSError:
             return
-        with peer, suppress(OSError):  # who only connected may be gone
+        with peer, suppress(OSError):  # a client that only connected may be gone
             peer.sendall(b"hello")
 
 

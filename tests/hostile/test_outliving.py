@@ -23,7 +23,8 @@ from moonpool.stub.sandbox.granted import closed_above
 
 GONE_S = 20.0
 MIB = 1 << 20
-# Leaves a process that has lost its parent and its session, at import and at every request; each is known by its name.
+# At its import and at every request the model leaves a process behind that has lost its parent and its session. The name of the
+# process tells which one it is.
 MODEL = """
 import contextlib, ctypes, os, sys, time
 import triton_python_backend_utils as pb_utils
@@ -185,7 +186,7 @@ def test_memory_is_limited_over_all_of_them(
 ) -> None:
     load(runtime, folder, MEMORY_LIMIT_BYTES=400 * MIB, **WAYS[way])
     try:
-        # Also a template's instances have twice that together; each process alone has less.
+        # A template and its instance may have twice the limit together. Each process alone stays below it.
         with contextlib.suppress(moonpool.MoonpoolError):
             leave(runtime, *[100] * 12)
 
@@ -195,7 +196,7 @@ def test_memory_is_limited_over_all_of_them(
         runtime.unload("leaving")
 
 
-# Where there are no namespaces.
+# This program runs a model without namespaces.
 ELSEWHERE = """
 import os, sys
 from pathlib import Path

@@ -37,7 +37,7 @@ def _secret() -> Iterator[None]:
 def test_secrets_of_the_environment_stay_in_the_runtime(attackers: Attackers, level: str) -> None:
     seen = attackers(level).finds("self.environment")
 
-    # At `standard` it could read them in the memory of the runtime.
+    # At `standard` it could read the variables in the memory of the runtime anyway.
     assert ("hunter2" in seen.values()) == (level == "standard")
     assert seen["PATH"] == os.environ["PATH"]
 
@@ -48,8 +48,8 @@ def test_a_model_inherits_its_channels_and_its_output_and_nothing_else(
     found = attackers(level).finds("self.descriptors")
 
     assert [found[str(fd)] for fd in range(3)] == ["c", "p", "p"]
-    # Beside them three channels, two regions, and the pair by which the stub wakes itself.
-    # At strict, also files of /proc that it may read, and only by their paths.
+    # Beside them it has three channels, two regions, and the pair by which the stub wakes itself. At strict it also has
+    # descriptors of files in /proc that it may read, which serve as paths only.
     held = 0 if level == "standard" else len(pinned_files())
     assert Counter(found.values()) == {"c": 1, "p": 2, "s": 3 + 2, "-": 2 + held}
     assert attackers(level).finds("self.nodes_of_gpus") == []
@@ -79,7 +79,7 @@ def test_a_flood_of_lines_is_heard_in_part(
     quiet.finds(f"protocol.{what}", count=5000, **text)
 
     def is_told() -> bool:
-        # With the first line for which there is room again.
+        # The count comes with the first line for which there is room again.
         quiet.finds("protocol.write_output", count=1, line="x\n")
         return "left out: too many a second (MOONPOOL_LOG_LINES_PER_S is 5)" in caplog.text
 
@@ -107,7 +107,7 @@ def test_lines_of_a_model_are_known_by_its_name(
 
     wait_until(lambda: shown in caplog.text)
     said = [record.getMessage() for record in caplog.records if record.name == "moonpool.stub"]
-    # The last line of the instance before may yet come.
+    # The last line of an earlier instance may still arrive.
     assert all(re.match(r"\[attacker_\w+_0\] ", each) for each in said), said
     assert any(each.startswith(f"[attacker_{level}_0] ") for each in said), said
     assert all(each.isprintable() and len(each) < 10_000 for each in said)
@@ -138,7 +138,7 @@ def test_a_model_s_figures_do_not_pass_for_another_s(
         attempt = attackers(level).tries("protocol.make_metric", name=name, labels=labels)
         assert (attempt.word == "done") == (level == "standard"), attempt
 
-    # These are shown by a server, whose own line is to be the only one.
+    # A server shows metrics of these names itself, and its line must be the only one.
     for name in ("process_cpu_seconds_total", "moonpool_build_info", "nv_cpu_utilization"):
         assert attackers(level).tries("protocol.make_metric", name=name, labels={}).word != "done"
     attempt = attackers(level).tries("protocol.make_metric", name="python_info", labels=labels)

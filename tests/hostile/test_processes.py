@@ -107,7 +107,7 @@ def test_nothing_of_other_processes_is_within_reach(
     assert outcome.word in ATTEMPTS[attempt].strict, outcome
 
 
-# Calls that would say of a number whether it is a process's.
+# These calls tell whether a process of a number exists.
 QUESTIONS = [
     "getpgid",
     "getsid",
@@ -132,7 +132,7 @@ QUESTIONS = [
     "setpgid",
     "sched_setaffinity",
 ]
-# What tells nobody apart at `off` either, where this user may not ask at all.
+# At `off`, these give this user the same error for every number, because the user may not ask.
 FOR_OWNERS = {"move_pages", "migrate_pages", "setpgid", "get_robust_list"}
 
 
@@ -212,7 +212,7 @@ def test_without_a_sandbox_other_processes_are_within_reach(
         assert outcome.done == SECRET
 
 
-# What a process needs the right to trace for.
+# Each of these needs the right to trace the other process.
 TRACING = [
     "tracing the runtime",
     "the runtime's memory by a call",

@@ -24,7 +24,7 @@ LEVELS = ["standard", "strict"]
 
 pytestmark = pytest.mark.parametrize("level", LEVELS)
 
-# What is tried, its arguments, and a piece of what is said of it.
+# Each has the attempt, its arguments, and a part of the log line about it.
 LIES: dict[str, tuple[str, dict[str, object], str]] = {
     "bytes that are no message": ("say_garbage", {}, "a packet that is not msgpack"),
     "a pickle": ("say_pickle", {}, "broke the protocol"),
@@ -70,7 +70,7 @@ def test_the_first_lie_ends_the_process_and_is_told(
 
 def test_a_second_answer_is_one_too_many(attackers: Attackers, level: str) -> None:
     attacker = attackers(level)
-    # The first one is the answer that was due, though it says nothing.
+    # The first answer was due, although it is empty.
     assert attacker.tries("protocol.flood_answers").raised == "nothing was said"
 
     outcome = attacker.tries("kernel.make", name="getpid")
@@ -95,7 +95,7 @@ def test_shared_memory_stays_as_it_was_made(attackers: Attackers, level: str, wh
 def test_beyond_a_region_there_is_nothing(attackers: Attackers, level: str) -> None:
     outcome = attackers(level).tries("protocol.map_beyond_region")
 
-    # mmap.mmap refuses what is longer than the file.
+    # mmap.mmap refuses a length beyond the end of the file.
     assert outcome.raised == "ValueError", outcome
 
 
@@ -105,13 +105,13 @@ def test_lengths_that_change_while_they_are_read_harm_nobody(
     attacker = attackers(level)
     ends = [attacker.tries("protocol.flip_answers", seconds=60.0).word]
     deadline = Deadline(30.0)
-    # How soon a length changes at the wrong moment is a matter of luck.
+    # It is a matter of luck how soon a length changes at the wrong moment.
     while len(ends) < 30 or ("died" not in ends and not deadline.is_over):
         if ends[-1] == "died":
             attacker.tries("protocol.flip_answers", seconds=60.0)
         try:
             ends.append(attacker.tries("kernel.make", name="getpid").word)
-        except ValueError:  # what it answered is no JSON any more
+        except ValueError:  # its answer is no longer JSON
             ends.append("changed")
 
     assert set(ends) <= {"done", "changed", "died", "nothing was said"}
@@ -127,10 +127,10 @@ def test_descriptors_that_are_sent_reach_nobody(attackers: Attackers, level: str
 
     sent = attacker.tries("protocol.send_descriptors", count=50)
 
-    # Those that wait in a socket count for all processes of the user, so that they are not even to be sent.
+    # Descriptors in a socket count for all processes of the user, so the model may not even send them.
     assert (sent.refused == "EPERM") if level == "strict" else (sent.done == 50)
     assert attacker.finds("kernel.make", name="getpid") == attacker.pid
-    # Whoever looks at processes has files of /proc open for a moment.
+    # Threads that inspect processes have files of /proc open for a moment.
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 

@@ -15,16 +15,16 @@ from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.hostile.conftest import Attackers
 
 MIB = 1 << 20
-# Descriptors of a contained model that sets no limit itself.
+# A contained model has so many descriptors by default.
 OPEN_FILES = 256
-# Signals that wait, and timers.
+# The limit counts pending signals and timers.
 PENDING = 1024
 LOCKED_BYTES = 8 * MIB
 PIPE_BYTES = 64 << 10
 SOCKET_BYTES = int(Path("/proc/sys/net/core/wmem_default").read_text())
 SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE = 7, 8, 32, 33
 
-# What a model gets nothing of: the attempt, and what comes of it at `off`, where that is the same everywhere.
+# A model gets none of these. Each has the attempt, and its outcome at `off` if that is the same everywhere.
 NOT_GIVEN: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "watches of epoll": ("resources.epoll_watches", {}, "done"),
     "watches of inotify": ("resources.inotify", {}, "done"),
@@ -85,7 +85,7 @@ def test_without_a_sandbox_there_are_some(attackers: Attackers, what: str) -> No
     assert outcome.word == word, outcome
 
 
-# What a model gets some of: the attempt, the most that there can be, and how many are tried.
+# A model gets some of these. Each has the attempt with the number tried, and the most that it may get.
 BOUNDED: dict[str, tuple[str, dict[str, Any], int]] = {
     "timers": ("memory.timers", {"count": 3000}, PENDING),
     "signals that wait": ("resources.waiting_signals", {"most": 3000}, PENDING),
@@ -94,7 +94,7 @@ BOUNDED: dict[str, tuple[str, dict[str, Any], int]] = {
     "counters of events": ("resources.event_counters", {"most": 1000}, OPEN_FILES),
     "locks on whole files": ("resources.locked_files", {"most": 1000}, OPEN_FILES),
     "bytes in pipes": ("resources.bytes_in_pipes", {}, OPEN_FILES * PIPE_BYTES),
-    # A packet may go beyond the limit of its socket.
+    # The last packet may exceed the limit of its socket.
     "bytes in sockets": ("resources.bytes_in_sockets", {}, OPEN_FILES * 2 * SOCKET_BYTES),
 }
 

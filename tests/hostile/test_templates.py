@@ -62,7 +62,7 @@ def test_the_template_and_the_other_instance_are_out_of_reach(
     assert others["template"] != os.getpid()
     for pid in others.values():
         outcome = forked.tries(f"processes.{what}", pid=pid)
-        # What it may do to the one that it is itself.
+        # A fork may do this to itself.
         assert outcome.word == "EPERM" or pid == forked.finds("kernel.make", name="getpid")
 
 

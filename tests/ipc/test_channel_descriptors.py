@@ -33,7 +33,7 @@ def test_descriptors_that_nobody_asked_for_are_dropped(ends: Ends) -> None:
         os.close(sent)
         assert receive(ours) == b"with a gift"
 
-        # End of file: nobody has the other end any more.
+        # The end of file shows that no process has the other end any more.
         assert os.read(watched, 1) == b""
         os.close(watched)
     assert _descriptors() == before

@@ -55,7 +55,7 @@ def test_every_message_of_the_tables_arrives_as_it_was(
 
     for _ in range(2):
         received = codec.decode(packet)
-        # As text, because NaN is no NaN.
+        # Texts are compared, because NaN does not equal NaN.
         assert repr(received) == repr(message)
         assert fits(Row(kind=Int(), **TABLES[channel][kind].fields), received)
 
@@ -292,7 +292,7 @@ def test_a_process_that_is_to_be_copied_makes_all_checks_before(
 ) -> None:
     monkeypatch.setattr(codec, "_compiled", {})
     codec.compile_checks(Side.STUB)
-    monkeypatch.setattr(codec, "_compile", None)  # so that it cannot be called
+    monkeypatch.setattr(codec, "_compile", None)  # a call would fail
 
     layout = encode([])
     packet = encode(Kind.EXECUTE, 1, [], [], layout, None, None)

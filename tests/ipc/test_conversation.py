@@ -181,7 +181,7 @@ def test_only_what_the_table_allows_is_accepted(pair: Pair, said: Kind | None, k
             continue
         with pytest.raises(RemoteProtocolError):
             pair.ends[side].accept(packet)
-    # What was refused changed nothing.
+    # The refused message changed nothing.
     for follower in allowed_after(said):
         assert pair.say(*least(follower)) == least(follower)
         break
@@ -361,7 +361,7 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(packet=st.binary(max_size=20), side=st.sampled_from(Side))
     def hear_rubbish(self, packet: bytes, side: Side) -> None:
-        # An end that took it for a message is not used again, as the other end said nothing.
+        # An end that accepted the rubbish is not used again, because the other end sent nothing.
         try:
             self.pair.ends[side].accept(packet)
         except ProtocolError:

@@ -43,7 +43,7 @@ PATHS, PORTS, CALLS = (
         (SOCKET, TCP, PORTS),
         (FORK, "", f"{CALLS}=fork"),
         (EXEC, "ls", f"{CALLS}=fork,execve"),
-        # What is in no option, or not as it is written.
+        # No option allows these, or none can be named for this text.
         (SOCKET, "family 2, type 2, protocol 0", ""),
         (BIND, "('', 80)", ""),
         (KILL, "1", ""),
@@ -78,7 +78,7 @@ def test_the_option_that_would_allow_it_is_named(kind: int, text: str, option: s
     expected = f"{option} would allow it" if option else "no option allows it"
     assert would_allow(kind, text) == expected
     name, _, value = option.partition("=")
-    if value:  # it is read as it stands
+    if value:  # a configuration can have it in this form
         raw = minimal("m") | {"parameters": {name: {"string_value": value}}}
         read = ModelOptions.from_parameters(ModelConfig.from_dict(raw, partial=True))
         assert read != ModelOptions()

@@ -469,7 +469,7 @@ def test_ordinary_memory_has_no_lease(host_region: Region, returned: Returns) ->
     assert lease_of(np.frombuffer(host_region.memory(), np.uint8)) is None
     assert lease_of(tensor.copy()[1:]) is None
     assert lease_of((tensor + 1)[1:]) is None
-    # Of the class, but without a block.
+    # This array is of the class, but has no block.
     assert lease_of(lease.copy()[1:].view(np.ndarray)) is None
 
 

@@ -14,11 +14,11 @@ _HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
     "aarch64": Path("/usr/include/asm-generic/unistd.h"),
 }
-# What the generic header calls otherwise, where a machine has 64 bits.
+# The generic header has another name for this call on machines of 64 bits.
 _OTHERWISE = {"fstatat": "newfstatat"}
 _OF_NO_MACHINE = {"arch_specific_syscall", "syscalls"}
 _OF_OTHERS = {"sync_file_range2"}
-# Machines of 32 bits alone have these, for times after 2038.
+# Only machines of 32 bits have these calls, for times after 2038.
 _OF_32_BITS = range(403, 424)
 
 

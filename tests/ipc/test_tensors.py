@@ -86,7 +86,7 @@ def test_bf16_is_raw_words_where_ml_dtypes_is_missing(monkeypatch: pytest.Monkey
 
 
 def test_ml_dtypes_is_imported_only_when_a_bf16_tensor_is_met() -> None:
-    # A process of its own, since anything may have imported the package in this one.
+    # The test needs a process of its own, because other tests may have imported the package in this one.
     program = (
         "import sys\n"
         f"sys.path[:] = {sys.path!r}\n"

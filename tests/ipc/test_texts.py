@@ -21,7 +21,7 @@ def test_what_is_cut_fits_and_is_the_text_as_far_as_it_goes(text: str, most: int
     assert whole.startswith(first)
     assert whole.endswith(last)
     for cut in (first, last):
-        # No more than a part of one character is lost beyond the limit.
+        # A cut text is at most a part of one character shorter than the limit.
         assert min(size_of(whole), most) - 3 <= len(cut.encode()) <= most
     assert size_of(text) == len(whole.encode())
 

@@ -233,7 +233,7 @@ def strings(x):
     tensor = pb_utils.Tensor("WORDS", words)
     response = request([tensor], model="words", output="OUT_WORDS").exec()
     assert y_of(response, "OUT_WORDS").tolist() == words.tolist()
-    # And once more as it came, without reading it here.
+    # The second time the tensor is passed on as it came, without reading it here.
     again = request([tensor], model="words", output="OUT_WORDS").exec().output_tensors()[0]
     passed = pb_utils.Tensor("WORDS", again.as_numpy())
     response = request([passed], model="words", output="OUT_WORDS").exec()

@@ -68,7 +68,7 @@ def end(way):
     elif way == "recursion":
         end(way)
     elif way == "stack":
-        # Frames in C on a small stack: some Pythons count them, but not to so few.
+        # Some Pythons count frames in C, but more of them than fit into so small a stack.
         sys.setrecursionlimit(1 << 30)
         threading.stack_size(1 << 16)
         thread = threading.Thread(target=overflow)

@@ -96,7 +96,7 @@ class TritonPythonModel:
                 for text in ask("late" if how == "ask late" else "plain"):
                     sender.send(said(text))
             elif how == "ask lost":
-                # Dropped unread: the runtime learns that nobody wants the rest.
+                # The iterator is dropped unread, so the runtime learns that nobody wants the rest.
                 tensor = pb_utils.Tensor("HOW", np.array([b"until cancelled"], np.object_))
                 pb_utils.InferenceRequest(
                     inputs=[tensor], requested_output_names=["SAID"], model_name="other"

@@ -118,7 +118,7 @@ torch.export.save(
     / "model.pt2",
 )
 program = torch.export.export(AddSub(), (torch.ones(3), torch.ones(3)))
-# No backend is named: the file is enough.
+# The configuration names no backend, because the file is enough.
 torch.export.save(
     program,
     folder(

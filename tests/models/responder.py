@@ -7,7 +7,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from moonpool.stub.peers import peer
 
-# Let it give back at once the memory that it grew by.
+# The stub gives back at once the memory that it grew by.
 peer._KEEP_S = peer._LOOK_S = 0.05
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL

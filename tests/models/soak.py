@@ -17,7 +17,7 @@ from moonpool.stub.pb_utils.response import Reply
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 LASTING = (pb_utils.InferenceRequest, pb_utils.InferenceResponse, pb_utils.Tensor, Reply)
-# Each of these is wrong in every field of every message.
+# Each of these values is wrong in every field of every message.
 JUNK = (None, -1, 0, 2**62, 1.5, True, "x" * 300, b"\xc1", [], [[2**62, -1]], [[]] * 9, {})
 
 

@@ -15,7 +15,7 @@ class TritonPythonModel:
             which = request.correlation_id()
             if which:
                 self.taken[which] = self.taken.get(which, 0) + 1
-                # Before the coroutine runs: its end decides what happens to the request.
+                # The flags are set before the coroutine runs, because its end decides what happens to the request.
                 if self.taken[which] < request.inputs()[0].as_numpy().item():
                     request.set_release_flags(AGAIN)
         return self.answer(requests)

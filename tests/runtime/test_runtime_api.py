@@ -78,7 +78,7 @@ def test_options_of_request_are_those_of_infer(runtime: Runtime) -> None:
 
 
 def test_a_call_works_inside_a_running_event_loop(runtime: Runtime) -> None:
-    # As classes from cells of a notebook are.
+    # Cells of a notebook run like this.
     async def cell() -> float:
         return float(runtime.infer("add", rows(4))["SUM"][0, 0])
 
@@ -211,7 +211,7 @@ def test_one_bad_model_of_a_repository_says_how_to_load_the_others(tmp_path: Pat
     (note,) = caught.value.__notes__
     assert note.startswith("One of 2 models could not be loaded, so none is loaded. ")
 
-    with Runtime(tmp_path, models=["add"]) as runtime:  # as the note says
+    with Runtime(tmp_path, models=["add"]) as runtime:  # the note advises this
         assert runtime.models() == {"add": [1]}
     with pytest.raises(moonpool.MoonpoolError, match=words) as caught:
         Runtime(tmp_path, models=["all"])

@@ -66,7 +66,7 @@ def test_an_unload_for_which_there_was_no_thread_can_be_asked_for_again(
 
     with Runtime(repository, models=["add"]) as runtime:
         models = runtime._models
-        with models._locks.hold("add"):  # as while it is loaded
+        with models._locks.hold("add"):  # a load would hold this lock
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", refuse)
                 models.begin_unload("add")
@@ -198,7 +198,7 @@ def test_two_runtimes_know_nothing_of_each_other(repository: Path) -> None:
         assert repr(one) == "<moonpool.Runtime, closed>"
 
 
-# In another process: libraries that other tests have imported here may not survive a fork.
+# This runs in another process, because libraries that other tests have imported may not survive a fork.
 FORKED = """
 import asyncio, os, sys
 import numpy as np

@@ -28,7 +28,7 @@ _STARTED = {
     "metrics": re.compile(r"Started Metrics Service at \S+:(\d+)"),
 }
 _OPEN = re.compile(r"Ready|Listening, but not ready")
-# That no test depends on what the machine has set.
+# No test may depend on variables of the machine.
 _ENVIRONMENT = {
     name: text for name, text in os.environ.items() if not name.startswith("MOONPOOL_SERVE_")
 }
@@ -168,7 +168,7 @@ def running(
             "the server to start",
         )
         assert server.process.poll() is None, f"the server did not start:\n{server.text()}"
-        # The last line of the start is said when requests are welcome, also where some models are missing.
+        # The server writes this line when it accepts requests, even if some models are missing.
         wait_until(lambda: _OPEN.search(server.text()) or server.process.poll() is not None, 60.0)
         assert _OPEN.search(server.text()), f"the server ended at its start:\n{server.text()}"
         yield server

@@ -28,7 +28,7 @@ IN = {"IN": np.ones((1, 4), np.float32)}
 def models(tmp_path: Path) -> Iterator[Path]:
     write(tmp_path / "models", "good")
     yield tmp_path / "models"
-    # Python's own way of removing a directory gives up where it is too deep.
+    # Python's `shutil.rmtree` fails on a directory that is too deep.
     subprocess.run(["rm", "-rf", tmp_path / "models"], check=True)
 
 

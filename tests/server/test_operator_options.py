@@ -94,14 +94,14 @@ def test_a_new_version_has_no_more_than_was_granted(
 
         write(tmp_path, "stranger", OPENS + "\n# 2\n", MOONPOOL_SANDBOX_PATHS=f"rw:{folder}")
         again(server, mode)
-        # The version that was there serves on, as it did.
+        # The old version serves on as before.
         assert asked(server, "stranger", folder / "granted") == "granted"
         assert asked(server, "stranger", folder / "other") == "refused"
     with running(tmp_path, *flags, *MODES[mode]) as server:
         server.wait_for("cannot give it more")
         assert server.get("/v2/models/stranger/ready")[0] != 200
 
-        # A version that asks for as much, or for less, needs no new grant.
+        # A version that asks for the same or for less needs no new grant.
         write(tmp_path, "stranger", OPENS + "\n# 3\n")
         file = tmp_path / "stranger" / "1" / "model.py"
         os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
@@ -161,7 +161,7 @@ def test_a_client_s_configuration_overrules_nothing_that_the_operator_set(
     served = server.get("/v2/models/m/config")[1]["parameters"]
     assert served["MOONPOOL_SANDBOX_PATHS"] == {"string_value": f"{folder}/granted"}
     assert served["MOONPOOL_LOG_LINES_PER_S"] == {"string_value": "10"}
-    # Nor is it forgotten with the model.
+    # The option still holds after an unload.
     assert server.get("/v2/repository/models/m/unload", "POST", b"{}")[0] == 200
     wait_until(lambda: load(server, "m", config)[0] == 200)
     assert asked(server, "m", folder / "other") == "refused"

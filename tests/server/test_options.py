@@ -13,7 +13,7 @@ from moonpool.runtime.server.options.protocols import control_token, restricted,
 from moonpool.runtime.server.options.sources import BadOption, read_options
 from moonpool.runtime.server.options.table import KNOWN, OPTIONS, SYNONYMS, ServerOptions, page
 
-# What tritonserver 2.51 knows, and what came until 26.x; see its --help.
+# The options of tritonserver 2.51, and those that came until 26.x; see its --help.
 TRITON = [
     "allow-client-shm",
     "allow-cpu-metrics",
@@ -157,7 +157,7 @@ def test_what_the_document_on_serving_shows_is_right(file: Path) -> None:
     ]
 
     flags = set(re.findall(r"--([a-z][a-z0-9-]+[a-z0-9])", text))
-    # Of other programs, and the file itself.
+    # The rest are options of other programs, and the one that names the file.
     assert flags - set(KNOWN) - set(SYNONYMS) == {"config", "instances", "once", "shm-size", "url"}
 
 

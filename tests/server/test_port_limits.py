@@ -25,7 +25,7 @@ pytestmark = pytest.mark.promise(
     "again.",
 )
 
-# Of descriptors, which the server cannot raise.
+# The server cannot raise this limit of descriptors.
 LIMIT = 512
 HORDE = 2500
 ROW = {"name": "IN", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
@@ -105,7 +105,7 @@ def test_half_handshakes_with_http_take_no_descriptor_that_grpc_or_a_stub_needs(
         with horde(server.ports["http"], b"\x16\x03\x01"):
             assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < LIMIT * 3 / 4
             with socket.create_connection(("127.0.0.1", server.ports["grpc"]), 30.0) as client:
-                # The settings of HTTP/2.
+                # The client sends HTTP/2's preface and empty settings.
                 client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
                 assert client.recv(9)
         assert "Too many open files" not in server.text()

@@ -127,7 +127,7 @@ def test_a_load_that_cannot_be_says_why(
     with pytest.raises(LoadFailed, match=text) as raised:
         control.load(name, config or None)
     assert raised.value.code == code
-    # What was never begun is in the index only if it is in a repository, and keeps no server from being ready.
+    # A load that never began leaves nothing in the index, and the server ready.
     assert [each["name"] for each in control.index()] == ["empty", "good", "other"]
     assert Metadata(runtime).is_ready()
 

@@ -51,7 +51,7 @@ def test_clients_leave_models_the_descriptors_that_they_need(models: Path) -> No
     few = ("bash", "-c", 'ulimit -n 256; exec "$@"', "bash")
     with starting(models, before=few) as server:
         server.wait_for("Ready")
-        # 73 for HTTP, a quarter more for those who are refused and for metrics, and 36 for gRPC: half of all.
+        # HTTP gets 73, a quarter more is for refused connections and for metrics, and gRPC gets 36. That is half of all.
         for what in ("http-max-connections is 16384", "grpc-max-connections is 8192"):
             room = 73 if what.startswith("http") else 36
             assert (
@@ -128,7 +128,7 @@ def test_a_signal_ends_it_in_order(models: Path, number: signal.Signals) -> None
         assert "unloading models" in server.text()
 
 
-# A parent that sets some signals, and becomes what it is given.
+# The parent sets some signals, and becomes the given command.
 BECOMES = """
 import os, signal, sys
 {}

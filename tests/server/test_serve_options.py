@@ -116,7 +116,7 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setitem(sys.modules, "uvloop", None)
     code, text = said(models)
     assert code == 1
-    # It works as it is pasted, whether or not the index has a moonpool.
+    # The command works as it is pasted, whether or not the index has a moonpool.
     assert "the package uvloop is not installed: " in text
     assert re.search(r" -m pip install 'httptools>=.* 'uvloop>=", text)
     assert "moonpool[" not in text

@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 BODY = json.dumps(
     {"inputs": [{"name": "IN", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 ).encode()
-# Says that it executes, and does so until it is allowed to end.
+# The model prints that it executes, and executes until the test lets it end.
 WAITS = ECHO.replace(
     "        return [",
     """        import os, time

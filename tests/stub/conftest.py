@@ -17,7 +17,7 @@ def imports() -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - set(modules):
-        # What the standard library and numpy loaded meanwhile stays, as others refer to it.
+        # Modules of the standard library and numpy stay, because others refer to them.
         if not _is_installed(name):
             del sys.modules[name]
     sys.modules.update(modules)

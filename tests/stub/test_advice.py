@@ -73,7 +73,7 @@ def test_an_error_without_a_reason_counts_for_memory_if_there_is_none(
 ) -> None:
     error = SystemError("error return without exception set")
     assert first_line(error) == "SystemError: error return without exception set"
-    monkeypatch.setattr(report, "_PIECE_BYTES", 1 << 60)  # more than any process is given
+    monkeypatch.setattr(report, "_PIECE_BYTES", 1 << 60)  # no process is given so much
     assert first_line(error).endswith(MEMORY)
     for other in (ValueError("no"), FileNotFoundError(errno.ENOENT, "gone", "/data")):
         assert "limit" not in first_line(other)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.promise(
 
 EXAMPLES = Path(moonpool.__path__[0]) / "examples" / "models"
 
-# Evaluates its input, an expression, and answers with what came of it.
+# The model evaluates its input, an expression, and answers with the result.
 MODEL = """
 import asyncio
 

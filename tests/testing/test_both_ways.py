@@ -24,7 +24,7 @@ pytestmark = [
 
 ROW = np.array([[1, 2]], np.float32)
 
-# Does what its input says.
+# The model does what its input says.
 MODEL = """
 import asyncio
 import json

@@ -608,7 +608,7 @@ def test_a_coroutine_that_raises_fails_its_requests() -> None:
         assert isinstance(raised.value.__cause__, ValueError)
 
 
-# The end, and what else a model may be made of
+# The end of a model, and other kinds of files
 
 
 def test_what_finalize_raises_is_raised_and_the_imports_are_as_before(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_generator_stands_for_a_decoupled_model() -> None:
     def ask(_: object) -> object:
         responses: Any = to("double", "Z", a=ROW).exec(decoupled=True)
         first = [tensor.as_numpy() for each in responses for tensor in each.output_tensors()]
-        # As most decoupled models, it says that there are no more when it has sent the last.
+        # Like most decoupled models, it sends the final flag after its last response.
         assert len(list(responses)) == 4
         return sum(first)
 
@@ -203,7 +203,9 @@ def test_a_generator_stands_for_a_decoupled_model() -> None:
         assert model.infer(X=ROW)["Y"].tolist() == [[3, 6, 9, 12]]
     with asker(ask, {"double": lambda a: {"Z": a}}) as model:
         (response,) = model.responses(X=ROW)
-        assert response.error is not None  # of the assert: there is one response only
+        assert (
+            response.error is not None
+        )  # the model's assert failed, because there is one response only
     with asker(doubled, {"double": counts}) as model:
         (response,) = model.responses(X=ROW)
         assert response.error is not None

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.promise(
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(moonpool.__path__[0]).parent
-# Where `.ci/run pyright` puts the wheel that brings its own node along. Its rules are pyright's, which Pylance runs.
+# `.ci/run pyright` installs this wheel, which brings its own node. Its rules are those of pyright, which Pylance runs.
 PYRIGHT = ROOT / ".venv-pyright" / "bin" / "basedpyright"
 STUBS = ["triton_python_backend_utils-stubs", "c_python_backend_utils-stubs"]
 
-# As Triton's own documents write models.
+# Triton's documents write models like this.
 MODEL = """
 import json
 
@@ -69,7 +69,7 @@ class TritonPythonModel:
         pb_utils.Logger.log("executed", pb_utils.Logger.INFO)
         return responses
 """
-# With everything that a model may ask of its host.
+# The model asks everything that a model may ask of its host.
 ASKER = """
 import asyncio
 import numpy as np
@@ -130,7 +130,7 @@ pb_utils.Tenser
 number: int = c_python_backend_utils.TritonError("text").message()
 """
 
-# A user's program, with all that the documents show of moonpool's own models and of the runtime.
+# The user's program uses everything that the documents show of native models and of the runtime.
 PROGRAM = """
 import asyncio
 from typing import Annotated, TypedDict
@@ -205,7 +205,7 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 """
-# One for each line.
+# Each line has a mistake.
 WRONG_PROGRAM = """
 import moonpool
 runtime = moonpool.Runtime(repositories="models/")
@@ -218,7 +218,7 @@ def test_every_name_of_the_module_is_known_to_type_checkers() -> None:
     for name in STUBS:
         text = (SOURCE / name / "__init__.pyi").read_text()
 
-        # A star takes what `__all__` lists, so there is no second list that could be an older one.
+        # The star imports what `__all__` lists, so there is no second list that could become stale.
         assert text.splitlines()[-1] == "from moonpool.stub.pb_utils import *"
 
 
@@ -239,7 +239,7 @@ def mypy(python: str, folder: Path, *texts: str) -> list[str]:
     for name, text in zip(files, texts, strict=True):
         (folder / name).write_text(text)
     (folder / "mypy.ini").write_text("[mypy]\n")
-    # What mypy has read of libraries serves all tests, which check other files than these.
+    # All tests share a cache of what mypy has read of libraries.
     cache = Path(python).parents[1] / ".mypy_cache"
     options = ["--strict", "--python-executable", python, "--cache-dir", str(cache)]
     ended = subprocess.run(
@@ -332,7 +332,7 @@ def test_pyright_accepts_a_user_s_program(python: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     assert pyright(python, tmp_path, strict=True) == []
 
-    # Without a type for its own list of responses, as people write it.
+    # The model gives its list of responses no type, as people write it.
     (tmp_path / "triton_model.py").write_text(MODEL)
     (tmp_path / "program.py").write_text(WRONG_PROGRAM)
     mistakes = pyright(python, tmp_path, strict=False)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.promise(
 
 NAMES = ["triton_python_backend_utils", "c_python_backend_utils"]
 SOURCE = str(Path(moonpool.__path__[0]).parent)
-# pytest as if moonpool were not installed, or were: this may be run with either.
+# pytest does not load moonpool's plug-in by itself, so the tests can run with and without it.
 PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 

@@ -13,7 +13,7 @@ from tests.triton.moonpool_side import MoonpoolSide
 from tests.triton.triton_side import TritonSide
 from tests.waiting import wait_until
 
-# How pybind11 begins to refuse arguments of a wrong type; the rest tells its own signatures.
+# pybind11's refusals of arguments of a wrong type begin so. The rest is its own signatures.
 PREFIX = "c_python_backend_utils."
 PYBIND = ("incompatible constructor arguments", "incompatible function arguments")
 

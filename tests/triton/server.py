@@ -17,9 +17,9 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "MOONPOOL_TRITON_PYTHON"
-# Python-based backends that both sides have.
+# Both sides have these Python-based backends.
 BACKENDS = Path(__file__).parent / "backends"
-# How the names begin that this process of a run uses in /dev/shm.
+# All names of this test process in /dev/shm begin like this.
 REGIONS = f"moonpool_tests_{os.getpid()}_"
 _NUMBERS = itertools.count()
 START_TIMEOUT_S = 120.0
@@ -71,10 +71,10 @@ class TritonServer:
         self._repository = repository
         self._models = models
         self._backends = folder / "backends"
-        # While it runs, its own.
+        # The ports are set while the server runs.
         self.http_port = self.grpc_port = self.metrics_port = 0
         self._reserved: list[socket.socket] = []
-        # A run may have several servers, and one that ends takes along what has its prefix.
+        # A run may have several servers, and each removes all names with its prefix when it ends.
         self._regions = f"{REGIONS}{next(_NUMBERS)}_"
         self.log_file = folder / "tritonserver.log"
         self._process: subprocess.Popen[bytes] | None = None

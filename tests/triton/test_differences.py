@@ -184,7 +184,7 @@ def test_a_text_is_that_of_todays_triton(both: Both, difference: Difference) -> 
     assert both.said(difference.code) == (difference.theirs, difference.ours)
 
 
-# Triton's stub dies of each, or its server does, so it is not asked.
+# Triton's stub or its server dies of each of these, so only moonpool is asked.
 SURVIVED = {
     "an array by DLPack": (
         'pb_utils.Tensor.from_dlpack("X", np.arange(3, dtype=np.int32))',

@@ -14,13 +14,13 @@ pytestmark = [
     pytest.mark.promise("Requests between models", "The timeout of a request, from …"),
 ]
 
-# Models by their queue policies: the timeout of a request counts where it may override one, and nowhere else.
+# These models have different queue policies. The timeout of a request counts only if it may override the policy's.
 POLICIES = ["timed", "timed_fixed", "timed_free", "timed_delayed", "timed_not", "timed_alone"]
 LATE = Failure("UNAVAILABLE", "Request timeout expired")
 SEEN = {"X": np.full((1, 1), -1, np.float32)}
 AT_ONCE = {"X": np.zeros((1, 1), np.float32)}
 
-# How a model asks: a first request, if it is to be busy then, and one with a timeout behind it.
+# The model sends a first request, if the other model should be busy, and then one with a timeout.
 ASKS = """
 import threading, time
 def request(x, **more):

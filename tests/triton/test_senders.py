@@ -17,7 +17,7 @@ def code(*lines: str) -> Inputs:
     return {"CODE": np.array(["\n".join(lines).encode()], object)}
 
 
-# Each ends its request: one that Triton never ends cannot be compared.
+# Each case ends its request, because one that Triton never ends cannot be compared.
 ONE = {
     "a response with the flag": ["sender.send(y(1), FINAL)"],
     "a response, then the flag": ["sender.send(y(1))", "sender.send(flags=FINAL)"],
@@ -219,7 +219,7 @@ def test_a_coroutine_that_raises_later_fails_its_request(both: Both) -> None:
 
     assert isinstance(theirs, Failure)
     assert isinstance(ours, Failure)
-    # Triton has lost the frames above the innermost one.
+    # Triton loses all frames but the innermost one.
     assert ours.text.startswith(theirs.text)
 
 

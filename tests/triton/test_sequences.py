@@ -118,7 +118,7 @@ BATCHERS = [
 TEXTS = """
 control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING } }
 """
-# A sequence that nobody continues in time would be another one on the slower side.
+# The idle time is long, because on the slower side a sequence could end before it is continued.
 ITERATIVE = "iterative_sequence: true max_sequence_idle_microseconds: 3600000000 "
 STRATEGIES = ["", "oldest { max_candidate_sequences: 2 }"]
 
@@ -139,7 +139,7 @@ def test_requests_of_sequences_are_seen_and_refused_alike(both: Both, number: in
 @pytest.mark.parametrize("number", range(len(STRATEGIES)))
 def test_rescheduled_requests_come_again_alike(both: Both, tmp_path: Path, number: int) -> None:
     found = []
-    # Triton ends a sequence after its last response. Another sequence gives it the time, before "7" comes again.
+    # Triton ends a sequence after its last response. Another sequence gives it the time to do so before "7" comes again.
     asked = ("", "7", "7s", "", "7")
     for side, name in ((both.triton, "theirs"), (both.moonpool, "ours")):
         log = tmp_path / name

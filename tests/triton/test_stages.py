@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-# Behind the text that Triton has as well.
+# moonpool appends this to Triton's text.
 ADVICE = r"; install \w+ for \S+, under which the model runs, or name an environment that has it in EXECUTION_ENV_PATH$"
 
 

@@ -30,7 +30,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
 TIMEOUT_S = 60.0
-# All models of the zoo are loaded at once.
+# The time is for all models of the zoo, which are loaded at once.
 LOAD_TIMEOUT_S = 120.0
 # `I1121 19:19:08.019713 6297 model.py:12] "text"`; a stub that is not connected yet has no quotes.
 _LINE = re.compile(
@@ -133,7 +133,7 @@ class TritonSide:
 
     def log(self) -> list[LogLine]:
         """Return the lines that models logged since the last look."""
-        # Whole lines: of the last one, a part may be written.
+        # Only whole lines count, because the last one may be incomplete.
         text, end, _ = self.server.log()[self._heard :].rpartition("\n")
         self._heard += len(text + end)
         return [LogLine(a, b, c or d) for a, b, c, d in _LINE.findall(text)]

@@ -150,7 +150,7 @@ def damaged(kind: IntEnum, message: Message) -> Iterator[bytes]:
     )
     yield from (b"\x91\x7f", b"\x91\xff", b"\x91\xcb" + bytes(8), b"\x91\xc3", b"\x80")
     whole = encode(kind, *map(full, message.fields.values()))
-    yield whole[:1] + b"\xcc" + whole[1:2] + whole[2:]  # the kind, longer than it has to be
+    yield whole[:1] + b"\xcc" + whole[1:2] + whole[2:]  # the kind in a longer form than necessary
     yield whole[:1] + b"\xd3" + bytes(7) + whole[1:2] + whole[2:]
     text = "aß€\U0001f600".encode()
     for other in (

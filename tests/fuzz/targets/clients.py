@@ -106,7 +106,7 @@ def grpc_wire(data: bytes) -> None:
     except DecodeError:
         return
     if parts is None:
-        # Groups, which no message of today has.
+        # Our parser refuses groups, which protobuf accepts. No message of today has any.
         if not any(byte & 7 in (3, 4) for byte in data):
             raise AssertionError("a message that is refused")
         return
@@ -165,7 +165,7 @@ def _ask(memory: SystemSharedMemory, choices: Choices) -> None:
             memory.write(name, offset, [memoryview(b"w" * (size % 5000))])
         else:
             key = choices.take(choices.byte() % 20).decode("utf-8", "replace")
-            # A name that nothing has, whatever else is on this machine.
+            # No object has such a name, whatever else is on this machine.
             memory.register(name + "2", key + "/no such thing", offset, size)
     except (SharedMemoryError, InvalidRequest) as error:
         str(error)

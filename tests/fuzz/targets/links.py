@@ -23,7 +23,7 @@ class _Liar:
     def __init__(self, pair: Pair, choices: Choices) -> None:
         self._pair = pair
         self._choices = choices
-        # One for each row as a rule, as otherwise nothing would get any further.
+        # There is usually one block for each row, because otherwise no answer would get any further.
         self._rows = 0
 
     def _regions(self) -> list[int]:
@@ -126,7 +126,7 @@ def _step(pair: Pair, choices: Choices, kept: list[Any]) -> None:
             raise AssertionError(outcomes)
         for outcome in outcomes:
             _take(outcome, kept)
-        # The peer spoke past its own end of the conversation.
+        # The peer sent its answer past its own end of the conversation, so its turn is set by hand.
         peer.conversation._turn = peer.conversation._after[Kind.ANSWER]
     elif operation == 3:
         _take(link.response(_told(Kind.RESPONSES, [liar.response()])[0])[1], kept)

@@ -34,7 +34,7 @@ _REGION_BYTES = 4096
 def _decode(channel: str, data: bytes) -> None:
     for us in Side:
         codec = Codec(TABLES[channel], us)
-        # The first time, the check is made; the second time, it is known.
+        # The first time the check is compiled, the second time it is known.
         for _ in range(2):
             try:
                 fields = codec.decode(data)

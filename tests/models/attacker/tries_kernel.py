@@ -7,7 +7,7 @@ import platform
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 ON_ARM = platform.machine() == "aarch64"
-# On x86_64 and on aarch64.
+# The numbers are those on x86_64 and on aarch64.
 NUMBERS = {
     "acct": (163, 89),
     "add_key": (248, 217),

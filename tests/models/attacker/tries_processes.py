@@ -250,7 +250,7 @@ def fork_twice():
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        # The child in the middle is gone, and nobody here would notice if the grandchild stayed.
+        # The child in the middle ends, so no process of the model's notices if the grandchild stays.
         os.fork()
         os._exit(0)
     os.waitpid(pid, 0)

@@ -157,7 +157,7 @@ def change_flags():
     return changed
 
 
-# A descriptor of a region for answers, which the stub was kept from closing.
+# This holds the descriptor of a response region, which the stub was kept from closing.
 KEPT_REGION = []
 
 
@@ -199,7 +199,7 @@ def keep_and_retire(rounds, size):
     try:
         for number in range(rounds):
             try:
-                # Each is a little larger than all before it.
+                # Each region is a little larger than all before it.
                 made = regions._grow(size + number * mmap.PAGESIZE)
             except Exception as error:
                 refused += 1

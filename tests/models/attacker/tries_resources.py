@@ -14,7 +14,7 @@ import threading
 
 from tries_kernel import LIBC, call
 
-# More of anything than a model needs.
+# No model needs so many of anything.
 MANY = 100_000
 AF_UNIX, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE = 1, 1, 7, 8, 32, 33
 F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_OFD_SETLK = 1024, 1026, 1031, 37
@@ -72,7 +72,7 @@ def waiting_signals(most):
     signal.signal(number, signal.SIG_DFL)
     try:
         for sent in range(most):
-            # To this thread, as the others do not block the signal.
+            # The signal goes to this thread, because the others do not block it.
             call("tgkill", os.getpid(), threading.get_native_id(), number)
         return most
     except BlockingIOError:

@@ -51,7 +51,7 @@ def test_a_poisson_rate_has_its_mean_and_its_spread() -> None:
     gaps_s = np.diff(due_ns) / 1e9
 
     assert due_ns[-1] < 50e9
-    # Five standard deviations.
+    # The number may be off by five standard deviations.
     assert len(due_ns) == pytest.approx(50_000, abs=5 * 50_000**0.5)
     # An exponential distribution spreads as far as its mean.
     assert gaps_s.std() == pytest.approx(gaps_s.mean(), rel=0.05)
@@ -67,9 +67,9 @@ def test_three_windows_that_agree_are_stable() -> None:
     assert not is_stable([window(100), window(100)], 10)
     assert is_stable([window(100), window(105), window(95)], 10)
     assert not is_stable([window(100), window(130), window(95)], 10)
-    # As many requests, but slower and slower.
+    # The rate is the same, but the requests are slower and slower.
     assert not is_stable([window(100, 100), window(100, 150), window(100, 200)], 10)
-    # Only the last three count.
+    # Only the last three windows count.
     assert is_stable([window(10), window(100), window(105), window(95)], 10)
     assert not is_stable([window(0), window(0), window(0)], 10)
 
@@ -175,7 +175,7 @@ def test_ratios_are_of_pairs_where_windows_were_in_turns() -> None:
     assert (found["requests_per_s"].median, found["p50"].median) == (3.0, 0.5)
     assert (found["requests_per_s"].least, found["requests_per_s"].most) == (2.0, 4.0)
     assert "p99" not in found
-    # Else the others' median stands for all of them.
+    # Otherwise each window is compared with the others' median.
     assert ratios(ours, theirs, in_turns=False)["requests_per_s"].most == pytest.approx(40 / 7.5)
 
 

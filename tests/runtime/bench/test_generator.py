@@ -125,7 +125,7 @@ def test_an_open_loop_sends_when_the_time_has_come(
 def test_an_open_loop_counts_from_when_a_request_was_due(silent: tuple[str, int]) -> None:
     pressed = Generator(silent, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=0.2)
     try:
-        # The second has no connection until the first is given up.
+        # The second request has no connection until the first one is given up.
         tally = pressed.open_loop([0, 1_000_000], 1, time.perf_counter_ns())
     finally:
         pressed.close()
@@ -246,7 +246,7 @@ def test_the_responses_of_a_stream_are_counted_and_timed(kserve: Kserve, count: 
     requests = len(tally.latencies_ns)
     assert tally.errors == {}
     assert requests > 0
-    # What only says that it is the last is no response.
+    # A final message without outputs does not count as a response.
     assert len(tally.first_ns) == (requests if count else 0)
     assert len(tally.between_ns) == requests * max(0, count - 1)
 

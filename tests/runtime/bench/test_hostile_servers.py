@@ -28,7 +28,7 @@ pytestmark = pytest.mark.promise(
     "protocol.",
 )
 
-# Kinds that mean something and some that do not; streams of the connection and of requests.
+# Frames have known and unknown kinds, on the connection's stream and on those of requests.
 FRAMES = st.builds(
     lambda kind, flags, stream, payload: (
         struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
@@ -44,7 +44,7 @@ FRAMES = st.builds(
         st.tuples(st.binary(max_size=9), st.binary(max_size=9)).map(
             lambda pair: b"\0" + b"".join(bytes([len(text)]) + text for text in pair)
         ),
-        # A name of the table with another value, as of a status.
+        # This is a name of the table with another value, such as a status.
         st.binary(max_size=9).map(lambda text: bytes([8, len(text)]) + text),
     ),
 )

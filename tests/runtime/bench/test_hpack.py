@@ -36,7 +36,7 @@ def test_what_is_written_is_read(size: int) -> None:
 
 
 def test_a_status_has_its_name() -> None:
-    # A size of the table, an entry of the static table, and one of its names with another value.
+    # The headers have a size of the table, an entry of the static table, and one of its names with another value.
     assert hpack.headers_of(b"\x20\x88") == {b":status": b"200"}
     assert hpack.headers_of(b"\x08\x03302") == {b":status": b"302"}
 

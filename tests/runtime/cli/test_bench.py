@@ -74,7 +74,7 @@ def test_a_result_has_a_label_and_replaces_no_other(cli: CommandLine) -> None:
     refused = cli(*bench)
     assert refused.returncode == 1
     assert "is there already" in refused.stderr
-    # Before anything was measured.
+    # The command refused before it measured anything.
     assert refused.stdout == ""
     assert (cli.folder / "add_sub-one instance.json").read_text() == written
 

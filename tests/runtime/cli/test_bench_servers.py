@@ -89,7 +89,7 @@ def test_two_servers_are_measured_in_turns(cli: CommandLine, kserve: Kserve) -> 
     quotients = sorted(a["requests_per_s"] / b["requests_per_s"] for a, b in pairs)
     ratio = point["ratios"]["requests_per_s"]
     assert (ratio["least"], ratio["median"], ratio["most"]) == pytest.approx(quotients)
-    # Both servers' tables, then the ratios.
+    # Both servers' tables come first, then the ratios.
     headings = [line for line in ended.stdout.splitlines() if line.endswith(":")]
     ours, theirs = kserve.http.url, kserve.grpc.url
     assert headings == [f"{ours}:", f"{theirs}:", f"{ours} over {theirs}:"]

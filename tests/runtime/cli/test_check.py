@@ -167,7 +167,7 @@ def test_what_a_model_asks_for_is_printed_in_a_form_to_paste(
         f'in Python: Runtime(sandbox_grants=["{GRANT}"])',
     ]
     assert ended.returncode == 1
-    # As a shell reads it.
+    # The line is split as a shell would split it.
     pasted = shlex.split(
         ended.stdout.splitlines()[-1].split("no more: ")[1].split("; in Python")[0]
     )

@@ -28,7 +28,7 @@ def test_the_demo_walks_through_all_parts(cli: CommandLine) -> None:
         r"checked, batched, executed, answered +[0-9.,]+  µs",
     ):
         assert re.search(expected, ended.stdout), expected
-    # Below that, commands have paths as long as they are.
+    # Commands after that may be longer, because their paths are.
     told = ended.stdout.partition("Next")[0]
     assert [line for line in told.splitlines() if len(line) > 100] == []
 

@@ -16,7 +16,7 @@ from tests.runtime.cli.shell import PATIENCE_S, environment
 from moonpool.runtime.cli.sandbox import LAYERS
 
 ASK = [sys.executable, "-m", "moonpool", "sandbox"]
-# Who asks: whoever runs the tests, and somebody without rights.
+# The user who runs the tests asks, and one without rights.
 USERS = ("self", "nobody")
 
 
@@ -104,7 +104,7 @@ def test_without_a_layer_that_strict_needs_it_does_not_work(
 ) -> None:
     answer = told(user, **{call: error})
 
-    # Groups come from elsewhere, or do not.
+    # The cgroup does not depend on the call.
     layers = {name: each for name, each in answer.layers.items() if name != "cgroup"}
     missing = {name for name, each in layers.items() if not each["is_offered"]}
     assert missing - {"own_user"} == {layer}

@@ -131,7 +131,7 @@ class Terminal:
             ready, _, _ = select.select([self._fd], [], [], self._deadline.remaining_s)
             try:
                 read = os.read(self._fd, 4096) if ready else b""
-            except OSError:  # what a terminal says when its last program has gone
+            except OSError:  # reading a terminal fails so when its last program has ended
                 read = b""
             if not read:
                 raise AssertionError(f"{text!r} did not come; there was:\n{self._seen}")

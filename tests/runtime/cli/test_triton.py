@@ -12,7 +12,7 @@ from tests.runtime.triton.library import library
 
 from moonpool.runtime.triton import install
 
-# It may have to be compiled first.
+# The library may have to be compiled first.
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -58,7 +58,7 @@ def test_install_puts_a_copy_and_who_is_to_be_started_beside_the_other_backends(
     assert names(folder) == {"libtriton_moonpool.so", "moonpool.txt"}
     assert (folder / "libtriton_moonpool.so").read_bytes() == b"any bytes"
     assert not (folder / "libtriton_moonpool.so").is_symlink()
-    # For a server of another user.
+    # A server of another user must be able to read it.
     assert folder.stat().st_mode & 0o777 == 0o755
     assert (folder / "moonpool.txt").stat().st_mode & 0o777 == 0o644
     assert (folder / "moonpool.txt").read_text().splitlines() == [

@@ -44,7 +44,7 @@ class Host:
         force = parameters.pop("MOONPOOL_FORCE_CPU", "no")
         parameters["FORCE_CPU_ONLY_INPUT_TENSORS"] = force
         parameters.setdefault("MOONPOOL_GPU_AS_NUMPY", "copy")
-        # How the driver of the stubs is to behave.
+        # These variables set how the fake driver behaves in the stubs.
         parameters["MOONPOOL_ENVIRONMENT"] = "FAKE_*"
         x = {"data_type": "TYPE_FP32", "dims": [-1]}
         batching = {"preferred_batch_size": [batch], "max_queue_delay_microseconds": 30_000_000}
@@ -102,7 +102,7 @@ def closing(make: Callable[[], AnyHost]) -> Iterator[AnyHost]:
         yield host
     finally:
         host.runtime.close()
-        # Before the device is waited for: what nobody refers to any more is let go of.
+        # Unreferenced memory must be freed before the device is waited for.
         del host.runtime
         gc.collect()
         gpus.usable_gpus.cache_clear()
@@ -137,7 +137,7 @@ class Foreign:
         where = device(0)
         self._region = DeviceRegion.create(next_number(), where.rounded(values.nbytes), where)
         self._region.forget_fd()
-        # As late as the fake driver is: who takes the array waits for the stream.
+        # The copy is as late as the fake driver is, so a consumer of the array has to wait for the stream.
         with where:
             source = values.__array_interface__["data"][0]
             where.driver.cuMemcpyHtoDAsync_v2(self._region.address, source, values.nbytes, 1)

@@ -27,7 +27,7 @@ def strict(fake_host: FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "0000:10:00.0").mkdir()
     (tmp_path / "0000:10:00.0" / "information").write_text("Device Minor: 0\n")
     monkeypatch.setattr(gpu_access, "_INFORMATION", f"{tmp_path}/{{}}/information")
-    # The fake knows numbers alone.
+    # The fake driver knows GPUs by their numbers only.
     monkeypatch.setattr(gpu_access, "uuid", str)
     fake_host.load(SANDBOX="strict")
     return fake_host

@@ -24,7 +24,7 @@ class Ends:
     """Lanes to a stub that says nothing by itself."""
 
     def __init__(self, gpus: tuple[int, ...] | None = None) -> None:
-        # What there is to be read, for the thread that reads; None where another one does.
+        # The messages that the reading thread will read. None if another thread reads.
         self.to_read: list[Callable[[], object]] | None = None
         self.told: list[tuple[int, bytes]] = []
         self.lanes = Lanes(
@@ -115,7 +115,7 @@ def test_who_reads_for_all_does_not_wait_for_a_stub_that_does_not_say_its_event(
 
 def test_who_reads_for_all_takes_in_an_event_that_has_come(ends: Ends) -> None:
     lane = ends.lanes.lane(0)
-    # What comes before it has to be received as well.
+    # The messages before the event have to be received as well.
     ends.to_read = [*[ends.lanes.receive] * 200, lambda: ends.lanes.meet(0, b"")]
 
     ends.lanes.receive()

@@ -296,7 +296,7 @@ def test_every_close_returns_only_when_everything_is_finalized(folder: Path) -> 
 
     second = threading.Thread(target=close_too)
     second.start()
-    # Gives a close that does not wait the time to return. One that waits is not affected.
+    # This gives a close that does not wait the time to return. It does not affect one that waits.
     second.join(0.1)
     proceed.set()
     first.join(PATIENCE_S)

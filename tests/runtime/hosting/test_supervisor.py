@@ -57,7 +57,7 @@ def test_an_instance_comes_back_once_a_thread_can_be_started(
             else:
                 record.instance.report_broken(gone)
             wait_until(lambda: record.unrecovered is not None)
-            # The reactor, which tries again, must not wait for the instance either.
+            # The reactor tries again, and must not wait for the instance either.
             tried = threading.Event()
             runtime._models.stubs.reactor.call_later(0.3, tried.set)
             assert tried.wait(PATIENCE_S)
@@ -162,7 +162,7 @@ def test_an_unload_waits_for_whoever_finds_out_why_an_instance_broke(
 
 
 def test_instances_that_break_while_their_model_is_unloaded_end_in_order(folder: Path) -> None:
-    # Either may come first. This repeats it many times, as the moment in question is short.
+    # The death or the unload may come first. The loop repeats this many times, because the moment between them is short.
     for _ in range(40):
         backend = HoldingBackend()
         with Runtime(backends=[backend], drain_timeout_s=0.0) as runtime:

@@ -13,7 +13,7 @@ from moonpool.runtime.isolation import users
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives its children users")
 
-# Takes two, says which, and keeps them until its input ends.
+# The program takes two users, prints them, and keeps them until its input ends.
 _OTHER = """
 import sys
 from moonpool.runtime.isolation import users
@@ -60,7 +60,7 @@ def test_two_runtimes_never_share_one() -> None:
             assert others.isdisjoint({own, *mine})
             other.kill()
             other.wait()
-            # Its end took its locks off.
+            # The end of the process released its locks.
             assert others & set(_take_and_give_back(4))
         finally:
             other.kill()

@@ -204,7 +204,7 @@ def test_what_was_allocated_before_a_failure_is_released(runtime: Runtime) -> No
     allocator = Noting(make)
     with pytest.raises(Planned, match="only one") as caught:
         runtime.infer("m", x(1), allocator=allocator)
-    # The error's traceback may refer to what the failing call had in hand.
+    # The error's traceback may refer to the memory that the failing call held.
     del caught
     gc.collect()
     assert [call[0] for call in allocator.calls] == ["start", "alloc", "alloc", "release"]

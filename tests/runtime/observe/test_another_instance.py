@@ -27,9 +27,9 @@ pytestmark = pytest.mark.promise(
     "write and does not come and go.",
 )
 
-# One instance that keeps its core busy, four requests that wait, and a machine with room.
+# One instance keeps its core busy, four requests wait, and the machine has idle cores.
 BUSY = InstanceLoad(instances=1, cores=0.98, executing=1.0, waiting=4.0, spare_cores=3.0)
-# The load of a model that asks a database.
+# The model waits for a database.
 WAITS = replace(BUSY, cores=0.05)
 
 
@@ -51,14 +51,16 @@ class TestDecisions:
         "load",
         [
             replace(BUSY, waiting=0.0),
-            replace(BUSY, waiting=0.9),  # a batch that forms
+            replace(BUSY, waiting=0.9),  # the requests of a batch that forms
             replace(BUSY, spare_cores=0.0),  # no core is free
             replace(BUSY, spare_cores=0.7),
-            replace(BUSY, cores=4.0, spare_cores=2.0),  # another instance would need four
+            replace(BUSY, cores=4.0, spare_cores=2.0),  # another instance would need four cores
             replace(BUSY, is_on_gpu=True),
             replace(WAITS, is_on_gpu=True),
-            replace(WAITS, spare_cores=0.0),  # it may wait for a core
-            replace(WAITS, executing=0.5),  # something else keeps requests waiting, such as a delay
+            replace(WAITS, spare_cores=0.0),  # the instance may be waiting for a core
+            replace(
+                WAITS, executing=0.5
+            ),  # something else delays the requests, such as a queue delay
             replace(BUSY, cores=0.5, executing=0.5),
             replace(BUSY, instances=0),
         ],

@@ -99,7 +99,7 @@ def test_gpus_are_told_of_as_triton_tells(tmp_path: Path) -> None:
     told = {family.name: family for family in metrics.families()}
     a, b = (("gpu_uuid", "GPU-a"),), (("gpu_uuid", "GPU-b"),)
     values = {name: {s.labels: s.value for s in family.samples} for name, family in told.items()}
-    # There was one question for each GPU before, and one answer.
+    # The driver adds a joule at each question, and this is the second question after the first reading.
     assert values.pop("nv_energy_consumption") == {a: 2.0}
     assert values == {
         "nv_gpu_utilization": {a: 0.25, b: 0.25},

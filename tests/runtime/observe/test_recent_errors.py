@@ -119,7 +119,7 @@ def test_a_model_s_error_is_kept_with_the_place_in_its_file(tmp_path: Path) -> N
         for number in range(3):
             with pytest.raises(ModelError):
                 runtime.request("fails", {"X": np.zeros(1, np.float32)}, request_id=f"r{number}")
-        # The traceback comes on another channel.
+        # The traceback arrives on another channel.
         wait_until(lambda: errors(runtime)[0].traceback)
         (error,) = errors(runtime)
 

@@ -85,7 +85,7 @@ def test_callbacks_that_ask_for_themselves_do_not_keep_others_waiting(
     reactor.call_soon(again)
     os.write(pipe[1], b"x")
     try:
-        # What never ends by itself has no pause in which a descriptor is looked at, but timers are.
+        # A callback that keeps the reactor busy leaves no time for other descriptors, but timers still run.
         at_a_time = threading.Event()
         reactor.call_later(0.001, at_a_time.set)
         assert at_a_time.wait(PATIENCE_S)
@@ -144,7 +144,7 @@ def test_a_descriptor_that_is_watched_once_is_reported_once(
         finish(reactor)
         os.write(write_fd, b"x")
         wait_until(lambda i=i: len(seen) == i + 1)  # type: ignore[misc]
-        finish(reactor)  # still readable, and nobody is told
+        finish(reactor)  # the descriptor is still readable, and no callback runs
         assert seen == list(range(i + 1))
         os.read(read_fd, 1)
 

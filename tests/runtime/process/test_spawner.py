@@ -54,7 +54,7 @@ def test_it_has_no_descriptors_but_those_it_is_given() -> None:
     finally:
         os.close(secret)
     fds = [int(fd) for fd in open_fds.split()]
-    # The standard ones, and the pipe that `run` gives it.
+    # The program has the standard descriptors, and the pipe that `run` gives it.
     assert fds[:3] == [0, 1, 2]
     assert len(fds) == 4
 
@@ -73,7 +73,7 @@ def test_a_program_that_is_not_there_is_an_error_for_the_caller() -> None:
         spawn(["/nonexistent"], environment={}, folder="/", output_fd=2, fds=())
     with pytest.raises(OSError, match="hostname"):
         spawn(["/etc/hostname"], environment={}, folder="/", output_fd=2, fds=())
-    # And the next one starts.
+    # The next process starts all the same.
     assert run("print('here')") == "here"
 
 
@@ -126,7 +126,7 @@ def test_many_threads_may_ask_at_once() -> None:
     assert [t.name for t in threading.enumerate()].count("moonpool-spawner") == 1
 
 
-# In a process of its own: libraries that other tests have brought into theirs may not bear to be forked.
+# This runs in a process of its own, because libraries that other tests have imported may not survive a fork.
 FORKED = """
 import contextlib, os, signal, sys
 from moonpool.runtime.process.spawner import _spawner, spawn

@@ -23,7 +23,7 @@ from moonpool.runtime.repository import archive_tar as environment_tar
 from moonpool.runtime.repository.archive import unpack
 
 LONG = "/".join(["d" * 60] * 5)
-# Contents by name, and links by name.
+# Each name has its contents, and each link its target.
 FILES = {
     "bin/tool": b"#!/bin/sh\n",
     "lib/empty": b"",
@@ -38,7 +38,7 @@ def add_to(tar: tarfile.TarFile) -> None:
     for name, content in FILES.items():
         info = tarfile.TarInfo(name)
         info.size, info.mode = len(content), 0o755 if name.startswith("bin") else 0o644
-        # What only PAX headers can say.
+        # Only a PAX header can hold such a time.
         info.mtime = 1234567890.5
         tar.addfile(info, io.BytesIO(content))
     for name, target in LINKS.items():

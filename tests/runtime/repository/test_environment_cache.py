@@ -21,7 +21,7 @@ from moonpool.runtime.repository.environment import (
 )
 
 FILES = 50
-# Unpacks, as far as it gets: after so many files it says so and stands still.
+# The program unpacks an archive. After a given number of files it says so and stands still.
 UNPACK = """
 import pathlib, sys, threading
 from moonpool.runtime.repository import archive as archive, environment as cache

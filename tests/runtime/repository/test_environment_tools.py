@@ -35,7 +35,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "lib" / "na\u00efve \N{SNOWMAN}.py").write_bytes(b"")
     (root / DEEP / "deep").write_bytes(b"deep")
     with (root / "lib" / "holes.bin").open("wb") as file:
-        # More spans than fit into the map of one header, and a hole at either end.
+        # The file has more spans than fit into the map of one header, and a hole at either end.
         for number in range(1, 101):
             file.seek(number * HOLE_BYTES // 16)
             file.write(b"%d" % number * 1000)

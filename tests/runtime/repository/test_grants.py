@@ -136,7 +136,7 @@ def test_other_models_are_asked_where_they_are_named() -> None:
 
 # Grants one by one
 
-# What was granted, what is within it, and what is beyond it.
+# Each option has a granted value, values within it, and values beyond it.
 VALUES = [
     ("MOONPOOL_SANDBOX_PATHS", "/a, rw:/b", ["/a", "/b", "rw:/b, /a"], ["/a/c", "rw:/a", "/"]),
     ("MOONPOOL_SANDBOX_PORTS", "443,53", ["53"], ["80", "443,80"]),

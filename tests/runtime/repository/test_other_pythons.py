@@ -16,8 +16,8 @@ from tests.runtime.recorder import PATIENCE_S
 
 from moonpool import Runtime
 
-# The oldest that is promised, and new ones; all between are tried by
-# `tests/e2e/test_interpreters.py` where there are environments of them.
+# These are the oldest supported version and new ones. `tests/e2e/test_interpreters.py` tries all between if it has environments
+# of them.
 VERSIONS = ("3.9", "3.13", "3.14")
 NATIVE = """
 import sys
@@ -60,7 +60,7 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if python is None or version == ".".join(map(str, sys.version_info[:2])):
         pytest.skip(f"there is no other Python {version}")
     folder: Path = tmp_path_factory.mktemp("environments") / version
-    # The newest pip refuses Pythons before 3.10, which then need the pip that they came with.
+    # The newest pip refuses Pythons before 3.10, so those use the pip that they came with.
     has_pip = version == "3.9"
     without = [] if has_pip else ["--without-pip"]
     subprocess.run([python, "-m", "venv", *without, str(folder)], check=True)

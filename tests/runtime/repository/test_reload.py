@@ -101,7 +101,7 @@ def test_a_changed_file_or_configuration_replaces_the_model(
     runtime.load("m", instances=2)
     assert len(runtime.instances("m")) == 2
     wait_until(lambda: ended(before))
-    # Without the override it is as the repository has it.
+    # Without the override, the model is as the repository has it.
     runtime.load("m")
     assert len(runtime.instances("m")) == 1
 

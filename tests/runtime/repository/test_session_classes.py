@@ -28,7 +28,7 @@ with moonpool.Runtime() as runtime:
     runtime.load("m", Scale{options})
     print("ANSWER", runtime.infer("m", {{"X": np.ones((1, 3), np.float32)}})["OUTPUT0"].tolist())
 """
-# Runs cells as a notebook's kernel does, and ends with the first one that fails.
+# The program runs cells as a notebook's kernel does, and ends with the first one that fails.
 _SHELL = """
 import json, sys
 from IPython.core.interactiveshell import InteractiveShell
@@ -78,7 +78,7 @@ def test_a_class_in_a_cell_is_hosted_with_what_it_uses(tmp_path: Path) -> None:
     text = run(
         tmp_path,
         f"{IMPORTS}\nimport os, os.path",
-        "class Scale: ...",  # an earlier one of the name
+        "class Scale: ...",  # an earlier class of the name
         "%time unrelated = print('unrelated')",
         "SIZES = {'one': 1}\nRows = Float32[Batch, 3]",
         helper,
@@ -152,7 +152,7 @@ def test_a_class_that_was_changed_replaces_the_one_before(tmp_path: Path) -> Non
 def test_what_cannot_be_taken_is_named(
     monkeypatch: pytest.MonkeyPatch, cell: str, why: str
 ) -> None:
-    # As IPython has it: what was typed, in a module that has no file.
+    # IPython keeps what was typed in a module that has no file.
     session = ModuleType("session")
     monkeypatch.setitem(sys.modules, "session", session)
     session.In = ["", IMPORTS, cell, SCALE]  # type: ignore[attr-defined]

@@ -201,7 +201,7 @@ def test_a_higher_priority_can_complete_a_preferred_size_that_the_queue_had_pass
     assert sizes(form(queue, 1, 1).batches) == [[1, 3]]
 
 
-# What ends a wait that has begun
+# Events that end a wait
 
 
 def test_after_a_cancellation_the_rest_waits_for_its_own_delay() -> None:
@@ -363,7 +363,7 @@ def test_nobody_is_late_where_no_timeout_rejects() -> None:
         assert not queue.is_late(Asked(timeout_us=1))
 
 
-# Leaving early
+# Requests that are removed
 
 
 def test_a_removed_request_leaves_no_trace() -> None:

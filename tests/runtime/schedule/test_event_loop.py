@@ -250,7 +250,7 @@ def test_a_loop_that_stopped_while_it_drove_does_not_keep_the_batch_of_others(
             backend.is_quick = True
             rescued(runtime)
             assert waiting.result() == 2
-            # The loop learns of it when it runs again.
+            # The loop learns of the answer when it runs again.
             assert loop.run_until_complete(left) == 1
     finally:
         loop.close()
@@ -284,7 +284,7 @@ def test_a_loop_does_not_read_before_there_is_something_to_read(folder: Path) ->
         await until(lambda: backend.batches)
         driver = event_loop._driver_of(asyncio.get_running_loop())
         assert len(driver._sockets.all()) == 1
-        # The state after a thread has read its answer between the loop's poll and this.
+        # This is the state if a thread has read its answer since the loop's poll.
         driver._look()
         backend.wait_for(1).answer()
         assert await task == 3

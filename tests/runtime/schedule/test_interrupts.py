@@ -47,7 +47,7 @@ def interrupted_once(
     monkeypatch.setattr(owner, name, call)
 
 
-# Methods in which a thread that asks alone is interrupted, before or after their work.
+# In these methods a thread that asks alone is interrupted, before or after their work.
 ALONE = [
     (Scheduler, "submit", False),
     (Scheduler, "submit", True),
@@ -89,11 +89,11 @@ def test_an_interrupted_call_leaves_a_usable_instance_behind(
     backend.check_pairs()
 
 
-# Methods in which a thread is interrupted that asks an instance which blocks.
+# In these methods a thread is interrupted whose instance blocks in `execute`.
 BLOCKED = [each for each in ALONE if each[0] is Scheduler and each[1] != "finish"]
 
 
-# Ways to ask, and whether the thread that asks does the work of an instance which blocks.
+# Each is a way to ask. True if the asking thread itself runs an `execute` that blocks.
 WAYS: dict[str, tuple[Callable[[Runtime, int], Any], bool]] = {
     "without end": (lambda runtime, i: runtime.infer("m", row(i))["Y"], True),
     "in time": (lambda runtime, i: runtime.infer("m", row(i), timeout_s=PATIENCE_S)["Y"], False),
@@ -163,7 +163,7 @@ def test_a_thread_whose_instance_is_gone_starts_no_batch_in_another_one(
         assert not scheduler._busy
 
 
-# Methods in which a thread that drives for others is interrupted, before or after their work.
+# In these methods a thread that drives for others is interrupted, before or after their work.
 DRIVING = [
     (Execution, "drive", False),
     (Execution, "drive", True),
@@ -182,7 +182,7 @@ def test_the_others_are_answered_when_the_thread_that_drives_is_interrupted(
         others: list[Caller] = []
 
         def act() -> None:
-            # The main thread is the first in the batch, and so the one that drives it.
+            # The main thread is the first in the batch, so it drives the batch.
             queued(runtime, 1)
             for i in (2, 3):
                 others.append(Caller(runtime, row(i)))

@@ -121,7 +121,7 @@ def test_a_batch_that_does_not_fill_is_sent_after_the_delay_and_not_before(folde
     policy = batching(max_queue_delay_microseconds=int(delay_s * 1e6))
     with holding(folder, **policy) as (backend, runtime):
         backend.is_quick = True
-        runtime.infer("m", row(0))  # absorbs what is slow the first time
+        runtime.infer("m", row(0))  # the first request of a model is slower
         begin_s = time.monotonic()
         futures = [runtime.submit("m", row(i)) for i in (1, 2)]
         assert [value(future) for future in futures] == [1, 2]
@@ -205,7 +205,7 @@ def test_who_may_not_even_wait_for_the_way_to_an_idle_instance_is_rejected(folde
     queue_policy = {"default_timeout_microseconds": HOUR_US, "allow_timeout_override": True}
     with holding(folder, **batching(default_queue_policy=queue_policy)) as (backend, runtime):
         backend.is_quick = True
-        # From another thread, and from the main thread, whose requests the reactor forms batches of.
+        # One request comes from another thread and one from the main thread, for which the reactor forms batches.
         assert isinstance(Caller(runtime, row(0), queue_timeout_us=5).result(), QueueTimeout)
         with pytest.raises(QueueTimeout, match=r"^Request timeout expired$"):
             runtime.infer("m", row(0), queue_timeout_us=5)
@@ -241,7 +241,7 @@ def test_timers_do_not_pile_up_behind_a_long_queue_timeout(folder: Path) -> None
             futures = [runtime.submit("m", row(i)) for i in range(2)]
             for future in futures:
                 future.result(PATIENCE_S)
-        # One timer for the queue, one for idle memory, and those that existed at the start.
+        # The queue has one timer, idle memory another, and some existed at the start.
         assert len(runtime._models._reactor._later) < 10
 
 

@@ -29,7 +29,7 @@ def value(future: Future[Response]) -> float:
     return float(future.result(PATIENCE_S).outputs["Y"].flat[0])
 
 
-# Callers that leave
+# Callers that give up
 
 
 @pytest.mark.promise(
@@ -95,7 +95,7 @@ def test_an_answer_that_was_received_already_is_not_waited_for_on_the_socket(
         held = backend.wait_for(1)
         (execution,) = runtime._models.find("m").scheduler._busy.values()
         with monkeypatch.context() as patch:
-            # The state after a `wait` that took the answer and was then ended by a signal handler.
+            # This is the state after a signal handler has ended a `wait` that had read the answer.
             patch.setattr(held, "is_received", lambda: True)
             patch.setattr(held, "finish", lambda requests: echo(held.instance, requests))
             execution.drive_in_reactor()
@@ -267,7 +267,7 @@ def test_requests_that_fill_empty_places_are_no_failures(folder: Path) -> None:
         backend.wait_for(1).answer()
         assert first.result() == 1
         second = Caller(runtime, row(2), correlation_id=2, flags=1)
-        # The place before it is empty: it belongs to the first sequence.
+        # The slot before it is empty, because it belongs to the first sequence.
         assert backend.wait_for(2).values == [0, 2]
         backend.wait_for(2).break_down(PeerGone("the instance is gone"))
         assert isinstance(second.result(), PeerGone)

@@ -73,7 +73,7 @@ def test_whoever_waits_behind_a_request_that_broke_the_instance_is_told(folder: 
         held.break_down(PeerGone("broken"))
         assert isinstance(first.result(), (PeerGone, StubDied))
         assert isinstance(second.result(), SequenceLost)
-        # A sequence that had not begun begins in the instance that took its place.
+        # A sequence that had not begun begins in the restarted instance.
         backend.is_quick = True
         backend.wait_for(2).answer()
         assert other.result() == 20

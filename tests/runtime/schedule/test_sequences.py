@@ -384,7 +384,7 @@ def test_sequences_of_an_instance_that_broke_are_lost(make: Any) -> None:
     assert hall.failed["1b"] == (
         "sequence 1 of model 'M' is lost, as the instance ended that had its state; start it again"
     )
-    # A caller that has not been told yet gets the error.
+    # The next request of a lost sequence gets the error.
     with pytest.raises(SequenceLost, match="sequence 3 of model 'M' is lost"):
         hall.add("3a")
     hall.add("3s")
@@ -525,7 +525,7 @@ def test_a_request_that_was_added_half_leaves_no_slot_taken(
     assert hall.form() == [["2s"]]
 
 
-# The number that advice is based on
+# The number on which advice is based
 
 
 @pytest.mark.promise("The overview", "A model for which requests wait …")
@@ -534,7 +534,7 @@ def test_sequences_that_wait_for_a_slot_are_counted_and_not_their_requests() -> 
     hall.add("1s", "1", "1a")
     hall.form()
 
-    # One sequence has a slot. Its requests wait for one another, with any number of instances.
+    # One sequence has a slot. Its requests would wait for one another with any number of instances.
     assert len(hall.sequencer) == 2
     assert hall.sequencer.backlog == 0
 

@@ -44,7 +44,7 @@ class Promises(RuleBasedStateMachine):
         self.arrived = 0
         self.is_closed = False
         self.joined: set[str] = set()
-        # The sequences of instances that are to end.
+        # The sequences of each instance that will end.
         self.retiring: dict[str, set[int | str]] = {}
         # Every request is in exactly one of these: waiting, executing, over.
         self.waiting: dict[str, Asked] = {}

@@ -47,7 +47,7 @@ class Interrupts:
 
         def send() -> None:
             wait_until(condition)
-            # Python does not notice a signal that comes just before it waits in the kernel.
+            # Python misses a signal that arrives just before it waits in the kernel, so this repeats it.
             while not self._noticed.is_set():
                 signal.pthread_kill(main, signal.SIGUSR1)
                 self._noticed.wait(0.01)
@@ -142,7 +142,7 @@ def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
         first = runtime.submit("m", row(0))
 
         def others() -> bool:
-            # The main thread is first in the batch, and so the one that drives it.
+            # The main thread is first in the batch, so it drives the batch.
             queued(runtime, 1)
             for i in (2, 3):
                 callers.append(Caller(runtime, row(i)))
@@ -202,7 +202,7 @@ def test_a_cancelled_future_takes_its_request_out_of_the_queue(folder: Path) -> 
         first, second, third = (runtime.submit("m", x(i)) for i in range(3))
         assert second.cancel()
         assert second.cancelled()
-        assert second.cancel()  # as often as one likes
+        assert second.cancel()  # a second call has the same result
         assert concurrent.futures.wait([second], PATIENCE_S).done == {second}
         backend.is_quick = True
         backend.wait_for(1).answer()

@@ -271,7 +271,7 @@ def test_clients_that_go_on_cutting_their_memory_short_do_not_get_the_model_give
     tmp_path: Path, client: Client, caplog: pytest.LogCaptureFixture, is_mapped: bool
 ) -> None:
     config = tmp_path / "gives_back" / "config.pbtxt"
-    # One death of its own, and it would be given up.
+    # A single death of the model's own would make the server give it up.
     parameter = 'parameters { key: "MOONPOOL_MAX_RESTARTS" value { string_value: "0" } }'
     config.write_text(config.read_text() + parameter)
     hosted = client.load("gives_back")
@@ -282,14 +282,14 @@ def test_clients_that_go_on_cutting_their_memory_short_do_not_get_the_model_give
     assert "until model 'gives_back' is loaded again" in caplog.text
     wait_until(lambda: client.runtime.instances("gives_back")[0]["state"] == "READY")
 
-    # From now on they cut short what is copied, or was.
+    # From now on clients truncate memory that the server copies.
     for _ in range(8):
         client.seen[:_COUNT] = ramp(1)
         assert isinstance(cut_short(client, hosted), Response)
 
     (shown,) = client.runtime.instances("gives_back")
     assert (shown["state"], shown["restarts"]) == ("READY", 1)
-    # A death of the model's own counts as ever.
+    # A death of the model's own still counts.
     os.kill(shown["pid"], signal.SIGBUS)
     wait_until(lambda: client.runtime.instances("gives_back")[0]["state"] == "FAILED")
 

@@ -82,7 +82,7 @@ def test_what_a_contained_process_was_sent_counts_though_it_came_back(make: Make
     with pytest.raises(OutOfMemory, match="6291456 in use elsewhere or kept by the process"):
         memory.region(0, 4 * MiB)
 
-    # The next process could have it.
+    # A new process would have room for the region.
     assert memory.is_worn
     assert memory.given_bytes == 6 * MiB
     memory.region(0, 3 * MiB).close()
@@ -215,7 +215,7 @@ def test_whatever_comes_and_goes_no_more_was_given_than_the_limit(
                 out.append(memory.region(present_bytes, pages * 4096))
             except OutOfMemory:
                 continue
-            # As the process does it: so no number of a file is used again.
+            # Like the process, the test keeps each file, so the kernel does not use its number again.
             kept.append(os.dup(out[-1].fd))
             files[file_of(out[-1])] = out[-1].size_bytes
             assert sum(files.values()) == memory.given_bytes <= limit_pages * 4096

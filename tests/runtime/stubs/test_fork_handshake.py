@@ -15,7 +15,7 @@ from moonpool.runtime.stubs.template import ForkedProcess, ForkFailed, ForkHands
 
 PATIENCE_S = 60.0
 Child = Callable[..., int]
-# What children do; `end` is their end of the birth, and the other numbers are descriptors, too.
+# Children run these programs. `end` is their end of the handshake, and `fds` are other descriptors.
 SPEAKS = "os.write(end, b'0'); signal.pause()"
 LEADS_AND_SPEAKS = f"os.setsid(); {SPEAKS}"
 SENDS_DESCRIPTORS = """
@@ -129,7 +129,7 @@ def test_descriptors_that_come_with_the_word_are_dropped(
     pid = child(SENDS_DESCRIPTORS)
     before = len(os.listdir("/proc/self/fd"))
     found, pidfd = handshake.wait(os.getpid(), PATIENCE_S)
-    # One end was closed, and the pidfd came.
+    # The handshake closed one end and received the pidfd.
     assert len(os.listdir("/proc/self/fd")) == before
     os.kill(pid, signal.SIGKILL)
     os.close(pidfd)
@@ -158,7 +158,7 @@ def test_what_a_forked_process_started_goes_with_it(handshake: ForkHandshake, ch
     process = ForkedProcess(*handshake.wait(os.getpid(), PATIENCE_S), lambda _: 5)
 
     assert process.wait(PATIENCE_S) == 5
-    # The last one that had the pipe has ended.
+    # The end of file shows that the last process with the pipe has ended.
     assert os.read(read_fd, 1) == b""
     os.close(read_fd)
     process.close()

@@ -139,7 +139,7 @@ def test_memory_does_not_grow_over_many_requests_whose_outputs_are_dropped_late(
     late.clear()
     ask(runtime, 1)
     assert link.borrowed_blocks.used_bytes == 0
-    # Pages of what is the same size do not become more; a megabyte is what an allocator may take.
+    # Tensors of the same size need no further pages. An allocator may take a few MiB.
     assert _resident_kib(runtime) <= resident + 4096
 
 
@@ -159,7 +159,7 @@ def test_inputs_in_shared_memory_are_not_copied(runtime: Runtime) -> None:
         x[...] = [i, i + 1, i + 2]
         outputs = runtime.infer("m", {"X": x})
         assert outputs["DOUBLE"].tolist() == [2 * i, 2 * i + 2, 2 * i + 4]
-        # Passed through: the caller's own memory comes back.
+        # The model passed the input through, so the output is the caller's own memory.
         x[0] = 99
         assert outputs["SAME"][0] == 99
         assert next(iter(link.borrowed_blocks._arena._extents.values())).uses == 0
@@ -209,5 +209,5 @@ def test_every_instance_reads_the_memory_of_callers(file: Path) -> None:
         wait_until(
             lambda: all(record.restarts == 1 for record in records) and runtime.is_ready("m")
         )
-        # Those that were started anew have not met the region yet.
+        # The restarted instances do not have the region yet.
         assert runtime.infer("m", {"X": x})["DOUBLE"].tolist() == [6, 8]

@@ -72,7 +72,7 @@ def test_the_end_of_the_peer_is_told_in_both_directions(pair: Pair) -> None:
         pair.link.conversation.channel.send(b"anything")
 
 
-# Who gives memory back, and when
+# Memory that is given back
 
 
 def test_memory_of_requests_is_free_when_the_answer_is_there(pair: Pair) -> None:
@@ -168,7 +168,7 @@ def test_what_the_model_lets_go_of_while_it_is_idle_is_free_without_another_batc
     requests = pair.execute([1, 2, 3])
     place = pair.peer.blocks[0][:2]
     pair.peer.answer(held=[place])
-    # The word of it overtakes the answer.
+    # RELEASE overtakes the answer.
     pair.link.release([place])
     pair.finish(requests)
     pair.link.tidy()
@@ -201,7 +201,7 @@ def test_an_input_may_be_passed_through_as_an_output(pair: Pair) -> None:
     assert pair.lent_bytes > 0
     del passed
     assert pair.lent_bytes == 0
-    # It is not the peer's to reuse, so the peer is not told.
+    # The block is not the peer's to reuse, so the peer gets no message about it.
     pair.execute([1])
     assert pair.peer.released == []
 
@@ -303,7 +303,7 @@ def test_a_message_too_large_for_a_packet_goes_through_memory(pair: Pair) -> Non
     assert pair.lent_bytes == 0
     del outputs
     pair.execute([1])
-    # The block of the answer, and the one that the message itself lay in.
+    # One block held the answer's tensors, and the other the message itself.
     assert len(pair.peer.released) == 2
 
 

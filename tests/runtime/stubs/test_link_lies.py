@@ -130,7 +130,7 @@ def test_an_answer_that_was_believed_once_is_checked_against_other_blocks(pair: 
     pair.peer.answer([pair.peer.place([1, 2])], [[y(2)]])
     pair.finish(requests)
     requests = pair.execute([1])
-    # The very same layout, in a block that is too small for it.
+    # This block is too small for the layout, which the link remembers from the answer before.
     pair.peer.answer([pair.peer.place([1])], [[y(2)]])
     with pytest.raises(RemoteProtocolError, match="reaches beyond its block"):
         pair.link.finish(requests)

@@ -45,7 +45,7 @@ def test_messages_of_any_size_are_heard_at_one_rate(
 
     count = heard_in(seconds, size_bytes, clock)
 
-    # What was saved up comes on top, and so does the last message.
+    # The saved budget comes on top, and so does the last message.
     most = (seconds + 1) * MESSAGES_PER_S + cost
     assert 0.9 * seconds * MESSAGES_PER_S < count * cost <= most + cost
 

@@ -137,7 +137,7 @@ def test_who_prints_without_end_is_to_be_read_later(
     caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
     printed = Printed(3, caplog)
-    # On a busy machine a moment passes in which it would save up.
+    # This budget does not grow with time, as it would on a busy machine.
     printed.output._pace = Budget(1 << 16, lambda: 0.0)
     printed.write(b"a line\n")
     printed.output.ready()
@@ -168,7 +168,7 @@ def test_what_the_model_logs_is_cut_and_pays_for_its_length(
 ) -> None:
     caplog.set_level(logging.DEBUG, "moonpool.stub")
     printed = Printed(20, caplog)
-    # On a busy machine a moment passes in which it would save up.
+    # This budget does not grow with time, as it would on a busy machine.
     printed.output._budget = Budget(20, lambda: 0.0)
     for _ in range(5):
         printed.output.log(0, "x" * 1_000_000, "", 0)
@@ -222,7 +222,7 @@ def test_drain_reads_what_is_there_and_does_not_wait_for_more(printed: Printed) 
 def test_drain_ends_also_where_somebody_writes_without_end(
     printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As a process that the stub left behind might.
+    # A process that the stub left behind might write so.
     reads = 0
 
     def read(_: int, size: int) -> bytes:

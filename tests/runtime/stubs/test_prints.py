@@ -184,7 +184,7 @@ def test_a_log_counts_if_it_takes_the_lines_or_is_said_to_take_none(
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", logging.WARNING)
     for own in ("moonpool", "moonpool.stub"):
-        # As in a program that sets up nothing, whatever earlier tests left.
+        # The loggers are those of a program that sets up nothing, whatever earlier tests left.
         monkeypatch.setattr(logging.getLogger(own), "level", logging.NOTSET)
         monkeypatch.setattr(logging.getLogger(own), "handlers", [])
     logger = logging.getLogger(name)

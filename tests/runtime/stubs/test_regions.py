@@ -134,13 +134,13 @@ def test_regions_beyond_the_first_are_given_up_when_nothing_lay_in_them_for_a_wh
     number = found[0].id
     memory.tidy(0.0)
     memory.tidy(1000.0)
-    assert number in memory  # the array is there
+    assert number in memory  # the array still uses it
     del large, lease, found
     gc.collect()
     memory.tidy(1000.0)
     assert number in memory
     memory.tidy(1000.1)
-    assert number in memory  # too early
+    assert number in memory  # it has not been idle long enough
     memory.tidy(2000.0)
     assert number not in memory
     assert memory.size_bytes == before

@@ -93,7 +93,7 @@ def test_a_batch_is_deserted_when_nobody_waits_for_anything() -> None:
     assert seen == [0, 0, 8]
 
 
-# The same as the scheduler counts it
+# Counts of the scheduler
 
 
 def test_a_request_ends_once() -> None:

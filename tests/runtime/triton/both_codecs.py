@@ -13,7 +13,7 @@ from tests.vectors.make import CHANNELS, FOLDER
 from moonpool.ipc.codec import Codec, encode, unpack_layout
 from moonpool.ipc.errors import RemoteProtocolError
 
-# Packets that reach code of the native codec that none of the vectors does.
+# These packets reach code of the native codec that no vector reaches.
 CORPUS = Path(__file__).parents[2] / "fuzz" / "native" / "corpus"
 _MOST_VALUES = 1 << 21
 _LAYOUTS = [

@@ -14,7 +14,7 @@ class TritonPythonModel:
 """
 
 
-# As tritonserver writes it.
+# tritonserver writes dims as texts.
 def tensor(name: str) -> dict[str, Any]:
     return {"name": name, "data_type": "TYPE_FP32", "dims": ["-1"]}
 

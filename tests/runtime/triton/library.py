@@ -26,7 +26,7 @@ def library(sanitizers: str = "") -> Path:
     if shutil.which("make") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("there is no C++ compiler, or no make")
     if not os.access(NATIVE, os.W_OK):
-        return _found(sanitizers)  # what was compiled before
+        return _found(sanitizers)  # an earlier build
     folder = NATIVE / "build" / sanitizers.replace(",", "-")
     folder.mkdir(parents=True, exist_ok=True)
     command = ["make", "-C", str(NATIVE), "-j2", f"OUT={folder}"]
@@ -65,7 +65,7 @@ def sanitizer_libraries(names: Sequence[str]) -> str:
         if not os.path.isabs(path):
             pytest.skip(f"the compiler has no {path}")
     preloaded = " ".join(found)
-    # Where addresses are drawn from more than it knows, the one for threads ends at once.
+    # The sanitizer for threads ends at once on a kernel whose address randomization has more bits than it knows.
     tried = subprocess.run(
         ["true"], env={**os.environ, "LD_PRELOAD": preloaded}, capture_output=True, check=False
     )

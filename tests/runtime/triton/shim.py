@@ -100,7 +100,7 @@ class Shim:
         backend: tuple[str, str] = ("python", "/opt/tritonserver/backends/python"),
     ) -> None:
         channel, end = Channel.pair()
-        # As a server's sockets are there.
+        # A server's sockets are inheritable, too.
         os.set_inheritable(end.fileno(), True)
         self.process = subprocess.Popen(
             [python, "-I", str(LAUNCHER), str(end.fileno())],
@@ -115,7 +115,7 @@ class Shim:
         self._hearing = threading.Thread(target=self._hear)
         self._hearing.start()
         self.notes: list[tuple[int, str]] = []
-        # Of the last message that was heard.
+        # The descriptors of the last message.
         self.fds: list[int] = []
         self.stubs: dict[int, Stub] = {}
         self._numbers = 0
@@ -205,7 +205,7 @@ class Shim:
         self._peer.wake()
         self._hearing.join()
         self._peer.close()
-        # What was said last, and nobody asked for.
+        # These messages came last, and no test waited for them.
         while not self._heard.empty():
             _, fds = self._heard.get() or ([], [])
             for fd in fds:

@@ -53,7 +53,7 @@ def changed(packet: bytes, others: list[bytes], dice: random.Random) -> bytes:
         elif how == 2:
             del made[at : at + dice.randrange(4)]
         elif how == 3:
-            # A value, of whatever form.
+            # The bytes are replaced by any value.
             made[at : at + dice.randrange(3)] = msgpack.packb(dice.choice(_VALUES))
         else:
             other = dice.choice(others)

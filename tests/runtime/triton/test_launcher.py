@@ -326,7 +326,7 @@ def test_memory_is_set_aside_for_an_instance_as_far_as_it_may_have_it(
     shim.tell(Word.MEMORY, 1001, *asked, FIRST_REGION, 1 << 20, 5000)
     assert shim.hear(Word.SET_ASIDE, Word.REFUSED) == [Word.SET_ASIDE, 1001, 1 << 20]
     SharedRegion.adopt(FIRST_REGION, 1 << 20, *shim.fds).close()
-    # In whole pages.
+    # Sizes are rounded up to whole pages.
     shim.tell(Word.MEMORY, 1002, *asked, FIRST_REGION + 1, 4096, 5000)
     assert shim.hear(Word.SET_ASIDE, Word.REFUSED) == [Word.SET_ASIDE, 1002, 8192]
     SharedRegion.adopt(FIRST_REGION + 1, 8192, *shim.fds).close()
@@ -335,7 +335,7 @@ def test_memory_is_set_aside_for_an_instance_as_far_as_it_may_have_it(
         word, question, _, message = shim.hear(Word.SET_ASIDE, Word.REFUSED)
         assert (word, question) == (Word.REFUSED, wanted)
         assert "raise MOONPOOL_REGION_LIMIT_BYTES" in message
-    # Of one that has ended.
+    # This question is about a stub that has ended.
     shim.tell(Word.MEMORY, 1003, number + 1, *asked[1:], FIRST_REGION + 3, 1 << 20, 4096)
     assert shim.hear(Word.SET_ASIDE, Word.REFUSED)[:2] == [Word.REFUSED, 1003]
 
@@ -354,10 +354,10 @@ def test_memory_that_came_back_counts_and_is_set_aside_again(shim: Shim, start: 
         os.close(shim.fds[0])
         shim.tell(Word.RETURNED, *asked, region)
     assert len(set(files)) == 1
-    # What came back may still be in the process: 5 MiB of 8 are not there for anything else.
+    # The process may have kept the returned regions, so 5 of the 8 MiB are not available.
     shim.tell(Word.MEMORY, 1, *asked, FIRST_REGION + 3, 1 << 20, 5 << 20)
     assert shim.hear(Word.SET_ASIDE, Word.REFUSED)[:2] == [Word.REFUSED, 1]
-    # Of another generation, and one that nobody has.
+    # These messages name a later generation, and a stub that does not exist.
     shim.tell(Word.RETURNED, number, stub.generation + 1, Side.STUB, FIRST_REGION)
     shim.tell(Word.RETURNED, number + 1, 1, Side.STUB, FIRST_REGION)
     shim.tell(Word.MEMORY, 2, number, stub.generation + 1, Side.STUB, FIRST_REGION, 0, 4096)
@@ -397,7 +397,7 @@ def test_what_a_model_says_of_an_error_is_logged_whole_and_told_without_folders(
     for _ in range(30):
         shim.tell(Word.SCRUB, 1002, ready[1], "/srv/a/b\n" * 10_000)
         assert shim.hear(Word.SCRUBBED)[:2] == [Word.SCRUBBED, 1002]
-    # What is said again and again is not logged for ever.
+    # A repeated message is not logged for ever.
     assert sum("/srv/a/b" in text for _, text in shim.notes) < 30 * 100
 
 

@@ -21,7 +21,7 @@ from moonpool.ipc.codec import calls_codec, control_codec, encode
 from moonpool.ipc.messages import Kind, Side
 from moonpool.runtime.triton.messages import Word
 
-# Says what it sees where it is asked for it: in why it does not load.
+# The load fails, and its error tells what the model saw.
 TELLS = """
 import json, os, sys
 class TritonPythonModel:
@@ -75,7 +75,7 @@ def test_a_model_sees_the_environment_of_the_server(write: Write) -> None:
 @pytest.mark.promise("The launcher of a tritonserver", "The server's open files do not …")
 def test_a_contained_model_sees_what_it_sees_outside_of_tritonserver(write: Write) -> None:
     options = with_options(MOONPOOL_SANDBOX="strict", MOONPOOL_ENVIRONMENT="MY_*")
-    # Its descriptors it may not list.
+    # A contained model may not list its descriptors.
     text = TELLS.replace('os.listdir("/proc/self/fd")', "()")
 
     seen = seen_with(write(text), options, MY_ENV="granted", KEY="secret", LANG="C.UTF-8")
@@ -172,7 +172,7 @@ def test_a_model_runs_in_the_environment_that_its_configuration_names(
     seen = seen_with(write(TELLS), options, PYTHONPATH="/nowhere", MY_ENV="there")
 
     assert seen["python"].startswith(str(environment))
-    # Which is for the server's own Python.
+    # PYTHONPATH is for the server's own Python.
     assert "/nowhere" not in seen["path"]
     assert seen["variables"]["MY_ENV"] == "there"
 
@@ -250,7 +250,7 @@ def test_the_servers_command_line_has_a_sandbox_for_all_models(write: Write) -> 
     with launched(options={"sandbox": "strict", "auto-complete-config": "true"}) as shim:
         ready = shim.load(write(DOUBLES), CONFIG)
 
-        # Private, it may ask for no other model, and it is not decoupled.
+        # A contained model has private texts, may ask no other model, and is not decoupled.
         assert ready[8:] == [True, 1000, None, [], False]
         assert shim.start(ready[1]).infer([1]) == [2]
 

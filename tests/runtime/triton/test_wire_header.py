@@ -21,8 +21,8 @@ def test_the_header_of_the_wire_is_current() -> None:
     assert written == header(), "run python -m moonpool.runtime.triton.wire_header"
 
 
-# What the library does by itself, or in Triton's way: times and turns of its own threads, limits of its own calls. The first ones
-# are checked against Python's by `wire.h`, or by the compiler.
+# These numbers belong to the library alone: times of its own threads, and limits of its own calls. `wire.h` or the compiler
+# checks the first ones against Python's.
 ITS_OWN = {
     "kMaxValues",
     "kMaxDescriptors",

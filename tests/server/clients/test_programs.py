@@ -52,7 +52,7 @@ def test_perf_analyzer_presses(
     said = _pressed(perf_analyzer, "-i", protocol, "-u", address, "--concurrency-range=2", *mode)
 
     assert "Throughput:" in said
-    # It asks the server, too, how long requests were queued and executed.
+    # This figure comes from the server's statistics.
     assert "Avg request latency" in said
 
 

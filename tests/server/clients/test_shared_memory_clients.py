@@ -11,7 +11,7 @@ import pytest
 from tests.server.page.models import write
 from tests.server.running import RunningServer, running
 
-# In a process of its own: with Python's own shared memory comes a process that outlives what it was for.
+# The client has a process of its own, because Python's shared memory starts a process that outlives its use.
 CLIENT = """
 import os
 import sys
@@ -50,7 +50,7 @@ def test_tensors_stay_in_shared_memory(server: RunningServer, protocol: str) -> 
     assert ended.stdout == "[[0.5, 1.5, 2.5, 3.5], [-0.5, 0.5, 1.5, 2.5]]\n"
 
 
-# Large enough to be lent; the same request again and again, with other numbers.
+# The tensors are large enough to be lent. The client repeats one request with other numbers.
 LARGE = """
 import os
 import sys
@@ -101,7 +101,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield found
 
 
-# Each call in turn, and what the server says of it; and whether the model was asked after all.
+# The client makes each call in turn and prints the server's error, and at the end whether the model was asked.
 REFUSED = """
 import sys
 import tritonclient.utils

@@ -43,7 +43,7 @@ def test_bytes_that_are_no_http_2_harm_nobody(serve: Serve) -> None:
         PREFACE + b"\xff" * 500,
         # The head of a frame of the largest size, without the rest.
         PREFACE + SETTINGS + b"\xff\xff\xff\1\4\0\0\0\1",
-        # Malformed headers, and data for a stream that was never begun.
+        # These are malformed headers, and data for a stream that was never begun.
         PREFACE + SETTINGS + b"\0\0\4\1\5\0\0\0\1\xff\xff\xff\xff",
         PREFACE + SETTINGS + b"\0\0\1\0\0\0\0\0\7x",
     ):
@@ -59,7 +59,7 @@ def test_thousands_of_connections_that_come_and_go_harm_nobody(serve: Serve) -> 
     for number in range(3000):
         with socket.create_connection(("127.0.0.1", served.server.port), TIMEOUT_S) as client:
             if number % 3:
-                # Some are gone before they are accepted.
+                # Some connections close before the server accepts them.
                 with suppress(ConnectionError):
                     client.sendall(PREFACE if number % 2 else PREFACE + SETTINGS)
 
@@ -171,7 +171,7 @@ def field(number: int, data: bytes) -> bytes:
 
 NAMED = field(1, b"add_sub")
 WHOLE = 64 << 20
-# Fields that take many times their size in a protobuf library, and the words of the refusal.
+# Each has fields that take many times their size in a protobuf library, and the words of the refusal.
 GROWING: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "strings": (
         lambda: field(5, field(5, b"B\0" * (WHOLE // 2))),
@@ -223,7 +223,7 @@ def test_fields_that_would_take_more_memory_than_the_message_are_refused(
         "send tensors in raw_input_contents",
         words,
     )
-    # The client's and the server's copies of the bytes, in this one process.
+    # This process holds the client's and the server's copies of the bytes.
     assert most_resident_bytes() - before < 6 * len(message)
     assert still_serves(served)
 
@@ -283,7 +283,7 @@ def test_large_files_and_values_in_few_fields_are_read(serve: Serve) -> None:
             [1.0] * (2 << 20)
         )
 
-    # Both are read, and refused for their content.
+    # Both messages are parsed, and refused for their content.
     assert "unrecognized load parameter 'nope'" in refused(stub.RepositoryModelLoad, load)[1]
     assert "more than" not in refused(stub.ModelInfer, asked)[1]
 

@@ -104,7 +104,7 @@ def test_every_datatype_comes_back_as_it_was_sent(serve: Serve) -> None:
     for datatype, (data, _, field, values) in VALUES.items():
         raw, typed = every(datatype), every(datatype)
         raw.raw_input_contents.append(data)
-        # Or the values are in the message itself, where there is a field for them.
+        # The values may also be in the message itself, if there is a field for them.
         if field:
             getattr(typed.inputs[0].contents, field).extend(values)
         for asked in (raw, typed) if field else (raw,):
@@ -166,7 +166,7 @@ def test_a_model_is_told_what_came_with_the_request(serve: Serve) -> None:
         setattr(asked.parameters[name], kind, value)
     metadata = (("my-header", "value"), ("your-header", "value"))
 
-    for _ in range(2):  # the second one is remembered
+    for _ in range(2):  # the server remembers the second request
         answer = stub.ModelInfer(asked, timeout=TIMEOUT_S, metadata=metadata)
         told = json.loads(answer.raw_output_contents[0][4:])
 
@@ -337,7 +337,7 @@ def test_a_request_like_one_before_is_checked_where_it_differs(serve: Serve) -> 
         assert (answer.id, floats(answer.raw_output_contents[1])[0]) == (str(number), number)
         code, words = refused(stub.ModelInfer, add_sub(bytes(12)))
         assert (code, "Expected 16, got 12" in words) == (INVALID, True)
-    # The inputs may come in any order, and another model may have the same name.
+    # The inputs may come in any order.
     turned = add_sub(request_id="turned")
     turned.inputs.reverse()
     for left in (1.0, 2.0):

@@ -69,7 +69,7 @@ def test_models_that_keep_a_probe_waiting_keep_no_other_waiting(serve: Serve) ->
         HealthCheckResponse.FromString,
     )
 
-    # One for each thread of the RPCs that are not inference.
+    # Each thread for RPCs other than inference gets one of these.
     asked = [stub.ModelReady.future(of_model, timeout=TIMEOUT_S) for _ in range(5)]
 
     assert check(HealthCheckRequest(), timeout=TIMEOUT_S).status == 1

@@ -197,7 +197,7 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
         list(call)
     requests.close()
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    # Others are served meanwhile and after it.
+    # The server still serves other clients.
     assert served.stub().ModelInfer(add_sub(), timeout=TIMEOUT_S).model_name == "add_sub"
     wait_until(lambda: not core._calls)
 

@@ -40,7 +40,7 @@ def requests(draw: st.DrawFn) -> Any:
 
 @given(requests(), requests())
 def test_a_request_taken_apart_is_the_request(first: Any, second: Any) -> None:
-    # Two messages in a row are one: fields may come in any order, and twice.
+    # Two messages in a row are one message, whose fields come twice.
     for data in (first.SerializeToString(), first.SerializeToString() + second.SerializeToString()):
         whole = messages.ModelInferRequest.FromString(data)
         parts = split(data)

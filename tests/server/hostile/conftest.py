@@ -17,7 +17,7 @@ MODELS = Path(__file__).parents[2] / "triton" / "protocol" / "models"
 ONE = {"inputs": [tensor("IN_FP32", [1])]}
 BODY_BYTES = 4 << 20
 INFLATED_BYTES = 8 << 20
-# What pools and caches may keep of what they were used for.
+# Pools and caches may keep so much after use.
 SPARE_DESCRIPTORS, SPARE_THREADS, SPARE_BYTES = 32, 40, 96 << 20
 
 
@@ -42,7 +42,7 @@ class Target:
         before, pid = self.at_rest, self.server.process.pid
 
         def rests() -> bool:
-            # What a model's process is to let go of, it is told with the next request.
+            # A stub releases blocks with the next request only.
             self.answers()
             now = Figures.of(pid)
             return (

@@ -41,7 +41,7 @@ VALID: list[tuple[str, Any]] = [
 
 _NUMBERS = [0, 1, -1, 2**31, 2**40, 2**53 + 1, 2**63, 2**64, -(2**63) - 1, 1.5, 1e308]
 _TEXTS = ["", "FP32", "BYTES", "INPUT0", "r", "\0", "\n", "..", "é\U0001f600", "x" * 5000]
-# As text, as what is drawn may be changed by what is done to it next.
+# Values are drawn as texts, because a mutation may change a drawn object.
 _VALUES: list[Any] = [None, True, [], {}, [[]], [[1], 2], *_NUMBERS, *_TEXTS]
 _SMALL: st.SearchStrategy[Any] = st.sampled_from([json.dumps(value) for value in _VALUES]).map(
     json.loads

@@ -97,7 +97,7 @@ def test_chunks_without_an_end_are_cut_off(target: Target) -> None:
     deadline = Deadline(ANSWER_S)
     with _connected(target.http_port) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
-        # The refusal is sent at once; a client that does not read it has a moment to.
+        # The server sends the refusal at once, and gives a client that does not read it a moment.
         while not deadline.is_over:
             connection.sendall(chunk)
 
@@ -152,7 +152,7 @@ def test_ten_thousand_connections_come_and_go(target: Target, port: str) -> None
             if index % 3 == 0:
                 connection.send(WHOLE[: index % len(WHOLE)])
             if index % 2:
-                # Reset rather than closed.
+                # The connection is reset rather than closed.
                 linger = struct.pack("ii", 1, 0)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             connection.close()

@@ -152,7 +152,7 @@ def test_what_unpacks_to_too_much_is_refused(target: Target, encoding: str, path
 
     reply = send(target.http_port, post(path, packed, Content_Encoding=encoding))
 
-    # What is not unpacked at all is no JSON, either.
+    # A body that is not unpacked is refused as invalid JSON.
     assert reply.status in {400, 413, 500, 501}
     _is_proper(reply)
 

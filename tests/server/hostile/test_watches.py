@@ -21,7 +21,7 @@ pytestmark = pytest.mark.promise(
     "server, other connections and starting instances go on.",
 )
 
-# Descriptors from this number on have no watch: some more than a server has that has no clients.
+# Descriptors from this number on get no watch. A server without clients has fewer.
 FIRST = 160
 ANSWER_S = 30.0
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -132,6 +132,6 @@ def test_clients_of_grpc_leave_the_server_alone(repository: Path) -> None:
 
         assert is_answered(first)
         assert server.process.poll() is None
-        # It would give the clients that it does not see their time.
+        # At its end the server would wait for the clients that it does not see.
         server.process.kill()
         server.wait()

@@ -89,7 +89,7 @@ def warm_up(serving: Serving) -> None:
         reply = serving.post(f"/v2/models/{model}/infer", {"inputs": given})
         if reply.status != 200:
             raise RuntimeError(reply.error)
-    # A process that tritonclient starts with its first region, and leaves.
+    # tritonclient would start this process with its first region, and leave it running.
     resource_tracker.ensure_running()
     for _ in range(3):
         triton_echo(serving, arrays_of(LARGE), None)

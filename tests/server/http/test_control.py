@@ -25,7 +25,7 @@ from moonpool.runtime.server.tracing.traces import Traces
 
 __all__ = ["serving"]
 SUMS = "/v2/models/add_sub"
-# In /dev/shm, for one test at a time.
+# One test at a time has an object of this name in /dev/shm.
 KEY = f"/moonpool_test_{os.getpid()}"
 
 

@@ -56,7 +56,7 @@ def test_the_work_for_a_body_grows_as_the_body_does(
     plain = inflate(packed, 16 << 20)
 
     assert plain == gzip.decompress(packed)
-    # A piece of the body may hold many parts, and is handled again for each.
+    # A piece of the body may hold many parts, and its rest is handled again for each part.
     assert Counted.handled_bytes <= 3 * len(packed) + 256 * (1 << 17)
 
 

@@ -82,7 +82,7 @@ def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> tuple[list[byte
             room[:count] = piece[:count]
             connection.buffer_updated(count)
             piece = piece[count:]
-    for _ in range(50):  # for requests that were put off
+    for _ in range(50):  # deferred requests run now
         loop.run_until_complete(asyncio.sleep(0))
     connection.connection_lost(None)
     return handler.bodies, wire
@@ -140,7 +140,7 @@ def test_any_bytes_leave_an_answer_or_a_wait(
     bodies, wire = fed(loop, [request(b"good", 0)] * before + [broken])
 
     assert bodies[:before] == [b"good"] * before
-    # The bytes were a request, or were refused, or need more to follow.
+    # The bytes were a request, or were refused, or are incomplete.
     answers = wire.sent.count(b"HTTP/1.1 ")
     refused = wire.sent.count(b"Connection: close")
     assert answers - wire.sent.count(b" 100 Continue") == len(bodies) + (

@@ -159,7 +159,7 @@ def test_a_client_that_takes_nothing_of_a_stream_does_not_fill_the_memory() -> N
         connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)
         connection.request("POST", MANY, json.dumps({"text_input": "x" * 10_000, "count": 0}))
         try:
-            # It is disconnected once too much waits for it, and that ends the request.
+            # The server disconnects the client once too much waits for it, and that ends the request.
             wait_until(lambda: cancelled(serving) == 1, 60.0)
         finally:
             connection.close()

@@ -69,7 +69,7 @@ def test_json_goes_in_and_out(serving: Serving) -> None:
 
 def test_binary_tensors_go_in_and_out(serving: Serving) -> None:
     parameters = {"binary_data_output": True}
-    for _ in range(2):  # what is known of the first serves the second
+    for _ in range(2):  # the server remembers the first request for the second
         reply = post_binary(serving, ADD_SUB, binary_add_sub(parameters=parameters), b"".join(FOUR))
         length = int(reply.headers["inference-header-content-length"])
 

@@ -231,7 +231,7 @@ def test_a_model_that_takes_its_time_is_waited_for(impatient: Listening) -> None
         client.send(b"GET /held HTTP/1.1\r\n\r\n")
         held = wait_until(lambda: handler.held)[0]
         with impatient.client() as other:
-            assert other.rest() == b""  # it was idle for so long that it was left
+            assert other.rest() == b""  # it was idle for so long that the server closed it
         impatient.call(lambda: held.respond(200, (), (b"late",)))
 
         assert client.answer().body == b"late"
@@ -422,7 +422,7 @@ def test_half_handshakes_count_as_connections(tmp_path: Path) -> None:
             half = stack.enter_context(socket.create_connection(("127.0.0.1", serving.port), 30.0))
             with contextlib.suppress(ConnectionError):
                 half.sendall(b"\x16\x03\x01")
-        # Either one is closed: too many have come, or the client has taken too long.
+        # The server closes a connection because there are too many, or because the client takes too long.
         wait_until(lambda: serving.run(_count(port)) == 18)
         assert len(os.listdir("/proc/self/fd")) - before <= 200 + 18
         wait_until(lambda: serving.run(_count(port)) == 0)
@@ -453,7 +453,7 @@ def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Liste
             for _ in range(20):
                 modest.send(b"GET / HTTP/1.1\r\n\r\n")
                 assert modest.answer().status == 200
-                # The kernel of the client keeps what it has sent in advance.
+                # The kernel keeps the requests that the client sends in advance, not the server.
                 waiting = listening.call(
                     lambda: max(len(each._waiting) for each in listening.port._connections)
                 )

@@ -98,7 +98,7 @@ def test_reading_asks_for_no_token(guarded: Serving) -> None:
         {"Origin": "null"},
         {"Origin": "http://["},
         {"Origin": "http://[::1]:1", "Host": "[::1"},
-        # A name of a stranger's that stands for the loopback.
+        # An attacker's name stands for the loopback.
         {"Origin": "http://evil.example:8000", "Host": "evil.example:8000"},
         {"User-Agent": "Mozilla/5.0", "Host": "evil.example:8000"},
         {"User-Agent": "Mozilla/5.0", "Host": "127.0.0.1:80.evil.example"},
@@ -140,7 +140,7 @@ def test_a_page_of_a_stranger_is_refused(guarded: Serving, headers: dict[str, st
         {"Sec-Fetch-Site": "none"},
         {"User-Agent": "Mozilla/5.0", "Host": "[::1]:8000"},
         {"User-Agent": "Mozilla/5.0", "Host": "models.localhost:8000"},
-        # A proxy that keeps the name.
+        # A proxy passes the name on.
         {"Sec-Fetch-Site": "same-origin", "Origin": "https://example.org", "Host": "example.org"},
         {"Sec-Fetch-Site": "cross-site", "Origin": "https://example.org"},
         {"Host": "gpu-box:8000"},

@@ -79,7 +79,7 @@ def test_refusals_are_in_metrics_overview_top_and_log(
 ) -> None:
     status, answer = ask(server)
     assert status == 500
-    # A client is told as of a limit of memory, and no path.
+    # A client gets the option without a path.
     assert answer["error"].partition("\n")[0].endswith("MOONPOOL_SANDBOX_PORTS would allow it")
 
     def count(kind: str) -> float:

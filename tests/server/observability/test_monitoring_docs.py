@@ -22,7 +22,7 @@ from moonpool.runtime.server.metrics import ServerMetrics
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana" / "moonpool.json"
 ON = ["summary_latencies=true", "histogram_latencies=true"]
-# What stands behind the name of a histogram's or a summary's lines.
+# The lines of histograms and summaries have these endings.
 SUFFIX = r"_(?:bucket|sum|count)$"
 
 pytestmark = [
@@ -39,7 +39,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = write(tmp_path_factory.mktemp("models"))
     with moonpool.Runtime(folder, metrics=metrics_options(ON)) as runtime:
         runtime.infer("doubles", {"IN": np.ones((1, 4), np.float32)})
-        # Some metrics are those of contained models alone.
+        # Only contained models have some of the metrics.
         strict = {"MOONPOOL_SANDBOX": {"string_value": "strict"}}
         runtime.load("contained", folder / "doubles", config={"parameters": strict})
         metrics = ServerMetrics(runtime.registry)
@@ -143,7 +143,7 @@ def test_prometheus_own_tool_has_nothing_to_say_against_them(text: str, tmp_path
     checked = subprocess.run(
         [tool, "check", "metrics"], input=text, text=True, check=False, capture_output=True
     )
-    # It finds counters of Triton's without "_total", and units that Triton chose.
+    # It objects to Triton's counters without "_total" and to Triton's units.
     said = [line for line in checked.stderr.splitlines() if not line.startswith("nv_")]
     assert said == []
     assert "error while" not in checked.stderr

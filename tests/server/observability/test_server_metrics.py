@@ -46,7 +46,7 @@ class Scrape:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 name = sample.name
-                # The parser adds to the names of counters what Triton's do not end with.
+                # The parser adds "_total" to Triton's counters, whose names end without it.
                 if family.type == "counter" and f"# TYPE {name} " not in text:
                     name = name.removesuffix("_total")
                 self.types[name] = family.type
@@ -86,7 +86,7 @@ def test_every_line_can_be_read_and_is_there_once(metrics: ServerMetrics) -> Non
 
     assert found("moonpool_build_info") == 1
     assert "unknown" not in found.types.values()
-    # No label has two names, and no two families one.
+    # No two families have the same name.
     names = [line.split()[2] for line in metrics.text().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
 

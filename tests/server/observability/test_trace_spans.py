@@ -139,7 +139,7 @@ def test_spans_are_as_tritons_and_below_the_clients(tmp_path: Path, collector: C
 
 
 def test_the_model_gets_the_context_to_hand_on(collector: Collector) -> None:
-    # Nobody is traced but those whose client is.
+    # With rate 0, only requests of traced clients are traced.
     traces = Traces(trace_options(flags(collector, 0)))
     config: Config = {"output": [tensor("TRACE", "STRING", 1)]}
     with moonpool.Runtime() as runtime, hosted(runtime, "traced", MODELS / "traced.py", config):
@@ -179,6 +179,6 @@ def test_a_server_ends_though_its_collector_never_answers(tmp_path: Path) -> Non
         traces = Traces(trace_options(given))
         with moonpool.Runtime(write(tmp_path, "doubles")) as runtime:
             ask(runtime, traces, "doubles", {"IN": np.ones((1, 4), np.float32)}, None)
-        # The test's own time limit would end it.
+        # A close that waits for ever would end at the test's time limit.
         traces.close()
         assert not traces.is_on

@@ -109,7 +109,7 @@ def test_nobody_waits_for_who_reads_a_pipe_of_traces(
     assert ask(traces, "doubles")
 
     assert f"traces cannot be written to '{path}'" in caplog.text
-    # The error refers to what was to be written.
+    # The log record holds the error, which refers to the trace.
     caplog.clear()
     traces.close()
 
@@ -141,7 +141,7 @@ def test_a_request_of_a_model_is_told_as_a_child(ask: Ask, tmp_path: Path) -> No
     traces = Traces(trace_options([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"]))
 
     ask(traces, "asks", 3)
-    # A model that hands no trace on has a request that is nobody's.
+    # If a model hands no trace on, its request has no parent.
     ask(traces, "asks", 3, request_id="alone")
 
     models = [

@@ -35,7 +35,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 _OPTIONS = (
     "--headless",
     "--remote-debugging-pipe",
-    # Tests may run as root, in containers with little /dev/shm; the only page is ours.
+    # Tests may run as root, in containers with little /dev/shm. The only page is ours, so the browser needs no sandbox.
     "--no-sandbox",
     "--disable-dev-shm-usage",
     "--disable-gpu",
@@ -50,7 +50,7 @@ _OPTIONS = (
     # Servers of tests have certificates of their own making.
     "--ignore-certificate-errors",
     "--lang=en-GB",
-    # No other host is found. An attacker's name stands for this machine, as after DNS rebinding.
+    # The browser finds no other host. An attacker's name stands for this machine, as after DNS rebinding.
     f"--host-resolver-rules=MAP {ATTACKER} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 )
 
@@ -126,7 +126,7 @@ class Browser:
             self.command("Browser.close")
             self._process.wait(5.0)
         except (OSError, EOFError, TimeoutError, RuntimeError, subprocess.TimeoutExpired):
-            # The reason is of no interest: what does not end by itself is ended.
+            # A browser that does not end by itself is killed, whatever the reason.
             pass
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -189,7 +189,7 @@ class Page:
             try:
                 return self.evaluate(expression)
             except RuntimeError as error:
-                # The page that it was asked of has gone; the next one is to come.
+                # The page has gone, and the next one is not there yet.
                 if "navigated or closed" not in str(error):
                     raise
                 return None
@@ -240,7 +240,7 @@ class Page:
         return base64.b64decode(answer["data"])
 
     def _events(self, method: str) -> Iterator[dict[str, Any]]:
-        # Whatever came until now is read with the answer to a command.
+        # The answer to a command comes after all earlier events.
         self.evaluate("0")
         for event in self._browser.events:
             if event["method"] == method and event.get("sessionId") == self._session:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# What would run, were an error's text taken for markup.
+# This would run if an error's text were taken for markup.
 HOSTILE = "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 2'>"
 
 _SOURCES = {

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 MODELS = ("add_sub", "crashes", "normalise", "primes")
 TARGET = ROOT / "docs" / "page.png"
 ROW: tuple[str, list[int], list[float]] = ("FP32", [1, 4], [1.0, 2.0, 3.0, 4.0])
-# What somebody asks for again and again: the model, its inputs, and how often a second at most.
+# Each caller repeats a request: the model, its inputs, and the requests a second at most.
 CALLERS: list[tuple[str, dict[str, Any], float]] = [
     ("add_sub", {"INPUT0": ROW, "INPUT1": ROW}, 60.0),
     ("normalise", {"X": ("FP32", [1, 256], [0.5] * 256)}, 35.0),

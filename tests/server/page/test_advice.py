@@ -28,7 +28,7 @@ from moonpool.runtime.server.page.overview import Overview
 
 pytestmark = pytest.mark.promise("The overview", "A model for which requests wait …")
 
-# It does what it is told, for as long as it is told.
+# The model sleeps or spins for as long as its input says.
 MODEL = """
 import time
 
@@ -49,7 +49,7 @@ class TritonPythonModel:
 """
 CONFIG = {"input": [tensor("S", "FP32", 1)], "output": [tensor("S", "FP32", 1)]}
 CALLERS = 6
-# Time on a test's own clock passes so much faster than the real one.
+# The test's own clock runs so much faster than the real one.
 HASTE = 20.0
 
 

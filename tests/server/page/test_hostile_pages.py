@@ -33,7 +33,7 @@ pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.timeout(180)]
 Tab = Callable[..., Page]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
-# What would run as the server's user, were it loaded.
+# This would run as the server's user if a page could load it.
 PAYLOAD = b"class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
 CHANGES: dict[str, dict[str, Any]] = {
     "load": {"parameters": {"config": "{}", "file:1/model.py": base64.b64encode(PAYLOAD).decode()}},
@@ -183,7 +183,7 @@ def gets(site: Site, count: int, page: Page, name: str, *arguments: object) -> C
     """Return the server's answers to the `count` requests that a function of `_SCRIPTS` sends."""
     before = settled(site)
     given = ", ".join(json.dumps(each) for each in arguments)
-    # Nothing waits for what it sends.
+    # The script does not wait for the answers.
     page.evaluate(f"{{ {_SCRIPTS} {name}({given}); }} 0")
     wait_until(lambda: (answered(site) - before).total() >= count, 60.0, f"{count} answers")
     return answered(site) - before
@@ -350,7 +350,7 @@ def test_a_name_that_was_made_to_stand_for_this_machine_reaches_nothing(
 ) -> None:
     ports = site.server.ports
     for port, asked in ((ports["http"], paths), (ports["metrics"], ["/metrics"])):
-        # To the browser, the page and the server are of one origin.
+        # For the browser, the page and the server have one origin.
         page = tab(f"http://{ATTACKER}:{port}{asked[-1]}")
         page.wait_for("location.hostname !== '' && document.readyState === 'complete'")
         statuses = page.evaluate(
@@ -365,7 +365,7 @@ def test_grpc_understands_no_browser(attack: Page, site: Site, encrypted: Site) 
     for scheme, asked in (("http", site), ("https", encrypted)):
         host = f"localhost:{asked.server.ports['grpc']}"
         url = f"{scheme}://{host}/inference.GRPCInferenceService/RepositoryModelUnload"
-        # The message of that call, with its length before it: as right as a browser can make it.
+        # The message is correct, with its length before it, as a browser could send it.
         name = b"add_sub"
         message = b"\x12" + bytes([len(name)]) + name
         sent = list(b"\0" + len(message).to_bytes(4, "big") + message)

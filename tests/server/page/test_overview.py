@@ -180,7 +180,7 @@ def test_only_so_many_samples_are_kept(history: History) -> None:
 
     assert len(history.since(0)["series"][""]["requests"]) == SAMPLES
     assert len(history.since(taken + SAMPLES)["series"][""]["requests"]) == 7
-    # Of a server that was there before this one.
+    # The number comes from an earlier server.
     assert len(history.since(1 << 40)["series"][""]["requests"]) == SAMPLES
 
 

@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 pytestmark = [needs_chromium, pytest.mark.slow]
 
 Tab = Callable[..., Page]
-# What the console says of an answer that is an error, as the form shows it.
+# The console says this about an answer with an error status. The form shows the error itself.
 REFUSED = "network: Failed to load resource"
 
 
@@ -49,7 +49,7 @@ def row(name: str, version: int = 1) -> str:
     return f"#models tr:has(a[href='#/{name}/{version}'])"
 
 
-# What it shows
+# Figures
 
 
 @pytest.mark.promise(
@@ -97,7 +97,7 @@ def test_rates_and_counts_move(tab: Tab, site: Site) -> None:
 def test_no_sample_is_shown_twice(tab: Tab, site: Site) -> None:
     page = tab(site.url)
     page.wait_for_text("#models", "add_sub")
-    # As when a tab is hidden and shown again while it waits for an answer.
+    # The page polls twice, as when a tab is hidden and shown again while it waits for an answer.
     page.evaluate("(now.taken = 0, now.series.clear(), poll(), poll(), 0)")
     page.wait_for("now.taken > 0 && now.series.get('').requests.length > 0", "samples")
     before = page.evaluate("now.taken")
@@ -179,7 +179,7 @@ def test_a_server_that_was_restarted_is_told_apart(tab: Tab, tmp_path: Path) -> 
         page.wait_for_text("#models", "add_sub")
 
 
-# What models say
+# Texts of models
 
 
 @pytest.mark.promise("The overview", "The page shows texts of models as text, never as markup.")
@@ -323,7 +323,7 @@ def test_the_same_request_is_told_as_a_curl_command(tab: Tab, site: Site) -> Non
     assert '"inputs":[{"name":"INPUT0"' in command
 
 
-# For everybody
+# Accessibility
 
 
 @pytest.mark.promise(
@@ -380,7 +380,7 @@ def test_it_fits_a_telephone(tab: Tab, site: Site, dark: bool) -> None:
     assert (brightness[0] > brightness[1]) is dark
 
 
-# What it lets nobody do
+# Restrictions
 
 
 @pytest.mark.promise("The overview", "The page at `/` runs in …")

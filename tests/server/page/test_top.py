@@ -141,12 +141,12 @@ def test_where_nobody_can_press_q_it_is_shown_once(cli: CommandLine, site: Site)
 def test_it_keeps_up_and_ends_at_q(watch: Watched) -> None:
     watch.wait_for("add_sub:1")
     before = len(watch.text)
-    # The time that the server is up is drawn anew, and little else.
+    # The server's uptime is redrawn, and little else.
     wait_until(lambda: len(watch.read()) > before, PATIENCE_S, "a change")
     watch.press("q")
 
     assert watch.wait() == 0
-    # The terminal's own screen is back.
+    # The terminal shows its own screen again.
     assert "\x1b[?1049l" in watch.text
     assert "Traceback" not in watch.text
 
@@ -163,7 +163,7 @@ def test_it_fits_a_terminal_that_shrinks(watch: Watched) -> None:
 def test_i_hides_the_instances(watch: Watched) -> None:
     watch.wait_for("line 1 of 8")
     watch.press("i")
-    # Everything is written anew where the window has another size.
+    # After a change of the window's size, everything is redrawn.
     watch.resize(20, 70)
     watch.wait_for("line 1 of 7")
     watch.press("q")

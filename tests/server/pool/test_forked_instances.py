@@ -39,7 +39,7 @@ def instance(server: RunningServer) -> dict[str, Any]:
 def test_front_ends_are_served_by_a_forked_instance_and_by_the_next_one(tmp_path: Path) -> None:
     write(tmp_path, "echo", config=CONFIG + PREFORK)
     with running(tmp_path, "--frontends=2") as server:
-        # Each connection is a new one, for either front end.
+        # Each request has a new connection, so both front ends get some.
         assert {ask(server) for _ in range(20)} == {200}
         pid = instance(server)["pid"]
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -65,7 +65,7 @@ def told(*message: object, contents: bytes) -> int:
     [
         ((Word.MODEL, 1, 1, "standard"), b"{"),
         ((Word.MODEL, 1, 1, "standard"), b"{}"),
-        # What only the other side may say, and what no table describes.
+        # Only the other side may send the first one, and no table has the second one.
         ((Word.LISTENING,), b""),
         ((99,), b""),
     ],

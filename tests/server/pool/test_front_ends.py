@@ -35,7 +35,7 @@ output [{ name: "Y" data_type: TYPE_FP32 dims: [-1] }]
 instance_group [{ kind: KIND_CPU }]
 parameters [{ key: "MOONPOOL_ENVIRONMENT" value { string_value: "GATE" } }]
 """
-# Nobody waits longer for the instance.
+# No request waits longer for the instance.
 TIMED = (
     SHARED + "dynamic_batching { default_queue_policy { default_timeout_microseconds: 200000 } }"
 )
@@ -105,7 +105,7 @@ def kill_one(server: RunningServer) -> None:
     pids = front_ends(server)
     assert len(pids) == 2
     os.kill(pids[0], signal.SIGKILL)
-    # A process that has threads is gone, and with it its sockets, only when it is reaped.
+    # The sockets of a process with threads are closed only when it is reaped.
     wait_until(lambda: not Path(f"/proc/{pids[0]}").exists())
     wait_until(lambda: listening(server) == 2, 60.0)
 
@@ -177,7 +177,7 @@ def test_connections_and_answers_of_all_front_ends_are_told(server: RunningServe
     before = answers()
     for _ in range(20):
         assert ask(server, "twice", 1)[0] == 200
-    # What was passed on counts once, too.
+    # A request that was passed on counts once, too.
     assert server.get("/v2/models/shared")[0] == 200
     assert answers() - before == 21
 
@@ -298,7 +298,7 @@ def test_requests_are_traced_where_the_settings_are(server: RunningServer, gate:
     assert traced() == 0
     set_trace(trace_level=["TIMESTAMPS"], trace_rate="1", log_frequency="1")
     try:
-        # Front ends hear of it a moment later.
+        # The setting reaches the front ends a moment later.
         wait_until(lambda: ask(server, "twice", 1)[0] == 200 and traced() >= 4)
     finally:
         set_trace(trace_level=["OFF"])
@@ -407,7 +407,7 @@ def test_the_end_of_a_front_end_is_that_of_its_connections_only(server: RunningS
         thread.join()
     answers = [each for each in outcomes if isinstance(each, int)]
     assert set(answers) == {200}
-    # Each of the clients has at most one connection, and asks once with each.
+    # Only requests that were open on the killed front end, or connected to it just then, may fail.
     assert len(outcomes) - len(answers) <= 20
     assert "has ended and is started again" in server.text()
 
@@ -446,7 +446,7 @@ def test_what_a_model_keeps_of_a_front_end_that_is_gone_stays_what_it_was(
 
     with running(tmp_path, "--frontends=2", f"--sandbox={level}") as server:
         assert ask(server, 1.0) == [1.0] * 4
-        # Nobody knows which of them had the request.
+        # Either of them may have had the request, so both are killed.
         for pid in front_ends(server):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: server.text().count("has ended and is started again") == 2)
@@ -472,7 +472,7 @@ def test_no_text_of_a_model_or_a_client_ends_a_front_end(server: RunningServer) 
             body = json.dumps({"id": request_id, "inputs": inputs}).encode()
             status, told = server.get("/v2/models/shared/infer", "POST", body)
             assert (status, emoji[:100] in told["error"]) == (500, True), str(told)[:300]
-    # Errors are told in the main process when it asks for what was counted.
+    # The main process learns of errors when it asks the front ends for their counts.
     wait_until(lambda: emoji[:100] in str(server.get("/v2/moonpool/overview")[1]["errors"]))
     assert front_ends(server) == before
 
@@ -496,7 +496,7 @@ def test_answers_of_a_front_end_that_is_killed_were_counted(server: RunningServe
     threads = [threading.Thread(target=client) for _ in range(4)]
     for thread in threads:
         thread.start()
-    # The server itself asks for figures once a second.
+    # The server itself reads the front ends' figures once a second.
     for number in range(1, 7):
         wait_until(partial(_is_longer, answered_s, 150 * number), 60.0)
         killed_s.append(time.monotonic())
@@ -564,7 +564,7 @@ def test_nothing_is_left_of_a_front_end_that_has_ended(server: RunningServer) ->
         return len(os.listdir(f"/proc/{server.process.pid}/fd")), regions
 
     assert ask(server, "twice", 1)[0] == 200
-    # Two regions of the main process's, and two of each front end's.
+    # The main process has two regions, and each front end has two.
     wait_until(lambda: held()[1] == 6, 60.0)
     descriptors, regions = held()
     for _ in range(4):
@@ -598,7 +598,7 @@ def test_a_client_that_leaves_cancels_its_request(server: RunningServer) -> None
     )
     connection = http.client.HTTPConnection(server.http, timeout=60)
     connection.request("POST", "/v2/models/shared/infer", body)
-    # It is closed before there is an answer.
+    # The client closes the connection before the answer.
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
     assert seen() in (before, before + 1)

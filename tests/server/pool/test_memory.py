@@ -82,7 +82,7 @@ def test_one_limit_is_over_all_who_give_a_stub_memory(directory: Directory, writ
     assert os.fstat(again.fd).st_ino == file
     again.close()
 
-    # The model may have kept what a front end had that is gone. So nobody is given that, and it counts.
+    # The model may have kept the region of the front end that has gone. So no other one gets it, and it still counts.
     second.leave()
     with pytest.raises(OutOfMemory, match="kept by the process"):
         first.memory(writer).region(0, 4 * MiB)

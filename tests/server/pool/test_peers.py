@@ -37,7 +37,7 @@ def runtime(hall: Hall) -> Iterator[moonpool.Runtime]:
 
 @pytest.fixture(scope="module", autouse=True)
 def model(runtime: moonpool.Runtime) -> Iterator[None]:
-    # With a limit, stubs say when they come to a batch.
+    # With a time limit, stubs report when they begin a batch.
     config = {**SHARED_CONFIG, **options(EXECUTE_TIMEOUT_S="60")}
     with hosted(runtime, "shared", SHARED, config, instances=1):
         yield
@@ -128,7 +128,7 @@ def test_the_end_of_one_cancels_its_requests_and_frees_its_memory(
         assert memory_of(hall) > before + 2
         assert kept[0] == 1
         thread = in_vain(visitor)
-        # A batch that the model has not seen yet when its sender goes is not shown to it at all.
+        # If the sender goes before the model has seen its batch, the model never sees it.
         wait_until(lambda: "waits for its cancellation" in caplog.text)
     thread.join()
     assert infer(runtime, "seen", 0) == seen + 1
@@ -208,7 +208,7 @@ def test_one_that_says_what_it_may_not_is_dropped(
     pid = hall.stubs[STUB].process.pid
     work, control = hall.let_in(STUB)
     with work, control:
-        # Regions that are named but not sent are waited for, though not for one that has gone.
+        # A stub waits for regions that were named but not sent, unless the sender has gone.
         work.send(packet)
         control.shutdown(socket.SHUT_RDWR)
         assert work.recv(100) == b""

@@ -72,7 +72,7 @@ def test_no_request_is_lost_when_a_stub_of_several_front_ends_is_recycled(
     for thread in threads:
         thread.join()
     assert wrong == []
-    # 240 requests; a front end tells of every second one, and goes on while others finish.
+    # The clients send 240 requests. A front end reports every second one, and goes on while others finish.
     wait_until(lambda: recycles(server) >= 3, 60.0)
     assert recycles(server) <= 6
 

@@ -103,7 +103,7 @@ class Visitor:
 
     def close(self) -> None:
         self.on_reactor(self.model.close)
-        # Whoever waits for an answer of a stub lets go of it, on a thread of their own; then the reactor's does.
+        # The threads that wait for answers of a stub let go of it first, then the reactor does.
         wait_until(lambda: not self.model._attached)
         self.on_reactor(lambda: None)
         self.reactor.close()

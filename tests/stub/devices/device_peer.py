@@ -124,7 +124,7 @@ def peer(fake: Fake) -> Iterator[Peer]:  # noqa: ARG001 - it drives the devices
     yield found
     pb_utils.use_memory(None)
     found.close()
-    # What an exception that was caught refers to is in a cycle.
+    # A caught exception is part of a cycle, and refers to arrays.
     gc.collect()
 
 

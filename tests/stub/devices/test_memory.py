@@ -30,7 +30,7 @@ from moonpool.testing.outputs import copied
 
 __all__ = ["fake", "fake_library", "peer"]
 
-# On a device, and from it and to it.
+# These copy on a device, from it and to it.
 COPIES = ("cuMemcpyAsync", "cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2")
 
 

@@ -77,7 +77,7 @@ def test_answers_in_any_order_find_those_who_wait(asker: Asker, order: list[int]
         asker.wait_in_thread(each)
     for place in order:
         asker.answer(calls[place], place)
-        # Whoever led until now has gone, and another one leads.
+        # If the thread that reads has its answer, another one reads.
         wait_until(lambda place=place: calls[place].number in asker.answers)  # type: ignore[misc]
 
     assert asker.answers == {each.number: place for place, each in enumerate(calls)}

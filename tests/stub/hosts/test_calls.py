@@ -178,7 +178,7 @@ def test_a_request_that_is_larger_than_the_runtime_reads_is_not_sent() -> None:
     try:
         with pytest.raises(LocalProtocolError, match="bytes beside its tensors; 16777216 is the"):
             calls.send(Kind.INFER, 1, "x" * (MAX_CALL_BYTES + 1))
-        # A load may be as large as there is memory.
+        # Only memory limits the size of a load.
         calls.send(Kind.LOAD_MODEL, 2, "m", "", [["file:1/model.py", bytes(MAX_CALL_BYTES + 1)]])
         kind, *_, size_bytes = calls_codec(Side.RUNTIME).decode(peer.receive())
         assert (kind, size_bytes > MAX_CALL_BYTES) == (Kind.INDIRECT, True)

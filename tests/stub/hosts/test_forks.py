@@ -97,7 +97,7 @@ def test_responses_end_where_the_stub_says_so(forked: ForkedHost) -> None:
     host.use(Stub(responses(Y, Y, None)))
     answers: Any = forked.infer(request(), True)
     assert [len(each.output_tensors()) for each in answers] == [1, 1]
-    # A loop over them sees all again.
+    # A second loop sees all of them again.
     assert len(list(answers)) == 2
 
 

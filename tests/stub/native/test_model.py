@@ -262,7 +262,7 @@ GOOD = {"A": rows(2), "B": np.array([1, 2])}
         ({**GOOD, "B": "ab"}, "returned an object of type str as output 'B', and it cannot be"),
         ({**GOOD, "B": object()}, "returned output 'B' as object, and its configuration says"),
     ],
-    # Of an object, its place in memory is no name.
+    # The address of an object is no part of the test's name.
     ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)),
 )
 def test_a_wrong_return_is_told_with_what_is_wrong(value: object, text: str) -> None:

@@ -298,7 +298,7 @@ def test_a_capsule_is_looked_at_before_it_is_believed(
 def test_a_form_from_the_future_is_refused() -> None:
     capsule = damaged(b"dltensor_versioned", dlpack._Versioned, major=2)
     later = dlpack._Versioned.from_address(dlpack._pointer(capsule, b"dltensor_versioned"))
-    # What stands there now is something else's, and no address.
+    # A capsule of this version may hold something else in this place, which is not an address.
     shape, later.tensor.shape = later.tensor.shape, ctypes.cast(8, type(later.tensor.shape))
 
     with pytest.raises(TritonModelException, match=r"DLPack version 2 is not supported\."):

@@ -121,7 +121,7 @@ def test_records_of_pythons_logging_arrive_too(sink: list[Message]) -> None:
 
 
 def bare_root(monkeypatch: pytest.MonkeyPatch, *handlers: logging.Handler) -> None:
-    # Within a test, as pytest adds handlers of its own after the fixtures.
+    # Tests call this themselves, because pytest adds handlers of its own after the fixtures.
     monkeypatch.setattr(logging.root, "handlers", list(handlers))
 
 

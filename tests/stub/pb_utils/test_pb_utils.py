@@ -19,7 +19,7 @@ pytestmark = pytest.mark.promise(
     "module in its default mode.",
 )
 
-# All that Triton's two modules offer, but for what is internal to them.
+# All public names of Triton's two modules.
 NAMES = [
     "TRITON_STRING_TO_NUMPY",
     "triton_string_to_numpy",

@@ -119,7 +119,7 @@ def test_nothing_is_left_of_a_response_whose_target_is_too_short(lent: Lent) -> 
         assert plan is None
         assert remark is not None
         assert "client's shared memory cannot be mapped" in remark[1][1]
-        # The next response of the batch counts its blocks from here on.
+        # The next response of the batch starts with no blocks.
         assert blocks == []
         # All of the memory is free.
         regions.allocate((1 << 16) - 64)

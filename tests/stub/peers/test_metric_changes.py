@@ -101,7 +101,7 @@ def test_what_nobody_flushes_is_sent_soon(changes: MetricChanges, sent: Sent) ->
     wait_until(lambda: sent.rows == [(1, SET, 1.0, 1)])
     changes.drop(1)
     wait_until(lambda: sent.dropped == [1])
-    # The thread is a daemon's, for the life of a stub.
+    # One thread serves for the life of a stub.
     assert [each.name for each in threading.enumerate()].count("moonpool-metrics") == 1
 
 

@@ -20,7 +20,7 @@ from moonpool.ipc.policy import STRICT, Policy
 from moonpool.stub.sandbox.granted import closed_above
 
 NOBODY = 65534
-# One of those that instances get.
+# Instances get users such as this one.
 INSTANCE = 61183
 
 _PROGRAM = """
@@ -60,7 +60,7 @@ class Identity:
     def __init__(self, uid: int, python: str, folder: Path) -> None:
         self.uid = uid
         self.python = python
-        # A copy of what a stub is made of, and of nothing else, that everybody can read.
+        # This folder has a copy of the stub's code and nothing else, and all users can read it.
         self.folder = folder
 
     @property

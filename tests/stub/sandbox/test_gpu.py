@@ -25,12 +25,12 @@ def control(request):
     with open("/dev/full", "rb") as device:
         fcntl.ioctl(device, request, b"")
 """
-# As libc's pthread_setname_np does it.
+# libc's pthread_setname_np does this.
 NAME_OWN_THREAD = (
     "os.write(os.open(f'/proc/self/task/{_thread.get_native_id()}/comm', os.O_RDWR), b'cuda')"
 )
 MAKE_MEMFD = "os.memfd_create('cuda')"
-# As libcuda does, which does not start without.
+# libcuda does this, and does not start without it.
 LISTEN = "(s := named(socket.AF_UNIX, socket.SOCK_SEQPACKET), s.bind(f'\\0cuda-uvmfd-{os.getpid()}'), s.listen())"
 # NV_ESC_CARD_INFO, UVM_INITIALIZE, UVM_RUN_TEST
 DRIVER_CALLS = ("control(0xC90046C8)", "control(0x30000001)", "control(9)")
@@ -53,7 +53,7 @@ def test_the_driver_of_a_gpu_can_work(identity: Identity) -> None:
     assert results[NAME_OWN_THREAD] == "ok 4"
     for attempt in (MAKE_MEMFD, LISTEN):
         assert results[attempt].startswith("ok"), results
-    # The device does not know them; what the sandbox refuses is EPERM or EACCES.
+    # The device does not know these calls. A refusal of the sandbox would be EPERM or EACCES.
     for call in DRIVER_CALLS:
         assert "[Errno 25]" in results[call], results
 

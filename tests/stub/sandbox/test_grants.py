@@ -104,7 +104,7 @@ def test_a_link_inside_a_granted_folder_opens_nothing_outside(identity: Identity
 )
 @pytest.mark.skipif(landlock.abi() < 5, reason="this Landlock does not know of devices")
 def test_a_device_is_granted_with_what_its_driver_offers(identity: Identity) -> None:
-    # How much entropy there is (RNDGETENTCNT), which everybody may ask.
+    # The call asks how much entropy there is (RNDGETENTCNT), as every user may.
     attempt = "len(fcntl.ioctl(os.open('/dev/random', os.O_RDONLY), 0x80045200, bytes(4)))"
     before = "import fcntl, os"
 
@@ -232,5 +232,5 @@ def test_programs_are_granted_as_execve_and_stay_inside(identity: Identity) -> N
         )
 
     assert results[run] == "ok b'/bin/sh\\n'"
-    # What it wrote itself it may not run.
+    # It may not run a program that it wrote itself.
     assert list(results.values())[3].startswith("PermissionError")

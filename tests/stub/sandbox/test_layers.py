@@ -155,7 +155,7 @@ def test_a_strict_process_does_not_do_what_attacks_do(identity: Identity) -> Non
     "Files of `/proc` that it may read stay readable when memory is short.",
 )
 def test_files_that_the_kernel_could_forget_are_held(identity: Identity) -> None:
-    # A rule of Landlock ends with the inode, and those of /proc are made anew once memory was short.
+    # A rule of Landlock ends with the inode, and the kernel replaces those of /proc when memory is short.
     held = "sorted(os.path.basename(os.readlink(f'/proc/self/fd/{fd}')) for fd in range(3, 10))"
 
     results = identity.attempt(identity.policy(), held, before="import os")

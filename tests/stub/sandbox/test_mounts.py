@@ -162,7 +162,7 @@ def test_what_is_mounted_read_only_below_a_granted_folder_stays_so(identity: Ide
     assert results[f"open('{inner}/x', 'w')"].startswith("OSError [Errno 30]")
 
 
-# As a container may give its processes a folder that is not theirs to write to.
+# The container gives its processes a folder that they may not write to.
 MOUNTED = """
 import os
 from moonpool.stub.sandbox import mounts, namespaces

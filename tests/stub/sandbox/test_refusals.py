@@ -11,7 +11,7 @@ from tests.stub.sandbox.children import Identity
 from moonpool.ipc.policy import BEST_EFFORT, OFF, STANDARD, STRICT
 from moonpool.stub.sandbox import landlock
 
-# A filter put on first, as a container's, in which these calls fail with that error.
+# The program first installs a filter, as a container does, in which these calls fail with that error.
 HIDDEN = """
 from moonpool.ipc import syscalls
 from moonpool.stub.sandbox import identity, rules, seccomp
@@ -70,7 +70,7 @@ def test_best_effort_goes_without_landlock_and_says_so(identity: Identity) -> No
 @pytest.mark.promise("Layers of the sandbox", "If the kernel refuses Landlock, seccomp …")
 @pytest.mark.parametrize("absent", [True, False])
 def test_strict_does_not_start_without_seccomp(identity: Identity, absent: bool) -> None:
-    # The call that would put it on is the one that is missing.
+    # The missing call is the one that would install the filter.
     results = identity.attempt(identity.policy(), before=hide("seccomp", absent=absent))
 
     why = "Function not implemented" if absent else "Operation not permitted"

@@ -10,7 +10,7 @@ from moonpool.stub.sandbox import rules, seccomp
 
 PID = 4321
 MACHINES = list(syscalls.ARCHITECTURES)
-THREAD = 0x3D0F00  # how libc begins one
+THREAD = 0x3D0F00  # libc starts threads with these flags
 NEW_USER = 0x10000000
 TABLES = {
     "usual": rules.allowed(pid=PID),
@@ -33,7 +33,7 @@ def judged(machine: str, name: str, *arguments: int, kind: str = "usual") -> int
     return verdict(FILTERS[machine, kind], syscalls.ARCHITECTURES[machine], number, arguments)
 
 
-# Each with arguments that are let through, and such that are not.
+# Each call has arguments that the filter allows, and arguments that it refuses.
 BY_ARGUMENT = {
     "clone": (
         [THREAD],
@@ -52,13 +52,13 @@ BY_ARGUMENT = {
     "sched_getattr": ([PID, 0, 48, 0], [1, 0, 48, 0]),
     "sched_getaffinity": ([PID, 128, 0], [1, 128, 0], [PID + 1, 128, 0]),
     "getpriority": ([0, 0], [0, 1], [1, 0], [2, 0]),
-    # CLOCK_MONOTONIC, a thread's; a process's, and a device's.
+    # CLOCK_MONOTONIC and a thread's clock are allowed. A process's and a device's are not.
     **dict.fromkeys(
         ["clock_gettime", "clock_getres", "clock_nanosleep", "timer_create"],
         ([1], [~PID << 3 | 2], [~1 << 3 | 2], [~5 << 3 | 3]),
     ),
     "prlimit64": ([0, 7, 0, 1], [1, 7, 0, 1], [PID + 1, 7, 1, 0]),
-    # Without O_CREAT the mode is whatever the register holds.
+    # Without O_CREAT, the mode is whatever the register happens to hold.
     "open": ([0, 0o100, 0o777], [0, 0o100, 0o4755], [0, 0o1101, 0o2755], [0, 0o20200002, 0o4700]),
     "openat": (
         [-100, 0, 0o100, 0o777],
@@ -234,7 +234,7 @@ def test_a_call_that_is_newer_than_the_tables_is_not_there(machine: str, number:
 def test_calls_by_another_machine_s_numbers_end_the_process(machine: str, number: int) -> None:
     filter_program = FILTERS[machine, "usual"]
 
-    # 32-bit x86 and ARM, and the other machine of the two.
+    # The architectures are 32-bit x86 and ARM, and the other one of the two machines.
     for architecture in (0x40000003, 0x40000028, *syscalls.ARCHITECTURES.values()):
         if architecture != syscalls.ARCHITECTURES[machine]:
             assert verdict(filter_program, architecture, number) == KILL
@@ -353,7 +353,7 @@ def test_fork_is_granted_as_libc_does_it(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_filter_is_looked_up_in_few_steps(machine: str) -> None:
-    # Each step costs every call of the model's that the kernel does not know to be free.
+    # Each step makes the model's calls slower, unless the kernel knows that a call is always allowed.
     steps = 40
     for name, number in syscalls.numbers(machine).items():
         if name not in BY_ARGUMENT:

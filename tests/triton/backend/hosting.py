@@ -110,7 +110,7 @@ def _commands(pid: int) -> dict[int, list[str]]:
     """The command lines of the processes that this one has started, word by word."""
     found = {}
     for each in children(pid):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             found[each] = Path(f"/proc/{each}/cmdline").read_text().split("\0")
     return found
 

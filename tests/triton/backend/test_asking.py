@@ -18,7 +18,7 @@ pytestmark = pytest.mark.promise(
     "unload others, and share metrics. A contained model may do only what it is granted.",
 )
 
-# Evaluates what it is sent, and answers with what came of it.
+# The model evaluates its input, and answers with the result.
 ASKS = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -174,7 +174,7 @@ def test_a_change_of_a_metric_is_there_when_the_response_is(
     evaluate: Evaluate, server: HostingServer
 ) -> None:
     evaluate("[kept.update(seen=family('seen_total')), kept.update(one=kept['seen'].Metric())]")
-    # With so much to hear before it that it is heard with a pause.
+    # So many messages come before the change that the library reads it after a pause.
     changing = "[[pb_utils.Logger.log_info('x') for _ in range(25000)], kept['one'].increment(1)]"
 
     for count in (1, 2):
@@ -219,7 +219,7 @@ def test_clients_of_a_contained_model_hear_of_no_folders_and_the_log_does(
     assert "No such file or directory: 'plan.txt'" in told
     assert "  model.py(" in told
     assert str(repository) not in told
-    # The launcher writes it there, which is another process.
+    # The launcher, another process, writes this line.
     place = f"{repository}/contained/1/model.py("
     wait_until(lambda: place in server.log(), TIMEOUT_S, "the place in the log")
 

@@ -18,7 +18,7 @@ from tests.triton.backend.hosting import TIMEOUT_S, Client, HostingServer
 from tests.waiting import wait_until
 from tritonclient.utils import InferenceServerException
 
-# Says what it sees of a request, and adds to its state.
+# The model answers with what it sees of a request, and adds to its state.
 SEES = """
 import json
 import numpy as np
@@ -43,7 +43,7 @@ class TritonPythonModel:
             tensors.append(pb_utils.Tensor("NEXT", np.array([7], np.int32)))
         return pb_utils.InferenceResponse(tensors)
 """
-# Asks for itself, and hands its trace on.
+# The model asks itself, and hands its trace on.
 ASKS_ITSELF = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -66,7 +66,7 @@ class TritonPythonModel:
             asked.exec()
         return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array([repr(context)], object))])
 """
-# Says what it sees of the server's environment.
+# The model answers with what it sees of the server's environment.
 LOOKS_AROUND = """
 import json, os
 import numpy as np

@@ -53,8 +53,8 @@ SIGNATURE: Config = {
     "output": [tensor("Y", "FP32", -1), tensor("STRINGS", "STRING", -1)],
 }
 BROKE = "broke the protocol and was ended: "
-# Where the library says something else than `WORDS`: it shuts all channels of a stub at once, which then ends by itself, and
-# it refuses a message at the first thing that is wrong in it, where the runtime counts the values first.
+# The library has other words than `WORDS` for these. It shuts all channels of a stub at once, which then ends by itself. It
+# refuses a message at its first mistake, where the runtime counts the values first.
 OF_THE_LIBRARY = {
     "an empty packet": "exited with 0 during execute",
     "a layout that bursts": "layout may not be list",
@@ -62,14 +62,14 @@ OF_THE_LIBRARY = {
     "a notice that bursts": "a message of unknown kind 30",
     "a call that bursts": "a message without a head",
 }
-# The client gets the error by the response, or from the server, before the stub is ended.
+# The client gets these errors in the response, or from the server, before the stub is ended.
 TOLD_BEFORE = {
     "strings that are none": "output 'STRINGS' does not hold the strings of its shape",
     "responds twice": "expected a single response, got 2",
 }
 
-# More than is heard in a second: messages, bytes in memory, questions that cost more than they say, on one channel and on
-# two. With the seconds that it takes at least.
+# Each of these sends more than the runtime reads in a second: messages, bytes in memory, or questions that cost more than their
+# size, on one channel or on two. It takes at least so many seconds.
 PACED = {
     "tells much": 1.0,
     "stores much": 1.0,
@@ -275,7 +275,7 @@ def test_each_line_of_a_message_of_a_log_counts(end: End) -> None:
 
     assert end.ask("rogue", "logs many lines") == ""
 
-    # As many as were saved up.
+    # The budget of saved lines allows so many.
     wait_until(lambda: "one of many" in end.log()[heard:])
     assert end.log()[heard:].count("one of many") <= 2 * LOG_LINES_PER_S
 

@@ -16,7 +16,7 @@ from tests.triton.server import interpreter
 from tests.waiting import wait_until
 from tritonclient.utils import InferenceServerException
 
-# Behind the model that obeys orders.
+# This is appended to the model that obeys orders.
 TRIES = """
     def initialize(self, args):
         folder = args["model_repository"]
@@ -113,7 +113,7 @@ def test_instances_that_come_back_again_and_again_leave_nothing_in_the_server(
         wait_until(lambda: len(tries.read_text()) > 3, TIMEOUT_S)
         before = len(os.listdir(f"/proc/{server.pid}/fd"))
         wait_until(lambda: len(tries.read_text()) > 9, TIMEOUT_S)
-        # Those of one process may be on their way.
+        # A start that is under way has some descriptors.
         assert len(os.listdir(f"/proc/{server.pid}/fd")) <= before + 6
         (folder / "blocked").unlink()
         wait_until(lambda: _number(ask(server)), TIMEOUT_S)

@@ -104,7 +104,7 @@ def test_the_log_says_what_its_sandbox_refused(
         wait_until(lambda: said in server.log_file.read_text(), 60.0)
     finally:
         client.unload("refused")
-    # To clients, as without a tritonserver, without the folder.
+    # As in `moonpool serve`, clients get the option without the folder.
     assert "the sandbox refused it: MOONPOOL_SANDBOX_PATHS=ro:passwd would allow it" in str(
         caught.value
     )

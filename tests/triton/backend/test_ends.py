@@ -48,7 +48,7 @@ def test_a_stub_that_dies_is_told_of_and_replaced(client: Client, order: str, wh
 def test_a_stub_that_dies_while_it_is_idle_costs_no_request(client: Client) -> None:
     before = client.order("nothing")
     os.kill(before, signal.SIGKILL)
-    # Until then a thread of it may still have its channels open.
+    # Until then, a thread of the launcher may still have its channels open.
     wait_until(lambda: not Path(f"/proc/{before}").exists(), TIMEOUT_S, "the launcher to reap it")
     assert client.order("nothing") != before
 
@@ -68,7 +68,7 @@ def test_a_server_that_has_no_files_left_for_another_stub_gets_it_later(
     try:
         os.kill(server.stub_of("identity"), signal.SIGKILL)
         (new,) = wait_until(lambda: set(children(launcher)) - stubs, TIMEOUT_S, "another stub")
-        # The other ends of its channels are closed.
+        # The new stub ends, because the server could not take the other ends of its channels.
         wait_until(lambda: _is_gone(new), TIMEOUT_S, "its end")
     finally:
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
@@ -123,7 +123,7 @@ def test_a_launcher_that_dies_is_replaced(client: Client, server: HostingServer)
     wait_until(lambda: _answers(lambda: client.infer("identity", array)), TIMEOUT_S)
 
 
-# Behind the model that obeys orders.
+# This is appended to the model that obeys orders.
 FAILS = """
     def initialize(self, args):
         if os.path.exists(os.path.join(args["model_repository"], "blocked")):
@@ -164,7 +164,7 @@ def test_what_another_launcher_cannot_start_is_started_when_it_can_be(
         wait_until(lambda: _is_gone(stub), TIMEOUT_S, "its stubs to end")
         wait_until(lambda: _refused(client, why), TIMEOUT_S, "a first start")
         launcher = server.launcher
-        # Requests start it, at first soon: nothing else would notice an end.
+        # Only requests start the stub again. The pause before the next try is short at first.
         assert _refused(client, why)
         (folder / elsewhere).rename(folder / there)
         wait_until(lambda: _answers(lambda: client.order("nothing")), TIMEOUT_S)

@@ -92,7 +92,7 @@ def test_responses_of_a_stream_come_in_order(client: Client) -> None:
     for _ in range(300):
         number = answers.get(timeout=TIMEOUT_S)
         came[number] += 1
-        # Nobody's before the one that precedes it.
+        # No request is answered before the one that precedes it.
         assert number == 0 or came[number] <= came[number - 1]
     client.grpc.stop_stream()
     assert came == dict.fromkeys(range(100), 3)

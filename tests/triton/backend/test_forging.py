@@ -22,7 +22,7 @@ pytestmark = pytest.mark.promise(
 
 FORGED = "E1122 10:00:00.000000 1 model_lifecycle.cc:654]"
 HOSTILE = f"first\n{FORGED} " + "".join(map(chr, SHOWN_CODES[1:])) + "ä €\U0001f600 end"
-# What would be passed off as the place in the server's source from which a line comes.
+# The model passes this off as the place in the server's source from which a line comes.
 PLACE = f"x.cc:1] \n{FORGED}"
 MODEL = f"""
 import builtins

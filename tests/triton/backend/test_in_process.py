@@ -48,7 +48,7 @@ call("ServerStop", server)
 call("ServerDelete", server)
 print("ended")
 """
-# Ends the server while `asks` has asked for a model whose load goes on.
+# The program ends the server while `asks` waits for a model that is loading.
 _ENDS = """
 folder = pathlib.Path(repository)
 while not (folder / "loading").exists():
@@ -60,13 +60,13 @@ stopping.join()
 call("ServerDelete", server)
 print("ended")
 """
-# Stands between the library and the server, and knows the instance for which a newer server would ask.
+# This library stands between moonpool's and the server, and knows the instance about which a newer server would ask.
 _BETWEEN = """
 void *instance;
 void *(*real)(void *, void *);
 void *TRITONBACKEND_ModelInstanceSetState(void *its, void *state) { instance = its; return real(its, state); }
 """
-# Before the server is made.
+# The program runs this before it makes the server.
 _STANDS_BETWEEN = """
 between = ctypes.CDLL(os.path.join(repository, "..", "between.so"), mode=os.RTLD_GLOBAL)
 real = ctypes.cast(triton.TRITONBACKEND_ModelInstanceSetState, ctypes.c_void_p)

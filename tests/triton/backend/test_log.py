@@ -17,7 +17,7 @@ def test_a_flood_of_lines_is_heard_in_part_and_the_rest_is_counted(
     client.order("log 20000")
 
     def is_told() -> bool:
-        # The next line that is heard again.
+        # The next accepted line comes with the count.
         client.order("log 1")
         return "lines of an instance were left out: too many a second" in server.log()
 

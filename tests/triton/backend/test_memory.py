@@ -47,5 +47,5 @@ def test_shared_memory_that_was_given_back_and_kept_is_counted(
     assert found["held"] <= 16 * MiB
     assert found["refused"] > 0
     wait_until(lambda: server.facts()["files"] <= files + 8)
-    # An honest model would need more: it is started anew.
+    # The instance is restarted, because an honest model would need more.
     wait_until(lambda: evaluate(client, "hoarder", "os.getpid()") != str(pid))

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 from tritonclient.utils import InferenceServerException
 
 INCREMENTS = IDENTITY.replace("array.copy()", "array + 1")
-# Evaluates what it is sent; of an exception, its type.
+# The model evaluates its input, and answers with the result or the type of the exception.
 EVALUATES = """
 import importlib.util, os, socket, sys
 import numpy as np
@@ -128,7 +128,7 @@ def test_a_model_in_the_sandbox_strict_has_nothing_of_the_server(
     client: Client, server: HostingServer, repository: Path
 ) -> None:
     other = repository / "free" / "1" / "model.py"
-    # In the mounts that root makes for a model the file is not there. A user without rights has it refused.
+    # In the mounts that root makes for a model, the file is missing. Without root, the sandbox refuses it.
     closed = "FileNotFoundError" if os.geteuid() == 0 else "PermissionError"
     attempts = {
         f"open({str(other)!r}).close()": ("None", closed),
@@ -178,7 +178,7 @@ def test_a_model_comes_and_goes_while_it_is_asked(client: Client, server: Hostin
             is_over.set()
         refusals = set().union(*(each.result() for each in asking))
 
-    # The server's own words: none of a request that had come to the model.
+    # These are the server's own words, so no refused request had reached the model.
     for text in refusals:
         assert text.startswith("Request for unknown model: 'comes_and_goes' "), text
     wait_until(

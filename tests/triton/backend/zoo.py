@@ -14,7 +14,7 @@ class TritonPythonModel:
         return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", array.copy())]) for array in arrays]
 """
 
-# Does what it is told to, and says which process it is.
+# The model obeys its input, and answers with its process number.
 ORDERS = """
 import ctypes, os, signal, time
 import numpy as np

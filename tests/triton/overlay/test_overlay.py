@@ -33,7 +33,7 @@ TOPICS = (
     "stages",
     "values",
 )
-# They tell how moonpool's own core differs; here it is Triton's on both sides.
+# These tests show how moonpool's own core differs. Here both sides have Triton's core.
 OF_THE_CORE = {
     "test_a_batcher_that_does_nothing_useful_in_triton_is_refused",
     "test_a_decoupled_model_needs_a_stream",

@@ -12,12 +12,12 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from tests.server.wire import Reply
 
-# What a server may say of the connection, which is its own concern.
+# These headers are about the connection, which each server handles in its own way.
 _OF_THE_CONNECTION = {"connection", "content-length", "date", "server", "transfer-encoding"}
 _ID = re.compile(r"^\[request id: .*?\] ")
-# How a parser words what is wrong with JSON, and where, is the parser's own.
+# Each JSON parser has its own words for a mistake and its place.
 _PARSER = re.compile(r"(failed to parse the request JSON buffer: ).*", re.DOTALL)
-# Measured, so never the same twice.
+# Measured values are never the same twice.
 _MEASURED = {"last_inference", "ns"}
 
 
@@ -31,7 +31,7 @@ def comparable(reply: Reply) -> tuple[int, dict[str, str], list[Any], bytes]:
         events = text.decode().split("\n\n")
         return reply.status, headers, [_event(event) for event in events], tensors
     if reply.status >= 400:
-        # Triton sends the same JSON as text/plain from some of its corners.
+        # Triton sends some errors in JSON as text/plain.
         headers.pop("content-type", None)
     return reply.status, headers, [_value(text)], tensors
 

@@ -243,7 +243,7 @@ CONTROL += [
 ]  # fmt: skip
 
 _EMPTY: dict[str, Any] = {"triton_enable_empty_final_response": True}
-# Not asked: an error of a stream as its status, of which tritonserver dies at once or later.
+# No case asks for an error of a stream as its status, because tritonserver dies of it at once or later.
 _AS_STATUS = [("triton_grpc_error", "true")]
 STREAMS: list[Stream] = [
     ("nothing", [], []),

@@ -98,7 +98,7 @@ SUCCESS = _bodies(
     an_empty_parameter_list_of_an_output={**GOOD, "outputs": [{"name": "OUTPUT0"}]},
 )
 
-# Not asked: inputs and outputs that are no objects, of which tritonserver dies now and then.
+# No case has inputs or outputs that are not objects, because tritonserver dies of them now and then.
 WRONG_JSON = _bodies(
     "add_sub",
     empty=b"",

@@ -26,7 +26,7 @@ def test_every_difference_is_told() -> None:
         r"^\| ([^|]+?) \|(?:[^|]+\|){3} `tests/triton/protocol/", section, flags=re.MULTILINE
     )
 
-    # Rows with tests elsewhere are of what cannot be compared.
+    # Rows with tests elsewhere cannot be compared.
     assert set(rows) == set(DIFFERENCES)
 
 

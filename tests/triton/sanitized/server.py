@@ -34,13 +34,13 @@ _ROGUE = (
 )
 OUTPUTS = {
     "rogue": _ROGUE,
-    # In a sandbox, which grants it nothing.
+    # This model is in a sandbox without grants.
     "confined": _ROGUE,
     "sibling": '{ name: "OUT_X" data_type: TYPE_FP32 dims: [4] }',
 }
 
 
-# The sanitizers are for the server: what it starts is not to be slowed down by them.
+# The sanitizers are for the server and must not slow down its children.
 START = """
 import os, sys
 del os.environ["LD_PRELOAD"]
@@ -56,17 +56,17 @@ class Sanitizers(NamedTuple):
     options: dict[str, str]
 
 
-# These end the server where the library does what it must not.
+# These end the server at the library's first mistake.
 ADDRESSES = Sanitizers(
     "address,undefined",
     ("libasan.so", "libubsan.so"),
     {
-        # The server's own memory is not for us to answer for.
+        # Mistakes in the server's own memory do not count.
         "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:handle_segv=0",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     },
 )
-# This one writes what it finds into the server's log; what the server does by itself is not for us to answer for.
+# This sanitizer writes what it finds into the server's log. Races in the server's own code do not count.
 THREADS = Sanitizers(
     "thread", ("libtsan.so",), {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"}
 )

@@ -32,7 +32,8 @@ from moonpool.ipc.messages import Kind
 
 # The first test waits for the compiler.
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
-# How the log tells of the end of a process: for a breach, for an end of its own, and for what is no answer.
+# The log has these words for the end of a process: for a violation of the protocol, for an end of its own, and for a missing
+# answer.
 ENDED = re.compile(r"broke the protocol and was ended: \w|is not healthy|took longer than 8 s")
 X = np.arange(4, dtype=np.float32)
 TIMES = 100
@@ -76,7 +77,7 @@ def test_a_stub_that_breaks_the_protocol_is_ended_and_the_server_stays(
 
     ask(side, fault)
 
-    # How it did that is for the log alone.
+    # Only the log has the reason.
     wait_until(lambda: ENDED.search(hostile.log()[heard:]), 60.0, "a reason in the log")
     wait_until(lambda: isinstance(ask(side), Answer), 60.0, "another process")
     assert isinstance(side.infer("sibling", {"X": X}), Answer)
@@ -99,20 +100,20 @@ def test_strange_contents_end_the_stub_or_nothing_and_the_log_stays_small(
             ends += 1
             wait_until(lambda: isinstance(ask(side, "", model), Answer), 60.0, "an instance")
 
-    # What a stub prints stands there in its name, and there is a test of its own for how much that is.
+    # Lines that a stub prints begin with its name. Another test limits how many there are.
     printed = f"[{model}_0_0]"
     lines = hostile.log()[heard:].split("\n")
     own = [line for line in lines if line and not line.startswith(printed)]
     if model == "rogue" and kind == Kind.LOAD_MODEL:
-        # A model that is not contained may load what it likes; of each name that is not there tritonserver itself writes a line.
+        # A model that is not contained may load any model. tritonserver itself writes a line about each unknown name.
         own = [line for line in own if "failed to poll model" not in line]
     may_log = 0.0
     if kind == Kind.LOG:
-        # Each second so many, and how many were left out. Some have several lines of text.
+        # Each second allows so many messages, and one that counts those left out. Some messages have several lines.
         seconds = 2 + time.monotonic() - begin_s
         may_log = (LOG_LINES_PER_S + 1) * seconds * (1 + CONTROLS.count("\n"))
     if kind == Kind.DENIALS and model == "confined":
-        # A line for each of the first refusals of a process.
+        # The log has a line for each of the first refusals of a process.
         may_log = REFUSALS_LOGGED * (ends + 1)
     assert len(own) <= LINES_OF_AN_END * ends + may_log, own
     assert not any("Traceback" in line for line in own)

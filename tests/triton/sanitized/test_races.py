@@ -35,7 +35,7 @@ pytestmark = [
         "the protocol.",
     ),
 ]
-# Asks other models for several things at once, and answers how much it got.
+# The model asks other models several things at once, and answers with the amount that it received.
 ASKS = """
 import asyncio
 import numpy as np
@@ -64,7 +64,7 @@ class TritonPythonModel:
 """
 GOT = 20 + 1 + 20 + 300_000
 MODELS = ["identity", "orders", "counts", "asks", *OUTPUTS]
-# One of each kind, and those that keep several threads at work.
+# There is one fault of each kind, and those that keep several threads at work.
 FAULTS = [
     "garbage",
     "too few fields",
@@ -209,7 +209,7 @@ def test_models_that_ask_for_others(client: Client) -> None:
 def stubs_of(server: SanitizedServer, model: str) -> set[int]:
     found = set()
     for stub in (stub for launcher in children(server.pid) for stub in children(launcher)):
-        # Some end while they are looked at.
+        # Some processes end while they are being inspected.
         with suppress(OSError):
             if f"{model}_0_" in Path(f"/proc/{stub}/cmdline").read_text():
                 found.add(stub)

@@ -83,7 +83,7 @@ def test_what_asks_for_too_much_is_refused_with_its_field_and_the_option(
             runtime.load("m", config=change)
         assert caught.value.field == field
         assert f'Runtime(config_limits=["{limit}=NUMBER"])' in str(caught.value)
-        # As a client's load has it, with the configuration and also with files.
+        # A client's load has the same limits, with a configuration alone and with files.
         whole = json.dumps({**WHOLE, **change})
         for files in (None, {"file:1/model.py": ECHO.encode()}):
             with pytest.raises(LoadFailed) as failed:
@@ -173,7 +173,7 @@ def test_versions_and_the_instances_of_all_are_counted(tmp_path: Path) -> None:
 def test_a_configuration_that_is_too_long_is_not_parsed(models: Path) -> None:
     with moonpool.Runtime(models, models=(), config_limits=["config_bytes=1000"]) as runtime:
         control = RepositoryControl(runtime)
-        # What is not parsed is not seen to be no JSON.
+        # The size is checked before the text is parsed, so the error is not about JSON.
         with pytest.raises(LoadFailed, match="is longer than 1000 bytes; an operator raises it"):
             control.load("m", "x" * 1001)
         write(models, "m", config=CONFIG + "x" * 1001)
@@ -230,7 +230,7 @@ def test_a_model_that_a_repository_agent_is_to_check_is_refused(models: Path) ->
         whole = {**WHOLE, "model_repository_agents": {"agents": [{"name": "checksum"}]}}
         with pytest.raises(LoadFailed, match="runs no repository agents"):
             RepositoryControl(runtime).load("m", json.dumps(whole))
-        # None of them checks anything.
+        # The field is empty, so no agent would check anything.
         write(models, "m", config=f"{CONFIG}\nmodel_repository_agents {{ }}")
         runtime.load("m")
 

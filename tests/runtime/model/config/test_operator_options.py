@@ -122,7 +122,7 @@ def test_a_runtime_knows_its_levels_its_grants_and_its_options() -> None:
         moonpool.Runtime(model_options={"m": "MOONPOOL_THREADS=1"})  # type: ignore[dict-item]
     with pytest.raises(moonpool.ConfigError, match="model_options: must be a map"):
         moonpool.Runtime(model_options=["m:MOONPOOL_THREADS=1"])  # type: ignore[arg-type]
-    # Its letters are names of models, too.
+    # A text is a sequence of letters, which could be names of models.
     with pytest.raises(ValueError, match=r"must be a list of texts, such as \['m:"):
         moonpool.Runtime(sandbox="strict", sandbox_grants="m:MOONPOOL_SANDBOX_PORTS=1")
     with pytest.raises(ValueError, match=r"must be a list of texts, such as \['m'\]"):
@@ -298,7 +298,7 @@ def test_no_model_has_a_name_that_options_would_read_as_something_else(
         prepared(tmp_path, Wanted(name), rules)
     with pytest.raises(moonpool.MoonpoolError):
         prepared(tmp_path, Wanted(name, tmp_path / "m"), rules)
-    # As files that a client brings, too.
+    # The same holds for files that a client brings.
     wanted = Wanted(name, config={"backend": "python"}, files=FILES, is_whole=True)
     with pytest.raises(moonpool.MoonpoolError):
         prepared(tmp_path, wanted, rules)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.promise(
     "and fields without effect are named.",
 )
 
-# One of each way in which people write these files.
+# This has one of each way in which people write these files.
 FULL = """\
 # The detector, "v2" { not a block }
 name: "detector"

@@ -100,7 +100,7 @@ def test_a_stub_that_reads_nothing_is_given_up_at_some_size(ends: Ends) -> None:
         ends.send(number + more, "x" * 30_000)
 
     def errors() -> list[BaseException]:
-        ends.peer.receive_ready()  # of what the socket held, so that there is room
+        ends.peer.receive_ready()  # this makes room in the socket
         return ends.errors
 
     (error,) = wait_until(errors)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-# Both ways to import a neighbour work; a module that is imported in both is there twice.
+# Both ways to import a neighbour work. A module that is imported in both ways exists twice.
 from . import neighbour
 import neighbour as plain
 import common
