@@ -167,7 +167,10 @@ class RequestTrace(Protocol):
         answered_ns: int,
         ended_ns: int,
     ) -> None:
-        """Record that the request was in a batch that is answered now."""
+        """Record that the request was in a batch that is answered now. Does not block."""
+
+    def settled(self) -> None:
+        """Note that the model adds nothing more. This may write a file, so no lock may be held."""
 
     def responded(self, answer: object) -> None:
         """Record a response apart from the answer to the batch."""

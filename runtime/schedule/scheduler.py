@@ -7,8 +7,8 @@ that are open, the order of outcomes, and the statistics, except those of single
 counts. It is held for bookkeeping only. Sending a batch, reading an answer and handing out outcomes happen without it,
 as they call backends and callers. `on_lost`, `ModelInstance.recycle` and `note` may be called with the lock held, so they
 must not block and must not call the scheduler. The first two take the supervisor's locks, which are therefore taken inside
-this one and never the other way round. Traced requests get the times of their batch there, too, and if such a request had its
-last response before the answer to its batch, its trace is written then.
+this one and never the other way round. Traced requests get the times of their batch there, too. `settled` ends the model's part
+of their traces, which may write a file, so it follows without the lock.
 
 *Instances.* An instance is in one place at a time. It is idle (`_idle`; the last one was busy last and has warm
 caches), or in the hands of somebody who called `take` (`_taken`), or it executes (`_busy`), or the scheduler does not
@@ -185,6 +185,7 @@ class Execution:
         "_drivers",
         "answers",
         "has_deferred",
+        "has_traces",
         "instance",
         "is_lost",
         "is_sent",
@@ -216,6 +217,8 @@ class Execution:
         self.answers: Sequence[Answer] | None = None
         # True if some of the requests stay open or are scheduled again.
         self.has_deferred = False
+        # True if some of the requests are traced.
+        self.has_traces = False
         # The first one drives. While the list is empty, anybody may claim the execution.
         self._drivers: list[object] = [driver]
 
@@ -365,6 +368,7 @@ class Execution:
         for request, answer in zip(requests, answers, strict=True):
             total_rows += request.batch_size
             if request.trace is not None:
+                self.has_traces = True
                 request.trace.executed(
                     answer, request.queued_ns, self.started_ns, self.sent_ns, answered_ns, now_ns
                 )
@@ -396,6 +400,13 @@ class Execution:
             answers = [each if isinstance(each, _ANSWERS) else _no_answer(each) for each in given]
             self._record_failures(answers, now_ms, now_ns)
         return answers
+
+    def end_traces(self) -> None:
+        """End the model's part of the requests' traces. This may write a file, so no lock may be held."""
+        if self.has_traces:
+            for request in self.requests:
+                if request.trace is not None:
+                    request.trace.settled()
 
     def _record_failures(self, answers: Sequence[Answer], now_ms: int, now_ns: int) -> None:
         scheduler = self.scheduler
@@ -698,6 +709,7 @@ class Scheduler:
             self._hand_out(resolved)
         finally:
             self._launch(started, rejected)
+            execution.end_traces()
 
     def _settled(self, execution: Execution, answers: Sequence[Answer]) -> Pairs:
         """Return the outcomes of a batch that may leave now, and note requests that it left open. Needs the lock."""

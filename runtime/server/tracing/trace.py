@@ -149,7 +149,7 @@ class Trace:
         answered_ns: int,
         ended_ns: int,
     ) -> None:
-        """Add the times of the batch that the request was in, and its answer. This ends the model's part."""
+        """Add the times of the batch that the request was in, and its answer. `settled` follows."""
         self.marks += (
             ("QUEUE_START", queued_ns),
             ("COMPUTE_START", started_ns),
@@ -158,6 +158,9 @@ class Trace:
             ("COMPUTE_END", ended_ns),
         )
         self.responded(answer)
+
+    def settled(self) -> None:
+        """End the model's part of the trace. The trace may be written now, so the caller must not hold a lock."""
         self._keeper.executed(self)
 
     def responded(self, answer: object) -> None:

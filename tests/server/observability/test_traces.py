@@ -11,15 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.runtime.held_batches import HeldBatch, holding
+from tests.runtime.recorder import PATIENCE_S, model_directory, x
 from tests.runtime.server.outcomes import outcome_of
 from tests.server.observability.models import write
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.model.request import Details
+from moonpool.ipc.messages import FINAL
+from moonpool.runtime.model.request import LATER, Details, Response
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.inference.request import make_request
 from moonpool.runtime.server.tracing.settings import trace_options
+from moonpool.runtime.server.tracing.trace import Trace
 from moonpool.runtime.server.tracing.traces import Traces
 
 pytestmark = pytest.mark.promise(
@@ -217,6 +221,49 @@ def test_an_instance_that_dies_takes_no_trace_with_it(
     ]
     wait_until(lambda: runtime.is_ready("doubles"), 60.0)
     traces.close()
+
+
+def test_a_trace_is_written_without_the_scheduler_s_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last response comes before the answer to its batch, and so the scheduler ends the trace."""
+    path = tmp_path / "trace.json"
+    traces = Traces(trace_options([f"triton,file={path}", "level=TIMESTAMPS", "rate=1"]))
+    write_trace = traces._sink.write
+    free: list[bool] = []
+
+    def write(trace: Trace) -> None:
+        # Another thread may have the lock for a moment.
+        is_free = lock.acquire(timeout=PATIENCE_S)
+        if is_free:
+            lock.release()
+        write_trace(trace)
+        free.append(is_free)
+
+    monkeypatch.setattr(traces._sink, "write", write)
+    monkeypatch.setattr(HeldBatch, "finish", lambda _, requests: [LATER] * len(requests))
+    decoupled = {"model_transaction_policy": {"decoupled": True}}
+    with holding(model_directory(tmp_path / "m", 1), **decoupled) as (backend, runtime):
+        hosted = runtime.registry.find("m")
+        lock = hosted.scheduler._lock
+        trace = traces.begin(hosted.model)
+        assert trace is not None
+        request = make_request(hosted, x(1), None, None)
+        trace.follow(request)
+        stream = ResponseStream(hosted.scheduler, request, PATIENCE_S)
+        held = backend.wait_for(1)
+        reactor = runtime._models.stubs.reactor
+        reactor.call_soon(lambda: held.instance.respond(request, Response({}), FINAL))
+        assert len(list(stream)) == 1
+        trace.end()
+        assert not free
+        held.answer()
+        wait_until(lambda: bool(free), PATIENCE_S)
+    traces.close()
+    assert free == [True]
+    # The caller had everything before the batch was answered.
+    before = ["model", "REQUEST_START", "QUEUE_START", *COMPUTE[:2], "REQUEST_END"]
+    assert activities(path, 1) == [*before, *COMPUTE[2:]]
 
 
 def test_nothing_is_told_where_tracing_is_off(ask: Ask, tmp_path: Path) -> None:
