@@ -385,7 +385,7 @@ def test_the_readme_hosts_what_you_do_not_trust_as_it_says(copy: Path) -> None:
         text = (copy / "log").read_text()
         assert re.search(r"primes .*READY .*strict", text)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(40.0) == 0
+        assert server.wait(60.0) == 0
     finally:
         server.kill()
         server.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -33,8 +32,10 @@ class Served:
         self, command: Sequence[str | Path], environment: Mapping[str, str] | None, log: Path
     ) -> None:
         """Raises Unavailable with the end of its log."""
-        self.http_port, self.grpc_port, metrics_port = _free_ports(3)
-        ports = {"http": self.http_port, "grpc": self.grpc_port, "metrics": metrics_port}
+        self._held = held_ports(3)
+        numbers: list[int] = [each.getsockname()[1] for each in self._held]
+        ports = dict(zip(("http", "grpc", "metrics"), numbers, strict=True))
+        self.http_port, self.grpc_port = ports["http"], ports["grpc"]
         options = [f"--{name}-port={port}" for name, port in ports.items()]
         options += [f"--{name}-address=127.0.0.1" for name in ports]
         with log.open("w+") as file:
@@ -83,6 +84,8 @@ class Served:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for each in self._held:
+            each.close()
 
     def close(self) -> None:
         """End the server, with a signal first, by force if that takes too long."""
@@ -160,17 +163,13 @@ def _busy_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _free_ports(count: int) -> list[int]:
-    """Find free ports outside of the range from which the kernel gives clients theirs."""
-    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
-    least, most = map(int, text.split())
-    candidates = [port for port in range(10_000, 65_536) if not least <= port <= most]
-    ports: list[int] = []
-    with contextlib.ExitStack() as held:
-        for port in random.sample(candidates, len(candidates)):
-            with contextlib.suppress(OSError):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-                ports.append(port)
-            if len(ports) == count:
-                return ports
-    raise Unavailable(f"there are no {count} free ports beside those of clients")
+def held_ports(count: int) -> list[socket.socket]:
+    """Return sockets that hold free ports: nobody else is given them, and a server that names one may listen there.
+
+    They are bound and not listened to (ip(7), SO_REUSEADDR). The caller closes them when the server has ended.
+    """
+    held = [socket.socket() for _ in range(count)]
+    for each in held:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.bind(("127.0.0.1", 0))
+    return held

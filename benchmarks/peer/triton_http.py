@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import socket
 import subprocess
 import threading
 import time
@@ -12,6 +11,7 @@ import urllib.request
 from typing import Any
 
 from benchmarks.peer.peer import Floats, Peer, Unavailable, rate_of_threads
+from benchmarks.peer.served import held_ports
 from benchmarks.peer.triton_files import TritonFiles
 
 _READY_S = 60.0
@@ -27,7 +27,8 @@ class TritonHttp(Peer):
             raise Unavailable(f"{error}; pip install tritonclient[http]") from error
         self._clients = threading.local()
         self._files = TritonFiles()
-        self._address = f"127.0.0.1:{_free_port()}"
+        (self._held,) = held_ports(1)
+        self._address = f"127.0.0.1:{self._held.getsockname()[1]}"
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = self._start()
@@ -102,10 +103,5 @@ class TritonHttp(Peer):
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
+        self._held.close()
         self._files.remove()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

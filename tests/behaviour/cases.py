@@ -53,7 +53,7 @@ POLITE = UNTIL_CANCELLED.format(
 TOGETHER = """
     "barrier = model.__dict__.setdefault('barrier', threading.Barrier(4))",
     "def run():",
-    "    barrier.wait(20)",
+    "    barrier.wait(60)",
     "    sender.send(y(7)); sender.send(flags=FINAL)",
     "threading.Thread(target=run).start()",
 """
@@ -133,8 +133,8 @@ asyncio.run(none())""",
         ["Request timeout expired", []],
     ),
     "a timeout that is not for the model": Case(
-        "timed('timed', -1).exec()\nsay(timed('timed', 0.4, timeout=200_000).exec())",
-        [[200_000]],
+        "timed('timed', -1).exec()\nsay(timed('timed', 1.2, timeout=1_000_000).exec())",
+        [[1_000_000]],
     ),
     "two responses of a model that has one": Case(
         "say(asking('sends', ['Y'], 'sender.send(y(1)); sender.send(y(2))').exec())",

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.promise(
 )
 
 Host = Callable[[Path], AbstractContextManager[hosts.Ask]]
-TRITON = pytest.mark.triton, pytest.mark.timeout(240)
+TRITON = pytest.mark.triton, pytest.mark.timeout(600)
 HOSTS: list[Any] = [
     pytest.param(hosts.in_process, id="in process"),
     pytest.param(hosts.in_stub, id="in stub"),

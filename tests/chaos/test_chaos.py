@@ -31,7 +31,7 @@ pytestmark = pytest.mark.promise(
 
 # The first lap creates what stays: threads, caches, arenas of the allocator.
 WARM_UP_S = 5.0
-SETTLED_S = 30.0
+SETTLED_S = 120.0
 # Memory that the allocators of C and Python keep for ended threads; each death has two of them. Ten laps in
 # a row grew by 25 MiB in all, while objects stayed what they were.
 GROWTH_BYTES = 32 << 20

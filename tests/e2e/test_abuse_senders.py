@@ -232,7 +232,7 @@ def test_unloading_ends_streams_that_the_model_would_not_end() -> None:
             thread.start()
         other.unload("wrong")
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
 
     assert len(ends) == 20
     assert all(len(end) == 1 for end in ends)

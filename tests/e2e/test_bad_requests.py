@@ -298,7 +298,7 @@ def test_a_model_is_unloaded_when_its_requests_are_answered(runtime: moonpool.Ru
     wait_until(lambda: len(answers) > 20)
     runtime.unload("leaving")
     for thread in threads:
-        thread.join(30.0)
+        thread.join(60.0)
     stop.set()
 
     assert len(errors) == 4

@@ -41,7 +41,7 @@ def ask(runtime: moonpool.Runtime, how: str) -> int:
 
 def together(runtime: moonpool.Runtime, how: str, count: int) -> list[int]:
     futures = [runtime.submit("coroutines", {"HOW": [how]}) for _ in range(count)]
-    return [int(future.result(30.0).outputs["Y"][0]) for future in futures]
+    return [int(future.result(60.0).outputs["Y"][0]) for future in futures]
 
 
 @pytest.mark.promise(

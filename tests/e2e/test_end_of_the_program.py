@@ -114,7 +114,7 @@ class Program:
 
     def end(self) -> int:
         """Wait for the program's exit status."""
-        return self.process.wait(40.0)
+        return self.process.wait(60.0)
 
 
 @pytest.fixture

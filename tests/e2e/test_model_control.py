@@ -361,7 +361,7 @@ def test_a_model_that_dies_while_it_waits_for_a_load_leaves_the_load_alone(
     wait_until(lambda: _is_loading(runtime, "slow"))
     os.kill(pid(runtime, "asker"), signal.SIGKILL)
     with pytest.raises(moonpool.StubDied):
-        future.result(30.0)
+        future.result(60.0)
     (repository / "slow" / "go").touch()
     wait_until(lambda: runtime.is_ready("slow"))
     wait_until(lambda: runtime.is_ready("asker"))

@@ -66,7 +66,7 @@ def test_the_platform_names_the_backend_and_requests_are_joined(
         for rows in (1, 2, 3)
     ]
     for rows, future in zip((1, 2, 3), futures, strict=True):
-        outputs = future.result(30.0).outputs
+        outputs = future.result(60.0).outputs
         assert outputs["SUM"].tolist() == np.full((rows, 3), rows + 1).tolist()
         assert outputs["DIFFERENCE"].tolist() == np.full((rows, 3), rows - 1).tolist()
     assert runtime.statistics("by_platform")["execution_count"] == 1

@@ -63,7 +63,7 @@ def test_tensors_are_found_by_index_and_requests_are_joined(
         for n in (1, 2, 3)
     ]
     for n, future in zip((1, 2, 3), futures, strict=True):
-        outputs = future.result(30.0).outputs
+        outputs = future.result(60.0).outputs
         assert outputs["OUTPUT__0"].tolist() == np.full((n, 3), n + 1).tolist()
         assert outputs["OUTPUT__1"].tolist() == np.full((n, 3), n - 1).tolist()
     assert runtime.statistics(loaded)["execution_count"] == 1

@@ -59,7 +59,7 @@ def test_requests_that_are_batched_keep_their_shapes(runtime: moonpool.Runtime) 
     try:
         futures = [runtime.submit("reshaped", inputs_of(rows, 100 * rows)) for rows in (1, 2)]
         for rows, future in zip((1, 2), futures, strict=True):
-            check(future.result(30).outputs, rows, 100 * rows)
+            check(future.result(60).outputs, rows, 100 * rows)
         assert runtime.statistics("reshaped")["execution_count"] == 1
     finally:
         runtime.unload("reshaped")

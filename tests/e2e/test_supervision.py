@@ -41,7 +41,7 @@ def send(runtime: moonpool.Runtime, command: str, model: str = "victim") -> Futu
 
 
 def pid_from(response: Future[Response]) -> int:
-    return int(response.result(30.0).outputs["PID"][0])
+    return int(response.result(60.0).outputs["PID"][0])
 
 
 def ask(runtime: moonpool.Runtime, command: str = "answer", model: str = "victim") -> int:
@@ -120,7 +120,7 @@ def test_a_restart_that_fails_counts_as_a_death_and_those_who_wait_are_told(
 
         for each in waiting:
             with pytest.raises(ModelUnavailable, match="exited with 3"):
-                each.result(30.0)
+                each.result(60.0)
         assert state(runtime) == "FAILED"
 
 
@@ -177,7 +177,7 @@ def test_queued_requests_survive_the_death_of_the_instance(runtime: moonpool.Run
         kill(runtime)
 
         with pytest.raises(StubDied, match="was killed by SIGKILL"):
-            first.result(30.0)
+            first.result(60.0)
         pids = {pid_from(each) for each in queued}
         assert len(pids) == 1
         assert before not in pids
@@ -301,7 +301,7 @@ def test_unload_waits_for_what_ends(runtime: moonpool.Runtime, tmp_path: Path) -
     unloading.start()
     wait_until(lambda: "victim" not in runtime.models())
     go.touch()
-    unloading.join(30.0)
+    unloading.join(60.0)
 
     assert pid_from(executing) == pid_from(queued)
 

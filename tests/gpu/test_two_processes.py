@@ -68,7 +68,7 @@ class Peer:
 
     def __init__(self, region: DeviceRegion, environment: dict[str, str], user: int) -> None:
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._end.settimeout(40)
+        self._end.settimeout(60)
         self.lane = Lane(region.device)
         lines = f"import sys\nsys.path[:] = {sys.path!r}\n{PEER}"
         self.process = subprocess.Popen(
@@ -93,7 +93,7 @@ class Peer:
 
     def close(self) -> None:
         self._end.close()
-        self.process.wait(30)
+        self.process.wait(60)
         self.lane.close()
 
 

@@ -26,10 +26,11 @@ X = np.arange(4, dtype=np.float32)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of an attempt. Exactly one of the fields is not None.
+    """The outcome of an attempt. Exactly one of the first four fields is not None.
 
     `done` is what the model got, `refused` the name of the kernel's error, `raised` that of another exception, and
-    `died` the error that the caller got when the model's process ended.
+    `died` the error that the caller got when the model's process ended. `by` is the number that the process which
+    made the attempt has for itself.
     """
 
     done: Any = None
@@ -37,6 +38,7 @@ class Outcome:
     raised: str | None = None
     died: str | None = None
     text: str = ""
+    by: int = 0
 
     @property
     def word(self) -> str:

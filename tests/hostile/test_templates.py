@@ -62,8 +62,8 @@ def test_the_template_and_the_other_instance_are_out_of_reach(
     assert others["template"] != os.getpid()
     for pid in others.values():
         outcome = forked.tries(f"processes.{what}", pid=pid)
-        # A fork may do this to itself.
-        assert outcome.word == "EPERM" or pid == forked.finds("kernel.make", name="getpid")
+        # A fork may do this to itself. Another attempt may be made by the other instance.
+        assert outcome.word == "EPERM" or pid == outcome.by
 
 
 STARTS = ["fork", "clone_without_thread", "clone3_process", "spawn", "execute_program"]

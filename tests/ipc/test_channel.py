@@ -150,7 +150,7 @@ def test_the_death_of_the_peers_process_is_told() -> None:
 
     with pytest.raises(PeerGone):
         ours.receive()
-    assert child.wait(10) == -signal.SIGKILL
+    assert child.wait(60) == -signal.SIGKILL
     ours.close()
 
 
@@ -272,7 +272,7 @@ def test_a_thread_that_blocks_is_woken(ends: Ends) -> None:
     thread.start()
     wait_until(lambda: _is_blocked(thread), what="the receiver to block")
     ours.wake()
-    thread.join(10)
+    thread.join(60)
 
     assert len(told) == 1
 

@@ -256,7 +256,7 @@ def test_threads_encode_at_the_same_time() -> None:
     def encode_many(number: int) -> None:
         text = str(number) * 300
         expected = msgpack.packb([int(Kind.REFUSED), [text] * 20])
-        start.wait(10)
+        start.wait(60)
         for _ in range(200):
             packet = encode(Kind.REFUSED, [text] * 20)
             if packet != expected:

@@ -362,7 +362,7 @@ def test_views_dropped_by_many_threads_give_the_block_back_once(
     start = threading.Barrier(8)
 
     def drop(box: list[Any]) -> None:
-        start.wait(10)
+        start.wait(60)
         box.clear()
 
     threads = [threading.Thread(target=drop, args=(box,)) for box in boxes]

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def wait_for(gate):

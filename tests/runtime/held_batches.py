@@ -149,7 +149,7 @@ class Caller(threading.Thread):
             self.outcome = error
 
     def result(self) -> Any:
-        self.join(30.0)
+        self.join(60.0)
         assert not self.is_alive()
         return self.outcome
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Http(NamedTuple):

@@ -53,5 +53,5 @@ def test_coroutines_run_once_there_is_a_thread_for_them(monkeypatch: pytest.Monk
             coroutines.start(answer(), lambda *ended: result.set_result(ended))
     coroutines.start(answer(), lambda *ended: result.set_result(ended))
 
-    assert result.result(30.0) == (7, None)
+    assert result.result(60.0) == (7, None)
     coroutines.close(30.0)

@@ -554,7 +554,7 @@ def test_a_stream_is_read_as_it_comes_and_closing_it_cancels() -> None:
 
         def later() -> None:
             sender.send(y())
-            go_on.wait(10)
+            go_on.wait(60)
             sender.send(y(ROW * 2))
             wait_until(sender.is_cancelled)
             cancelled.set()
@@ -568,7 +568,7 @@ def test_a_stream_is_read_as_it_comes_and_closing_it_cancels() -> None:
         go_on.set()
         assert next(stream)["Y"].tolist() == [[2, 4]]
         stream.close()
-        assert cancelled.wait(10)
+        assert cancelled.wait(60)
 
 
 def test_a_request_may_be_cancelled_while_it_executes() -> None:

@@ -31,7 +31,7 @@ APART = {"finalizes", "finalize_raises"}
 def pytest_itemcollected(item: pytest.Item) -> None:
     """The first test waits until all models are loaded."""
     if item.path.parent == MODELS.parent:
-        item.add_marker(pytest.mark.timeout(240))
+        item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -31,7 +31,7 @@ pytestmark = [
         "requests.",
     ),
 ]
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 FLAGS = ("--metrics-config=summary_latencies=true", "--trace-config=rate=1")
 # Metrics that moonpool and later versions of Triton have, but not this version.
 LATER = {"nv_model_load_duration_secs"}

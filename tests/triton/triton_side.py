@@ -31,7 +31,7 @@ from tritonclient.grpc import service_pb2_grpc
 CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
 TIMEOUT_S = 60.0
 # The time is for all models of the zoo, which are loaded at once.
-LOAD_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 300.0
 # `I1121 19:19:08.019713 6297 model.py:12] "text"`; a stub that is not connected yet has no quotes.
 _LINE = re.compile(
     r"^([IWEF])\d{4} [\d:.]+ \d+ (model\.py:\d+)\]  ?(?:\"(.*?)\"|([^\"\n]+))$",

@@ -34,4 +34,4 @@ def kserve() -> Iterator[Kserve]:
     yield Kserve(Endpoint("http", "127.0.0.1", http), Endpoint("grpc", "127.0.0.1", grpc))
     process.stdin.close()
     process.stdout.close()
-    process.wait(20)
+    process.wait(60)

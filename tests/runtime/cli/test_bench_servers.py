@@ -226,7 +226,7 @@ def test_the_generator_ends_with_the_command(
     )
 
     command.send_signal(number)
-    command.wait(30)
+    command.wait(60)
 
     wait_until(
         lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers or ()),

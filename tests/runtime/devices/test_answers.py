@@ -62,7 +62,7 @@ class Slow:
         self.may_go = threading.Event()
 
     def fetched(self, value: object) -> object:
-        self.may_go.wait(10)
+        self.may_go.wait(60)
         if isinstance(value, BaseException):
             raise value
         return value

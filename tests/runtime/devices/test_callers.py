@@ -211,7 +211,7 @@ def test_requests_with_arrays_of_all_kinds_are_one_batch(host: Host) -> None:
         for x in (row, host.on_device(row + 1), Foreign(row + 2), Foreign(row + 3))
     ]
 
-    outputs: list[Any] = [future.result(30).outputs["Y"] for future in futures]
+    outputs: list[Any] = [future.result(60).outputs["Y"] for future in futures]
 
     assert host.runtime.statistics("m")["execution_count"] == 1
     assert (outputs[0] == VALUES).all()

@@ -89,7 +89,7 @@ def test_what_the_stub_says_is_waited_for_until_its_event_is_known(ends: Ends) -
     assert received.is_alive()
     ends.lanes.meet(0, b"")
 
-    received.join(10)
+    received.join(60)
     assert not received.is_alive()
 
 

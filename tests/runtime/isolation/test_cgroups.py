@@ -198,5 +198,5 @@ def test_a_group_of_the_kernel_holds_all_that_a_process_starts_and_ends_it() -> 
         assert "max 1" in (group.path / "pids.events").read_text()
         group.remove()
         assert not group.path.exists()
-        process.wait(20.0)
+        process.wait(60.0)
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in inside))

@@ -45,7 +45,7 @@ def busy() -> Iterator[ChildProcess]:
     wait_until(lambda: (memory_and_threads(process) or (0, 0))[0] > 64 << 20)
     yield process
     process.kill()
-    process.wait(20.0)
+    process.wait(60.0)
     process.close()
 
 
@@ -60,7 +60,7 @@ def test_memory_and_tasks_of_a_process_are_seen(busy: ChildProcess) -> None:
 
 def test_a_process_that_has_ended_has_nothing() -> None:
     process = SpawnedProcess(subprocess.Popen(["true"], start_new_session=True))
-    process.wait(20.0)
+    process.wait(60.0)
     assert memory_and_threads(process) is None
     process.close()
     assert memory_and_threads(process) is None
@@ -83,7 +83,7 @@ def test_shared_memory_of_the_runtime_is_nobodys_growth() -> None:
         assert found is not None
         assert found[0] < 48 << 20
         process.kill()
-        process.wait(20.0)
+        process.wait(60.0)
         process.close()
 
 
@@ -187,7 +187,7 @@ def test_a_watcher_has_a_thread_only_while_there_is_something_to_watch(
     assert thread is not None
     wait_until(lambda: ends.reasons)
     quick.remove(watched)
-    thread.join(20.0)
+    thread.join(60.0)
     assert not thread.is_alive()
     quick.add(watched)
     assert quick._thread is not thread

@@ -187,7 +187,7 @@ def test_what_nobody_waits_for_any_more_is_no_error() -> None:
         assert left.cancel()
         runtime.unload("victim")
         with pytest.raises(ModelUnavailable):
-            waits.result(20.0)
+            waits.result(60.0)
         kept = errors(runtime)
 
     assert [error.requests for error in kept] == [1]

@@ -75,7 +75,7 @@ class AllAtOnce(EnvironmentCache):
 
     def _unpack_once(self, digest: str, archive: IO[bytes]) -> None:
         if not self._first.acquire(blocking=False):
-            self._in_use.wait(30)
+            self._in_use.wait(60)
         super()._unpack_once(digest, archive)
 
 
@@ -275,7 +275,7 @@ class TestCache:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
 
         assert len(found) == 4
         assert len(unpacked) == 1

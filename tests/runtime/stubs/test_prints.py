@@ -28,7 +28,7 @@ class Stuck(io.StringIO):
 
     def write(self, text: str) -> int:
         self.is_reached.set()
-        self.goes_on.wait(30.0)
+        self.goes_on.wait(60.0)
         return super().write(text)
 
 
@@ -47,7 +47,7 @@ def test_lines_are_written_in_order_and_the_thread_ends(capsys: pytest.CaptureFi
     printer = Printer()
     for number in range(1000):
         printer.say(f"line {number}")
-    printer.wait(30.0)
+    printer.wait(60.0)
     assert capsys.readouterr().out.splitlines() == [f"line {number}" for number in range(1000)]
     wait_until(lambda: "moonpool-prints" not in [each.name for each in threading.enumerate()])
 
@@ -59,14 +59,14 @@ def test_nobody_waits_for_a_stream_that_is_stuck_and_what_is_left_out_is_counted
     printer = Printer()
     with stuck_output() as stuck:
         printer.say("first")
-        assert stuck.is_reached.wait(30.0)
+        assert stuck.is_reached.wait(60.0)
         for number in range(30):
             printer.say(f"line {number}")
         printer.wait(0.01)
         assert stuck.getvalue() == ""
 
         stuck.goes_on.set()
-        printer.wait(30.0)
+        printer.wait(60.0)
         assert stuck.getvalue().splitlines() == [
             "first",
             *[f"line {number}" for number in range(10)],
@@ -81,11 +81,11 @@ def test_a_stream_that_cannot_be_written_to_harms_nobody(monkeypatch: pytest.Mon
     for stream in (None, closed, object()):
         monkeypatch.setattr(sys, "stdout", stream)
         printer.say("lost")
-        printer.wait(30.0)
+        printer.wait(60.0)
     ascii_only = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", ascii_only)
     printer.say("gr\u00fcn")
-    printer.wait(30.0)
+    printer.wait(60.0)
     assert ascii_only.buffer.getvalue() == b"gr\\xfcn\n"
 
 
@@ -118,11 +118,11 @@ def test_a_stream_that_raises_anything_does_not_end_what_comes_later(
     printer = Printer()
     monkeypatch.setattr(sys, "stdout", stream)
     printer.say("lost")
-    printer.wait(30.0)
+    printer.wait(60.0)
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stdout", shown)
     printer.say("seen")
-    printer.wait(30.0)
+    printer.wait(60.0)
     assert shown.getvalue() == "seen\n"
 
 
@@ -142,27 +142,27 @@ def test_where_no_thread_can_be_started_whoever_waits_writes(
             printer.say("second")
             assert not stuck.is_reached.is_set()
         stuck.goes_on.set()
-        printer.wait(30.0)
+        printer.wait(60.0)
         assert stuck.getvalue() == "first\nsecond\n"
 
 
 def test_a_fork_prints_for_itself() -> None:
     with stuck_output() as stuck:
         output.PRINTER.say("of the parent")
-        assert stuck.is_reached.wait(30.0)
+        assert stuck.is_reached.wait(60.0)
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
                 sys.stdout = io.StringIO()
                 output.PRINTER.say("of the child")
-                output.PRINTER.wait(30.0)
+                output.PRINTER.wait(60.0)
                 code = 0 if sys.stdout.getvalue() == "of the child\n" else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         stuck.goes_on.set()
-        output.PRINTER.wait(30.0)
+        output.PRINTER.wait(60.0)
         assert stuck.getvalue() == "of the parent\n"
 
 

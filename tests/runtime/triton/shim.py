@@ -28,7 +28,7 @@ from moonpool.runtime.triton.install import LAUNCHER
 from moonpool.runtime.triton.launcher_channel import LauncherChannel
 from moonpool.runtime.triton.messages import End, Word
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
 _FP32 = 11
 
 

@@ -14,7 +14,7 @@ from tests.server.running import RunningServer
 
 client_of = pytest.importorskip("tritonclient.grpc")
 aio = pytest.importorskip("tritonclient.grpc.aio")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def _inputs() -> list[Any]:

@@ -16,7 +16,7 @@ from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.server import GrpcServer
 from moonpool.runtime.server.service import Service
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 ROOT = Path(__file__).parent.parent.parent.parent
 EXAMPLES = ROOT / "examples" / "models"
 MODELS = ROOT / "tests" / "models" / "grpc"

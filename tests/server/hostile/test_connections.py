@@ -24,7 +24,7 @@ pytestmark = pytest.mark.promise(
 BODY = as_bytes(GOOD)
 HEAD = b"POST /v2/models/add_sub/infer HTTP/1.1\r\nHost: x\r\n"
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 
 
 @contextlib.contextmanager

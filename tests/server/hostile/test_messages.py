@@ -16,7 +16,7 @@ from tests.triton.protocol.tensors import ONES
 
 pytestmark = pytest.mark.usefixtures("target")
 SERVICE = "/inference.GRPCInferenceService/"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 VALID: list[tuple[str, bytes]] = [
     ("ModelInfer", add_sub(request_id="1", priority=1, sequence_id="x").SerializeToString()),
     (

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.promise(
 
 # Descriptors from this number on get no watch. A server without clients has fewer.
 FIRST = 160
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1.5]}]}
 MODEL = """

@@ -24,7 +24,7 @@ from moonpool.runtime.server.listening import bound_sockets
 uvloop.new_event_loop().close()
 
 T = TypeVar("T")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Answer(NamedTuple):

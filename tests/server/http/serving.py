@@ -18,7 +18,7 @@ from moonpool.runtime.server.http.server import HttpServer
 from moonpool.runtime.server.service import Service
 
 uvloop.new_event_loop().close()
-TIMEOUT_S = 15.0
+TIMEOUT_S = 60.0
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 
 

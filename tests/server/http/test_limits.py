@@ -267,7 +267,7 @@ def test_requests_that_lie_in_wait_do_not_take_the_memory(listening: Listening) 
         assert client.answer().status == 200
         client.socket.shutdown(2)
         with pytest.raises(OSError):  # noqa: PT011 - a reset, or a broken pipe
-            sending.result(10)
+            sending.result(60)
 
 
 @pytest.mark.promise("HTTP", "A server that ends finishes the requests in flight.")
@@ -285,7 +285,7 @@ def test_a_server_that_ends_finishes_what_it_has_begun(listening: Listening) -> 
             answer = busy.answer()
 
             assert (answer.body, answer.headers["connection"]) == (b"done", "close")
-            assert draining.result(10) is True
+            assert draining.result(60) is True
 
 
 @pytest.mark.promise("HTTP", "A server that ends finishes the …")
@@ -460,7 +460,7 @@ def test_a_client_that_never_waits_does_not_keep_others_waiting(listening: Liste
                 assert waiting < 1 << 20
         for _ in range(number):
             assert greedy.answer().status == 200
-        sending.result(10)
+        sending.result(60)
 
 
 def resident_bytes() -> int:

@@ -198,7 +198,7 @@ def test_memory_that_is_looked_at_is_in_use(
     runtime: moonpool.Runtime, metrics: ServerMetrics
 ) -> None:
     future = runtime.submit("asks", ONE)
-    future.result(30)
+    future.result(60)
     found = Scrape(metrics.text())
 
     used = found("moonpool_region_used_bytes", model="asks")

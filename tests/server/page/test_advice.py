@@ -142,7 +142,7 @@ def test_a_model_that_keeps_a_core_busy_is_said_to_profit(
         return 0.0 if usage is None else usage.cpu_s
 
     with pressed(runtime, 0.002):
-        found = wait_until(Watcher(runtime, clock).advice, 50.0, "advice")
+        found = wait_until(Watcher(runtime, clock).advice, 60.0, "advice")
 
     assert found is not None
     assert found["reason"] == "processor"

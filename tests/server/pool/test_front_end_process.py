@@ -52,8 +52,8 @@ def told(*message: object, contents: bytes) -> int:
         os.write(fd, contents)
         os.lseek(fd, 0, os.SEEK_SET)
         front_end.send(*message, fds=(fd,))
-        assert gone.wait(30.0)
-        return front_end.process.wait(30.0) or 0
+        assert gone.wait(60.0)
+        return front_end.process.wait(60.0) or 0
     finally:
         front_end.end()
         reactor.close()
@@ -82,7 +82,7 @@ def test_a_front_end_that_cannot_be_told_something_is_ended() -> None:
     front_end = FrontEndProcess("front_end_0", reactor, lambda *_: None, lambda _: gone.set())
     try:
         front_end.send(Word.SERVE, "x" * 40_000, [])
-        assert gone.wait(30.0)
+        assert gone.wait(60.0)
     finally:
         front_end.end()
         reactor.close()
@@ -116,7 +116,7 @@ def test_one_that_does_not_answer_has_longer_while_it_computes(
         os.kill(front_end.process.pid, signal.SIGSTOP)
         settings = {"http": None, "grpc": None, "folder": "/nowhere", "log": asdict(LogOptions())}
         front_end.begin(settings)
-        assert gone.wait(30.0)
+        assert gone.wait(60.0)
         assert len(looked) == turns
     finally:
         front_end.end()

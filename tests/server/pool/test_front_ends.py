@@ -51,6 +51,8 @@ input [{ name: "IN" data_type: TYPE_FP32 dims: [4] }]
 output [{ name: "OUT" data_type: TYPE_FP32 dims: [4] }]
 sequence_batching { max_sequence_idle_microseconds: 5000000 }
 """
+# What a front end answered before, it has told the main process of, also on a busy machine.
+LAST_S = 0.5
 TO_TIMED: dict[str, Any] = {"model": "timed"}
 LIVES = ("--model-control-mode=explicit", "--load-model=*", "--frontends=2")
 
@@ -151,7 +153,7 @@ def test_every_request_is_answered_and_counted(server: RunningServer) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert succeeded(server, "echo") - before == 12 * 50
+    wait_until(lambda: succeeded(server, "echo") - before == 12 * 50)
     pattern = r'nv_inference_request_success\{model="echo",version="1"\} (\d+)'
     connection = http.client.HTTPConnection(server.metrics, timeout=60)
     connection.request("GET", "/metrics")
@@ -179,7 +181,7 @@ def test_connections_and_answers_of_all_front_ends_are_told(server: RunningServe
         assert ask(server, "twice", 1)[0] == 200
     # A request that was passed on counts once, too.
     assert server.get("/v2/models/shared")[0] == 200
-    assert answers() - before == 21
+    wait_until(lambda: answers() - before == 21)
 
 
 def test_tritonclient_s_binary_tensors_and_errors(server: RunningServer) -> None:
@@ -260,7 +262,7 @@ def test_grpc(server: RunningServer) -> None:
                 assert np.array_equal(client.infer("echo", [tensor]).as_numpy("OUT"), x)
             with pytest.raises(tritonclient.utils.InferenceServerException, match="unknown model"):
                 client.infer("nothing", [tensor])
-    assert succeeded(server, "echo") - before == 20
+    wait_until(lambda: succeeded(server, "echo") - before == 20)
 
 
 @pytest.mark.promise("Front ends", "The main process answers what only …")
@@ -281,7 +283,7 @@ def test_streams_of_grpc_are_passed_on(server: RunningServer) -> None:
         count.set_data_from_numpy(np.array([100], np.int32))
         for _ in range(3):
             client.async_stream_infer("responder", [how, count])
-        assert ended.wait(30), answers
+        assert ended.wait(60), answers
         client.stop_stream()
     assert sorted(answers) == sorted(list(range(100)) * 3)
 
@@ -497,21 +499,21 @@ def test_answers_of_a_front_end_that_is_killed_were_counted(server: RunningServe
     for thread in threads:
         thread.start()
     # The server itself reads the front ends' figures once a second.
-    for number in range(1, 7):
-        wait_until(partial(_is_longer, answered_s, 150 * number), 60.0)
+    for _ in range(4):
+        wait_until(partial(_is_enough, answered_s, time.monotonic(), len(answered_s)))
         killed_s.append(time.monotonic())
         kill_one(server)
     stop.set()
     for thread in threads:
         thread.join()
-    counted = succeeded(server, "shared") - before
-    late = sum(any(0 <= killed - each < 0.1 for killed in killed_s) for each in answered_s)
+    late = sum(any(0 <= killed - each < LAST_S for killed in killed_s) for each in answered_s)
     assert late < 0.7 * len(answered_s), "the test has been too quick to tell"
-    assert counted >= len(answered_s) - late
+    wait_until(lambda: succeeded(server, "shared") - before >= len(answered_s) - late)
 
 
-def _is_longer(found: list[float], count: int) -> bool:
-    return len(found) > count
+def _is_enough(answered_s: list[float], begun_s: float, count: int) -> bool:
+    """Return true if there are many answers, most of them not of the last moment."""
+    return len(answered_s) > count + 150 and time.monotonic() - begun_s > 3 * LAST_S
 
 
 @pytest.mark.promise("Front ends", "A front end that was stopped …")

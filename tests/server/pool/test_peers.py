@@ -303,7 +303,7 @@ def test_one_that_has_no_thread_to_let_go_of_a_stub_keeps_it(
             assert visitor.infer("same", 1).tolist() == [1]
         assert not left.is_set()
         visitor.on_reactor(lambda: visitor.model.leave(0, left.set))
-        assert left.wait(20)
+        assert left.wait(60)
 
 
 @pytest.mark.promise(

@@ -98,8 +98,8 @@ def test_a_front_end_finishes_what_a_stub_has_before_it_lets_go(
         assert visitor.model.has(0)
         assert not left.is_set()
         gate.unlink()
-        asked.join(30.0)
-        assert left.wait(30.0)
+        asked.join(60.0)
+        assert left.wait(60.0)
         assert not visitor.model.has(0)
         assert visitor.lost == []
         visitor.on_reactor(lambda: visitor.model.leave(0, left.set))
@@ -155,7 +155,7 @@ def test_who_has_let_go_of_a_stub_that_others_keep_is_let_in_again() -> None:
                 wait_until(lambda: slow.count(Word.LEAVE) > told[1])
                 for friend in friends:
                     directory.receive(friend, [Word.LEFT, number])  # type: ignore[arg-type]
-                return asked.result(30.0)
+                return asked.result(60.0)
 
         assert not withdraw(0.2, quick)
         assert (quick.count(Word.STUB), slow.count(Word.STUB)) == (2, 1)

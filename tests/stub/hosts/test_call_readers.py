@@ -58,7 +58,7 @@ class Asker:
 
     def close(self) -> None:
         for thread in self.threads:
-            thread.join(10.0)
+            thread.join(60.0)
         self.runtime.close()
         self.channel.close()
 

@@ -123,7 +123,7 @@ def test_whatever_goes_wrong_is_told(forked: ForkedHost, error: Exception) -> No
 def test_a_loop_that_is_cancelled_goes_on_to_the_model_s_own_end(forked: ForkedHost) -> None:
     def all_answers() -> Iterator[Any]:
         yield Y
-        assert stub.is_cancelled.wait(10)
+        assert stub.is_cancelled.wait(60)
         yield Y
         yield Y
 
@@ -142,7 +142,7 @@ def test_a_model_is_told_when_a_fork_forgets_its_loop(forked: ForkedHost) -> Non
 
     def answer() -> Any:
         response = next(answers, None)
-        return response or (may_end.wait(10) and None)
+        return response or (may_end.wait(60) and None)
 
     stub = Stub(answer)
     host.use(stub)
@@ -150,7 +150,7 @@ def test_a_model_is_told_when_a_fork_forgets_its_loop(forked: ForkedHost) -> Non
     next(stream)
     del stream
     gc.collect()
-    assert stub.is_cancelled.wait(10)
+    assert stub.is_cancelled.wait(60)
     may_end.set()
 
 
@@ -160,7 +160,7 @@ def test_a_coroutine_of_a_fork_gets_its_loop_with_the_first_response(forked: For
     answers = iter([Y])
 
     def answer() -> Any:
-        assert may_answer.wait(10)
+        assert may_answer.wait(60)
         return next(answers, None)
 
     async def ask() -> int:

@@ -14,7 +14,7 @@ from tests.triton.server import interpreter
 def pytest_itemcollected(item: pytest.Item) -> None:
     """The first test waits until the server has loaded all models."""
     if item.path.parent == Path(__file__).parent:
-        item.add_marker(pytest.mark.timeout(240))
+        item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="session")

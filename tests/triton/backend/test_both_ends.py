@@ -21,10 +21,11 @@ from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.faults.known import FAULTS, MISBEHAVE, WORDS
 from tests.triton.backend.hosting import Client, HostingServer
 from tests.triton.sanitized.server import (
-    CONFIG,
+    EXECUTE_TIMEOUT_S,
     LOG_LINES_PER_S,
     OUTPUTS,
     ROGUE_LAUNCHER,
+    config,
     write_models,
 )
 from tests.triton.server import interpreter
@@ -133,11 +134,8 @@ class Library:
 def tritonserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[End]:
     repository = tmp_path_factory.mktemp("rogues")
     write_models(repository)
-    config = CONFIG.format(
-        backend="moonpool", outputs=OUTPUTS["sibling"], level="standard", lines=LOG_LINES_PER_S
-    )
     (repository / "talkative" / "1").mkdir(parents=True)
-    (repository / "talkative" / "config.pbtxt").write_text(config)
+    (repository / "talkative" / "config.pbtxt").write_text(config(OUTPUTS["sibling"]))
     shutil.copy(MODELS / "talkative.py", repository / "talkative" / "1" / "model.py")
     folder = tmp_path_factory.mktemp("server")
     server = RogueServer(interpreter(), repository, folder, [*OUTPUTS, "talkative"])
@@ -197,7 +195,7 @@ def runtime() -> Iterator[End]:
             seen = {
                 "SANDBOX": sandbox,
                 "ENVIRONMENT": "FAULT_*",
-                "EXECUTE_TIMEOUT_S": 8,
+                "EXECUTE_TIMEOUT_S": EXECUTE_TIMEOUT_S,
                 "RESTART_WINDOW_S": 0.001,
                 "LOG_LINES_PER_S": LOG_LINES_PER_S,
             }
@@ -221,11 +219,16 @@ def end(request: pytest.FixtureRequest) -> Iterator[End]:
 @pytest.mark.parametrize(("fault", "least_s"), PACED.items(), ids=list(PACED))
 def test_who_says_much_is_heard_more_slowly(end: End, fault: str, least_s: float) -> None:
     assert end.ask("rogue") == ""
-    begin_s = time.monotonic()
 
-    assert end.ask("rogue", fault) == ""
+    def took_s() -> float:
+        begin_s = time.monotonic()
+        assert end.ask("rogue", fault) == ""
+        return time.monotonic() - begin_s
 
-    assert least_s < time.monotonic() - begin_s < 8.0
+    first_s = took_s()
+    assert first_s > least_s
+    # A busy machine may delay it, but not ten times in a row.
+    assert first_s < 8.0 or any(took_s() < 8.0 for _ in range(9))
 
 
 @pytest.mark.promise(

@@ -63,7 +63,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for name in ("contained", "trusted"):
             with pytest.raises(InferenceServerException):
                 client.load(name)
-        wait_until(lambda: "[trusted_0_0] printed" in server.log(), TIMEOUT_S)
+        # What a model logs and what it prints reach the log in ways of their own, maybe after the error.
+        said = ("[contained_0_0] logged", "[contained_0_0] printed", "[trusted_0_0] printed")
+        wait_until(lambda: all(each in server.log() for each in said), TIMEOUT_S)
         yield server.log_file.read_bytes().decode()
     finally:
         client.close()

@@ -40,7 +40,7 @@ class OverlaySide(TritonSide):
 def pytest_itemcollected(item: pytest.Item) -> None:
     """The first test waits until both servers have loaded all models."""
     if item.path.parent == Path(__file__).parent:
-        item.add_marker(pytest.mark.timeout(240))
+        item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="module")

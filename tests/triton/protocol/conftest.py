@@ -32,7 +32,7 @@ class Servers(NamedTuple):
 def pytest_itemcollected(item: pytest.Item) -> None:
     """The first test waits until both servers have loaded all models."""
     if item.path.parent == MODELS.parent:
-        item.add_marker(pytest.mark.timeout(240))
+        item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     ):
         # A channel opens its sockets when it is first used.
         for channel in (first, second):
-            grpc.channel_ready_future(channel).result(20)
+            grpc.channel_ready_future(channel).result(60)
         yield Servers(
             Server(theirs.http_port, first),
             Server(ours.ports["http"], second),

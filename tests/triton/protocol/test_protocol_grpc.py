@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("region")]
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 TABLES = {
     "which": grpc_cases.WHICH,
     "inference": grpc_cases.INFERENCE,
@@ -48,7 +48,7 @@ def _answer(server: Server, call: Call) -> Any:
                 lambda: not _is_leaving(stub, request.model_name), TIMEOUT_S, "it to be gone"
             )
         elif method == "SystemSharedMemoryUnregister":
-            wait_until(lambda: not _is_kept(stub, request.name), TIMEOUT_S, "the region to be gone")
+            wait_until(lambda: not _is_kept(stub, request), TIMEOUT_S, "the region to be gone")
 
 
 def _is_leaving(stub: Any, model: str) -> bool:
@@ -57,14 +57,15 @@ def _is_leaving(stub: Any, model: str) -> bool:
     return any(each.name == model and each.state == "UNLOADING" for each in index.models)
 
 
-def _is_kept(stub: Any, region: str) -> bool:
-    """Return true while a region is known, any of them for an empty name.
+def _is_kept(stub: Any, request: Any) -> bool:
+    """Unregister again, and return true while the region is known, any of them for an empty name.
 
-    A tritonserver keeps it until the request that named it is freed, which may be after its answer.
+    A tritonserver keeps a region that a request still holds, maybe after its answer, and may never drop it by itself.
     """
+    stub.SystemSharedMemoryUnregister(request, timeout=TIMEOUT_S)
     wanted = service_pb2.SystemSharedMemoryStatusRequest()
     kept = stub.SystemSharedMemoryStatus(wanted, timeout=TIMEOUT_S).regions
-    return region in kept if region else bool(kept)
+    return request.name in kept if request.name else bool(kept)
 
 
 def _responses(server: Server, requests: Sequence[Any], metadata: Sequence[tuple[str, str]]) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from tests.server.wire import Http, Reply, send
+from tests.server.wire import Http, Reply, get, post, send
 from tests.triton.protocol import control_cases, inference_cases
 from tests.triton.protocol.comparing import comparable
 from tests.triton.protocol.conftest import Server, Servers
@@ -32,6 +33,9 @@ TABLES = {
     "repository": control_cases.REPOSITORY,
     "settings": control_cases.SETTINGS,
 }
+INDEX = post("/v2/repository/index")
+REGIONS_PATH = "/v2/systemsharedmemory"
+REGIONS_STATUS = get(f"{REGIONS_PATH}/status")
 CASES = [
     pytest.param(f"{table}: {name}", requests, id=f"{table}: {name}".replace(REGIONS, "")[:100])
     for table, cases in TABLES.items()
@@ -41,7 +45,13 @@ CASES = [
 
 def _ask(server: Server, request: Http) -> Reply:
     if not request.until and not request.has:
-        return send(server.http_port, request)
+        reply = send(server.http_port, request)
+        if request.path.endswith("/unload"):
+            # Several answers are right until it is gone.
+            wait_until(lambda: b"UNLOADING" not in send(server.http_port, INDEX).body)
+        elif request.path.startswith(REGIONS_PATH) and request.path.endswith("/unregister"):
+            wait_until(lambda: not _is_kept(server, request), what="the region to be gone")
+        return reply
 
     def asked() -> Reply | None:
         reply = send(server.http_port, request)
@@ -51,6 +61,17 @@ def _ask(server: Server, request: Http) -> Reply:
     found = wait_until(asked, 60.0, f"{request.path} to be {request.until or request.has!r}")
     assert found is not None
     return found
+
+
+def _is_kept(server: Server, request: Http) -> bool:
+    """Unregister again, and return true while the region is known, any of them where none is named.
+
+    A tritonserver keeps a region that a request still holds, maybe after its answer, and may never drop it by itself.
+    """
+    send(server.http_port, request)
+    kept = {each["name"] for each in json.loads(send(server.http_port, REGIONS_STATUS).body)}
+    _, named, name = request.path.removesuffix("/unregister").partition("/region/")
+    return name in kept if named else bool(kept)
 
 
 def _answers(server: Server, requests: list[Http]) -> list[Any]:

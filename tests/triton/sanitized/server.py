@@ -16,14 +16,15 @@ from tests.triton.server import interpreter
 from moonpool.runtime.triton import install
 
 LOG_LINES_PER_S = 5
+EXECUTE_TIMEOUT_S = 60
 ROGUE_LAUNCHER = Path(__file__).parents[2] / "faults" / "rogue_launcher.py"
-CONFIG = """
+_CONFIG = """
 backend: "{backend}"
 input [ {{ name: "X" data_type: TYPE_FP32 dims: [4] }} ]
 output [ {outputs} ]
 instance_group [ {{ kind: KIND_CPU }} ]
 parameters: {{ key: "MOONPOOL_ENVIRONMENT" value: {{ string_value: "FAULT_*" }} }}
-parameters: {{ key: "MOONPOOL_EXECUTE_TIMEOUT_S" value: {{ string_value: "8" }} }}
+parameters: {{ key: "MOONPOOL_EXECUTE_TIMEOUT_S" value: {{ string_value: "{timeout_s}" }} }}
 parameters: {{ key: "MOONPOOL_RESTART_WINDOW_S" value: {{ string_value: "0.001" }} }}
 parameters: {{ key: "MOONPOOL_LOG_LINES_PER_S" value: {{ string_value: "{lines}" }} }}
 parameters: {{ key: "MOONPOOL_SANDBOX" value: {{ string_value: "{level}" }} }}
@@ -101,16 +102,26 @@ class SanitizedServer(HostingServer):
         return {**super()._environment(), **self._sanitizers.options, **preloaded}
 
 
-def write_models(repository: Path) -> None:
-    """The models `rogue` and `confined`, and `sibling`, which is honest."""
+def config(
+    outputs: str,
+    backend: str = "moonpool",
+    level: str = "standard",
+    timeout_s: int = EXECUTE_TIMEOUT_S,
+) -> str:
+    """The configuration of a model with these outputs."""
+    return _CONFIG.format(
+        backend=backend, outputs=outputs, level=level, lines=LOG_LINES_PER_S, timeout_s=timeout_s
+    )
+
+
+def write_models(repository: Path, timeout_s: int = EXECUTE_TIMEOUT_S) -> None:
+    """The models `rogue` and `confined`, and `sibling`, which is honest. A batch may take so many seconds."""
     for name, backend, level in (
         ("rogue", "rogue", "standard"),
         ("confined", "rogue", "strict"),
         ("sibling", "moonpool", "standard"),
     ):
         (repository / name / "1").mkdir(parents=True)
-        config = CONFIG.format(
-            backend=backend, outputs=OUTPUTS[name], level=level, lines=LOG_LINES_PER_S
-        )
-        (repository / name / "config.pbtxt").write_text(config)
+        text = config(OUTPUTS[name], backend, level, timeout_s)
+        (repository / name / "config.pbtxt").write_text(text)
         shutil.copy(MODELS / "echo.py", repository / name / "1" / "model.py")

@@ -34,7 +34,7 @@ from moonpool.ipc.messages import Kind
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
 # The log has these words for the end of a process: for a violation of the protocol, for an end of its own, and for a missing
 # answer.
-ENDED = re.compile(r"broke the protocol and was ended: \w|is not healthy|took longer than 8 s")
+ENDED = re.compile(r"broke the protocol and was ended: \w|is not healthy|took longer than")
 X = np.arange(4, dtype=np.float32)
 TIMES = 100
 LINES_OF_AN_END = 3
@@ -44,7 +44,8 @@ REFUSALS_LOGGED = 16
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SanitizedServer]:
     repository = tmp_path_factory.mktemp("hostile")
-    write_models(repository)
+    # One of the faults may be ended by nothing else, where the sanitizers slow down the server.
+    write_models(repository, timeout_s=20)
     folder = tmp_path_factory.mktemp("server")
     server = SanitizedServer(ADDRESSES, repository, folder, list(OUTPUTS))
     server.start()

@@ -103,7 +103,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SanitizedServer
     config.write_text(
         config.read_text().replace("kind: KIND_CPU", "kind: KIND_CPU count: 3") + OFTEN
     )
-    write_models(repository)
+    # Some of the faults are ended by nothing else.
+    write_models(repository, timeout_s=2)
     (repository / "asks" / "1").mkdir(parents=True)
     (repository / "asks" / "1" / "model.py").write_text(ASKS)
     (repository / "asks" / "config.pbtxt").write_text(zoo.MODELS["orders"][0])
@@ -239,7 +240,9 @@ def test_stubs_that_break_the_protocol(client: Client, server: SanitizedServer) 
         for fault in FAULTS:
             side.infer("rogue", {"X": X}, request_id=fault)
             wait_until(
-                lambda: isinstance(side.infer("rogue", {"X": X}), Answer), 30.0, "another process"
+                lambda: isinstance(side.infer("rogue", {"X": X}), Answer),
+                TIMEOUT_S,
+                "another process",
             )
     side.close()
 
