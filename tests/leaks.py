@@ -43,7 +43,7 @@ class Holdings:
         self.children = _children()
         self.descriptors = _descriptors(lasting)
         self.threads = {thread for thread in threading.enumerate() if not thread.daemon}
-        self.names = _shm_names()
+        self.names = shm_names()
 
     def beyond(self, before: Holdings) -> list[str]:
         """A line for each thing that is here now and was not before."""
@@ -78,9 +78,17 @@ def _descriptors(lasting: tuple[str, ...]) -> dict[int, str]:
     return found
 
 
-def _shm_names() -> set[str]:
-    names = {f"{SHM}/{name}" for name in os.listdir(SHM)} if os.path.isdir(SHM) else set()
-    return {name for name in names if not name.startswith(tuple(LASTING_PATHS))}
+def shm_names() -> set[str]:
+    """Return the paths of the entries in /dev/shm that may be of this user's processes. Those of root's may be any user's."""
+    names = [f"{SHM}/{name}" for name in os.listdir(SHM)] if os.path.isdir(SHM) else []
+    found = set()
+    for name in names:
+        # Programs that run beside this one remove theirs at any moment.
+        with suppress(FileNotFoundError):
+            is_ours = os.geteuid() in (0, os.lstat(name).st_uid)
+            if is_ours and not name.startswith(tuple(LASTING_PATHS)):
+                found.add(name)
+    return found
 
 
 def _command(pid: int) -> str:
@@ -107,6 +115,11 @@ def _is_used_elsewhere(name: str) -> bool:
     return False
 
 
+def names_left(before: set[str]) -> set[str]:
+    """Return the entries that /dev/shm has since `before`, and that no other program has open or mapped."""
+    return {name for name in shm_names() - before if not _is_used_elsewhere(name)}
+
+
 def left_since(before: Holdings) -> list[str]:
     """Return the things that this process did not hold before and still holds after GRACE_S."""
     lasting = before.lasting
@@ -114,7 +127,7 @@ def left_since(before: Holdings) -> list[str]:
         return []
     gc.collect()
     # This does not wait for entries of programs that run beside this one.
-    others = {name for name in _shm_names() - before.names if _is_used_elsewhere(name)}
+    others = {name for name in shm_names() - before.names if _is_used_elsewhere(name)}
     deadline = Deadline(GRACE_S)
     with suppress(AssertionError):
         wait_until(lambda: not _without(Holdings(lasting), others).beyond(before), deadline)

@@ -33,16 +33,29 @@ def latest(attacker: Attacker) -> list[Denial]:
     return attacker.runtime.registry.find(attacker.name).model.denials.latest(f"{attacker.name}_0")
 
 
-def gains(attacker: Attacker, act: Callable[[], Outcome]) -> tuple[Outcome, dict[str, int]]:
-    """Return the outcome of an act, and the denials that it led to. Another denial after it shows that all were counted."""
+# Acts that are always refused, by the kind of their denial.
+LAST_ACTS: dict[str, tuple[str, dict[str, object]]] = {
+    "kill": ("processes.signal_to", {"pid": 1}),
+    "write": ("files.truncate", {"path": "/etc/passwd"}),
+}
+
+
+def gains(
+    attacker: Attacker, act: Callable[[], Outcome], last: str = "kill"
+) -> tuple[Outcome, dict[str, int]]:
+    """Return the outcome of an act, and the denials that it led to. Another denial after it shows that all were counted.
+
+    That one is of the kind `last`, which must not be the act's: two reports may tell of two denials.
+    """
     before = counts(attacker)
     outcome = act()
     # The stub reports refusals in order and seldom, so this last one comes after all others.
-    attacker.tries("processes.signal_to", pid=1)
-    wait_until(lambda: counts(attacker)["kill"] > before["kill"], 60.0)
+    what, arguments = LAST_ACTS[last]
+    attacker.tries(what, **arguments)
+    wait_until(lambda: counts(attacker)[last] > before[last], 60.0)
     after = counts(attacker)
     gained = {kind: after[kind] - before[kind] for kind in KINDS if after[kind] > before[kind]}
-    gained["kill"] -= 1
+    gained[last] -= 1
     return outcome, {kind: count for kind, count in gained.items() if count}
 
 
@@ -71,7 +84,8 @@ def test_what_is_refused_is_counted_by_kind(
 ) -> None:
     attacker = attackers("strict")
 
-    outcome, gained = gains(attacker, lambda: attacker.tries(what, **arguments))
+    last = "write" if kind == "kill" else "kill"
+    outcome, gained = gains(attacker, lambda: attacker.tries(what, **arguments), last)
 
     assert outcome.word in REFUSED, outcome
     assert gained == {kind: 1}
@@ -105,19 +119,26 @@ def test_what_is_allowed_or_is_not_there_is_not_counted(
 
 
 def test_it_is_told_in_the_log_which_option_would_allow_it(
-    attackers: Attackers, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    runtime: moonpool.Runtime,
+    model_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
-    attacker, file = attackers("strict"), tmp_path / "weights"
+    file = tmp_path / "weights"
     file.touch()
     caplog.set_level(logging.INFO, "moonpool")
-    attacker.tries("files.read", path=str(file))
+    # Its own model: of one that has been refused much, the log has no line for a while.
+    attacker = load_attacker(runtime, "strict", model_folder, "logged")
+    try:
+        attacker.tries("files.read", path=str(file))
 
-    option = f"MOONPOOL_SANDBOX_PATHS=ro:{file}"
-    wait_until(lambda: any(each.text == str(file) for each in latest(attacker)), 60.0)
-    (told,) = [each for each in latest(attacker) if each.text == str(file)]
-    assert (told.kind, told.count, told.option) == ("open", 1, option)
-    line = f"[{attacker.name}_0] {SAID}read {file}; {option} would allow it"
-    assert any(message.startswith(line) for message in caplog.messages)
+        option = f"MOONPOOL_SANDBOX_PATHS=ro:{file}"
+        line = f"[{attacker.name}_0] {SAID}read {file}; {option} would allow it"
+        wait_until(lambda: any(message.startswith(line) for message in caplog.messages), 60.0)
+        (told,) = [each for each in latest(attacker) if each.text == str(file)]
+        assert (told.kind, told.count, told.option) == ("open", 1, option)
+    finally:
+        runtime.unload("logged")
 
 
 def test_what_is_told_works_when_it_is_granted(
@@ -438,7 +459,8 @@ def test_refusals_of_a_template_and_of_its_instances_are_told_of_each(
         denials = runtime.registry.find("forked").model.denials
         with pytest.raises(moonpool.ModelError, match="MOONPOOL_SANDBOX_PATHS=ro:/home"):
             runtime.infer("forked", {"CODE": ["os.listdir('/home')"]}, timeout_s=60.0)
-        wait_until(lambda: denials.counts("forked_0")["open"] == 1, 60.0)
-        assert denials.counts("forked_template")["open"] == 1
+        names = ("forked_0", "forked_template")
+        wait_until(lambda: all(denials.counts(name)["open"] for name in names), 60.0)
+        assert [denials.counts(name)["open"] for name in names] == [1, 1]
     finally:
         runtime.unload("forked")

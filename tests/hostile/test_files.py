@@ -65,7 +65,7 @@ WRITES = {
     "its attributes": change("files.set_attribute", FILE, off=()),
     "a new file": change("files.create", {"path": "$new"}),
     "a new file without a name": change("files.create_unnamed", {"folder": "$folder"}),
-    "a new file in memory": change("files.create", {"path": "/dev/shm/moonpool-hostile"}),
+    "a new file in memory": change("files.create", {"path": "$in_memory"}),
     "a new folder": change("files.make_folder", {"path": "$new"}),
     "a pipe": change("files.make_pipe", {"path": "$new"}),
     "a device": change("files.make_device", {"path": "$new"}, off=()),
@@ -97,6 +97,8 @@ def scene(
             "folder": str(folder),
             "victim": str(folder / "victim"),
             "new": str(folder / "new"),
+            # The tests run a second time beside these, as another user.
+            "in_memory": f"/dev/shm/{folder.name}",
             "weights": str(folder / "weights"),
             "symlink": str(model_folder / "symlink"),
             "repository": str(model_folder.parent),
