@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -370,10 +371,9 @@ def test_memory_does_not_grow_over_many_calls(runtime: moonpool.Runtime) -> None
             x = np.ones(size, np.float32)
             regions = do(runtime, "memory", x, model="counter", times=100)
             size_bytes = link.size_bytes()
-            assert (
-                do(runtime, "memory", x, model="counter", times=2000).tolist() == regions.tolist()
-            )
-            assert link.size_bytes() == size_bytes
+            # What was not needed for some seconds is given back.
+            assert do(runtime, "memory", x, model="counter", times=2000) <= regions
+            assert link.size_bytes() <= size_bytes
 
 
 # Ends
@@ -393,8 +393,11 @@ def test_a_model_whose_callee_dies_is_told(runtime: moonpool.Runtime) -> None:
     "model is unloaded after the models that called it have their answers.",
 )
 def test_a_call_ends_with_the_process_that_made_it(runtime: moonpool.Runtime) -> None:
-    with hosted(runtime, "short", MODELS / "caller.py", CALLER):
-        failed = runtime.submit("short", {"DO": ['once{"model": "slow"}'], "X": X})
+    with (
+        hosted(runtime, "waits", MODELS / "callee.py", callee("until cancelled")),
+        hosted(runtime, "short", MODELS / "caller.py", CALLER),
+    ):
+        failed = runtime.submit("short", {"DO": ['once{"model": "waits"}'], "X": X})
         dispatcher = (
             runtime._models.find("short").supervisor.records[0].instance.state._call_dispatcher
         )
@@ -426,13 +429,20 @@ def test_a_runtime_is_closed_while_models_ask_each_other() -> None:
 
 
 @pytest.mark.promise("Requests between models", "Calls end with the process …")
-def test_a_model_is_unloaded_while_another_asks_it(runtime: moonpool.Runtime) -> None:
-    runtime.load("gone", MODELS / "callee.py", config=callee("slow"))
+def test_a_model_is_unloaded_while_another_asks_it(
+    runtime: moonpool.Runtime, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    runtime.load("gone", MODELS / "callee.py", config=callee(f"until {go}"))
     asked = {"DO": ['once{"model": "gone"}'], "X": X}
     answer = runtime.submit("caller", asked)
     gone = runtime._models.find("gone")
     wait_until(lambda: gone.scheduler.executing == 1)
-    runtime.unload("gone")
+    unloading = threading.Thread(target=runtime.unload, args=("gone",))
+    unloading.start()
+    wait_until(lambda: "gone" not in runtime.models())
+    go.touch()
     assert answer.result(PATIENCE_S).outputs["Y"].tolist() == [0, 1, 4, 9]
+    unloading.join(PATIENCE_S)
     with pytest.raises(ModelError, match="unknown model: 'gone' has no available versions"):
         runtime.infer("caller", asked, timeout_s=PATIENCE_S)

@@ -44,7 +44,7 @@ def responder(runtime: moonpool.Runtime) -> Iterator[None]:
 
 
 def stream(runtime: moonpool.Runtime, how: str, n: int = 0, **options: Any) -> ResponseStream:
-    options.setdefault("timeout_s", 30.0)
+    options.setdefault("timeout_s", 60.0)
     inputs = {"HOW": [how], "N": np.array([n], np.int32)}
     return runtime.stream("responder", inputs, **options)
 

@@ -265,7 +265,7 @@ def test_a_stub_that_is_behind_with_hearing_who_has_left_can_be_told_what_it_mus
             for _ in range(count)
         ]
         await asyncio.to_thread(
-            wait_until, lambda: runtime.statistics("late")["execution_count"] == count, 30.0
+            wait_until, lambda: runtime.statistics("late")["execution_count"] == count, 60.0
         )
         for each in waiting:
             each.cancel()

@@ -112,7 +112,7 @@ def are_ready(runtime: moonpool.Runtime, but: set[int] = frozenset()) -> None:  
             all(each["state"] == "READY" and each["pid"] for each in runtime.instances("m"))
             and not but & set(found(runtime))
         ),
-        30.0,
+        60.0,
         "other processes",
     )
 

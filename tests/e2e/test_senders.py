@@ -82,9 +82,9 @@ def test_what_execute_raises_reaches_the_client(runtime: moonpool.Runtime) -> No
 def test_a_client_that_does_not_wait_any_more_is_a_cancelled_request(
     runtime: moonpool.Runtime,
 ) -> None:
-    # Long enough for the request to reach the model.
+    # Long enough for the request to reach the model, on a busy machine too.
     with pytest.raises(RequestTimedOut):
-        ask(runtime, "wait_cancelled", timeout_s=0.5)
+        ask(runtime, "wait_cancelled", timeout_s=2.0)
     assert ask(runtime, "told") == ["cancelled"]
 
 

@@ -39,6 +39,12 @@ class TritonPythonModel:
     def answer(self, request):
         if self.mode == "slow":
             time.sleep(0.3)
+        elif self.mode == "until cancelled":
+            while not request.is_cancelled():
+                time.sleep(0.002)
+        elif self.mode.startswith("until "):
+            while not os.path.exists(self.mode.partition(" ")[2]):
+                time.sleep(0.002)
         elif self.mode == "dies":
             os._exit(3)
         elif self.mode == "raises":
