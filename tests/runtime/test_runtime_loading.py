@@ -261,7 +261,7 @@ def run(program: str, repository: Path, *flags: str) -> subprocess.CompletedProc
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=2 * PATIENCE_S,
         check=False,
     )
 

@@ -92,12 +92,13 @@ def test_answers_in_chunks_are_answers(kserve: Kserve) -> None:
 def test_a_connection_that_is_closed_is_an_error_and_opened_anew(kserve: Kserve) -> None:
     pressed = generator(kserve, "http", question("closes"))
     try:
-        tally = pressed.closed_loop(1, SECONDS, time.perf_counter_ns())
+        # On a busy machine a window may be over with its first request.
+        tallies = [pressed.closed_loop(1, SECONDS, time.perf_counter_ns()) for _ in range(2)]
     finally:
         pressed.close()
 
-    assert list(tally.errors) == ["the server closed the connection"]
-    assert tally.errors.total() > 1
+    for tally in tallies:
+        assert list(tally.errors) == ["the server closed the connection"]
 
 
 @pytest.mark.parametrize("distribution", ["poisson", "constant"])
@@ -153,14 +154,16 @@ def test_an_answer_that_does_not_come_is_an_error(silent: tuple[str, int]) -> No
 
 
 def test_where_nobody_listens_the_window_ends() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = ("127.0.0.1", server.getsockname()[1])
-    pressed = Generator(address, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=1)
-    try:
-        with pytest.raises(Unreachable, match=f"no server answers at 127.0.0.1:{address[1]}"):
-            pressed.closed_loop(1, SECONDS, time.perf_counter_ns())
-    finally:
-        pressed.close()
+    # Bound, so that no other program listens there meanwhile.
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = held.getsockname()
+        pressed = Generator(address, [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")], timeout_s=1)
+        try:
+            with pytest.raises(Unreachable, match=f"no server answers at 127.0.0.1:{address[1]}"):
+                pressed.closed_loop(1, SECONDS, time.perf_counter_ns())
+        finally:
+            pressed.close()
 
 
 @pytest.mark.parametrize(
@@ -261,9 +264,10 @@ def test_an_error_in_a_stream_ends_its_request(kserve: Kserve) -> None:
         is_stream=True,
     )
     try:
-        tally = pressed.closed_loop(1, SECONDS, time.perf_counter_ns())
+        # On a busy machine a window may be over with its first request.
+        tallies = [pressed.closed_loop(1, SECONDS, time.perf_counter_ns()) for _ in range(2)]
     finally:
         pressed.close()
 
-    assert list(tally.errors) == ["no luck in a stream"]
-    assert tally.errors.total() > 1
+    for tally in tallies:
+        assert list(tally.errors) == ["no luck in a stream"]

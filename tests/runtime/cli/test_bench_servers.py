@@ -222,7 +222,7 @@ def test_the_generator_ends_with_the_command(
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     workers = wait_until(
-        lambda: len(found := children(command.pid)) == 2 and found, 30.0, "two processes"
+        lambda: len(found := children(command.pid)) == 2 and found, 60.0, "two processes"
     )
 
     command.send_signal(number)
@@ -230,7 +230,7 @@ def test_the_generator_ends_with_the_command(
 
     wait_until(
         lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers or ()),
-        30.0,
+        60.0,
         "the processes of the generator to end",
     )
     codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}

@@ -111,7 +111,7 @@ class Terminal:
     """The command in a terminal of its own, with somebody who reads and types."""
 
     def __init__(self, cli: CommandLine, *arguments: object) -> None:
-        self._deadline = Deadline(30.0)
+        self._deadline = Deadline(120.0)
         self._seen = ""
         self._fd, theirs = pty.openpty()
         # `setsid --ctty` makes it the terminal of the command: a fork of this process would stop at locks of its threads.

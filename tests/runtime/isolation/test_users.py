@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.runtime.cli.shell import environment
@@ -17,9 +18,17 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives its c
 _OTHER = """
 import sys
 from moonpool.runtime.isolation import users
+users._FILE = sys.argv[1]
 print(users.take(), users.take(), flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture(autouse=True)
+def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The file of the locks. No runtime beside these tests takes its numbers there."""
+    monkeypatch.setattr(users, "_FILE", str(tmp_path / "users"))
+    return str(tmp_path / "users")
 
 
 def test_each_is_somebody_else() -> None:
@@ -42,10 +51,10 @@ def test_one_that_was_given_back_is_given_again() -> None:
     assert first == second
 
 
-def test_two_runtimes_never_share_one() -> None:
+def test_two_runtimes_never_share_one(file: str) -> None:
     own = users.take()
     with subprocess.Popen(
-        [sys.executable, "-c", _OTHER],
+        [sys.executable, "-c", _OTHER, file],
         env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -103,9 +103,17 @@ def test_what_is_to_run_later_runs_in_the_order_of_its_times_and_not_before(
     begin = time.monotonic()
     seen: list[tuple[str, float]] = []
     done = threading.Event()
-    for name, delay_s in (("c", 0.03), ("a", 0.0005), ("b", 0.01)):
-        reactor.call_later(delay_s, lambda name=name: seen.append((name, time.monotonic() - begin)))  # type: ignore[misc]
-    reactor.call_later(0.031, done.set)
+
+    def begins() -> None:
+        # On the reactor's thread, and from one moment on: nothing runs before all are there, however long that takes.
+        for name, delay_s in (("c", 0.03), ("a", 0.0005), ("b", 0.01)):
+            reactor.call_at(
+                begin + delay_s,
+                lambda name=name: seen.append((name, time.monotonic() - begin)),  # type: ignore[misc]
+            )
+        reactor.call_at(begin + 0.031, done.set)
+
+    reactor.call_soon(begins)
     assert done.wait(PATIENCE_S)
     assert [name for name, _ in seen] == ["a", "b", "c"]
     for (_, at_s), delay_s in zip(seen, (0.0005, 0.01, 0.03), strict=True):

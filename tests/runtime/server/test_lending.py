@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -307,10 +308,13 @@ def test_regions_that_come_and_go_leave_nothing_in_the_stub(client: Client) -> N
         client.service.shared_memory.unregister("all")
         client.service.shared_memory.register("all", client.key, 0, 2 * _BYTES)
         client.infer(hosted)
-    assert sorted(descriptors(pid)) == before
+    wait_until(lambda: sorted(descriptors(pid)) == before)
 
 
 def descriptors(pid: int) -> Sequence[str]:
     """Return the targets of the process's descriptors."""
-    folder = f"/proc/{pid}/fd"
-    return [os.readlink(f"{folder}/{each}") for each in os.listdir(folder)]
+    found = []
+    for each in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{each}"))
+    return found

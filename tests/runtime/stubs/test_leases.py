@@ -132,8 +132,9 @@ def test_memory_does_not_grow_over_many_requests_whose_outputs_are_dropped_late(
         late.append(runtime.infer("m", x))
         if i % 1000 == 0:
             assert late[0]["DOUBLE"][3] == 6
-    assert link.size_bytes() == size_bytes
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert link.size_bytes() <= size_bytes
+    # Whoever looks at processes has files of /proc open for a moment.
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds)
     assert len(link.released) <= 2 * 40
     assert not link.borrowed_blocks.is_kept
     late.clear()
