@@ -166,7 +166,7 @@ class InProcess:
 
     def window(self, load: Load, seconds: float) -> Window:
         if not isinstance(load, Concurrency):
-            raise ValueError("callers in this process ask again when they were answered")
+            raise ValueError("callers in this process cannot send requests at a rate")
         before = self._runtime.statistics(self._model)
         used, machine = self._used_s(), _machine()
         if self._is_async:

@@ -27,7 +27,7 @@ def understood(what: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise Refused(f"{what} is not as the protocol has it: {error!r:.200}") from error
+        raise Refused(f"{what} does not follow the protocol: {error!r:.200}") from error
 
 
 class ControlClient(Protocol):

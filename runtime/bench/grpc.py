@@ -287,7 +287,7 @@ def _has_outputs(message: bytes) -> bool:
         if key >> 3 == 5:
             return True
         if key & 7 != 2:
-            raise WireError("a response is no message of the protocol")
+            raise WireError("a response is not a message of the protocol")
         size, at = _varint(message, at)
         at += size
     return False
@@ -302,4 +302,4 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         if message[at - 1] < 128:
             return value, at
         shift += 7
-    raise WireError("a response is no message of the protocol")
+    raise WireError("a response is not a message of the protocol")

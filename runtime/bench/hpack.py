@@ -97,7 +97,7 @@ def headers_of(block: bytes) -> dict[bytes, bytes]:
             if index in _STATUSES:
                 found[_STATUS] = _STATUSES[index]
             if not 0 < index <= _STATIC_ENTRIES:
-                raise WireError("a header is from a table that the client has forbidden")
+                raise WireError("a header refers to a table that the client does not allow")
         elif first & 0xE0 == 0x20:
             reader.integer(5)
         else:

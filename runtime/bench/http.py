@@ -54,7 +54,7 @@ class HttpWire:
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0:
                 if len(self._buffer) > _HEAD_LIMIT_BYTES:
-                    raise WireError("what a server sent is no HTTP: its head has no end")
+                    raise WireError("the server's answer is not HTTP: its head has no end")
                 return None
             head, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
             return self._head(head.lower())
@@ -65,7 +65,7 @@ class HttpWire:
         if not head.startswith(b"http/1.1 200"):
             found = _STATUS.match(head.upper())
             if found is None:
-                raise WireError(f"what a server sent is no HTTP: {head[:40]!r}")
+                raise WireError(f"the server's answer is not HTTP: {head[:40]!r}")
             self._status = int(found[1])
             if 100 <= self._status < 200:
                 rest, self._buffer = self._buffer, b""
@@ -123,7 +123,7 @@ def _dechunked(data: bytes) -> bytes | None:
             return None
         word = _CHUNK.fullmatch(data[at:end])
         if word is None:
-            raise WireError(f"{data[at:end][:40]!r} is no size of a chunk")
+            raise WireError(f"{data[at:end][:40]!r} is not the size of a chunk")
         size = int(word[1], 16)
         if size == 0:
             # Trailers would come before the empty line.

@@ -51,15 +51,15 @@ class Endpoint(NamedTuple):
             raise BadAddress(f"{text!r} is no address: {error}") from error
         if parts.scheme in ("https", "grpcs"):
             raise BadAddress(
-                f"{text!r}: TLS is not here; measure behind it, at the server's own port"
+                f"{text!r}: TLS is not supported; give the server's own address, behind TLS"
             )
         if parts.scheme not in _DEFAULT_PORTS or not host or parts.query or parts.fragment:
             raise BadAddress(f"{text!r} must be http://HOST:PORT or grpc://HOST:PORT")
         path = parts.path.rstrip("/")
         if path and parts.scheme == "grpc":
-            raise BadAddress(f"{text!r}: gRPC has no path")
+            raise BadAddress(f"{text!r}: an address for gRPC has no path")
         if parts.username is not None:
-            raise BadAddress(f"{text!r}: names and passwords go into a header (--header)")
+            raise BadAddress(f"{text!r}: give a name and a password in a header (--header)")
         return cls(parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme], path)
 
 

@@ -348,7 +348,7 @@ def check_free(folder: Path, name: str) -> None:
         path = folder / f"{name}{suffix}"
         if path.exists():
             raise BadResult(
-                f"{path} is there already: tell this result from it by --label, or replace it by --overwrite"
+                f"{path} exists already: give this result a name by --label, or replace the old one by --overwrite"
             )
 
 

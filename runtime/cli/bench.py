@@ -29,14 +29,14 @@ from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.terminal import Terminal, harmless
 
 NAME = "bench"
-HELP = "measure latency and throughput of a model by load"
+HELP = "measure the latency and throughput of a model under load"
 DESCRIPTION = """\
-Press a model harder and harder, and say how quick it is. With REPO the model is loaded in this process and
-called from threads (Runtime.infer), or from tasks of an event loop (Runtime.ainfer) with --async. With --url
-it is asked over HTTP or gRPC at any server that speaks the KServe v2 protocol.
+Send a model more and more requests, and print its latency and throughput at each load. With REPO, the model is
+loaded in this process and called from threads (Runtime.infer), or with --async from tasks of an event loop
+(Runtime.ainfer). With --url, any server of the KServe v2 protocol gets the requests over HTTP or gRPC.
 
-Each load has windows of --seconds until rate and mean latency of the last three agree within --stable
-percent; these three are shown. docs/BENCH.md explains the figures and the files.
+Each load is measured in windows of --seconds, until the rate and the mean latency of the last three agree
+within --stable percent. The figures are those of these three. docs/BENCH.md explains them, and the files.
 """
 EXAMPLES = """\
 examples:
@@ -45,8 +45,8 @@ examples:
   moonpool bench models normalise --batch 16 --shape X=1024 --save results
   moonpool bench add_sub --url grpc://localhost:8001 --concurrency 16 --against http://localhost:8000
   moonpool bench add_sub --url http://localhost:8000 --request-rate 100,1000 --against results/add_sub.json
-  moonpool bench image --url http://localhost:8000 --shared-memory system --shape PIXELS=1080,1920,3
-  moonpool bench words --url grpc://localhost:8001 --streaming
+  moonpool bench normalise --url http://localhost:8000 --shared-memory system --shape X=65536
+  moonpool bench add_sub --url grpc://localhost:8001 --streaming
 """
 
 add_arguments = bench_options.add_arguments

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The list of all options would hide the error about the command line.
     parser.usage = "moonpool bench REPO MODEL [--FLAG VALUE ...]\n       moonpool bench MODEL --url URL [--FLAG VALUE ...]"
     add = parser.add_argument
-    add("repository", metavar="REPO", nargs="?", help="the directory of the models, without --url")
+    add("repository", metavar="REPO", nargs="?", help="the directory of the models; not with --url")
     add("model", metavar="MODEL", help="the model's name")
     _add_subject(parser.add_argument_group("what is measured"))
     _add_load(parser.add_argument_group("how hard"))
@@ -73,81 +73,118 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save",
         metavar="DIR",
         type=Path,
-        help="write DIR/MODEL.json and DIR/MODEL.csv, and DIR/MODEL.png where matplotlib is installed",
+        help="write the result to DIR/MODEL.json and DIR/MODEL.csv, and to DIR/MODEL.png if matplotlib is installed",
     )
     add(
         "--label",
         metavar="TEXT",
-        help="a name for this result, in its tables and in its files: DIR/MODEL-TEXT.json and so on",
+        help="name this result, in its tables and its files: DIR/MODEL-TEXT.json and so on",
     )
     add("--overwrite", action="store_true", help="with --save: replace a result of that name")
 
 
 def _add_subject(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--url", metavar="URL", help="a server: http://HOST:PORT or grpc://HOST:PORT")
+    add("--url", metavar="URL", help="measure at this server: http://HOST:PORT or grpc://HOST:PORT")
     add(
         "--against",
         metavar="URL|FILE",
-        help="compare: with another server, measured in turns, or with a result that --save wrote",
+        help="compare with another server, measured in turns, or with a result that --save wrote",
     )
     add(
         "--model-version",
         metavar="N",
         default="",
-        help="of the server's model; its choice by default",
+        help="with --url: the version of the model; by default the server chooses it",
     )
     add(
-        "--header", metavar="NAME=VALUE", action="append", default=[], help="sent with each request"
+        "--header",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="with --url: send this header with each request; may be given many times",
     )
     add(
         "--timeout",
         metavar="S",
         type=float,
         default=60.0,
-        help="for an answer; default %(default)s",
+        help="wait at most so many seconds for an answer; default %(default)s",
     )
     add_hosting(group)
-    add("--instances", metavar="N", type=int, help="in process: instead of what the model says")
+    add(
+        "--instances",
+        metavar="N",
+        type=int,
+        help="in process: load so many instances, whatever the configuration says",
+    )
     add(
         "--async",
         dest="is_async",
         action="store_true",
-        help="in process: tasks of an event loop, not threads",
+        help="in process: call from tasks of an event loop, not from threads",
     )
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--concurrency", metavar="N,N,…", help=f"callers at once; default {_CONCURRENCY}")
+    add(
+        "--concurrency",
+        metavar="N,N,…",
+        help=f"numbers of callers, each of which sends a request after each answer; default {_CONCURRENCY}",
+    )
     add(
         "--request-rate",
         metavar="N,N,…",
-        help="requests a second instead, sent at their times; latency counts from then",
+        help="requests a second, sent at planned times, in place of --concurrency; latency counts from the planned time",
     )
     add(
         "--distribution",
         choices=DISTRIBUTIONS,
         default="poisson",
-        help="when requests of a rate come; default %(default)s",
+        help="with --request-rate: the distribution of the times; default %(default)s",
     )
-    add("--seconds", metavar="S", type=float, default=1.0, help="of a window; default %(default)s")
-    add("--warm-up", metavar="S", type=float, default=0.3, help="before; default %(default)s")
-    add("--windows", metavar="N", type=int, default=10, help="at most; default %(default)s")
+    add(
+        "--seconds",
+        metavar="S",
+        type=float,
+        default=1.0,
+        help="the length of a window; default %(default)s",
+    )
+    add(
+        "--warm-up",
+        metavar="S",
+        type=float,
+        default=0.3,
+        help="the seconds before the first window, which do not count; default %(default)s",
+    )
+    add(
+        "--windows",
+        metavar="N",
+        type=int,
+        default=10,
+        help="the most windows of a load; default %(default)s",
+    )
     add(
         "--stable",
         metavar="PERCENT",
         type=float,
         default=10.0,
-        help="by which three windows may differ from their mean; default %(default)s",
+        help="how far the last three windows may differ from their mean; default %(default)s",
     )
-    add("--processes", metavar="N", type=int, default=1, help="of the load generator; default 1")
+    add(
+        "--processes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="with --url: the processes of the load generator; default 1",
+    )
     add(
         "--max-connections",
         metavar="N",
         type=int,
         default=256,
-        help="with --request-rate, how many requests may be in flight; default %(default)s",
+        help="with --request-rate: the most requests in flight; default %(default)s",
     )
 
 
@@ -158,7 +195,7 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="NAME=JSON or NAME=@FILE.npy; without any, inputs are made up from what the model takes",
+        help="the value of an input, as NAME=JSON or NAME=@FILE.npy; by default moonpool makes inputs up from the model's metadata",
     )
     add(
         "--shape",
@@ -167,23 +204,29 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="the size of a made-up input, without the batch dimension",
     )
-    add("--batch", metavar="N", type=int, default=1, help="rows of a made-up request; default 1")
+    add(
+        "--batch",
+        metavar="N",
+        type=int,
+        default=1,
+        help="the number of rows in a made-up request; default 1",
+    )
     add(
         "--shared-memory",
         choices=("none", "system"),
         default="none",
-        help="how tensors travel; system: in regions on this machine that the server opens, which it must "
-        "allow: --allow-client-shm=true of moonpool serve and tritonserver",
+        help="how tensors travel. system: in shared memory on this machine, which the server must allow "
+        "(--allow-client-shm=true of moonpool serve and tritonserver)",
     )
     add(
         "--json-tensors",
         action="store_true",
-        help="over HTTP: tensors in the JSON, for servers without the binary tensor extension",
+        help="over HTTP: send tensors as JSON, for servers without the binary tensor extension",
     )
     add(
         "--streaming",
         action="store_true",
-        help="a stream for each caller; its responses are counted and timed (grpc://)",
+        help="over gRPC: open a stream for each caller, and count and time its responses",
     )
 
 
@@ -195,10 +238,12 @@ def checked(arguments: argparse.Namespace) -> Options:
     _check_subject(arguments, endpoint)
     against, against_file = _against(arguments.against)
     if arguments.streaming and against is not None and against.scheme != "grpc":
-        raise UsageError("--streaming needs grpc://, also for --against")
+        raise UsageError("--streaming needs grpc://, for --against, too")
     loads = _loads(arguments)
     if arguments.repository is not None and isinstance(loads[0], Rate):
-        raise UsageError("--request-rate needs --url: callers in process ask again when answered")
+        raise UsageError(
+            "--request-rate needs --url: callers in this process send a request after each answer"
+        )
     shapes = dict(_shape(text) for text in arguments.shape)
     values = parse_inputs(arguments.input)
     if values and shapes:
@@ -289,9 +334,7 @@ def _check_subject(arguments: argparse.Namespace, endpoint: Endpoint | None) -> 
         raise UsageError(f"{given[0]} is for models in this process, not for --url")
     check_no_hosting(arguments)
     if arguments.streaming and endpoint.scheme != "grpc":
-        raise UsageError(
-            "--streaming needs grpc://: a stream of HTTP has no requests of the protocol"
-        )
+        raise UsageError("--streaming needs grpc://: the protocol has no such streams over HTTP")
     if arguments.json_tensors and (endpoint.scheme != "http" or arguments.shared_memory != "none"):
         raise UsageError("--json-tensors is for http://, and not for --shared-memory")
     if arguments.streaming and arguments.shared_memory != "none":

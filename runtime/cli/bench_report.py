@@ -187,7 +187,7 @@ def _unsettled(measured: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             places.append(f"{each['where']} with {', '.join(loads)}{callers}")
     if places:
         yield (
-            f"the windows differed to the end: {'; '.join(places)}; give them more time (--seconds) or a quieter "
+            f"the windows still differed at the end: {'; '.join(places)}; give them more time (--seconds) or a quieter "
             "machine"
         )
 

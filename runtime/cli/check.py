@@ -31,11 +31,11 @@ NAME = "check"
 HELP = "find mistakes in the models of a repository"
 DESCRIPTION = """\
 Check each model of a repository: read its configuration, import it in its own environment, start its
-instances and end them again. One line a finding:
+instances and end them again. Each finding is one line:
 
-  LEVEL: MODEL: FILE:LINE: what      (LEVEL is ok, warning or error)
+  LEVEL: MODEL: FILE:LINE: text      (LEVEL is ok, warning or error)
 
-Exits with 1 if there is an error, or a warning under --strict.
+Exits with 1 if there is an error, or with --strict a warning.
 """
 EXAMPLES = """\
 examples:
@@ -69,20 +69,24 @@ class Finding(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_repository(parser)
     parser.add_argument(
-        "models", metavar="MODEL", nargs="*", default=[], help="only these; default all"
+        "models",
+        metavar="MODEL",
+        nargs="*",
+        default=[],
+        help="check only these models; default all",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
     parser.add_argument(
         "--allow-missing",
         action="store_true",
-        help="an environment or a package that is not on this machine is a warning, not an error",
+        help="make a missing environment or package a warning, not an error",
     )
     parser.add_argument(
         "--model-config-limit",
         metavar="LIMIT=NUMBER",
         action="append",
         default=[],
-        help="the most that a configuration may ask for, as of a server with that option; may be given many times",
+        help="raise a limit of configurations, as the option of `moonpool serve` does; may be given many times",
     )
 
 

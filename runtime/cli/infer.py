@@ -31,10 +31,10 @@ _PATIENCE_S = 60.0
 NAME = "infer"
 HELP = "send one request to a model and print its answer"
 DESCRIPTION = """\
-Send one request to a model, and print its outputs or write them to files. With REPO the model is loaded for it; with
---url it is asked at any server that speaks the KServe v2 protocol.
+Send one request to a model, and print its outputs or write them to files. With REPO, the model is loaded for this
+request. With --url, any server of the KServe v2 protocol gets the request.
 
-An input is JSON, or @ and a .npy file. Models that batch take rows: [[1, 2]] is one row of two.
+An input is JSON, or @ and a .npy file. A model with batches takes rows: [[1, 2]] is one row of two elements.
 """
 EXAMPLES = """\
 examples:
@@ -49,28 +49,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_repository(parser, is_optional=True)
     parser.add_argument("model", metavar="MODEL", help="the model's name")
     parser.add_argument(
-        "--url", metavar="URL", help="ask a server: http://HOST:PORT or grpc://HOST:PORT"
+        "--url",
+        metavar="URL",
+        help="send the request to this server: http://HOST:PORT or grpc://HOST:PORT",
     )
     parser.add_argument(
         "--header",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="with --url: sent with the request",
+        help="with --url: send this header with the request; may be given many times",
     )
     parser.add_argument(
         "--input",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="an input, as NAME=JSON or NAME=@FILE.npy; once for each",
+        help="the value of an input, as NAME=JSON or NAME=@FILE.npy; once for each input",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--output-dir", metavar="DIR", help="write each output to DIR/NAME.npy")
-    where.add_argument("--json", action="store_true", help="print one JSON object, by output")
-    parser.add_argument("--version", metavar="N", type=int, help="the version; default the latest")
+    where.add_argument(
+        "--json", action="store_true", help="print one JSON object with all outputs by name"
+    )
     parser.add_argument(
-        "--timeout", metavar="S", type=float, help="how long to wait for the answer, in seconds"
+        "--version", metavar="N", type=int, help="the version of the model; default the latest"
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="S",
+        type=float,
+        help="wait at most so many seconds for the answer; with --url 60 by default, else without end",
     )
 
 

@@ -141,7 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
             "-v",
             "--verbose",
             action="store_true",
-            help="show what the models print and log, and tracebacks of errors",
+            help="show the models' output and log, and tracebacks of errors",
         )
         subparser.set_defaults(run=command.run, parser=subparser)
     return parser

@@ -24,17 +24,17 @@ from moonpool.runtime.process.terminal import Terminal, harmless
 NAME = "run-model"
 HELP = "run a model in this process, for debugging it"
 DESCRIPTION = """\
-Load one model into this process, send it one request, and print its responses. There is no stub: breakpoint() and
-everything else that needs a terminal works in the model. It runs in this interpreter, whatever environment its
+Load one model into this process, send it one request, and print its responses. There is no stub, so breakpoint() and
+everything else that needs a terminal works in the model. The model runs in this interpreter, whatever environment its
 configuration names.
 
-An input is JSON, or @ and a .npy file. Models that batch take rows: [[1, 2]] is one row of two.
+An input is JSON, or @ and a .npy file. A model with batches takes rows: [[1, 2]] is one row of two elements.
 """
 EXAMPLES = """\
 examples:
   moonpool run-model models/add_sub --input 'INPUT0=[[1,2,3,4]]' --input 'INPUT1=[[5,6,7,8]]'
   moonpool run-model models/add_sub --debug --input INPUT0=@rows.npy --input INPUT1=@rows.npy
-  moonpool run-model models/pipeline --model add_sub=models/add_sub --input 'X=[[1,2,3,4]]'
+  moonpool run-model models/normalise --json --input X=@rows.npy
 """
 
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="an input, as NAME=JSON or NAME=@FILE.npy; once for each",
+        help="the value of an input, as NAME=JSON or NAME=@FILE.npy; once for each input",
     )
     parser.add_argument(
         "--model",
@@ -53,14 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="models",
         action="append",
         default=[],
-        help="a model that this one sends requests to; once for each",
+        help="another model to which this one sends requests, such as add_sub=models/add_sub; once for each",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a response")
-    parser.add_argument("--version", metavar="N", type=int, help="the version; default the latest")
+    parser.add_argument("--json", action="store_true", help="print each response as a JSON object")
+    parser.add_argument(
+        "--version", metavar="N", type=int, help="the version of the model; default the latest"
+    )
     parser.add_argument(
         "--debug",
         action="store_true",
-        help="when the model raises, start Python's debugger where it did",
+        help="if the model raises, start Python's debugger at that line",
     )
 
 

@@ -23,8 +23,8 @@ NAME = "serve"
 HELP = "serve the models of repositories over HTTP and gRPC"
 DESCRIPTION = """\
 Serve the models of one or more repositories to every client of the KServe v2 protocol, with tritonserver's
-ports and flags: HTTP at 8000, gRPC at 8001, metrics at 8002, a page to look at on the port of HTTP. Other flags
-of tritonserver are accepted; docs/SERVE_OPTIONS.md says why they do nothing here.
+ports and flags: HTTP at 8000, gRPC at 8001, metrics at 8002. A browser shows a page of the server on the port for
+HTTP. tritonserver's other flags are accepted without effect; docs/SERVE_OPTIONS.md says why.
 """
 EXAMPLES = """\
 examples:

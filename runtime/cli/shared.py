@@ -30,7 +30,7 @@ def add_repository(parser: argparse.ArgumentParser, *, is_optional: bool = False
         "repository",
         metavar="REPO",
         nargs="?" if is_optional else None,
-        help="the directory of the models" + (", without --url" if is_optional else ""),
+        help="the directory of the models" + ("; not with --url" if is_optional else ""),
     )
     add_hosting(parser)
 
@@ -40,12 +40,12 @@ def add_hosting(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--backend-directory",
         metavar="DIR",
-        help="where Python-based backends are, each as DIR/NAME/model.py",
+        help="the directory of Python-based backends, each as DIR/NAME/model.py",
     )
     parser.add_argument(
         "--sandbox",
         choices=LEVELS,
-        help="the lowest level that any model's sandbox may have, as for `moonpool serve`",
+        help="the lowest sandbox level of all models, as for `moonpool serve`",
     )
     parser.add_argument(
         "--sandbox-grants",
@@ -53,8 +53,8 @@ def add_hosting(parser: argparse._ActionsContainer) -> None:
         type=_read_by(read_grant),
         action="append",
         default=[],
-        help="allow a model's configuration to ask for more than its sandbox: these values, or anything without a key; "
-        "may be given many times",
+        help="let a model's configuration give the model more than its sandbox does: these values, or anything "
+        "if there is no key; may be given many times",
     )
     parser.add_argument(
         "--model-option",
@@ -62,7 +62,7 @@ def add_hosting(parser: argparse._ActionsContainer) -> None:
         type=_read_by(read_model_option),
         action="append",
         default=[],
-        help="an option of a model, which overrides its configuration; * in MODEL stands for any characters; may be "
+        help="set an option of a model, whatever its configuration says; * in MODEL stands for any characters; may be "
         "given many times",
     )
 

@@ -233,12 +233,16 @@ class NoOverview(MoonpoolError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", metavar="URL", help=f"the server; default {_URL}")
+    parser.add_argument("--url", metavar="URL", help=f"the server's address; default {_URL}")
     # The address without --url, as in older versions.
     parser.add_argument("address", metavar="URL", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--once", action="store_true", help="show the overview once and end")
     parser.add_argument(
-        "--interval", metavar="S", type=float, default=1.0, help="seconds; default %(default)g"
+        "--interval",
+        metavar="S",
+        type=float,
+        default=1.0,
+        help="the seconds between two readings; default %(default)g",
     )
 
 
@@ -246,7 +250,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.interval >= 0.1:
         raise UsageError(f"--interval must be at least 0.1 seconds, not {options.interval:g}")
     if options.url is not None and options.address is not None:
-        raise UsageError("give one address")
+        raise UsageError("give only one address")
     given = options.url or options.address or _URL
     url = given.rstrip("/")
     if "://" not in url:
@@ -287,8 +291,8 @@ def fetch(url: str) -> dict[str, Any]:
     other = _get(f"{url}/v2")
     if isinstance(other, dict) and "name" in other:
         name = f"{other['name']} {other.get('version', '')}".strip()
-        raise NoOverview(f"{url} is a server of {name}, which has no overview as moonpool's have")
-    raise NoOverview(f"{url} answers, but is no server of moonpool's")
+        raise NoOverview(f"{url} is a server of {name}; only moonpool's servers have this overview")
+    raise NoOverview(f"{url} answers, but is not a moonpool server")
 
 
 def _get(url: str) -> object:
@@ -303,7 +307,9 @@ def _get(url: str) -> object:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (401, 403):
-            raise NoOverview(f"{url} is not for everybody: {error.code} {error.reason}") from error
+            raise NoOverview(
+                f"the overview of {url} is restricted: {error.code} {error.reason}"
+            ) from error
         return None
     except urllib.error.URLError as error:
         raise NoOverview(f"cannot reach {url}: {error.reason}") from error

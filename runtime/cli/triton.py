@@ -19,9 +19,9 @@ backends, often /opt/tritonserver/backends. docs/TRITON_BACKEND.md has the rest.
   install     put the backend `moonpool` beside the others, for models with  backend: "moonpool"
   overlay     make a directory in which moonpool is the backend `python`, and print its path;
               nothing in BACKENDS is changed
-  check       say whether it will work, one line for each thing that is needed; exits with 1 if not
-  uninstall   remove what install and overlay have made for BACKENDS; of an overlay that was made with
-              --into DIR, BACKENDS is DIR
+  check       tell if it will work, with one line for each requirement; exits with 1 if not
+  uninstall   remove what install and overlay made for BACKENDS; for an overlay that was made with
+              --into DIR, give DIR as BACKENDS
 
 The server will start stubs with the interpreter that runs this command.
 """
@@ -34,16 +34,26 @@ _SHOWN = {True: ("yes", ""), False: ("no", "red"), None: ("?", "yellow")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("install", "overlay", "check", "uninstall"))
-    parser.add_argument("backends", type=Path, metavar="BACKENDS")
     parser.add_argument(
-        "--into", type=Path, metavar="DIR", help="overlay: where to make it (default: in ~/.cache)"
+        "action",
+        metavar="ACTION",
+        choices=("install", "overlay", "check", "uninstall"),
+        help="install, overlay, check or uninstall",
     )
     parser.add_argument(
-        "--library", type=Path, metavar="FILE", help="the library, if it is not moonpool's own"
+        "backends", type=Path, metavar="BACKENDS", help="the server's directory of backends"
     )
     parser.add_argument(
-        "--server", type=Path, metavar="FILE", help="check: the server's libtritonserver.so"
+        "--into",
+        type=Path,
+        metavar="DIR",
+        help="with overlay: the directory to make; default one in ~/.cache",
+    )
+    parser.add_argument(
+        "--library", type=Path, metavar="FILE", help="use this library and not moonpool's own"
+    )
+    parser.add_argument(
+        "--server", type=Path, metavar="FILE", help="with check: the server's libtritonserver.so"
     )
 
 

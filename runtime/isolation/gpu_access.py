@@ -51,7 +51,7 @@ def _node(gpu: int, place: str) -> str:
             return f"/dev/nvidia{found[1]}"
         why = f"{file} has no line 'Device Minor'"
     raise LoadFailed(
-        f"which device node GPU {gpu} has, and a contained model may use, is not known ({why}); "
+        f"the device node of GPU {gpu}, which a contained model would use, is not known ({why}); "
         "lower MOONPOOL_SANDBOX to standard, or use KIND_CPU",
         stage="sandbox",
     )

@@ -157,7 +157,7 @@ def _one_grant(part: str) -> tuple[str, object]:
     key, equals, value = part.partition("=")
     if key not in _GRANTABLE:
         raise ValueError(
-            f"must grant what can be granted: {', '.join(_GRANTABLE)}{suggestion(key, _GRANTABLE)}"
+            f"must name an option that can be granted: {', '.join(_GRANTABLE)}{suggestion(key, _GRANTABLE)}"
         )
     if not equals:
         raise ValueError(

@@ -97,7 +97,7 @@ class ControlChannel:
                 packet = overflow.load(*fields[1:])
                 fields = self._codec.decode_stored(packet)
                 if fields[0] == Kind.INDIRECT:
-                    raise RemoteProtocolError("INDIRECT that stands for another one")
+                    raise RemoteProtocolError("INDIRECT that refers to another one")
             if fields[0] != _RESPONSES:
                 rate_limiter.took(len(packet), COSTS.get(fields[0], 1))
             yield fields

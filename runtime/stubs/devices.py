@@ -78,7 +78,7 @@ class Lanes:
         if self._gpus is None:
             return number
         if number >= len(self._gpus):
-            raise RemoteProtocolError(f"device {number} is none of the stub's")
+            raise RemoteProtocolError(f"device {number} is not one of the stub's")
         return self._gpus[number]
 
     def nearest(self, gpu: int) -> int:
@@ -155,7 +155,7 @@ class Lanes:
             while gpu not in self._met and not self._is_closed:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise RemoteProtocolError("the stub does not say its EVENT")
+                    raise RemoteProtocolError("the stub did not send its EVENT")
                 self._changed.wait(left_s)
 
     def _look(self, gpu: int) -> bool:

@@ -362,7 +362,7 @@ class Link(Overflow):
             hand_back([request], self.borrowed_blocks)
         if packed is None and remark is None:
             if blocks or not flags:
-                raise RemoteProtocolError("a response that says nothing")
+                raise RemoteProtocolError("an empty response")
             return request, None, flags
         layout = NOTHING if packed is None else self._reader.layout(packed, 1)
         if len(layout.responses) != 1:

@@ -110,7 +110,7 @@ class StubMetrics:
 
     def _known(self, number: int) -> Family | Metric | None:
         if not 0 < number < self._next:
-            raise RemoteProtocolError(f"metric {number}, which there never was")
+            raise RemoteProtocolError(f"metric {number}, which never existed")
         return self._held.get(number)
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ def put(folder: Path, name: str, library: Path, python: str = sys.executable) ->
     Raises `NotInstallable` if the folder is not moonpool's, and OSError.
     """
     if folder.exists() and not is_ours(folder):
-        raise NotInstallable(f"{folder} is there already, and was not made by moonpool")
+        raise NotInstallable(f"{folder} exists already, and was not made by moonpool")
     folder.mkdir(exist_ok=True)
     # The server may run as another user, who must be able to read this whatever the umask is.
     folder.chmod(_READABLE)
@@ -137,7 +137,7 @@ def overlay(backends: Path, library: Path, folder: Path | None = None) -> Path:
     check_backends(backends)
     folder = folder or overlay_of(backends)
     if folder.exists() and any(folder.iterdir()) and not is_ours(folder / STOCK):
-        raise NotInstallable(f"{folder} is there already, and was not made by moonpool")
+        raise NotInstallable(f"{folder} exists already, and was not made by moonpool")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(_READABLE)
     for old in folder.iterdir():

@@ -67,7 +67,7 @@ class LauncherChannel:
             if fields[0] == Word.LONG:
                 fields = self._codec.decode_stored(_contents(fds, fields[1]))
                 if fields[0] == Word.LONG:
-                    raise RemoteProtocolError("LONG that stands for another one")
+                    raise RemoteProtocolError("LONG that refers to another one")
             if len(fds) != _DESCRIPTORS.get(fields[0], 0):
                 raise RemoteProtocolError(f"{len(fds)} descriptors with {Word(fields[0]).name}")
         except BaseException:

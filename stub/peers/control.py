@@ -133,7 +133,7 @@ class Control:
         except PeerGone:
             self._on_gone()
         except MoonpoolError as error:
-            sys.stderr.write(f"A process of the runtime is not listened to any more: {error}\n")
+            sys.stderr.write(f"No more messages of a process of the runtime are read: {error}\n")
             self._on_gone()
 
     def _handle(self, fields: list[Any], fds: list[int]) -> None:

@@ -213,7 +213,7 @@ class Peers:
     def drop(self, peer: Peer, because: MoonpoolError) -> None:
         """Remove a front end that is gone or has broken the protocol."""
         if not isinstance(because, PeerGone):
-            sys.stderr.write(f"A front end is not listened to any more: {because}\n")
+            sys.stderr.write(f"No more messages of a front end are read: {because}\n")
         fd = peer.conversation.channel.fileno()
         self._poll.unregister(fd)
         del self._all[fd]

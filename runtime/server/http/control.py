@@ -267,7 +267,7 @@ def _decoded(key: str, text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequest(f"'{key}' is no base64 text") from None
+        raise InvalidRequest(f"'{key}' is not base64") from None
 
 
 def signposts(options: HttpOptions, ports: Mapping[str, int]) -> list[Route]:

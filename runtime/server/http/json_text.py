@@ -49,7 +49,7 @@ def check_values(size_bytes: int, most_bytes: int) -> None:
     if size_bytes > most_bytes:
         raise InvalidRequest(
             f"the outputs have {size_bytes} bytes, and as JSON at most {most_bytes} are sent: ask for binary data, or "
-            "have --http-max-json-bytes raised"
+            "raise --http-max-json-bytes on the server"
         )
 
 

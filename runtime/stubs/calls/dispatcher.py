@@ -396,7 +396,7 @@ class CallDispatcher:
     def _check_load(self, name: object) -> None:
         """Raise `MoonpoolError` if the model may not load that model, or has too many loads in progress."""
         if type(name) is not str:
-            raise RemoteProtocolError("LOAD_MODEL of what has no name")
+            raise RemoteProtocolError("LOAD_MODEL without a name")
         if len(self._tasks) >= MAX_TASKS:
             raise ModelUnavailable(f"{MAX_TASKS} of these are on their way already")
         self._models.check_may_load(name)

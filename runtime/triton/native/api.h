@@ -61,8 +61,8 @@ using Begin = Error*(ResponseAllocator*, void* user);
 using Released = void(InferenceRequest*, uint32_t flags, void* user);
 using Responded = void(InferenceResponse*, uint32_t flags, void* user);
 
-// Each function by its name without TRITONSERVER_ or TRITONBACKEND_. One that is OPTIONAL is null in a server that
-// is too old to have it.
+// The functions have their names without TRITONSERVER_ or TRITONBACKEND_. An OPTIONAL one is null in a server that is
+// too old to have it.
 #define MOONPOOL_TRITON_FUNCTIONS(REQUIRED, OPTIONAL)                                                                \
   REQUIRED(TRITONSERVER_, ErrorNew, Error*, (int code, const char* message))                                         \
   REQUIRED(TRITONSERVER_, ErrorDelete, void, (Error*))                                                               \

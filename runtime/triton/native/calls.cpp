@@ -155,7 +155,7 @@ bool Calls::takes_in(const wire::Indirect& where, std::string_view beginning, Ra
                     std::to_string(wire::kMaxCallBytes) + " is the most");
   }
   const std::string name(reader.text());
-  if (reader.failed()) throw Violation("LOAD_MODEL of what has no name");
+  if (reader.failed()) throw Violation("LOAD_MODEL without a name");
   check_new(call);
   try {
     check_tasks();

@@ -17,13 +17,13 @@ enum class Type : uint8_t { kInt, kReal, kText, kRaw, kFlag, kTable, kList, kRow
 
 // The allowed values of a field. The specs of its parts follow one another in the same array.
 struct Spec {
-  const char* name;  // "" for what has none: the item of a list, an alternative
+  const char* name;  // "" for the item of a list and for an alternative
   Type type;
   bool maybe;  // nil is allowed, too
   uint16_t first;
   uint16_t count;
   int64_t low;    // of an int
-  uint64_t high;  // of an int; of others the greatest length
+  uint64_t high;  // of an int; the greatest length of other values
 };
 
 // A row of the tables of messages.
@@ -51,7 +51,7 @@ template <class Kind>
 struct Decoded {
   const Message* message = nullptr;
   Reader fields;      // behind the kind; points into the packet
-  std::string wrong;  // a sentence without its end; empty where the message was accepted
+  std::string wrong;  // the reason, without a full stop; empty if the message was accepted
 
   explicit operator bool() const { return message != nullptr; }
   Kind kind() const { return static_cast<Kind>(message->kind); }

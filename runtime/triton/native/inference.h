@@ -28,7 +28,7 @@ struct Lent {
   bool is_sent = false;
 };
 
-// The contents of a response that is no error, and their places.
+// The contents of a response that is not an error, and their places.
 class Said {
  public:
   explicit Said(triton::InferenceResponse* response) : response_(response) {
@@ -58,7 +58,7 @@ class Said {
     });
     writer.nil();
   }
-  // The response was sent: the stub owns the memory now.
+  // Note that the response was sent, so the stub owns the memory now.
   void was_sent() const {
     for (const Output& output : outputs_) output.lent->is_sent = true;
   }

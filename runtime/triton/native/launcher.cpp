@@ -192,7 +192,7 @@ void Launcher::listen() {
   Packet packet;
   std::string wrong;
   while (auto message = receive(packet, &wrong)) deliver(std::move(message));
-  if (!wrong.empty()) log(triton::kError, "The launcher is not listened to any more: " + wrong);
+  if (!wrong.empty()) log(triton::kError, "No more messages of the launcher are read: " + wrong);
   bury();
   std::lock_guard lock(mutex_);
   is_gone_ = true;
@@ -216,7 +216,7 @@ std::unique_ptr<LauncherMessage> Launcher::receive(Packet& packet, std::string* 
     decoded = decode(wire::kLauncher, wire::End::LAUNCHER, message->packet);
   }
   if (!decoded || decoded.kind() == Word::LONG) {
-    *wrong = decoded ? "LONG that stands for nothing" : decoded.wrong;
+    *wrong = decoded ? "LONG that refers to nothing" : decoded.wrong;
     return nullptr;
   }
   message->word = decoded.kind();

@@ -86,7 +86,7 @@ class Launcher {
   // Waits until the process has ended.
   ~Launcher();
 
-  // A new number for a model or an instance, and the mailbox of a number.
+  // Returns a new number for a model or an instance, and opens the mailbox of a number.
   static uint64_t new_number();
   std::shared_ptr<Mailbox> open(uint64_t number);
   void close(uint64_t number);

@@ -79,7 +79,8 @@ class BorrowedBlocks {
   uint64_t first_region() const { return first_region_; }
   // Returns the bytes of a borrowed block. Throws Violation if the stub has not borrowed all of them.
   View look(const wire::Block& block) { return look(block, 0); }
-  // Looks as `look` does, for another reader: the bytes are not reused before `release`, whatever the stub says.
+  // Returns the bytes as `look` does, for another reader. They are not reused before `release`, whatever the stub
+  // sends.
   View hold(const wire::Block& block) { return look(block, 1); }
   void release(Spot spot);
   // Note the blocks of the batch that the model keeps. Throws Violation.
@@ -197,7 +198,7 @@ auto fetched(const Table& table, const wire::Indirect& where, Answers& answers, 
   stored->assign(view.bytes, view.size);
   answers.release({where.region, where.offset});
   auto message = decoded(table, *stored);
-  if (message.kind() == wire::Kind::INDIRECT) throw Violation("INDIRECT that stands for another one");
+  if (message.kind() == wire::Kind::INDIRECT) throw Violation("INDIRECT that refers to another one");
   return message;
 }
 

@@ -194,7 +194,7 @@ class Metrics {
     std::map<FamilyName, std::weak_ptr<Family>> known;
   };
   static Families& families() {
-    static Families* const shared = new Families;  // outlives whatever ends with the process
+    static Families* const shared = new Families;  // never deleted, as threads may use it until the process ends
     return *shared;
   }
 
@@ -214,7 +214,7 @@ class Metrics {
   // Returns null if it was dropped.
   Held* known(uint64_t number, const char* message) {
     if (number == 0 || number >= next_) {
-      throw Violation(std::string(message) + " of metric " + std::to_string(number) + ", which there never was");
+      throw Violation(std::string(message) + " of metric " + std::to_string(number) + ", which never existed");
     }
     const auto held = held_.find(number);
     return held == held_.end() ? nullptr : &held->second;

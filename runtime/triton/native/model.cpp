@@ -59,7 +59,7 @@ Model::Model(triton::Model* model, BackendState& backend) : model_(model), backe
     const Owned owned(config);
     try {
       check(triton::ModelSetConfig(model, kConfigVersion, config));
-    } catch (const Failure& failure) {  // in which names of the model's may be, and which the server logs
+    } catch (const Failure& failure) {  // the server logs this text, which may have names from the model
       throw facts_->is_private ? Failure(failure.code, one_line(failure.what())) : failure;
     }
   }

@@ -164,7 +164,7 @@ Value Reader::next() {
     case 0xde:
     case 0xdf:
       return sized(Form::kMap, size_t{2} << (first - 0xde));
-    default:  // extension types, and the one byte that means nothing
+    default:  // extension types, and the one byte that is reserved
       return bad();
   }
 }

@@ -28,10 +28,10 @@ struct Raw {
   std::string_view bytes;
 };
 
-// Reads values from the first to the last.
+// Reads values in order.
 //
-// A value that is cut short, reserved, or of another type than the one asked for is kBad, zero or empty, and so is
-// everything after it. Bytes that `decode` has accepted can be read as their table says without further checks.
+// A value that is cut short, reserved, or of another type than the caller asks for reads as kBad, zero or empty, and so
+// does everything after it. Bytes that `decode` has accepted can be read as their table says without further checks.
 class Reader {
  public:
   Reader() = default;

@@ -27,7 +27,7 @@ namespace moonpool {
 inline std::string name_of(triton::Trace* trace, uint64_t batch, uint64_t index) {
   const char* context = nullptr;
   if (triton::InferenceTraceContext) check(triton::InferenceTraceContext(trace, &context));
-  // A text that is no UTF-8 grows to three times its size when it is sent.
+  // A text that is not UTF-8 grows to three times its size when it is sent.
   if (context && *context) return std::string(beginning(context, is_utf8(context) ? wire::kShort : wire::kShort / 3));
   return "#" + std::to_string(batch) + "." + std::to_string(index);
 }
@@ -118,7 +118,7 @@ class OpenRequests {
       answer_.send(response, 0, row.remarks, flags);
       answer_.release(answers);
     } else if (row.flags == 0 || !row.blocks.empty()) {
-      throw Violation("a response that says nothing");
+      throw Violation("an empty response");
     } else if (flags) {
       complain(triton::ResponseFactorySendFlags(factory, flags), "the last response cannot be sent");
     }
@@ -142,7 +142,7 @@ class OpenRequests {
     }
   }
 
-  // True if a request is open beyond the answer to its batch.
+  // True if a request is still open after the answer to its batch.
   bool are_open() {
     std::lock_guard lock(mutex_);
     return std::any_of(pending_.begin(), pending_.end(), [](const auto& each) { return each.second.is_open; });
@@ -195,7 +195,7 @@ class OpenRequests {
   struct Pending {
     triton::Request* request;  // null where it was released
     triton::ResponseFactory* factory = nullptr;
-    bool is_open = false;  // beyond its batch
+    bool is_open = false;  // after its batch
     bool is_ended = false, is_again = false, is_cancelled = false;
     bool has_response = false;
   };

@@ -62,7 +62,7 @@ class Strings {
   const char* const input_;
   const uint64_t expected_;
   uint64_t count_ = 0;
-  uint32_t length_ = 0, left_ = 0;  // of the last one: its bytes, and those that are to come
+  uint32_t length_ = 0, left_ = 0;  // of the last string: its bytes, and those still missing
 };
 
 // Collects the requests of one batch after another, with the same memory. For one thread at a time.
@@ -96,12 +96,12 @@ class Requests {
   }
 
   const std::vector<triton::Request*>& all() const { return requests_; }
-  // The sum of their rows, as the server counts them.
+  // Returns the sum of their rows, as the server counts them.
   uint64_t rows() const { return rows_; }
 
-  // Plan a block for all inputs; the bytes that it takes.
-  // The rows of one input lie back to back across the requests, so that a model which wants them stacked has them
-  // stacked.
+  // Plans a block for all inputs, and returns its size in bytes.
+  // The rows of one input lie back to back across the requests, so a model that wants them stacked need not copy
+  // them.
   uint64_t lay_out() {
     uint64_t end = 0;
     for (size_t number = 0; number < most_tensors_; ++number) {
@@ -217,7 +217,7 @@ class Requests {
     const bool has_strings = tensor.datatype == triton::kBytes;
     const uint64_t elements = elements_of(tensor.shape, tensor.dims);
     if (!has_strings && elements * wire::kItemBytes.at(static_cast<size_t>(tensor.datatype)) != tensor.size) {
-      refuse(triton::kInvalidArg, "has " + std::to_string(tensor.size) + " bytes, which its shape has not");
+      refuse(triton::kInvalidArg, "has " + std::to_string(tensor.size) + " bytes, which do not fit its shape");
     }
     Strings strings(name, elements);
     for (uint32_t i = 0; i < tensor.buffers; ++i) {
@@ -262,7 +262,7 @@ class Requests {
     // A text that is no UTF-8 grows to three times its size when it is sent.
     const size_t longest_id = is_utf8(text(id)) ? wire::kLong : wire::kLong / 3;
     if (text(id).size() > longest_id || parameters > wire::kMaxParameters) {
-      throw Failure(triton::kInvalidArg, "the request's id is longer, or its parameters are more, than any may be");
+      throw Failure(triton::kInvalidArg, "the request's id is too long, or it has too many parameters");
     }
     has_details_ = true;
     details_.array(kDetails);

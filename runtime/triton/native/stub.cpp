@@ -18,9 +18,9 @@ using wire::Word;
 // have left.
 constexpr int kKeepMilliseconds = 5'000;
 constexpr int kLookMilliseconds = 50;
-// The time that Triton allows.
+// Triton allows a model this time to tell if it is ready.
 constexpr auto kReadiness = std::chrono::seconds(5);
-// More than a socket holds.
+// A socket holds fewer messages.
 constexpr int kMostLastMessages = 1024;
 
 bool is_readable(const pollfd& end) { return (end.revents & (POLLIN | POLLHUP | POLLERR)) != 0; }

@@ -218,7 +218,7 @@ def test_a_result_is_not_replaced_unless_it_is_wanted(tmp_path: Path) -> None:
     results.check_free(tmp_path, "m")
     results.write(tmp_path, "m", found)
 
-    with pytest.raises(results.BadResult, match=r"m\.json is there already: .*--label"):
+    with pytest.raises(results.BadResult, match=r"m\.json exists already: .*--label"):
         results.check_free(tmp_path, "m")
     with pytest.raises(FileExistsError):
         results.write(tmp_path, "m", found)

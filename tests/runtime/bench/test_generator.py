@@ -169,7 +169,7 @@ def test_where_nobody_listens_the_window_ends() -> None:
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        (b"SSH-2.0-server\r\n\r\n", "what a server sent is no HTTP: b'ssh-2.0-server'"),
+        (b"SSH-2.0-server\r\n\r\n", "the server's answer is not HTTP: b'ssh-2.0-server'"),
         (b"HTTP/1.1 200 OK\r\n\r\n", "an answer has neither a Content-Length nor chunks"),
         (
             b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nab",
@@ -177,11 +177,11 @@ def test_where_nobody_listens_the_window_ends() -> None:
         ),
         (
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-            "b'zz' is no size of a chunk",
+            "b'zz' is not the size of a chunk",
         ),
         (
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-99\r\n",
-            "b'-99' is no size of a chunk",
+            "b'-99' is not the size of a chunk",
         ),
     ],
 )

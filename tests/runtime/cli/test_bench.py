@@ -73,7 +73,7 @@ def test_a_result_has_a_label_and_replaces_no_other(cli: CommandLine) -> None:
 
     refused = cli(*bench)
     assert refused.returncode == 1
-    assert "is there already" in refused.stderr
+    assert "exists already" in refused.stderr
     # The command refused before it measured anything.
     assert refused.stdout == ""
     assert (cli.folder / "add_sub-one instance.json").read_text() == written
@@ -125,7 +125,7 @@ def test_loads_that_did_not_settle_have_one_line(cli: CommandLine) -> None:
         "bench", MODELS, "add_sub", "--concurrency", "1,2", "--seconds", "0.02", "--windows", "2"
     )
 
-    [line] = [line for line in ended.stderr.splitlines() if "differed to the end" in line]
+    [line] = [line for line in ended.stderr.splitlines() if "still differed at the end" in line]
     assert "in process, threads with 1, 2 callers" in line
 
 

@@ -173,7 +173,7 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["models", "m", "--url", "http://a"], "leave out the repository"),
         (["models", "m", "--streaming"], "--streaming needs --url"),
         (["models", "m", "--request-rate", "5"], "--request-rate needs --url"),
-        (["m", "--url", "https://a"], "TLS is not here"),
+        (["m", "--url", "https://a"], "TLS is not supported"),
         (["m", "--url", "http://a", "--async"], "--async is for models in this process"),
         (["m", "--url", "http://a", "--streaming"], "--streaming needs grpc://"),
         (["m", "--url", "http://a", "--request-rate", "0"], "--request-rate must be numbers"),

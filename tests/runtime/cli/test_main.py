@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 import subprocess
 import threading
@@ -37,7 +39,13 @@ def test_the_help_of_a_command_has_an_example(
         make_parser().parse_args([command, "--help"])
 
     assert ended.value.code == 0
-    assert f"  moonpool {command}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"  moonpool {command}" in text
+    examples = re.findall(rf"moonpool ({command} [^\n)>]*)", text.partition("\nexample")[2])
+    for words in (shlex.split(example, comments=True) for example in examples):
+        options = make_parser().parse_args(words)
+        if command in ("infer", "bench"):
+            assert (MODELS / options.model).is_dir(), words
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_stub_that_sees_some_devices_numbers_those(fake: Fake) -> None:  # noq
     assert [lanes.number_of(gpu) for gpu in (3, 5, 0)] == [0, 1, None]
     assert [lanes.gpu_of(number) for number in (0, 1)] == [3, 5]
     assert [lanes.nearest(gpu) for gpu in (5, 0)] == [5, 3]
-    with pytest.raises(RemoteProtocolError, match="device 2 is none of the stub's"):
+    with pytest.raises(RemoteProtocolError, match="device 2 is not one of the stub's"):
         lanes.gpu_of(2)
     with pytest.raises(ValueError, match="does not see device 0"):
         lanes.lane(0)
@@ -99,7 +99,7 @@ def test_a_stub_that_never_says_its_event_is_not_waited_for_for_ever(
     monkeypatch.setattr(module, "_ARRIVAL_S", 0.01)
     ends.lanes.lane(0)
 
-    with pytest.raises(RemoteProtocolError, match="does not say its EVENT"):
+    with pytest.raises(RemoteProtocolError, match="did not send its EVENT"):
         ends.lanes.receive()
 
 

@@ -238,7 +238,7 @@ def test_a_value_that_would_paste_as_something_else_is_offered_to_nobody(value: 
         ("m:EXECUTION_ENV_PATH,MOONPOOL_SANDBOX_PATHS", "which value of EXECUTION_ENV_PATH"),
         ("m:MOONPOOL_SANDBOX_PATHS=/a,MOONPOOL_SANDBOX_PORTS", "which value of MOONPOOL_SANDBOX_P"),
         ("m:MOONPOOL_SANDBOX_PATH=/a", 'did you mean "MOONPOOL_SANDBOX_PATHS"'),
-        ("m:MOONPOOL_SANDBOX=off", "must grant what can be granted"),
+        ("m:MOONPOOL_SANDBOX=off", "must name an option that can be granted"),
         ("m:MOONPOOL_SANDBOX_PATHS=a", "must be absolute paths"),
         ("m:GPUS=first", "numbers of GPUs"),
         ("*:MOONPOOL_SANDBOX_PATHS=/a", "must be MODEL"),

@@ -56,7 +56,7 @@ def test_what_was_told_before_the_end_is_heard(ends: tuple[LauncherChannel, Chan
     ("contents", "size", "expected"),
     [
         (b"", 100, "0 bytes in a file that is to hold 100"),
-        (encode(Word.LONG, 7), None, "LONG that stands for another one"),
+        (encode(Word.LONG, 7), None, "LONG that refers to another one"),
         (b"\xc1", None, "a packet that is not msgpack"),
         (encode(Word.HELLO, 1, 1, "", 1), None, "HELLO is not the peer's to send"),
     ],

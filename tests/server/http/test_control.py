@@ -181,7 +181,7 @@ def test_a_model_may_come_with_the_request_that_loads_it(
         ("models/one/load", b"x", 500, "failed to parse the request JSON buffer: Invalid value. at 0"),
         ("models/one/load", {"parameters": {"config": {}}}, 500, "attempt to access JSON non-string as string"),
         ("models/one/load", {"parameters": {"x": "y"}}, 500, "unexpected error on creating Triton parameter"),
-        ("models/one/load", {"parameters": {"file:1/model.py": "!"}}, 400, "'file:1/model.py' is no base64 text"),
+        ("models/one/load", {"parameters": {"file:1/model.py": "!"}}, 400, "'file:1/model.py' is not base64"),
         ("index", {"ready": 3}, 500, "attempt to access JSON non-boolean as boolean"),
         ("index", b"x", 500, "failed to parse the request JSON buffer: Invalid value. at 0"),
     ],

@@ -246,10 +246,10 @@ def other_server(answers: dict[str, bytes]) -> Iterator[str]:
     ("answers", "words"),
     [
         ({"/v2": json.dumps({"name": "triton", "version": "2.51.0"}).encode()}, "triton 2.51.0"),
-        ({"/v2": b"<html>"}, "is no server of moonpool's"),
-        ({}, "is no server of moonpool's"),
+        ({"/v2": b"<html>"}, "is not a moonpool server"),
+        ({}, "is not a moonpool server"),
         ({"/v2/moonpool/overview": b'{"models": [1]}'}, "another version of moonpool"),
-        ({"/v2/moonpool/overview": b"[" * 100_000}, "is no server of moonpool's"),
+        ({"/v2/moonpool/overview": b"[" * 100_000}, "is not a moonpool server"),
     ],
     ids=["triton", "a web page", "nothing", "another overview", "no json"],
 )

@@ -114,7 +114,7 @@ def test_a_load_takes_plain_values_and_knows_its_options() -> None:
 def test_a_runtime_knows_its_levels_its_grants_and_its_options() -> None:
     with pytest.raises(ValueError, match="sandbox must be off, standard"):
         moonpool.Runtime(sandbox="strictly")
-    with pytest.raises(ValueError, match="what can be granted"):
+    with pytest.raises(ValueError, match="an option that can be granted"):
         moonpool.Runtime(sandbox="strict", sandbox_grants=["m:MOONPOOL_THREADS=1"])
     with pytest.raises(moonpool.ConfigError, match=r'model_options\[m\].*did you mean "MOON'):
         moonpool.Runtime(model_options={"m": {"MOONPOOL_THREAD": "1"}})
