@@ -103,37 +103,37 @@ _OF_TRITON = {
 
 # moonpool's own families of models and instances: type and description by name.
 INSTANCE_FAMILIES = {
-    "moonpool_model_ready": ("gauge", "1 where a request to the model could run now, else 0"),
+    "moonpool_model_ready": ("gauge", "1 if a request to the model could run now, else 0"),
     "moonpool_instances": ("gauge", "Model instances by state"),
     "moonpool_requests_in_flight": (
         "gauge",
-        "Requests that were taken in and have not had their last response",
+        "Accepted requests without their last response",
     ),
     "moonpool_instances_executing": ("gauge", "Model instances that execute a batch"),
     "moonpool_request_duration_seconds": (
         "histogram",
-        "Time from the arrival of a request to its outcome, of requests that succeeded",
+        "Time from arrival to outcome of successful requests",
     ),
-    "moonpool_batch_size": ("histogram", "Rows in a batch, by execution"),
+    "moonpool_batch_size": ("histogram", "Rows in a batch"),
     "moonpool_recovery_seconds": (
         "histogram",
-        "Time from the end of a stub process to the next one that is ready",
+        "Time from the death of a stub process until its successor is ready",
     ),
     "moonpool_instance_sandbox_info": (
         "gauge",
-        "1; the labels say how the instance's stub process is confined",
+        "1; the labels are the sandbox level and the layers in force",
     ),
     "moonpool_instance_sandbox_denials_total": (
         "counter",
-        "What the sandbox refused the instance's Python code, by kind; hostile code can evade this",
+        "Refusals by the sandbox to the instance's Python code, by kind; hostile code can evade this count",
     ),
     "moonpool_instance_restarts_total": (
         "counter",
-        "Restarts of the instance's stub process after it broke",
+        "Restarts of the instance after its stub process died",
     ),
     "moonpool_instance_recycles_total": (
         "counter",
-        "New starts of the instance's stub process because it has served long enough, by the limit",
+        "Planned restarts of the instance, by the reason",
     ),
     "moonpool_stub_start_time_seconds": (
         "gauge",
@@ -146,11 +146,11 @@ INSTANCE_FAMILIES = {
     ),
     "moonpool_region_allocated_bytes": (
         "gauge",
-        "Shared memory of the instance, by what it is for",
+        "Allocated shared memory of the instance, by direction",
     ),
     "moonpool_region_used_bytes": (
         "gauge",
-        "Shared memory that inputs of the instance's requests lie in at the moment",
+        "Shared memory with inputs that the model, or a model that it asked, still uses",
     ),
 }
 # The kind of families that models cannot share.

@@ -146,16 +146,16 @@ class FrontendMetrics:
         return [
             ExposedFamily(
                 "moonpool_frontend_connections_total",
-                "Connections that clients have opened",
+                "Connections opened by clients",
                 "counter",
                 ever,
             ),
             ExposedFamily(
-                "moonpool_frontend_open_connections", "Connections that are open", "gauge", present
+                "moonpool_frontend_open_connections", "Open connections", "gauge", present
             ),
             ExposedFamily(
                 "moonpool_frontend_requests_total",
-                "Requests of any kind that have ended, by HTTP status or gRPC code",
+                "Finished requests of any kind, by HTTP status or gRPC code",
                 "counter",
                 answers,
             ),
@@ -186,7 +186,7 @@ class ServerMetrics:
         """
         build = ExposedFamily(
             "moonpool_build_info",
-            "1, with the version of the server",
+            "1; the label is the version of the server",
             "gauge",
             [Sample("", (("version", VERSION),), 1)],
         )
