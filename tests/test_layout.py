@@ -248,7 +248,7 @@ def test_nothing_can_unpickle() -> None:
 
 
 @pytest.mark.parametrize("path", MODEL_SIDE, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_what_runs_beside_a_model_is_python_3_9(path: Path) -> None:
+def test_code_that_runs_beside_a_model_is_python_3_9(path: Path) -> None:
     tree = ast.parse(SOURCES[path], feature_version=(3, 9))
     keywords = {
         keyword.arg
@@ -309,7 +309,7 @@ def test_type_checkers_find_the_names_that_are_imported_when_they_are_used() -> 
     "A stub imports nothing but the standard library, numpy and msgpack before the model, and "
     "is readable by Python 3.9.",
 )
-def test_what_runs_beside_a_model_loads_nothing_heavy() -> None:
+def test_code_that_runs_beside_a_model_loads_nothing_heavy() -> None:
     # Like `stub/boot.py`: the package exists, but its __init__ was not run.
     folder = next(iter(moonpool.__path__))
     prelude = (

@@ -117,7 +117,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("test", LEFT)
-def test_what_a_test_left_is_named(report: str, test: str) -> None:
+def test_leftovers_of_a_test_are_named(report: str, test: str) -> None:
     assert re.search(rf"ERROR \S+::{test} - Failed: the test left behind {LEFT[test]}", report)
 
 

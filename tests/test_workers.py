@@ -9,7 +9,7 @@ from tests.workers import SECONDS, WITH_SERVERS, seconds_of, unit_of
 ROOT = Path(__file__).parent.parent
 
 
-def test_what_is_known_of_units_is_of_units_that_there_are() -> None:
+def test_the_listed_units_exist() -> None:
     assert [unit for unit in (*WITH_SERVERS, *SECONDS) if not (ROOT / unit).exists()] == []
     assert {
         unit_of(f"{unit}/test_any.py" if unit in WITH_SERVERS else unit) for unit in SECONDS

@@ -127,7 +127,7 @@ def check_returned(runtime: moonpool.Runtime, wanted: Figures) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_whatever_becomes_of_the_stubs_every_request_has_one_outcome_and_nothing_is_left(
+def test_every_request_has_one_outcome_under_chaos_and_nothing_is_left(
     pytestconfig: pytest.Config,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,

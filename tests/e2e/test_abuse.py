@@ -83,7 +83,7 @@ RETURNS: dict[str, str] = {
 )
 @pytest.mark.usefixtures("wrong")
 @pytest.mark.parametrize("code", RETURNS, ids=range(len(RETURNS)))
-def test_what_cannot_be_sent_is_an_error_of_its_request(
+def test_a_value_that_cannot_be_sent_is_an_error_of_its_request(
     runtime: moonpool.Runtime, code: str
 ) -> None:
     before = pid(runtime)
@@ -117,7 +117,7 @@ ODD: dict[str, str] = {
 
 
 @pytest.mark.usefixtures("wrong")
-def test_what_is_only_odd_does_no_harm(runtime: moonpool.Runtime) -> None:
+def test_odd_values_do_no_harm(runtime: moonpool.Runtime) -> None:
     before = pid(runtime)
     for code, expected in ODD.items():
         if not expected:

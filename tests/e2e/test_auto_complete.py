@@ -70,7 +70,7 @@ def completion(runtime: moonpool.Runtime, tmp_path: Path) -> Iterator[Completion
         'c.as_dict()["optimization"] = {"priority": "PRIORITY_MAX"}',
     ],
 )
-def test_what_is_not_the_model_s_to_say_stays(completion: Completion, change: str) -> None:
+def test_a_model_cannot_complete_other_fields(completion: Completion, change: str) -> None:
     raw = completion.load(change)
     assert raw["name"] == "m"
     assert [(group["name"], group["count"]) for group in raw["instance_group"]] == [("m", 1)]
@@ -101,7 +101,7 @@ def test_what_is_not_the_model_s_to_say_stays(completion: Completion, change: st
         ),
     ],
 )
-def test_what_is_the_model_s_to_say_is_taken(
+def test_a_model_completes_these_fields(
     completion: Completion, change: str, config: str, field: str, value: object
 ) -> None:
     assert completion.load(change, config)[field] == value

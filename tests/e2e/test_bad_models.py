@@ -219,7 +219,7 @@ def test_an_error_of_the_model_keeps_its_text_and_code(
 
 
 @pytest.mark.usefixtures("returns")
-def test_what_is_unusual_and_not_wrong_is_passed_on(runtime: moonpool.Runtime) -> None:
+def test_unusual_responses_are_passed_on(runtime: moonpool.Runtime) -> None:
     def ask(how: str) -> moonpool.Response:
         return runtime.request("returns", {"HOW": [how]}, timeout_s=60.0)
 
@@ -292,7 +292,7 @@ def test_a_line_without_end_is_cut_and_half_a_line_is_kept_to_the_end(
     "and harmless to a terminal, and the rate of lines is limited.",
 )
 @pytest.mark.usefixtures("unruly")
-def test_what_a_terminal_would_obey_is_shown_and_no_line_is_another_model_s(
+def test_control_characters_are_escaped_and_no_line_is_another_model_s(
     runtime: moonpool.Runtime, lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     do(runtime, "print_escapes")

@@ -237,7 +237,7 @@ def test_a_model_never_sees_a_request_that_comes_too_late(runtime: moonpool.Runt
 
 
 @pytest.mark.promise("Requests between models", "Errors of a call are …")
-def test_what_the_other_model_raises_is_told(runtime: moonpool.Runtime) -> None:
+def test_an_exception_of_the_other_model_is_in_the_response(runtime: moonpool.Runtime) -> None:
     asked = {"DO": ['error{"model": "raises"}'], "X": X}
     said = runtime.infer("caller", asked, timeout_s=PATIENCE_S)["SAID"][0].decode()
     assert said.startswith("INTERNAL: Failed to process the request(s) for model 'raises_0'")
@@ -273,7 +273,7 @@ def test_a_model_cannot_ask_while_it_finalizes(
 
 
 @pytest.mark.promise("At the limits", "A value that does not fit …")
-def test_what_no_message_has_room_for_is_refused_in_the_response(runtime: moonpool.Runtime) -> None:
+def test_fields_that_fit_no_message_are_refused_in_the_response(runtime: moonpool.Runtime) -> None:
     before = runtime.instances("caller")
     said = json.loads(do(runtime, "bad_fields"))
     names = ["correlation_id", "model_version", "33 dimensions"]
@@ -284,7 +284,7 @@ def test_what_no_message_has_room_for_is_refused_in_the_response(runtime: moonpo
     assert runtime.instances("caller") == before
 
 
-def test_what_is_told_of_a_request_arrives(runtime: moonpool.Runtime) -> None:
+def test_the_details_of_a_request_arrive(runtime: moonpool.Runtime) -> None:
     told = json.loads(do(runtime, "parameters"))
     assert told == ["id", 7, 1, 11_000_000_000, {"a": 1, "b": "two", "c": True}]
 

@@ -25,7 +25,7 @@ CALLER: Config = {
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_what_no_model_can_be_given_is_an_error(tmp_path: Path) -> None:
+def test_an_answer_that_is_not_an_array_is_an_error(tmp_path: Path) -> None:
     """A backend that answers with anything."""
     backend = Recorder(
         execute=lambda _, requests: [Response({"Y": cast(Any, "no array")}) for _ in requests]

@@ -115,7 +115,7 @@ def test_its_libraries_are_none_of_the_launcher_s(
         assert runtime.is_ready("foreign")
 
 
-def test_what_cannot_be_started_inside_is_told(
+def test_an_interpreter_that_cannot_start_inside_fails_the_load(
     runtime: moonpool.Runtime, tmp_path: Path, model: Path
 ) -> None:
     config = environment(tmp_path, "#!/sbin/../nowhere/python\n")

@@ -252,7 +252,7 @@ def test_a_model_cannot_have_all_metrics(runtime: moonpool.Runtime, run: Run) ->
         ("{'a': chr(0xd800)}", "the texts of a metric must have a UTF-8 form: 'utf-8' codec"),
     ],
 )
-def test_what_is_too_much_for_a_metric_is_refused(run: Run, arguments: str, error: str) -> None:
+def test_a_metric_that_is_too_large_is_refused(run: Run, arguments: str, error: str) -> None:
     said = run(
         f"family = {COUNTER.format('n')}\n"
         f"try: family.Metric({arguments})\n"

@@ -149,7 +149,7 @@ def test_a_sender_that_was_kept_and_forgotten_ends_its_request(runtime: moonpool
 
 
 @pytest.mark.parametrize("n", [0, 2])
-def test_what_execute_raises_ends_the_request_behind_what_was_sent(
+def test_an_exception_ends_the_request_after_its_responses(
     runtime: moonpool.Runtime, n: int
 ) -> None:
     responses = stream(runtime, "raise_after", n)

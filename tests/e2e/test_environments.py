@@ -367,7 +367,7 @@ class TestVariables:
         assert seen["MY_ENV"] == "there"
 
     @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ"])
-    def test_what_libraries_look_for_is_seen(
+    def test_variables_of_libraries_are_seen(
         self, ask: Ask, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         monkeypatch.setenv(name, "3")

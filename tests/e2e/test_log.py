@@ -125,7 +125,7 @@ def test_verbose_is_a_setting_like_the_others(runtime: moonpool.Runtime) -> None
         ({"log_file": "x"}, "no setting is called 'log_file'"),
     ],
 )
-def test_what_is_no_setting_is_refused_and_changes_nothing(
+def test_an_unknown_setting_is_refused_and_changes_nothing(
     runtime: moonpool.Runtime, changes: dict[str, int], error: str
 ) -> None:
     before = runtime.log_settings()

@@ -127,7 +127,7 @@ def test_a_model_loads_looks_at_and_unloads_another(runtime: moonpool.Runtime) -
     ) == ["None", "None"]
 
 
-def test_what_is_loaded_is_loaded_again_only_where_it_was_changed(
+def test_a_loaded_model_is_loaded_again_only_if_it_was_changed(
     runtime: moonpool.Runtime, repository: Path
 ) -> None:
     load = 'pb_utils.load_model("target")'
@@ -254,7 +254,7 @@ def test_a_model_is_made_of_files(runtime: moonpool.Runtime, temporary: Path) ->
         ),
     ],
 )
-def test_what_cannot_be_done_is_told_in_tritons_words(
+def test_an_impossible_load_is_refused_in_tritons_words(
     unchanged: moonpool.Runtime, code: str, text: str
 ) -> None:
     (said,) = ask(unchanged, code)

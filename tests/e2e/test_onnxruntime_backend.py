@@ -73,7 +73,7 @@ def test_the_platform_names_the_backend_and_requests_are_joined(
     assert runtime.config("by_platform").backend == "onnxruntime"
 
 
-def test_what_the_configuration_says_stays(runtime: moonpool.Runtime) -> None:
+def test_the_configuration_overrides_the_graph(runtime: moonpool.Runtime) -> None:
     # This configuration gives a tensor all dimensions of the graph, so none is left for the batch.
     assert runtime.config("whole").max_batch_size == 0
     assert tensors(runtime, "whole")["SUM"] == ("FP32", (-1, 3))

@@ -140,9 +140,7 @@ def test_a_level_that_a_load_sets_is_set_also_where_nothing_else_has_changed(
     "Options that the operator set stay in effect when the model is loaded again, by a poll, a "
     "client, a model or the program, also after an unload.",
 )
-def test_what_a_load_said_holds_when_the_model_is_loaded_again_whoever_does_it(
-    models: Path, data: Path
-) -> None:
+def test_the_options_of_a_load_hold_for_later_loads_by_anybody(models: Path, data: Path) -> None:
     write(models, "m")
     write(models, "loads", LOADS)
     with moonpool.Runtime(models, models=["loads"]) as runtime:
@@ -162,7 +160,7 @@ def test_what_a_load_said_holds_when_the_model_is_loaded_again_whoever_does_it(
 
 
 @pytest.mark.promise("The server (`moonpool serve`)", "Options that the operator set stay …")
-def test_what_a_load_said_holds_also_if_it_failed(models: Path, data: Path) -> None:
+def test_the_options_of_a_load_hold_even_if_it_failed(models: Path, data: Path) -> None:
     """Check that a later load does not run the model with less protection than the program wanted."""
     write(models, "m")
     with moonpool.Runtime(models, models=[]) as runtime:

@@ -108,7 +108,7 @@ def error_of(runtime: moonpool.Runtime, file: Path, stage: str, limit: int) -> s
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("end", ENDS)
-def test_whoever_dies_of_no_memory_names_the_limit(
+def test_a_death_by_lack_of_memory_names_the_limit(
     runtime: moonpool.Runtime, tmp_path: Path, library: Path, end: str, stage: str
 ) -> None:
     if is_limited_by_a_group():

@@ -214,7 +214,7 @@ def test_metrics_that_initialize_makes_are_those_of_every_instance(
 
 @pytest.mark.promise("Forked instances", "Forks draw different random numbers, keep …")
 @BOTH
-def test_what_an_instance_prints_bears_its_own_name(
+def test_the_prints_of_an_instance_have_its_own_name(
     runtime: moonpool.Runtime, prefork: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -226,7 +226,7 @@ def test_what_an_instance_prints_bears_its_own_name(
 
 
 @pytest.mark.promise("Forked instances", "Forks draw different random numbers, keep …")
-def test_what_an_instance_forked_goes_with_it(runtime: moonpool.Runtime) -> None:
+def test_the_children_of_an_instance_end_with_it(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "m", FILE, config("imports")):
         child = ask(runtime, "fork")
         assert is_running(child)

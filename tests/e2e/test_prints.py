@@ -121,7 +121,7 @@ def test_with_a_log_print_is_there_and_nowhere_else(folder: Path, setting: str) 
         "logging.getLogger('moonpool.stub').addHandler(logging.NullHandler())",
     ],
 )
-def test_whoever_wants_none_of_it_says_so_to_the_log(folder: Path, setting: str) -> None:
+def test_the_log_s_level_hides_prints(folder: Path, setting: str) -> None:
     lines, errors = run(folder, setting)
     assert lines == ["begins", "ends"]
     assert "m_0" not in errors
@@ -246,7 +246,7 @@ print('after')
     "comes later stands below the cell that runs then.",
 )
 @needs_a_kernel
-def test_what_a_model_prints_stands_below_the_cell_that_asked_it(folder: Path) -> None:
+def test_prints_appear_below_the_cell_that_asked_the_model(folder: Path) -> None:
     """Check that this holds if the next cells run at once and have output of their own."""
     asks = [f"ask({number})" for number in range(10)]
     ((first, *texts),) = notebook(folder, ([BEGIN, *asks, "print('none')", "runtime.close()"], ""))
@@ -258,7 +258,7 @@ def test_what_a_model_prints_stands_below_the_cell_that_asked_it(folder: Path) -
 
 @pytest.mark.promise("Containment", "In a notebook, the output …")
 @needs_a_kernel
-def test_what_a_model_prints_later_stands_below_the_cell_of_that_moment(folder: Path) -> None:
+def test_later_prints_appear_below_the_cell_of_that_moment(folder: Path) -> None:
     _, late, slow, _ = notebook(
         folder,
         ([BEGIN], ""),

@@ -145,7 +145,7 @@ def test_an_exported_program_may_take_a_dict(runtime: moonpool.Runtime, loaded: 
 
 
 @pytest.mark.parametrize("loaded", ["misbehaves"], indirect=True)
-def test_what_goes_wrong_in_a_batch_is_told_and_the_next_is_answered(
+def test_a_failed_batch_has_its_error_and_the_next_is_answered(
     runtime: moonpool.Runtime, loaded: str
 ) -> None:
     before = runtime.instances(loaded)

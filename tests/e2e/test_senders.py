@@ -73,7 +73,7 @@ def test_a_response_without_the_last_flag_is_an_error_when_the_sender_is_dropped
         ask(runtime, "without_final")
 
 
-def test_what_execute_raises_reaches_the_client(runtime: moonpool.Runtime) -> None:
+def test_an_exception_of_execute_reaches_the_client(runtime: moonpool.Runtime) -> None:
     with pytest.raises(ModelError, match="raised on purpose"):
         ask(runtime, "raise")
 

@@ -70,7 +70,7 @@ class Storm:
 
 @pytest.mark.promise("Sequences", "The requests of a sequence go …")
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
-def test_whatever_happens_every_sum_is_right_and_nothing_is_left(
+def test_every_sum_is_right_in_a_storm_and_nothing_is_left(
     runtime: moonpool.Runtime, strategy: dict[str, Any]
 ) -> None:
     made = config(max_batch_size=2, max_sequence_idle_microseconds=3_000_000, **strategy)

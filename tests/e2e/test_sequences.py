@@ -308,7 +308,7 @@ def test_places_in_a_direct_batch_are_kept_and_empty_ones_are_zeros(serve: Serve
 
 
 @pytest.mark.promise("Sequences", "In direct mode a slot …")
-def test_what_an_empty_place_looks_like(
+def test_an_empty_slot_has_zeros_and_is_not_ready(
     runtime: moonpool.Runtime, model_file: Callable[[str], Path], tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"

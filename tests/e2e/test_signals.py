@@ -100,7 +100,7 @@ def test_a_stub_starts_with_default_dispositions(tmp_path: Path, level: str, pre
 
 
 @pytest.mark.promise("Lifecycle", "A stub, and each program …")
-def test_what_a_model_starts_has_default_dispositions(
+def test_programs_of_a_model_have_default_dispositions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STARTS", "yes")

@@ -52,7 +52,7 @@ def near(name: str) -> st.SearchStrategy[bytes]:
 
 
 @EVERY_TARGET
-def test_what_is_known_is_borne(name: str) -> None:
+def test_known_inputs_do_no_harm(name: str) -> None:
     assert KNOWN[name]
     for path in KNOWN[name]:
         TARGETS[name](path.read_bytes())
@@ -63,7 +63,7 @@ def test_what_is_known_is_borne(name: str) -> None:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_what_is_near_is_borne(name: str, data: st.DataObject) -> None:
+def test_variants_of_known_inputs_do_no_harm(name: str, data: st.DataObject) -> None:
     TARGETS[name](data.draw(near(name)))
 
 

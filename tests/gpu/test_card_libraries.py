@@ -92,7 +92,7 @@ def test_a_model_of_one_library_and_a_caller_of_another_share_arrays(
         assert (library.values(difference) == A - B).all()
 
 
-def test_what_one_model_answers_is_what_it_is_asked_next(
+def test_an_answer_can_be_the_next_input(
     card_host: Host, library: Library, model_library: str
 ) -> None:
     load_add_sub(card_host, model_library)
@@ -133,7 +133,7 @@ def test_memory_of_the_runtime_s_that_a_library_fills_is_not_copied(
     assert (y.to_host() == 7).all()
 
 
-def test_what_a_caller_s_stream_does_late_is_waited_for_on_the_card(
+def test_late_work_of_a_caller_s_stream_is_waited_for_on_the_card(
     card_host: Host, library: Library, model_library: str
 ) -> None:
     load_add_sub(card_host, model_library)

@@ -105,7 +105,7 @@ def test_an_interface_is_read_as_what_it_says(gpu: Device) -> None:
     assert again.stream == LEGACY
 
 
-def test_what_is_in_ordinary_memory_is_no_array_of_ours(gpu: Device) -> None:
+def test_an_array_in_ordinary_memory_is_not_a_device_array(gpu: Device) -> None:
     assert DeviceArray.of(np.zeros(3)) is None
     assert DeviceArray.of([1, 2]) is None
     assert DeviceArray.of(np.zeros(3).__dlpack__()) is None
@@ -220,7 +220,7 @@ def test_a_capsule_is_used_once(gpu: Device) -> None:
         ({"dl_device": (2, 1)}, "is on device 0"),
     ],
 )
-def test_what_a_capsule_cannot_be_is_refused(
+def test_an_impossible_capsule_is_refused(
     gpu: Device, arguments: dict[str, Any], reason: str
 ) -> None:
     array = array_of(np.zeros(2, np.float32), gpu)
@@ -284,7 +284,7 @@ def test_a_reader_s_stream_waits_for_the_lane(region: DeviceRegion) -> None:
     region.device.close_stream(stream)
 
 
-def test_who_names_no_stream_gets_the_default_one(region: DeviceRegion) -> None:
+def test_a_consumer_without_a_stream_gets_the_default_one(region: DeviceRegion) -> None:
     lane = Lane(region.device)
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     fill(region, 7, lane.stream)
@@ -296,7 +296,9 @@ def test_who_names_no_stream_gets_the_default_one(region: DeviceRegion) -> None:
     lane.close()
 
 
-def test_who_asks_for_no_order_waits_for_nothing_and_is_waited_for(region: DeviceRegion) -> None:
+def test_a_consumer_that_wants_no_order_does_not_wait_and_is_waited_for(
+    region: DeviceRegion,
+) -> None:
     lane = Lane(region.device)
     array = DeviceArray.over(block(region, lane), 0, UINT8, (SIZE,))
     capsule = array.__dlpack__(stream=-1)
@@ -388,7 +390,7 @@ def test_settled_is_what_nothing_is_done_to_any_more(region: DeviceRegion) -> No
     lane.close()
 
 
-def test_who_wrote_goes_on_after_those_that_read(region: DeviceRegion) -> None:
+def test_a_writer_goes_on_after_its_readers(region: DeviceRegion) -> None:
     lane, stream = Lane(region.device), region.device.new_stream()
     array = DeviceArray.over(block(region), 0, UINT8, (SIZE,))
     array.enter(stream)

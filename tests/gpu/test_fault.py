@@ -19,7 +19,7 @@ pytestmark = pytest.mark.promise(
 VALUES = np.arange(16, dtype=np.float32)
 
 
-def test_what_is_let_go_of_after_a_fault_says_nothing(fake: Fake) -> None:
+def test_memory_released_after_a_fault_causes_no_error(fake: Fake) -> None:
     words = fake.run(
         """
         import ctypes, sys

@@ -57,7 +57,7 @@ def test_a_stream_waits_for_another_one_and_nobody_else_does(
     region.device.close_stream(other)
 
 
-def test_what_is_published_comes_after_the_streams_that_are_named(
+def test_publish_comes_after_the_named_streams(
     region: DeviceRegion, lane: Lane, stream: int
 ) -> None:
     fill(region, 7, stream)
@@ -68,7 +68,7 @@ def test_what_is_published_comes_after_the_streams_that_are_named(
     assert peek(region) == 7
 
 
-def test_what_is_published_comes_after_the_streams_of_leases_that_are_gone(
+def test_publish_comes_after_the_streams_of_dropped_leases(
     region: DeviceRegion, lane: Lane, stream: int
 ) -> None:
     lease = block(region, lane)
@@ -82,7 +82,7 @@ def test_what_is_published_comes_after_the_streams_of_leases_that_are_gone(
     assert peek(region) == 7
 
 
-def test_whoever_enters_a_lease_comes_after_all_that_used_it(
+def test_a_stream_that_enters_a_lease_comes_after_all_others(
     region: DeviceRegion, lane: Lane, stream: int
 ) -> None:
     other = region.device.new_stream()
@@ -217,7 +217,7 @@ def test_a_copy_into_pinned_memory_is_done_after_finish(region: DeviceRegion, la
         here.driver.cuMemHostUnregister(address)
 
 
-def test_what_is_kept_is_let_go_of_when_the_copy_is_done(region: DeviceRegion, lane: Lane) -> None:
+def test_a_kept_source_is_released_when_the_copy_is_done(region: DeviceRegion, lane: Lane) -> None:
     class Source:
         """Something to be kept."""
 

@@ -95,7 +95,7 @@ def test_our_memory_is_taken_without_a_copy(region: DeviceRegion, library: Libra
         assert library.values(taken).tolist() == list(range(COUNT))
 
 
-def test_what_a_library_writes_is_in_our_memory(region: DeviceRegion, library: Library) -> None:
+def test_a_library_writes_into_our_memory(region: DeviceRegion, library: Library) -> None:
     array = array_in(region)
     taken = library.take(array)
 

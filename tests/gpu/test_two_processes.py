@@ -132,7 +132,7 @@ def test_a_peer_sees_the_bytes_after_it_received(
 
 
 @pytest.mark.promise("Device memory", "A peer sees bytes that were …")
-def test_what_is_given_back_is_written_to_after_the_peer_read_it(
+def test_a_released_block_is_written_after_the_peer_has_read_it(
     region: DeviceRegion, peer_of: Callable[..., Peer]
 ) -> None:
     peer = peer_of(region)
@@ -230,7 +230,7 @@ def test_the_lane_of_a_peer_that_died_at_work_holds_up_no_other_lane(
     "error a second later, and does not wait.",
 )
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_who_waits_for_a_peer_that_died_at_work_is_told(
+def test_a_wait_for_a_peer_that_died_at_work_ends_with_an_error(
     fake_region: DeviceRegion, peer_of: Callable[..., Peer], when: str
 ) -> None:
     peer = peer_of(fake_region)

@@ -79,7 +79,7 @@ def gains(
         ("kill", "processes.signal_to", {"pid": 1}),
     ],
 )
-def test_what_is_refused_is_counted_by_kind(
+def test_refusals_are_counted_by_kind(
     attackers: Attackers, kind: str, what: str, arguments: dict[str, object]
 ) -> None:
     attacker = attackers("strict")
@@ -107,7 +107,7 @@ def test_what_is_refused_is_counted_by_kind(
         ("self.threads", {}),
     ],
 )
-def test_what_is_allowed_or_is_not_there_is_not_counted(
+def test_allowed_acts_and_missing_files_are_not_counted(
     attackers: Attackers, what: str, arguments: dict[str, object]
 ) -> None:
     """A pair of sockets is one of them: event loops have one each."""
@@ -141,7 +141,7 @@ def test_it_is_told_in_the_log_which_option_would_allow_it(
         runtime.unload("logged")
 
 
-def test_what_is_told_works_when_it_is_granted(
+def test_the_named_option_makes_the_refused_act_work(
     runtime: moonpool.Runtime, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("granted")
@@ -425,7 +425,7 @@ def test_names_are_looked_for_nowhere(attackers: Attackers) -> None:
 # Grants and templates
 
 
-def test_what_was_granted_is_not_counted_and_what_lies_beside_it_is(
+def test_granted_acts_are_not_counted_and_those_beside_them_are(
     runtime: moonpool.Runtime, model_folder: Path
 ) -> None:
     attacker = load_attacker(

@@ -52,7 +52,7 @@ def test_a_crash_leaves_no_core_file(attackers: Attackers, level: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "spin", "wait"])
-def test_what_never_answers_is_ended_at_its_time(
+def test_a_model_that_never_answers_is_ended_at_its_deadline(
     runtime: moonpool.Runtime, model_folder: Path, level: str, how: str
 ) -> None:
     attacker = load_attacker(runtime, level, model_folder, "hanging", EXECUTE_TIMEOUT_S=1)

@@ -151,7 +151,7 @@ def kept_by(attacker: Attacker) -> Path:
     return Path(attacker.finds("files.keep", name="kept"))
 
 
-def test_what_is_in_the_scratch_folder_is_seen_by_nobody_else_and_goes_with_the_process(
+def test_the_scratch_folder_is_private_and_goes_with_the_process(
     attackers: Attackers,
 ) -> None:
     attacker = attackers("strict")

@@ -420,7 +420,7 @@ def test_nested_grants_have_each_their_own_owner(make: Make, load: Load) -> None
 
 @pytest.mark.promise("Layers of the sandbox", "The rights that a granted …")
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
-def test_what_is_mounted_in_a_granted_folder_is_not_lent(make: Make, load: Load) -> None:
+def test_a_mount_in_a_granted_folder_is_not_lent(make: Make, load: Load) -> None:
     folder, other = make(ROOT), make(ROOT, 0o755)
     mounted = folder / "mounted"
     mounted.mkdir()

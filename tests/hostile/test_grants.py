@@ -50,7 +50,7 @@ def test_a_granted_folder_can_be_read_and_one_that_is_granted_so_written(
     assert granted.tries("files.open_to_write", path=f"{data}/readable/file").word != "done"
 
 
-def test_what_lies_beside_a_granted_folder_is_not_granted(granted: Attacker, data: Path) -> None:
+def test_the_neighbours_of_a_granted_folder_are_not_granted(granted: Attacker, data: Path) -> None:
     for path in (f"{data}/file", f"{data}/readable/../file", "/etc/passwd"):
         assert granted.tries("files.read", path=path).word in ("EACCES", "ENOENT")
 
@@ -63,9 +63,7 @@ def test_a_granted_call_is_one_call(granted: Attacker) -> None:
     assert granted.tries("processes.fork_and_read", path="/etc/passwd").done == "EACCES"
 
 
-def test_what_was_granted_is_shown(
-    runtime: moonpool.Runtime, granted: Attacker, data: Path
-) -> None:
+def test_grants_are_shown(runtime: moonpool.Runtime, granted: Attacker, data: Path) -> None:
     told = runtime.instances(granted.name)[0]["sandbox"]
 
     assert isinstance(told, dict)

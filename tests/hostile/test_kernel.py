@@ -136,7 +136,7 @@ PRCTL = ["forget_the_parent", "become_dumpable", "allow_tracers", "move_its_memo
 
 
 @pytest.mark.parametrize("what", PRCTL)
-def test_what_was_put_on_cannot_be_taken_off(attackers: Attackers, what: str) -> None:
+def test_no_layer_can_be_taken_off(attackers: Attackers, what: str) -> None:
     assert attackers("strict").tries(f"kernel.{what}").word in ("EPERM", "killed")
 
 

@@ -124,7 +124,7 @@ def pid_of(runtime: moonpool.Runtime) -> int:
     "by a user that only they have. If there is neither, nor a cgroup, the model does not load.",
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_model_left_ends_when_it_is_unloaded(
+def test_processes_that_a_model_left_end_when_it_is_unloaded(
     runtime: moonpool.Runtime, folder: Path, name: str, way: str
 ) -> None:
     load(runtime, folder, **WAYS[way])
@@ -138,7 +138,7 @@ def test_what_a_model_left_ends_when_it_is_unloaded(
 
 @pytest.mark.promise("Layers of the sandbox", "Processes that a contained model started, …")
 @pytest.mark.parametrize("way", WAYS)
-def test_what_an_instance_left_ends_with_it(
+def test_processes_that_an_instance_left_end_with_it(
     runtime: moonpool.Runtime, folder: Path, name: str, way: str
 ) -> None:
     load(runtime, folder, **WAYS[way])

@@ -68,7 +68,7 @@ NOT_GIVEN: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "or refused. Without a sandbox a model gets more.",
 )
 @pytest.mark.parametrize("what", NOT_GIVEN)
-def test_of_some_things_a_contained_model_has_none(attackers: Attackers, what: str) -> None:
+def test_a_contained_model_has_none_of_some_resources(attackers: Attackers, what: str) -> None:
     attempt, arguments, _ = NOT_GIVEN[what]
 
     outcome = attackers("strict").tries(attempt, **arguments)
@@ -101,7 +101,7 @@ BOUNDED: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @pytest.mark.promise("Layers of the sandbox", "Everything that the kernel holds …")
 @pytest.mark.parametrize("what", BOUNDED)
-def test_of_others_it_has_no_more_than_its_bound(attackers: Attackers, what: str) -> None:
+def test_a_contained_model_has_bounded_amounts_of_others(attackers: Attackers, what: str) -> None:
     attempt, arguments, most = BOUNDED[what]
 
     found = attackers("strict").finds(attempt, **arguments)

@@ -70,11 +70,11 @@ STARTS = ["fork", "clone_without_thread", "clone3_process", "spawn", "execute_pr
 
 
 @pytest.mark.parametrize("what", STARTS)
-def test_what_was_forked_forks_no_further(forked: Attacker, what: str) -> None:
+def test_a_fork_cannot_fork(forked: Attacker, what: str) -> None:
     assert forked.tries(f"processes.{what}").word in ("EPERM", "EACCES", "ENOSYS")
 
 
-def test_what_was_forked_is_as_confined_as_any_other(forked: Attacker) -> None:
+def test_a_fork_is_as_confined_as_any_instance(forked: Attacker) -> None:
     assert forked.tries("files.read", path="/etc/passwd").word == "EACCES"
     assert forked.tries("network.tcp", port=80).word == "EPERM"
     assert forked.tries("kernel.forget_the_parent").word == "EPERM"

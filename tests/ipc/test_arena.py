@@ -230,7 +230,7 @@ def test_a_block_stays_while_somebody_holds_it(arena: Arena) -> None:
     assert arena.used_bytes == 0
 
 
-def test_what_the_creator_raises_reaches_the_caller_and_changes_nothing(arena: Arena) -> None:
+def test_an_error_of_the_creator_reaches_the_caller_and_changes_nothing(arena: Arena) -> None:
     with pytest.raises(OutOfMemory, match=f"no {17 * PAGE} bytes"):
         arena.allocate(16 * PAGE + 1)
 

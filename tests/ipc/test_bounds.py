@@ -78,11 +78,11 @@ def test_long_values_are_counted_too(kind: type, size: int) -> None:
     ],
     ids=["an array", "a map", "arrays in arrays", "empty arrays", "no end of arrays"],
 )
-def test_what_is_announced_is_too_much_before_it_is_there(packet: bytes) -> None:
+def test_announced_values_count_before_they_arrive(packet: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="more values than any message has"):
         check_items(packet)
 
 
 @pytest.mark.parametrize("packet", [b"\xc1" * 10, b"\x92\xc7\x00\x05" * 5, b"\xdb\xff\xff", b""])
-def test_what_is_no_message_is_left_to_msgpack(packet: bytes) -> None:
+def test_bytes_that_are_not_a_message_are_left_to_msgpack(packet: bytes) -> None:
     check_items(packet, 5)

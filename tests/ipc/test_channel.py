@@ -94,7 +94,7 @@ def test_a_larger_packet_is_against_the_rules(ends: Ends, receive: Receive, beyo
         receive(theirs)
 
 
-def test_what_no_packet_can_hold_is_not_sent(ends: Ends) -> None:
+def test_a_packet_that_is_too_large_is_not_sent(ends: Ends) -> None:
     ours, theirs = ends
 
     with pytest.raises(LocalProtocolError, match="Message too long"):
@@ -248,7 +248,7 @@ def test_the_descriptor_is_readable_when_a_packet_or_the_end_can_be_received(end
     assert poll.poll(0)
 
 
-def test_what_was_waited_for_is_received_without_a_look_at_the_socket(ends: Ends) -> None:
+def test_a_packet_that_ended_a_wait_is_received_without_the_socket(ends: Ends) -> None:
     ours, theirs = ends
     for packet in (b"1", b"2", b"3"):
         theirs.send(packet)

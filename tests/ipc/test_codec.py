@@ -241,7 +241,7 @@ def _deep(levels: int) -> list[Any]:
     ids=["object", "set", "complex", "numpy", "array", "2**64", "-2**63-1", "surrogate",
          "function", "endless", "deep", "ellipsis"],
 )  # fmt: skip
-def test_what_cannot_be_sent_is_refused_and_harms_no_later_message(value: object) -> None:
+def test_a_message_that_cannot_be_sent_harms_no_later_one(value: object) -> None:
     for message in ((Kind.LOG, value), (Kind.LOG, {"a": [value]}), (Kind.LOG, "x" * 999, value)):
         with pytest.raises(LocalProtocolError, match=r"^\(<Kind\.LOG: 21>,\) cannot be sent: "):
             encode(*message)

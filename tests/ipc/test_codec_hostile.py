@@ -98,7 +98,7 @@ def _decode_or_refuse(codec: Codec, packet: bytes) -> None:
 @example(b"\x91\x80")
 @example(b"\x92\x02\xa2\xff\xfe")
 @example(b"\x92\x02\xa3\xed\xa0\x80")
-def test_whatever_bytes_come_only_one_error_does(channel: str, packet: bytes) -> None:
+def test_any_bytes_cause_one_error_only(channel: str, packet: bytes) -> None:
     for us in Side:
         codec = Codec(TABLES[channel], us)
         _decode_or_refuse(codec, packet)
@@ -132,7 +132,7 @@ def test_a_packet_made_to_burst_is_refused(channel: str, packet: bytes) -> None:
 
 
 @EVERY_ROW
-def test_what_only_this_side_may_send_is_refused(channel: str, kind: Kind) -> None:
+def test_a_message_of_the_other_side_is_refused(channel: str, kind: Kind) -> None:
     sender = TABLES[channel][kind].sender
     if sender is None:
         return  # either side's

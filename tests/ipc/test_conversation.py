@@ -218,7 +218,7 @@ def test_a_second_answer_is_refused(pair: Pair) -> None:
         pair.runtime.receive()
 
 
-def test_what_cannot_be_encoded_takes_no_turn(confined: Pair) -> None:
+def test_a_message_that_cannot_be_encoded_takes_no_turn(confined: Pair) -> None:
     with pytest.raises(LocalProtocolError, match="cannot be sent"):
         confined.runtime.send(Kind.START, object())
 
@@ -274,7 +274,7 @@ def test_a_place_where_nothing_lies_is_refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("inner", [Kind.INDIRECT, Kind.EXECUTE, Kind.LOADED])
-def test_what_lies_in_memory_is_held_to_the_same_rules(confined: Pair, inner: Kind) -> None:
+def test_a_message_in_memory_obeys_the_same_rules(confined: Pair, inner: Kind) -> None:
     place = confined.shelf.store(encode(*least(inner)))
     confined.shelf.packets[7, 64, 100] = encode(*least(Kind.START))
     confined.runtime.channel.send(encode(Kind.INDIRECT, *place))

@@ -15,7 +15,7 @@ from moonpool.ipc.messages import LAYOUT
 
 
 @given(values(LAYOUT.item))
-def test_what_the_table_describes_passes(layout: list[Any]) -> None:
+def test_layouts_of_the_table_pass(layout: list[Any]) -> None:
     assert unpack_layout(encode(*layout)) == layout
 
 

@@ -200,7 +200,7 @@ def test_a_lease_is_the_bytes_of_its_block(host_region: Region, returned: Return
     assert lease[:4].tobytes() == b"moon"
 
 
-def test_what_is_written_through_a_view_of_a_lease_is_in_the_region(
+def test_writes_through_a_view_of_a_lease_are_in_the_region(
     host_region: Region, returned: Returns
 ) -> None:
     lease = host_region.lease(64, 32, returned, "block")

@@ -14,7 +14,7 @@ TEXTS = st.text(st.characters() | st.sampled_from("aé€😀\ud800"))
 
 
 @given(TEXTS, st.integers(0, 40))
-def test_what_is_cut_fits_and_is_the_text_as_far_as_it_goes(text: str, most: int) -> None:
+def test_a_cut_text_fits_and_is_a_part_of_the_text(text: str, most: int) -> None:
     whole = text.encode("utf-8", "replace").decode()
     first, last = beginning(text, most), end(text, most)
 
@@ -27,5 +27,5 @@ def test_what_is_cut_fits_and_is_the_text_as_far_as_it_goes(text: str, most: int
 
 
 @pytest.mark.parametrize("text", ["", "a", "é", "😀" * 10])
-def test_what_fits_stays_as_it_is(text: str) -> None:
+def test_a_text_that_fits_stays_as_it_is(text: str) -> None:
     assert beginning(text, size_of(text)) == end(text, size_of(text)) == text

@@ -128,7 +128,7 @@ def huge_model(bad: Path) -> None:
         (huge_model, "it is larger than 64 MiB"),
     ],
 )
-def test_what_is_no_model_costs_itself_alone_and_is_logged_once(
+def test_a_broken_folder_harms_itself_alone_and_is_logged_once(
     runtime: moonpool.Runtime,
     models: Path,
     caplog: pytest.LogCaptureFixture,

@@ -42,7 +42,9 @@ def test_a_line_has_triton_s_form() -> None:
     "The server (`moonpool serve`)",
     "A malformed record for the log does not fail the code that logs it.",
 )
-def test_whoever_logs_wrongly_does_not_fail_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_log_record_does_not_fail_its_caller(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     stream = io.StringIO()
     with logged(ServerLog(LogOptions(), stream)):
         LOG.warning("%d", "no number")

@@ -59,7 +59,7 @@ def test_metadata_has_all_versions_and_the_batch_dimension(metadata: Metadata) -
         ("two", "x", "failed to get model version from specified version string 'x'"),
     ],
 )
-def test_what_is_not_there_has_no_metadata_and_no_configuration(
+def test_missing_models_have_no_metadata_and_no_configuration(
     metadata: Metadata, name: str, version: str, text: str
 ) -> None:
     for ask in (metadata.model_metadata, metadata.model_config):

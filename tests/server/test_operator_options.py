@@ -261,7 +261,7 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file_o
         ('[models.a]\nMOONPOOL_SANDBOX_PATHS = ["/a", "/b"]', "with commas between several"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_an_error_that_says_where(
+def test_a_mistake_in_the_file_is_an_error_with_its_place(
     tmp_path: Path, text: str, what: str
 ) -> None:
     file = tmp_path / "server.toml"

@@ -142,7 +142,7 @@ def test_the_page_has_every_option_as_it_is() -> None:
     assert file.read_text() == page()
 
 
-def test_what_the_document_on_serving_shows_is_right(file: Path) -> None:
+def test_the_examples_in_the_document_on_serving_are_right(file: Path) -> None:
     document = Path(__file__).parents[2] / "docs" / "SERVING.md"
     if not document.is_file():
         pytest.skip("only the tests are here, without the documents")
@@ -214,7 +214,7 @@ def test_booleans_are_read_as_triton_reads_them(text: str) -> None:
         ("sandbox", "x", "must be off, standard, best-effort or strict"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_place(flag: str, text: str, what: str) -> None:
+def test_an_impossible_value_is_refused_with_its_place(flag: str, text: str, what: str) -> None:
     with pytest.raises(BadOption) as raised:
         read({flag: [text]})
     assert what in str(raised.value)
@@ -256,7 +256,7 @@ def test_a_variable_that_is_misspelt_is_an_error() -> None:
         read({}, {"MOONPOOL_SERVE_HTTP_PROT": "1"})
 
 
-def test_what_has_no_effect_here_is_told_with_the_reason() -> None:
+def test_options_without_effect_are_reported_with_the_reason() -> None:
     said = {"backend-config": ["python,shm-default-byte-size=1"], "allow-vertex-ai": ["false"]}
     _, without_effect = read_options({**said, "model-namespacing": ["false"]}, {})
 

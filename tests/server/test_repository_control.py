@@ -227,7 +227,7 @@ def test_a_poll_loads_what_is_new_or_changed_and_unloads_what_is_gone(
     "The model repository of a server",
     "The log says once that a model is gone from the repository.",
 )
-def test_that_a_model_is_gone_is_said_once(
+def test_a_missing_model_is_logged_once(
     models: Path, runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "moonpool")
@@ -287,7 +287,7 @@ def test_a_poll_keeps_what_serves_where_its_replacement_fails(
     assert runtime.infer("good", IN)["OUT"].tolist() == [[1.0] * 4]
 
 
-def test_what_failed_is_tried_again_when_it_has_changed_or_somebody_says_so(
+def test_a_failed_model_is_tried_again_after_a_change_or_on_demand(
     runtime: moonpool.Runtime, models: Path, tmp_path: Path
 ) -> None:
     tries = tmp_path / "tries"

@@ -74,7 +74,7 @@ def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Sai
     "The server (`moonpool serve`)",
     "An error about a certificate, a key or an address names its flag or its port.",
 )
-def test_what_is_wrong_with_certificates_is_said_of_their_flags(
+def test_errors_about_certificates_name_their_flags(
     models: Path, tmp_path: Path, said: Said
 ) -> None:
     key, certificate = self_signed(tmp_path)
@@ -96,7 +96,7 @@ def test_what_is_wrong_with_certificates_is_said_of_their_flags(
         assert (code, what in text) == (2, True), text
 
 
-def test_what_is_wrong_in_other_places_is_named(models: Path, tmp_path: Path, said: Said) -> None:
+def test_mistakes_in_other_places_are_named(models: Path, tmp_path: Path, said: Said) -> None:
     file = tmp_path / "server.toml"
     file.write_text("http-port = 'x'")
     code, text = said(models, "--config", file)
@@ -133,7 +133,7 @@ def test_options_come_from_a_file_and_the_environment(models: Path, tmp_path: Pa
 
 
 @pytest.mark.promise("The server (`moonpool serve`)", "Every flag of tritonserver is known: …")
-def test_what_does_nothing_here_is_said_once(models: Path) -> None:
+def test_options_without_effect_are_logged_once(models: Path) -> None:
     flags = ("--backend-config=python,shm-default-byte-size=1", "--backend-config=python,x=y")
     with running(models, *flags, "--load-model=good") as server:
         lines = [line for line in server.text().splitlines() if "has no effect" in line]
@@ -219,7 +219,7 @@ def test_a_load_that_failed_is_tried_again_as_often_as_wanted(models: Path, tmp_
     assert os.path.getsize(tries) == 3
 
 
-def test_what_a_model_prints_is_a_line_of_the_log(models: Path) -> None:
+def test_prints_of_a_model_are_lines_of_the_log(models: Path) -> None:
     write(models, "loud", ECHO + "\nprint('hello', flush=True)\n")
     with running(models) as server:
         server.wait_for("[loud_0_0] hello\n")

@@ -73,7 +73,7 @@ def is_refused(port: int) -> bool:
     "Requests that are under way when the server gets a signal to end are answered. Those "
     "that take longer than the exit timeout are cut off, and the log says so.",
 )
-def test_what_is_under_way_when_the_server_is_told_to_end_is_answered(models: Path) -> None:
+def test_requests_in_flight_at_the_signal_are_answered(models: Path) -> None:
     file = write(models, "waits", WAITS)
     with running(models) as server:
         asking = Asking(server, "waits")
@@ -92,7 +92,7 @@ def test_what_is_under_way_when_the_server_is_told_to_end_is_answered(models: Pa
 
 
 @pytest.mark.promise("The server (`moonpool serve`)", "Requests that are under way when …")
-def test_what_takes_longer_than_the_time_to_exit_is_cut_off(models: Path) -> None:
+def test_requests_longer_than_the_exit_timeout_are_cut_off(models: Path) -> None:
     write(models, "waits", WAITS)
     with starting(models, "--exit-timeout-secs=1") as server:
         server.wait_for("] Ready")

@@ -55,7 +55,7 @@ def test_another_key_that_is_missing_leads_nowhere(level: str) -> None:  # noqa:
     assert first_line(raised.value) == "KeyError: 'MY_ENV'"
 
 
-def test_what_an_error_was_raised_from_counts_and_what_was_set_aside_does_not(level: str) -> None:  # noqa: ARG001
+def test_causes_of_an_error_count_unless_they_are_suppressed(level: str) -> None:  # noqa: ARG001
     error = ValueError("no")
     error.__context__ = OSError("between")
     error.__context__.__cause__ = MemoryError()

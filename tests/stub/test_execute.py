@@ -45,7 +45,7 @@ def test_a_subclass_of_a_response_is_a_response() -> None:
     validate([Mine()], requests(1))
 
 
-def test_what_is_no_list_is_refused() -> None:
+def test_a_return_value_that_is_not_a_list_is_refused() -> None:
     assert refusal((), requests(0)) == (
         "Expected a list in the execute return, found type '<class 'tuple'>'."
     )

@@ -183,7 +183,9 @@ def test_readiness_is_the_same(file: Path, ready: str) -> None:
     assert (said[0] is None) == (ready == "True")
 
 
-def test_what_does_not_fit_is_refused(load: Callable[..., testing.LoadedModel], file: Path) -> None:
+def test_requests_that_do_not_fit_are_refused(
+    load: Callable[..., testing.LoadedModel], file: Path
+) -> None:
     with load(file, name="m", config=CONFIG) as model:
         for inputs in ({"WISH": ROW}, {"OTHER": [["a"]]}, {"WISH": [["a"]] * 5}, {"WISH": ["a"]}):
             with pytest.raises(moonpool.InvalidRequest):

@@ -268,7 +268,7 @@ def test_a_batch_is_one_call_of_execute() -> None:
             model.infer_batch([{"X": ROW}] * 9)
 
 
-def test_what_the_runtime_would_refuse_never_reaches_the_model() -> None:
+def test_requests_that_the_runtime_would_refuse_never_reach_the_model() -> None:
     with load(lambda _: pytest.fail("it was called")) as model:
         for inputs, why in {
             ("X", "float64"): "data-type is 'FP64'",
@@ -318,7 +318,7 @@ def test_only_the_wanted_outputs_come_back() -> None:
         assert list(model.infer(testing.request({"X": ROW}, outputs=["Z"])).outputs) == ["Z"]
 
 
-def test_what_the_model_raises_is_the_cause_of_the_error() -> None:
+def test_an_exception_of_the_model_is_the_cause_of_the_error() -> None:
     def execute(_: object) -> object:
         raise ZeroDivisionError("by hand")
 
@@ -392,7 +392,7 @@ def test_a_package_of_an_environment_that_is_not_used_here_is_told_of(tmp_path: 
         testing.load(tmp_path / "m", config={**CONFIG, "parameters": parameters})
 
 
-def test_what_the_model_logs_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_the_model_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     def execute(_: object) -> object:
         pb_utils.Logger.log_warn("careful")
         logging.getLogger("theirs").error("plain")
@@ -611,7 +611,7 @@ def test_a_coroutine_that_raises_fails_its_requests() -> None:
 # The end of a model, and other kinds of files
 
 
-def test_what_finalize_raises_is_raised_and_the_imports_are_as_before(tmp_path: Path) -> None:
+def test_an_exception_of_finalize_is_raised_and_the_imports_are_as_before(tmp_path: Path) -> None:
     code = "class TritonPythonModel:\n    def finalize(self):\n        raise ValueError('at the end')\n"
     write(tmp_path, {"m/1/model.py": code})
     model = testing.load(tmp_path / "m", config=CONFIG)

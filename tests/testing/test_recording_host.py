@@ -177,7 +177,7 @@ def fails(a: Any) -> object:
         ),
     ],
 )
-def test_what_goes_wrong_is_in_the_response(models: Any, why: str, code: str) -> None:
+def test_errors_of_other_models_are_in_the_response(models: Any, why: str, code: str) -> None:
     with asker(doubled, models) as model:
         (response,) = model.responses(X=ROW)
 

@@ -222,7 +222,7 @@ SURVIVED = {
 
 
 @pytest.mark.parametrize("name", SURVIVED)
-def test_what_triton_dies_of_is_survived(both: Both, name: str) -> None:
+def test_calls_that_triton_dies_of_do_no_harm(both: Both, name: str) -> None:
     code, said = SURVIVED[name]
 
     assert both.ours(code) == said

@@ -26,7 +26,7 @@ for n, x in enumerate([1e6, 1e15, 1e16, 1e17, 1e22, 1e-5, 1/3, 0.1+0.2, -0.0, 12
 """
 
 
-def test_what_models_made_is_shown_in_the_same_lines(both: Both) -> None:
+def test_metrics_of_models_are_shown_in_the_same_lines(both: Both) -> None:
     both.said(MADE + "1")
     theirs, ours = (
         [line for line in text.splitlines() if "shown_" in line]

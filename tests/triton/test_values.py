@@ -103,7 +103,7 @@ def test_a_wrong_request_is_refused_in_the_same_words(both: Both, name: str) -> 
     both.failure(model, inputs)
 
 
-def test_what_triton_lets_through_or_says_of_something_else_is_refused(both: Both) -> None:
+def test_requests_that_triton_lets_through_or_misreports_are_refused(both: Both) -> None:
     theirs = both.triton.infer("facts", {"Y": X[:2]})
     ours = both.moonpool.infer("facts", {"Y": X[:2]})
 

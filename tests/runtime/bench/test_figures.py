@@ -150,7 +150,7 @@ def test_subjects_take_turns_until_all_are_stable() -> None:
 
 
 @pytest.mark.promise("Measuring (`moonpool bench`)", "A figure comes from three …")
-def test_what_does_not_settle_is_given_up_and_said() -> None:
+def test_a_load_that_does_not_settle_is_given_up_and_reported() -> None:
     [[point]] = sweep(
         [Steps("a", [1, 100, 1, 100], [])],
         [Concurrency(1)],
@@ -205,7 +205,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_result_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_file_that_is_not_a_result_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "file.json"
     path.write_text(text)
 
@@ -252,7 +252,7 @@ def test_results_of_other_requests_are_not_compared(
 
 
 @pytest.mark.promise("Measuring (`moonpool bench`)", "Results of different requests are not …")
-def test_what_else_differs_is_named() -> None:
+def test_other_differences_are_named() -> None:
     assert differences(about(), about(date="yesterday", where="there")) == []
     assert differences(
         about(), about(processes=2, configuration_fields={"input": "1", "backend": "2"})
@@ -341,6 +341,6 @@ def test_an_address_is_read(text: str, found: Endpoint) -> None:
 @pytest.mark.parametrize(
     "text", ["localhost:8000", "ftp://a", "http://a:x", "https://a", "grpc://a/b", "http://u@a", ""]
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_a_malformed_address_is_refused(text: str) -> None:
     with pytest.raises(BadAddress):
         Endpoint.parse(text)

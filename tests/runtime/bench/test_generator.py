@@ -65,7 +65,7 @@ def test_a_closed_loop_counts_what_was_answered(kserve: Kserve, scheme: str, ele
     "Requests that a server refuses, hangs up on or never answers are counted by reason, and "
     "each of them ends.",
 )
-def test_what_a_server_refuses_is_counted_by_its_words(kserve: Kserve, scheme: str) -> None:
+def test_refusals_of_a_server_are_counted_by_their_text(kserve: Kserve, scheme: str) -> None:
     pressed = generator(kserve, scheme, question("fails"))
     try:
         tally = pressed.closed_loop(2, SECONDS, time.perf_counter_ns())
@@ -185,7 +185,7 @@ def test_where_nobody_listens_the_window_ends() -> None:
         ),
     ],
 )
-def test_what_is_no_answer_is_an_error_of_its_request(said: bytes, error: str) -> None:
+def test_a_malformed_answer_is_an_error_of_its_request(said: bytes, error: str) -> None:
     assert set(pressed_where(said).errors) == {error}
 
 

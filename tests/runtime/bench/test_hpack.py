@@ -23,13 +23,13 @@ def test_strings_in_huffmans_code_are_read(coded: str, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("coded", ["ffffffff", "00" * 3 + "1e", "ffff"])
-def test_what_is_no_such_string_is_refused(coded: str) -> None:
+def test_a_malformed_string_is_refused(coded: str) -> None:
     with pytest.raises(WireError):
         hpack.text_of(bytes.fromhex(coded))
 
 
 @pytest.mark.parametrize("size", [0, 1, 126, 127, 128, 300, 20_000])
-def test_what_is_written_is_read(size: int) -> None:
+def test_a_written_block_can_be_read(size: int) -> None:
     block = hpack.literal(b"grpc-status", b"0") + hpack.literal(b"x", b"y" * size)
 
     assert hpack.headers_of(block) == {b"grpc-status": b"0", b"x": b"y" * size}

@@ -64,7 +64,7 @@ def test_a_message_has_what_the_json_has(is_stream: bool) -> None:
     assert ("triton_enable_empty_final_response" in found.parameters) == is_stream
 
 
-def test_what_lies_in_shared_memory_is_named_and_not_sent() -> None:
+def test_a_tensor_in_shared_memory_is_named_and_not_sent() -> None:
     question = Question("m", "", [FLOATS], {"A": Place("in", 4, 8)}, {"OUT": Place("out", 0, 16)})
     place = {
         "shared_memory_region": "in",

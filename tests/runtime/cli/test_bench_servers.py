@@ -185,7 +185,7 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["m", "--url", "http://a", "--warm-up", "nan"], "--warm-up must be 0 or more"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(
+def test_options_that_do_not_fit_together_are_refused(
     cli: CommandLine, words: list[str], error: str
 ) -> None:
     ended = cli("bench", *words)

@@ -114,7 +114,7 @@ def test_limits_of_configurations_are_those_of_the_server(cli: CommandLine, tmp_
     assert "--model-config-limit must be one of config_bytes" in ended.stderr
 
 
-def test_what_is_no_file_is_an_error_of_its_model_alone(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_pipe_is_an_error_of_its_model_alone(cli: CommandLine, tmp_path: Path) -> None:
     write_model(tmp_path / "mixed", "good", TRITON, IO)
     write_model(tmp_path / "mixed", "pipe", TRITON, IO)
     (tmp_path / "mixed" / "pipe" / "config.pbtxt").unlink()
@@ -152,7 +152,7 @@ GRANT = "asks:MOONPOOL_SANDBOX_PATHS=/usr,rw:/var/tmp,MOONPOOL_SANDBOX_PORTS=443
     "`moonpool check --sandbox strict` prints what a model asks for beyond its level as a grant "
     "that can be pasted and is taken.",
 )
-def test_what_a_model_asks_for_is_printed_in_a_form_to_paste(
+def test_the_grants_of_a_model_are_printed_in_a_form_to_paste(
     cli: CommandLine, strangers: Path
 ) -> None:
     (cli.folder / "strangers").symlink_to(strangers)
@@ -178,7 +178,7 @@ def test_what_a_model_asks_for_is_printed_in_a_form_to_paste(
     assert ended.stdout.startswith("ok: asks: version 1")
 
 
-def test_what_would_paste_as_something_else_is_not_printed_to_be_pasted(
+def test_a_grant_that_would_paste_as_something_else_is_not_printed(
     cli: CommandLine, strangers: Path
 ) -> None:
     ended = cli("check", strangers, "hostile", "--sandbox", "strict")

@@ -49,7 +49,7 @@ def test_texts_come_out_as_json(cli: CommandLine) -> None:
 
 @pytest.mark.promise("HTTP", "A parameter of a request or …")
 @pytest.mark.parametrize("datatype", ["FP32", "FP16"])
-def test_what_json_has_no_number_for_comes_out_as_text(cli: CommandLine, datatype: str) -> None:
+def test_nan_and_infinities_are_printed_as_texts(cli: CommandLine, datatype: str) -> None:
     kind = {"FP32": "Float32", "FP16": "Float16"}[datatype]
     write_model(
         cli.folder / "models",
@@ -72,7 +72,7 @@ def test_texts_come_out_as_a_file_without_pickle(cli: CommandLine) -> None:
     assert np.load(cli.folder / "ANSWER.npy", allow_pickle=False).tolist() == [[b"alive: a"]]
 
 
-def test_what_the_model_raises_is_shown_once_with_its_place(cli: CommandLine) -> None:
+def test_an_exception_is_shown_once_with_its_place(cli: CommandLine) -> None:
     ended = cli("infer", MODELS, "crashes", "--input", 'WISH=[["raise"]]')
 
     assert ended.returncode == 1

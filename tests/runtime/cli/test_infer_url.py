@@ -85,7 +85,7 @@ def test_a_header_goes_along(cli: CommandLine, kserve: Kserve) -> None:
         (["add_sub", *SUMS, "--version", "7"], "7"),
     ],
 )
-def test_what_the_server_refuses_is_told(
+def test_a_refusal_of_the_server_is_shown(
     cli: CommandLine, url: str, words: list[str], error: str
 ) -> None:
     ended = cli("infer", "--url", url, *words)
@@ -107,7 +107,7 @@ def test_what_the_server_refuses_is_told(
         (["m", "--url", "http://a", "--model-option", "m:MOONPOOL_THREADS=1"], "not for --url"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(
+def test_options_that_do_not_fit_together_are_refused(
     cli: CommandLine, words: list[str], error: str
 ) -> None:
     ended = cli("infer", *words)

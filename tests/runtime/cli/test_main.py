@@ -95,7 +95,7 @@ def test_options_stand_anywhere(cli: CommandLine, words: str) -> None:
     assert "normalise" in ended.stdout or "Y" in ended.stdout
 
 
-def test_what_is_missing_is_named_and_what_may_be_missing_is_not(cli: CommandLine) -> None:
+def test_missing_arguments_are_named_but_not_optional_ones(cli: CommandLine) -> None:
     assert cli("check").stderr.endswith("the following arguments are required: REPO\n")
 
 

@@ -71,7 +71,7 @@ def test_every_layer_is_there_in_the_order_in_which_it_is_put_on(here: Told) -> 
     "The command reports for `strict` the layers that a model really got. It exits with 1 if no "
     "model can be loaded at `strict`.",
 )
-def test_what_strict_is_here_is_what_the_layers_say(here: Told) -> None:
+def test_the_report_on_strict_agrees_with_the_layers(here: Told) -> None:
     required = [layer for layer in here.layers.values() if layer["is_required"]]
     assert here.strict["works"] == all(layer["is_offered"] for layer in required)
     assert here.code == (0 if here.strict["works"] else 1)

@@ -56,7 +56,7 @@ def test_it_prints_what_infer_prints(cli: CommandLine) -> None:
     assert ended.returncode == 0
 
 
-def test_what_the_model_says_is_seen(cli: CommandLine) -> None:
+def test_prints_and_logs_of_the_model_are_shown(cli: CommandLine) -> None:
     model = write(cli.folder, "print('printed'); pb_utils.Logger.log_info('logged\\x1b[2J')")
     ended = cli("run-model", model, "--input", "X=[1]", "--json")
 

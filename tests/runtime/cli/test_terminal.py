@@ -136,7 +136,7 @@ def test_a_death_and_a_return_are_shown(tty: Tty) -> None:
     assert re.search(r"m_0 ready 0\.\d s\n", tty.getvalue())
 
 
-def test_what_a_model_says_cannot_command_the_terminal(tty: Tty) -> None:
+def test_texts_of_a_model_cannot_command_the_terminal(tty: Tty) -> None:
     moonpool.Progress(tty)("m_0", "FAILED", "\x1b]0;owned\x07")
 
     assert "\x1b]" not in tty.getvalue()

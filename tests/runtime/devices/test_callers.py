@@ -75,7 +75,7 @@ def test_arrays_of_other_libraries_are_copied_once_on_the_device(fake_host: Fake
 
 
 @pytest.mark.promise("GPUs in the runtime", "Memory of the runtime's own on …")
-def test_what_a_library_made_of_the_runtimes_memory_is_lent_as_well(fake_host: FakeHost) -> None:
+def test_a_library_s_array_over_the_runtime_s_memory_is_lent_as_well(fake_host: FakeHost) -> None:
     fake_host.load()
 
     class View:
@@ -152,7 +152,7 @@ def test_other_wishes_are_refused(host: Host, wish: str) -> None:
 
 @pytest.mark.promise("GPUs in the runtime", "Outputs arrive in the memory …")
 @pytest.mark.parametrize("kind", ["GPU", "CPU"])
-def test_what_is_only_passed_on_comes_in_ordinary_memory(host: Host, kind: str) -> None:
+def test_outputs_for_servers_come_in_ordinary_memory(host: Host, kind: str) -> None:
     """HTTP and gRPC send such outputs on as bytes."""
     host.load(kind=kind)
     hosted = host.runtime.registry.find("m", None)
@@ -181,7 +181,7 @@ def test_the_runtime_has_no_context_before_device_memory_is_handled(fake_host: F
     "GPUs in the runtime",
     "Each reader of a tensor waits until the device has written it.",
 )
-def test_what_the_device_does_late_is_waited_for(
+def test_late_work_of_the_device_is_waited_for(
     fake_host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "20000")

@@ -81,7 +81,7 @@ def test_the_stub_is_told_of_a_lane_once(ends: Ends) -> None:
         ends.lanes.lane(9)
 
 
-def test_what_the_stub_says_is_waited_for_until_its_event_is_known(ends: Ends) -> None:
+def test_a_receive_waits_until_the_stub_s_event_is_known(ends: Ends) -> None:
     ends.lanes.lane(0)
     received = threading.Thread(target=ends.lanes.receive, name="receives")
     received.start()
@@ -103,7 +103,7 @@ def test_a_stub_that_never_says_its_event_is_not_waited_for_for_ever(
         ends.lanes.receive()
 
 
-def test_who_reads_for_all_does_not_wait_for_a_stub_that_does_not_say_its_event(ends: Ends) -> None:
+def test_the_reading_thread_does_not_wait_for_a_missing_event(ends: Ends) -> None:
     ends.lanes.lane(0)
     ends.to_read = []
 
@@ -113,7 +113,7 @@ def test_who_reads_for_all_does_not_wait_for_a_stub_that_does_not_say_its_event(
         ends.lanes.met(0)
 
 
-def test_who_reads_for_all_takes_in_an_event_that_has_come(ends: Ends) -> None:
+def test_the_reading_thread_handles_an_event_that_has_arrived(ends: Ends) -> None:
     lane = ends.lanes.lane(0)
     # The messages before the event have to be received as well.
     ends.to_read = [*[ends.lanes.receive] * 200, lambda: ends.lanes.meet(0, b"")]
@@ -123,7 +123,7 @@ def test_who_reads_for_all_takes_in_an_event_that_has_come(ends: Ends) -> None:
     assert ends.lanes.met(0) is lane
 
 
-def test_who_waits_is_let_go_of_when_the_stub_is_gone(ends: Ends) -> None:
+def test_a_wait_ends_when_the_stub_is_gone(ends: Ends) -> None:
     ends.lanes.lane(0)
     waiting = threading.Thread(target=ends.lanes.receive, name="receives")
     waiting.start()

@@ -31,7 +31,7 @@ STEPS: list[Call] = [
 @pytest.mark.promise("Lifecycle", "The seven functions of a …")
 @pytest.mark.parametrize("step", STEPS, ids=" ".join)
 @pytest.mark.parametrize("error", [Planned("as planned"), SystemExit("as planned")], ids=repr)
-def test_what_was_initialized_is_finalized_when_a_later_step_fails(
+def test_initialized_parts_are_finalized_when_a_later_step_fails(
     tmp_path: Path, step: Call, error: BaseException
 ) -> None:
     folder = model_directory(tmp_path / "m", 1, 2)

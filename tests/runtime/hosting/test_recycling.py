@@ -105,7 +105,7 @@ def _counter(runtime: Runtime) -> str:
     "Limits",
     "If several instances have served long enough, they are recycled one at a time.",
 )
-def test_of_several_instances_one_leaves_at_a_time(folder: Path) -> None:
+def test_instances_are_recycled_one_at_a_time(folder: Path) -> None:
     with holding(folder, **after(1), **counted(2)) as (backend, runtime):
         held = threading.Event()
         finalize = backend.model_instance_finalize

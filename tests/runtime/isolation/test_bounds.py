@@ -45,7 +45,7 @@ def test_without_a_group_the_process_limits_itself(
 
 
 @pytest.mark.parametrize("name", ["memory_bytes", "data_bytes"])
-def test_what_a_group_limits_the_process_need_not(
+def test_a_limit_of_the_cgroup_is_not_set_again_for_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     groups = Left(tmp_path, "memory", "pids", "cpu")

@@ -151,7 +151,7 @@ def test_a_group_is_told_its_limits_and_names_the_one_that_was_reached(tmp_path:
     )
 
 
-def test_what_a_group_does_not_limit_is_left_to_others(tmp_path: Path) -> None:
+def test_limits_that_the_cgroup_lacks_are_left_to_other_means(tmp_path: Path) -> None:
     place = CgroupPlace(tmp_path, frozenset({"cpu"}))
     group = Group(place, "one", {"memory_bytes": 1 << 30, "tasks": 64}, 100)
     assert group.limits == {}

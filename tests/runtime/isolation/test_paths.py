@@ -23,7 +23,7 @@ def covers(paths: list[str], path: str | Path) -> bool:
     return any(place.is_relative_to(each) for each in paths)
 
 
-def test_what_lies_in_another_one_is_left_out(tmp_path: Path) -> None:
+def test_folders_inside_others_are_left_out(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     (tmp_path / "ab").mkdir()

@@ -57,7 +57,7 @@ def test_a_granted_path_that_is_not_there_fails_the_load(
 @pytest.mark.parametrize(
     "missing", ["tempfile.mkdtemp", "socket.socketpair", "os.pipe2", "os.pidfd_open"]
 )
-def test_what_was_taken_is_given_back_where_no_process_can_be_started(
+def test_resources_are_released_when_no_process_can_be_started(
     runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
@@ -75,7 +75,7 @@ def test_what_was_taken_is_given_back_where_no_process_can_be_started(
     runtime.load("echo", FILE, config=ECHO | options(SANDBOX="strict"))
 
 
-def test_what_is_given_back_once_is_not_given_back_again(tmp_path: Path) -> None:
+def test_resources_are_released_only_once(tmp_path: Path) -> None:
     """It may be another instance's by then."""
     raw = minimal("m") | {"parameters": {"MOONPOOL_SANDBOX": {"string_value": "strict"}}}
     source = ModelSource("triton", FILE, None, FILE.parent, FILE.parent)

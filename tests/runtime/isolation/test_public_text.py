@@ -69,7 +69,7 @@ def test_a_confined_model_s_error_has_no_folders_addresses_or_source(text: str, 
         "ümläute und so",
     ],
 )
-def test_what_is_no_path_stays(text: str) -> None:
+def test_texts_that_are_not_paths_stay(text: str) -> None:
     assert scrubbed(text) == text
 
 
@@ -77,7 +77,7 @@ NAMES = st.lists(st.text("abcXYZ019_-.", min_size=1), min_size=2)
 
 
 @given(NAMES, st.sampled_from(["{}", "no '{}'", 'File "{}", line 3', "({})", "<{}>", "a={}, b"]))
-def test_of_a_path_the_last_name_is_left_wherever_it_stands(names: list[str], around: str) -> None:
+def test_a_path_is_cut_to_its_last_name_wherever_it_stands(names: list[str], around: str) -> None:
     assert scrubbed(around.format("/" + "/".join(names))) == around.format(names[-1])
 
 
@@ -97,7 +97,7 @@ def test_moonpool_s_own_words_have_no_paths_at_any_level() -> None:
     )
 
 
-def test_what_nobody_foresaw_is_told_as_that() -> None:
+def test_an_unforeseen_error_has_a_general_text() -> None:
     error = FileNotFoundError(2, "No such file", "/srv/secret")
     assert public_text(error, "r7") == "internal error; see the server's log (request id: r7)"
 

@@ -69,7 +69,7 @@ def test_it_goes_however_deep_its_folders_are(place: Path) -> None:
     assert not list(place.iterdir())
 
 
-def test_what_cannot_be_removed_is_told(
+def test_a_folder_that_cannot_be_removed_is_logged(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = scratch.make(None)
@@ -119,7 +119,7 @@ def test_a_folder_of_somebody_else_that_is_named_so_stays(place: Path) -> None:
     theirs.rmdir()
 
 
-def test_what_a_killed_runtime_left_is_removed_by_the_next(place: Path) -> None:
+def test_folders_of_a_killed_runtime_are_removed_by_the_next(place: Path) -> None:
     left = left_by_a_killed_runtime(place)
     left.mkdir()
     (left / "file").touch()

@@ -102,7 +102,7 @@ def test_empty_files_are_not_free(tmp_path: Path) -> None:
     assert size_of_folder(str(tmp_path), 50_000) > 50_000
 
 
-def test_what_is_too_deep_to_be_seen_is_too_much(tmp_path: Path) -> None:
+def test_folders_too_deep_to_be_read_exceed_the_limit(tmp_path: Path) -> None:
     at = os.open(tmp_path, os.O_DIRECTORY)
     for _ in range(20):
         os.mkdir("d" * 250, dir_fd=at)

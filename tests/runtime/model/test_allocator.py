@@ -183,7 +183,7 @@ def test_a_buffer_that_will_not_do_is_the_outcome_of_the_request(
 
 
 @pytest.mark.parametrize("function", ["start", "alloc"])
-def test_what_the_allocator_raises_is_the_outcome_of_the_request(
+def test_an_error_of_the_allocator_is_the_outcome_of_the_request(
     runtime: Runtime, function: str
 ) -> None:
     def fail(*_: object) -> None:
@@ -195,7 +195,7 @@ def test_what_the_allocator_raises_is_the_outcome_of_the_request(
         runtime.infer("m", x(1), allocator=allocator)
 
 
-def test_what_was_allocated_before_a_failure_is_released(runtime: Runtime) -> None:
+def test_buffers_allocated_before_a_failure_are_released(runtime: Runtime) -> None:
     def make(size: int) -> bytearray:
         if len(allocator.buffers) == 1:
             raise Planned("only one")

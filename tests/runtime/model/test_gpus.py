@@ -62,7 +62,7 @@ def test_without_a_kind_instances_go_to_every_gpu_as_in_triton() -> None:
 @pytest.mark.promise("GPUs in the runtime", "Instances are placed on GPUs as …")
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("options", [{"SANDBOX": "strict"}, {"PREFORK": "initialize"}])
-def test_who_could_not_use_a_gpu_gets_one_only_by_name(options: dict[str, str]) -> None:
+def test_a_model_that_cannot_use_a_gpu_gets_one_only_by_name(options: dict[str, str]) -> None:
     assert kinds(model(**options)) == [("CPU", ())]
     assert kinds(model({"kind": "KIND_GPU", "gpus": [1]}, **options)) == [("GPU", (1,))]
 

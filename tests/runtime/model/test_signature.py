@@ -98,7 +98,7 @@ def test_python_s_own_numbers_become_arrays(datatype: str, value: Any, expected:
     assert NAMES[request.shapes.tensors[0].datatype] == datatype
 
 
-def test_whatever_has_an_array_interface_will_do() -> None:
+def test_any_array_interface_is_accepted() -> None:
     class Like:
         def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
             return np.array([1, 2], dtype or F32)
@@ -194,7 +194,7 @@ def test_another_datatype_is_refused_and_not_converted() -> None:
     assert refused(signature(), given) == text.replace("FP64", "BYTES")
 
 
-def test_what_is_no_datatype_is_refused() -> None:
+def test_an_unknown_dtype_is_refused() -> None:
     for dtype in (np.complex64, "datetime64[s]", [("a", F32)]):
         text = refused(signature(), {**inputs(), "A": np.zeros(4, dtype)})
         assert "'A'" in text
@@ -247,13 +247,13 @@ def test_inputs_that_are_no_mapping_are_refused(given: object) -> None:
 
 
 @pytest.mark.parametrize("value", [[1, "a"], [[1], [1, 2]], [2**70], "text"])
-def test_what_cannot_be_made_an_array_is_refused(value: object) -> None:
+def test_values_that_cannot_become_an_array_are_refused(value: object) -> None:
     text = refused(one_of("X", "INT64", -1), {"X": value})
     assert text.startswith("input 'X' for model 'm' cannot be made an array")
 
 
 @pytest.mark.parametrize("value", [object(), {"a": 1}, {1}])
-def test_what_is_nothing_like_an_array_is_refused(value: object) -> None:
+def test_objects_unlike_an_array_are_refused(value: object) -> None:
     text = refused(one_of("X", "INT64", -1), {"X": value})
     assert text.startswith("input 'X' for model 'm' must be a numpy array, not ")
 

@@ -77,7 +77,9 @@ class TestDecisions:
             (replace(WAITS, executing=0.75), Reason.WAITING),
         ],
     )
-    def test_what_was_said_stands_a_little_below(self, load: InstanceLoad, before: Reason) -> None:
+    def test_advice_stays_a_little_below_its_threshold(
+        self, load: InstanceLoad, before: Reason
+    ) -> None:
         assert decide(load) is None
         assert decide(load, before) is before
 
@@ -91,9 +93,7 @@ class TestDecisions:
         ],
     )
     @pytest.mark.parametrize("before", Reason)
-    def test_what_was_said_is_taken_back_far_below(
-        self, load: InstanceLoad, before: Reason
-    ) -> None:
+    def test_advice_ends_far_below_its_threshold(self, load: InstanceLoad, before: Reason) -> None:
         assert decide(load, before) is None
 
     @given(

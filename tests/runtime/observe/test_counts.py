@@ -16,7 +16,7 @@ def counted(times: int) -> Statistics:
     return statistics
 
 
-def test_what_was_taken_here_counts_there() -> None:
+def test_counts_taken_in_one_process_count_in_another() -> None:
     here, there, wanted = counted(2), counted(3), counted(5)
     wanted.record_failures(3000, 2, 70, "REJECTED")
     counts = take_counts(here)
@@ -36,6 +36,6 @@ def test_nothing_is_taken_twice() -> None:
     assert statistics.snapshot() == Statistics("m", "1").snapshot()
 
 
-def test_what_are_no_counts_is_refused() -> None:
+def test_malformed_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="3 figures"):
         add_counts(Statistics("m", "1"), ([1, 2, 3], []))

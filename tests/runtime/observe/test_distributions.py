@@ -42,7 +42,7 @@ def test_a_quantile_is_near_the_value_that_has_its_rank(durations: list[int], of
     assert (count.value, total.value) == (len(durations), sum(d // 1000 for d in durations))
 
 
-def test_what_is_older_than_a_minute_counts_in_no_quantile() -> None:
+def test_values_older_than_a_minute_count_in_no_quantile() -> None:
     clock = Clock()
     summary = LatencySummary(clock)
     summary.add(5_000_000, 3)

@@ -66,7 +66,7 @@ def test_a_family_without_metrics_is_not_shown(registry: MetricRegistry) -> None
     assert text(registry) == ""
 
 
-def test_what_was_refused_is_not_there(registry: MetricRegistry) -> None:
+def test_a_refused_metric_leaves_no_family(registry: MetricRegistry) -> None:
     with pytest.raises(BadMetric):
         registry.hold("n", "d", COUNTER, {"a b": "c"}, None)
 
@@ -111,7 +111,7 @@ def test_bounds_that_do_not_ascend_are_refused(
         ({"kind": 3}, "Unknown metric kind"),
     ],
 )
-def test_what_is_too_much_is_refused_in_a_sentence(
+def test_a_metric_beyond_a_limit_is_refused_in_a_sentence(
     registry: MetricRegistry, changed: dict[str, Any], error: str
 ) -> None:
     given: dict[str, Any] = {"name": "n", "description": "d", "kind": HISTOGRAM}

@@ -8,7 +8,7 @@ from moonpool import InvalidRequest
 from moonpool.runtime.observe.metrics_options import MetricsOptions, metrics_options
 
 
-def test_what_is_said_is_set_and_the_rest_is_as_in_triton() -> None:
+def test_given_options_are_set_and_the_others_are_triton_s() -> None:
     flags = [
         "summary_latencies=true",
         "counter_latencies=false",
@@ -39,7 +39,7 @@ def test_what_is_said_is_set_and_the_rest_is_as_in_triton() -> None:
         ("summary_quantiles=x:0.1", "summary_quantiles must be"),
     ],
 )
-def test_what_says_nothing_is_refused(flag: str, text: str) -> None:
+def test_a_meaningless_option_is_refused(flag: str, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         metrics_options([flag])
 

@@ -64,7 +64,7 @@ def test_a_long_text_keeps_its_ends() -> None:
     assert error.text.endswith(" end")
 
 
-def test_what_is_taken_is_there_no_more() -> None:
+def test_taken_errors_are_gone() -> None:
     recent = RecentErrors()
     for text in "abc":
         recent.add("m", 1, text)
@@ -73,7 +73,7 @@ def test_what_is_taken_is_there_no_more() -> None:
     assert recent.take() == recent.latest() == []
 
 
-def test_what_is_no_text_becomes_one() -> None:
+def test_bytes_that_are_not_utf_8_become_a_text() -> None:
     recent = RecentErrors()
     recent.add("m", 1, os.fsdecode(b"no file \xff"))
 
@@ -173,7 +173,7 @@ def test_a_load_that_fails_is_kept_with_the_model_s_traceback(tmp_path: Path) ->
     assert "max_batch_size" in odd.text
 
 
-def test_what_nobody_waits_for_any_more_is_no_error() -> None:
+def test_a_request_that_nobody_waits_for_is_not_an_error() -> None:
     config = {
         "input": [tensor("COMMAND", "STRING", 1)],
         "output": [tensor("PID", "INT64", 1)],

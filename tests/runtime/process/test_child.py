@@ -111,7 +111,9 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("ends_itself", [True, False])
-def test_what_it_started_goes_with_it(start: Start, tmp_path: Path, ends_itself: bool) -> None:
+def test_the_children_of_a_process_end_with_it(
+    start: Start, tmp_path: Path, ends_itself: bool
+) -> None:
     process = start(
         "sleep 1000 & echo $!; " + ("exit 3" if ends_itself else "while true; do wait; done")
     )

@@ -51,14 +51,16 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def test_what_can_be_read_is_found_until_it_is_read(poller: Poller, pipe: tuple[int, int]) -> None:
+def test_a_readable_descriptor_is_found_until_it_is_read(
+    poller: Poller, pipe: tuple[int, int]
+) -> None:
     poller.register(pipe[0], select.EPOLLIN)
     os.write(pipe[1], b"x")
 
     assert poller.poll() == poller.poll() == [(pipe[0], select.EPOLLIN)]
 
 
-def test_what_is_waited_for_once_is_found_once(poller: Poller, pipe: tuple[int, int]) -> None:
+def test_a_one_shot_descriptor_is_found_once(poller: Poller, pipe: tuple[int, int]) -> None:
     other = os.pipe()
     poller.register(pipe[0], select.EPOLLIN | select.EPOLLONESHOT)
     poller.register(other[0], select.EPOLLIN)
@@ -90,7 +92,7 @@ def test_the_end_of_a_pipe_is_found_though_nothing_is_waited_for(poller: Poller)
     os.close(read_fd)
 
 
-def test_what_is_not_known_and_what_is_known_are_errors(
+def test_unknown_and_doubly_known_descriptors_are_errors(
     poller: Poller, pipe: tuple[int, int]
 ) -> None:
     with pytest.raises(FileNotFoundError):

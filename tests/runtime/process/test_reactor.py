@@ -97,7 +97,7 @@ def test_callbacks_that_ask_for_themselves_do_not_keep_others_waiting(
     finish(reactor)
 
 
-def test_what_is_to_run_later_runs_in_the_order_of_its_times_and_not_before(
+def test_timers_run_in_the_order_of_their_times_and_not_before(
     reactor: Reactor,
 ) -> None:
     begin = time.monotonic()
@@ -162,7 +162,7 @@ def test_a_descriptor_that_is_watched_once_is_reported_once(
     "A stub that sends more messages or calls than it may in a second has to wait. Nothing else "
     "waits for it.",
 )
-def test_what_is_paused_is_read_later(reactor: Reactor, pipe: tuple[int, int]) -> None:
+def test_a_paused_descriptor_is_read_later(reactor: Reactor, pipe: tuple[int, int]) -> None:
     read_fd, write_fd = pipe
     seen: list[float] = []
 
@@ -180,7 +180,7 @@ def test_what_is_paused_is_read_later(reactor: Reactor, pipe: tuple[int, int]) -
 
 
 @pytest.mark.promise("What a stub says", "A stub that sends more …")
-def test_what_is_paused_can_be_written_to_and_is_forgotten(reactor: Reactor) -> None:
+def test_a_paused_descriptor_can_be_written_to_and_forgotten(reactor: Reactor) -> None:
     ours, theirs = socket.socketpair()
     rooms: list[float] = []
 
@@ -255,7 +255,7 @@ def test_a_descriptor_that_was_forgotten_in_the_same_round_is_not_reported(
 
 
 @pytest.mark.parametrize("error", [ValueError("as planned"), SystemExit("as planned")], ids=repr)
-def test_whatever_a_callback_raises_is_logged_and_the_reactor_goes_on(
+def test_an_exception_of_a_callback_is_logged_and_the_reactor_goes_on(
     reactor: Reactor, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:

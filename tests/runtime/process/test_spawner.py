@@ -173,7 +173,7 @@ print(start().wait())
 
 
 @pytest.mark.promise("At the limits", "If no thread can be started …")
-def test_what_cannot_be_started_without_a_thread_can_be_later() -> None:
+def test_a_start_that_failed_for_lack_of_a_thread_works_later() -> None:
     done = subprocess.run(
         [sys.executable, "-c", THREADLESS], capture_output=True, text=True, timeout=PATIENCE_S
     )

@@ -7,7 +7,7 @@ import pytest
 from moonpool.runtime.process.terminal import harmless
 
 
-def test_what_turns_a_line_around_is_shown() -> None:
+def test_characters_that_turn_text_around_are_escaped() -> None:
     assert harmless("a\u202eb\u2066c\u2028d\u200fe") == r"a\u202eb\u2066c\u2028d\u200fe"
 
 

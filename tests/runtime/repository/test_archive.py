@@ -180,9 +180,7 @@ class TestHostileArchives:
         with pytest.raises(BadEnvironment, match=what):
             unpack(io.BytesIO(block.tobuf(tarfile.GNU_FORMAT) * 5), tmp_path)
 
-    def test_what_follows_a_stream_of_xz_is_not_copied_for_each_that_follows(
-        self, tmp_path: Path
-    ) -> None:
+    def test_many_streams_of_xz_are_not_copied_for_each_other(self, tmp_path: Path) -> None:
         packed = Pieces(lzma.compress(b"") * 10_000)
 
         with pytest.raises(BadEnvironment, match="unexpected end of data"):
@@ -275,7 +273,7 @@ class TestMembersThatComeTwice:
 
         assert (tmp_path / "f").stat().st_mode & 0o7777 == 0o644
 
-    def test_what_was_replaced_still_counts(self, tmp_path: Path) -> None:
+    def test_replaced_files_still_count(self, tmp_path: Path) -> None:
         """Otherwise an archive could write to the disk without end."""
         members = [("f", bytes(1000))] * 5
 

@@ -102,7 +102,7 @@ def of_gnu_tar(form: str) -> Callable[[Path], bytes]:
         lambda _: zip_of(zipfile.ZIP_STORED), lambda _: zip_of(zipfile.ZIP_DEFLATED),
     ],
 )  # fmt: skip
-def test_what_other_programs_pack_is_unpacked(
+def test_archives_of_other_programs_are_unpacked(
     tmp_path: Path, make: Callable[[Path], bytes]
 ) -> None:
     target = tmp_path / "target"
@@ -231,7 +231,7 @@ def huge_zip_directory(file: io.BufferedIOBase) -> None:
         (huge_zip_directory, "or a damaged one"),
     ],
 )
-def test_what_an_archive_takes_of_memory_has_an_end(
+def test_the_memory_for_an_archive_is_limited(
     tmp_path: Path, make: Callable[[io.BufferedIOBase], None], what: str
 ) -> None:
     """Unpack in a process of its own, whose memory is measured."""

@@ -283,7 +283,9 @@ class TestCache:
         for environment in found:
             environment.release()
 
-    def test_what_is_used_is_not_removed(self, packed: Path, cache: EnvironmentCache) -> None:
+    def test_environments_in_use_are_not_removed(
+        self, packed: Path, cache: EnvironmentCache
+    ) -> None:
         first = resolve(str(packed), MODEL, cache=cache)
         second = resolve(str(packed), MODEL, cache=cache)
 
@@ -342,7 +344,7 @@ class TestCache:
         one.release()
         other.release()
 
-    def test_what_a_killed_process_left_is_cleared(
+    def test_leftovers_of_a_killed_process_are_removed(
         self, packed: Path, cache: EnvironmentCache
     ) -> None:
         first = resolve(str(packed), MODEL, cache=cache)

@@ -85,7 +85,7 @@ def cache(tmp_path: Path) -> EnvironmentCache:
 
 
 @pytest.mark.promise("Environments", "A packed environment is unpacked once …")
-def test_what_was_unpacked_by_half_before_kill_9_is_not_used(
+def test_a_half_unpacked_environment_of_a_killed_process_is_not_used(
     cache: EnvironmentCache, tmp_path: Path, processes: list[Unpacking]
 ) -> None:
     packed = pack(tmp_path / "env.tar")
@@ -118,7 +118,7 @@ def test_runtimes_that_start_together_unpack_once(
 
 
 @pytest.mark.promise("Environments", "Unpacked environments that nobody uses do not pile up.")
-def test_who_unpacks_one_removes_those_that_nobody_used_for_long(
+def test_unpacking_removes_environments_that_were_long_unused(
     cache: EnvironmentCache, tmp_path: Path
 ) -> None:
     used, old, recent = (
@@ -164,7 +164,7 @@ class Swapping(EnvironmentCache):
     "An unpacked environment has the content of the hash that it lies under, even if the "
     "archive is changed meanwhile.",
 )
-def test_what_is_unpacked_has_the_hash_that_it_lies_under(tmp_path: Path) -> None:
+def test_an_unpacked_environment_has_the_content_of_its_hash(tmp_path: Path) -> None:
     good, foreign = pack_one("lib/it", b"good"), pack_one("lib/it", b"evil")
     packed = tmp_path / "env.tar"
     packed.write_bytes(good)

@@ -103,7 +103,7 @@ def unpacked(archive: Path, target: Path) -> Path:
         "export LC_ALL=C.UTF-8; cd env && zip -qry ../packed.zip .",
     ],
 )  # fmt: skip
-def test_what_they_pack_is_unpacked_as_it_was(tmp_path: Path, tree: Path, command: str) -> None:
+def test_archives_of_tools_are_unpacked_unchanged(tmp_path: Path, tree: Path, command: str) -> None:
     archive = packed(tree, tmp_path, command)
 
     target = unpacked(archive, tmp_path / "target")
@@ -169,7 +169,7 @@ def test_the_archive_of_a_later_state_has_that_state(tmp_path: Path, tree: Path)
         ("mkfifo pipe && tar -cf packed.tar pipe && rm pipe", "'pipe' is a device, not a file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_unpacked_says_what_to_do(
+def test_the_error_about_an_unreadable_archive_says_what_to_do(
     tmp_path: Path, tree: Path, command: str, what: str
 ) -> None:
     archive = packed(tree, tmp_path, command)

@@ -101,7 +101,7 @@ def test_a_level_is_raised_and_not_lowered() -> None:
     assert higher.options.sandbox == "strict"
 
 
-def test_what_is_granted_is_said_in_words() -> None:
+def test_grants_are_described_in_words() -> None:
     options = model(
         SANDBOX="strict",
         EXECUTION_ENV_PATH="/environment",

@@ -78,7 +78,7 @@ def runtime(repository: Path) -> Iterator[moonpool.Runtime]:
 
 
 @pytest.mark.promise("Backends", "A loaded model is replaced without …")
-def test_what_was_not_changed_is_left_alone(runtime: moonpool.Runtime, repository: Path) -> None:
+def test_an_unchanged_model_is_left_alone(runtime: moonpool.Runtime, repository: Path) -> None:
     before = pid(runtime)
     (repository / "m" / "1" / "__pycache__").mkdir(exist_ok=True)
     (repository / "m" / "1" / "__pycache__" / "new.pyc").write_bytes(b"")

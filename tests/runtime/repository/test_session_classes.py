@@ -149,7 +149,7 @@ def test_a_class_that_was_changed_replaces_the_one_before(tmp_path: Path) -> Non
         ("globals()['FACTOR'] = 2", "it uses 'FACTOR', which nothing that was typed defines"),
     ],
 )
-def test_what_cannot_be_taken_is_named(
+def test_a_value_that_cannot_be_copied_is_named(
     monkeypatch: pytest.MonkeyPatch, cell: str, why: str
 ) -> None:
     # IPython keeps what was typed in a module that has no file.
@@ -172,7 +172,7 @@ def test_what_cannot_be_taken_is_named(
         "class Other: n = 1\nOther.n = 2\nFACTOR = 1",
     ],
 )
-def test_what_is_as_it_was_is_taken(monkeypatch: pytest.MonkeyPatch, cell: str) -> None:
+def test_an_unchanged_value_is_copied(monkeypatch: pytest.MonkeyPatch, cell: str) -> None:
     session = ModuleType("session")
     monkeypatch.setitem(sys.modules, "session", session)
     monkeypatch.setattr(os, "moonpool_was_here", 0, raising=False)
@@ -219,7 +219,7 @@ with moonpool.testing.load(Scale) as model:
     assert "ANSWER [[2.0, 2.0, 2.0]]" in text, text
 
 
-def test_of_a_program_that_was_piped_the_source_is_not_kept(tmp_path: Path) -> None:
+def test_the_source_of_a_piped_program_is_not_kept(tmp_path: Path) -> None:
     program = (
         f"{IMPORTS}\nFACTOR = 2\n{SCALE}\nimport moonpool\nmoonpool.Runtime().load('m', Scale)"
     )

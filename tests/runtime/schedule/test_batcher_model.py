@@ -234,7 +234,7 @@ TestQueueAgainstPlainModel.settings = settings(
         st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 3)), max_size=25
     ),
 )
-def test_whoever_follows_wake_at_serves_every_request_once_and_none_beyond_the_delay(
+def test_a_loop_that_follows_wake_at_serves_every_request_once_within_its_delay(
     config: DynamicBatching, gaps_us: list[tuple[int, int, int]]
 ) -> None:
     queue: Queue[Asked] = Queue(6, config)

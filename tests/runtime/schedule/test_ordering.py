@@ -60,7 +60,7 @@ def test_outcomes_that_many_threads_hand_out_at_once_leave_in_order() -> None:
     assert left == list(range(2000))
 
 
-def test_what_leaves_while_another_outcome_is_handed_out_is_behind_it() -> None:
+def test_an_outcome_that_comes_during_another_one_follows_it() -> None:
     departures: Departures[list[int], int] = Departures(in_order=True)
     first, second = [1], [2]
     departures.started([first, second])

@@ -74,7 +74,7 @@ def test_without_dynamic_batching_every_request_goes_alone(folder: Path) -> None
 
 
 @pytest.mark.promise("Watching a server", "A request whose client leaves …")
-def test_who_leaves_the_queue_is_counted_as_cancelled(folder: Path) -> None:
+def test_a_caller_who_leaves_the_queue_counts_as_cancelled(folder: Path) -> None:
     with holding(folder) as (backend, runtime):
         first, second = (runtime.submit("m", x(i)) for i in range(2))
         backend.wait_for(1)
@@ -202,7 +202,7 @@ def test_a_request_may_shorten_its_timeout_where_that_is_allowed(folder: Path) -
 
 
 @pytest.mark.promise("Requests between models", "The timeout of a request, from …")
-def test_who_may_not_even_wait_for_the_way_to_an_idle_instance_is_rejected(folder: Path) -> None:
+def test_a_timeout_shorter_than_the_way_to_an_idle_instance_is_a_rejection(folder: Path) -> None:
     queue_policy = {"default_timeout_microseconds": HOUR_US, "allow_timeout_override": True}
     with holding(folder, **batching(default_queue_policy=queue_policy)) as (backend, runtime):
         backend.is_quick = True

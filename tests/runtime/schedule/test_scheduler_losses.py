@@ -138,7 +138,7 @@ def test_every_caller_of_a_broken_batch_has_an_error_object_of_its_own(folder: P
     assert one is not other
 
 
-def test_what_was_in_a_broken_instance_is_tried_once_more_where_the_model_allows_it(
+def test_requests_in_a_broken_instance_are_retried_once_if_the_model_allows_it(
     folder: Path,
 ) -> None:
     parameters = {"MOONPOOL_RETRY": {"string_value": "yes"}}

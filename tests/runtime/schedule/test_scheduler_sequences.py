@@ -64,7 +64,7 @@ def test_an_empty_place_is_sent_and_its_answer_goes_nowhere(folder: Path) -> Non
         assert runtime.statistics("m")["inference_stats"]["success"]["count"] == 3
 
 
-def test_whoever_waits_behind_a_request_that_broke_the_instance_is_told(folder: Path) -> None:
+def test_requests_behind_one_that_broke_the_instance_get_an_error(folder: Path) -> None:
     with holding(folder, **sequences()) as (backend, runtime):
         first = ask(runtime, 1, 10, START)
         held = backend.wait_for(1)
@@ -87,7 +87,7 @@ def test_whoever_waits_behind_a_request_that_broke_the_instance_is_told(folder: 
 )
 @pytest.mark.parametrize("flags", [0, END], ids=["in the middle", "at the end"])
 @pytest.mark.parametrize("is_started_again", [False, True])
-def test_what_finds_its_instance_gone_is_told_that_its_sequence_is_lost(
+def test_a_request_whose_instance_is_gone_learns_that_its_sequence_is_lost(
     folder: Path, monkeypatch: pytest.MonkeyPatch, flags: int, is_started_again: bool
 ) -> None:
     with holding(folder, **sequences()) as (backend, runtime):
@@ -110,7 +110,7 @@ def test_what_finds_its_instance_gone_is_told_that_its_sequence_is_lost(
 
 
 @pytest.mark.promise("Sequences", "A request that continues a …")
-def test_what_goes_on_a_sequence_is_not_tried_again(folder: Path) -> None:
+def test_a_request_that_continues_a_sequence_is_not_retried(folder: Path) -> None:
     parameters = {"MOONPOOL_RETRY": {"string_value": "yes"}}
     with holding(folder, **sequences(), parameters=parameters) as (backend, runtime):
         begun = ask(runtime, 1, 10, START)
@@ -122,7 +122,7 @@ def test_what_goes_on_a_sequence_is_not_tried_again(folder: Path) -> None:
 
 
 @pytest.mark.promise("Sequences", "A request that continues a …")
-def test_what_starts_a_sequence_and_finds_its_instance_gone_starts_it_elsewhere(
+def test_a_first_request_whose_instance_is_gone_starts_its_sequence_elsewhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with holding(folder, **sequences()) as (backend, runtime):
@@ -157,7 +157,7 @@ def test_a_caller_that_left_leaves_its_sequence_as_it_was(folder: Path) -> None:
         assert backend.sent == [[10], [12]]
 
 
-def test_what_fills_a_place_fails_nowhere_in_the_statistics(folder: Path) -> None:
+def test_requests_for_empty_slots_are_no_failures_in_the_statistics(folder: Path) -> None:
     with holding(folder, **sequences()) as (backend, runtime):
         backend.is_quick = True
         for sequence in (1, 2):

@@ -404,7 +404,7 @@ def test_a_lost_sequence_is_remembered_as_long_as_an_idle_one() -> None:
 
 @pytest.mark.promise("Sequences", "When an instance dies, its …")
 @pytest.mark.parametrize("make", [Hall, oldest])
-def test_what_had_not_begun_in_an_instance_that_broke_begins_elsewhere(make: Any) -> None:
+def test_sequences_that_had_not_begun_in_a_broken_instance_begin_elsewhere(make: Any) -> None:
     hall = make(slots=2)
     hall.add("1s")
     hall.run()

@@ -162,7 +162,7 @@ def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
         assert backend.sent == [[0], [1, 2, 3]]
 
 
-def test_what_nobody_drives_is_found_and_driven(
+def test_an_execution_that_nobody_drives_is_found_and_driven(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with holding(folder) as (backend, runtime):

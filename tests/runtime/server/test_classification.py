@@ -50,7 +50,7 @@ def test_there_are_no_more_classes_than_values() -> None:
     assert classes(np.array([2.0, 1.0]), 5, batches=False) == ((2,), ["2.000000:0", "1.000000:1"])
 
 
-def test_of_equal_ones_the_first_comes_first() -> None:
+def test_the_first_of_equal_classes_comes_first() -> None:
     assert classes(np.array([1, 1, 1], np.int8), 2, batches=False)[1] == ["1:0", "1:1"]
 
 
@@ -64,7 +64,7 @@ def test_nothing_to_choose_from_gives_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.float16, object])
-def test_what_cannot_be_compared_is_an_error(dtype: type) -> None:
+def test_values_that_cannot_be_compared_are_an_error(dtype: type) -> None:
     with pytest.raises(
         ModelError, match="class result not available for output 'Y' due to unsupported type"
     ):

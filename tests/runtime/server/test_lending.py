@@ -139,7 +139,7 @@ def test_a_model_reads_and_writes_the_client_s_memory_and_nothing_is_copied_here
     "If a model writes into such an input, the client's memory does not change, and the "
     "next request gets the client's bytes.",
 )
-def test_what_a_model_writes_into_its_input_is_not_the_client_s(client: Client) -> None:
+def test_a_model_s_writes_to_its_input_do_not_reach_the_client(client: Client) -> None:
     hosted = client.load("writes")
     for start in (1, 5, 9):
         client.seen[:_COUNT] = ramp(start)
@@ -153,7 +153,7 @@ def test_what_a_model_writes_into_its_input_is_not_the_client_s(client: Client) 
     "If a model keeps such an input, it stays as it was, whatever the client writes to "
     "its memory later.",
 )
-def test_what_a_model_keeps_does_not_change_when_the_client_goes_on(client: Client) -> None:
+def test_a_kept_input_does_not_change_when_the_client_goes_on(client: Client) -> None:
     hosted = client.load("keeps")
     client.seen[:_COUNT] = ramp(0)
     client.infer(hosted)
@@ -195,7 +195,7 @@ def test_an_output_that_is_larger_than_its_place_is_told(client: Client) -> None
     "it, and never to models at `strict`.",
 )
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_what_others_may_cut_short_is_copied(client: Client, mode: int) -> None:
+def test_an_object_that_others_may_truncate_is_copied(client: Client, mode: int) -> None:
     hosted = client.load("gives_back")
     assert not is_copied(client, hosted)
     client.path.chmod(mode)
@@ -206,7 +206,7 @@ def test_what_others_may_cut_short_is_copied(client: Client, mode: int) -> None:
 
 @pytest.mark.promise("Memory of clients that is lent", "Memory is lent only if it …")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give an object away")
-def test_what_belongs_to_another_user_is_copied(client: Client) -> None:
+def test_an_object_of_another_user_is_copied(client: Client) -> None:
     hosted = client.load("gives_back")
     os.chown(client.path, 65534, 65534)
     shared = client.service.shared_memory = type(client.service.shared_memory)([65534])

@@ -22,7 +22,7 @@ def test_a_request_that_says_nothing_has_no_details() -> None:
     assert request_details("", {}) is None
 
 
-def test_what_the_protocols_know_is_not_for_the_model() -> None:
+def test_parameters_of_the_protocols_do_not_reach_the_model() -> None:
     details = request_details(
         "one",
         {
@@ -70,6 +70,6 @@ def test_a_sequence_may_have_a_text_for_its_id() -> None:
         {"sequence_id": "x" * 129},
     ],
 )
-def test_what_a_parameter_cannot_be_is_refused(parameters: dict[str, Any]) -> None:
+def test_an_impossible_parameter_is_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises((InvalidRequest, BadJson, LongSequenceId)):
         request_details("", parameters)

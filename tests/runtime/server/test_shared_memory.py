@@ -36,7 +36,7 @@ def path(key: str) -> Path:
     return Path("/dev/shm") / key.removeprefix("/")
 
 
-def test_what_was_registered_is_shown(shared: SystemSharedMemory, key: str) -> None:
+def test_registered_regions_are_shown(shared: SystemSharedMemory, key: str) -> None:
     shared.register("a", key, 10, 100)
     shared.register("b", key.removeprefix("/"), 0, 1000)
 
@@ -100,7 +100,7 @@ def test_a_name_is_registered_once(shared: SystemSharedMemory, key: str) -> None
     assert caught.value.code == "ALREADY_EXISTS"
 
 
-def test_what_was_unregistered_is_gone(shared: SystemSharedMemory, key: str) -> None:
+def test_unregistered_regions_are_gone(shared: SystemSharedMemory, key: str) -> None:
     shared.register("a", key, 0, 10)
     shared.register("b", key, 0, 10)
     shared.unregister("a")
@@ -130,7 +130,7 @@ def test_regions_leave_no_descriptor(shared: SystemSharedMemory, key: str) -> No
 @pytest.mark.parametrize(
     "bad", ["", "/", ".", "..", "a/b", "../etc/passwd", "/../x", "sem.x", "/sem.x", "a\0b", "x" * 300, "nothing-there"]
 )  # fmt: skip
-def test_what_is_no_object_is_refused(shared: SystemSharedMemory, bad: str) -> None:
+def test_a_key_of_no_object_is_refused(shared: SystemSharedMemory, bad: str) -> None:
     with pytest.raises(SharedMemoryError):
         shared.register("a", bad, 0, 1)
 

@@ -61,7 +61,7 @@ def test_a_loop_gets_outcomes_by_a_call(folder: Path) -> None:
     "A request that is over keeps no tensors in memory, without the collector's help.",
 )
 @pytest.mark.parametrize("is_answered", [True, False])
-def test_what_is_over_keeps_no_tensors(folder: Path, is_answered: bool) -> None:
+def test_a_finished_request_keeps_no_tensors(folder: Path, is_answered: bool) -> None:
     async def ask(runtime: Runtime) -> weakref.ref[Keeper]:
         keeper = Keeper()
         submission = keeper.submission = sent(runtime, 4, keeper.hear)
@@ -122,7 +122,7 @@ def test_a_loop_hears_no_more_of_what_it_cancelled(folder: Path) -> None:
         assert backend.sent == [[1.0], [3.0]]
 
 
-def test_what_the_scheduler_refuses_is_raised(folder: Path) -> None:
+def test_a_refusal_of_the_scheduler_is_raised(folder: Path) -> None:
     async def main() -> None:
         scheduler, request = made(runtime, 1)
         runtime.unload("m")

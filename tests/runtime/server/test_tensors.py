@@ -43,7 +43,7 @@ def test_bytes_become_an_array_without_a_copy(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [BYTES, BF16], ids=lambda code: NAMES[code])
-def test_what_numpy_has_no_dtype_for_stays_as_it_is(code: int) -> None:
+def test_a_datatype_that_numpy_lacks_stays_bytes(code: int) -> None:
     made = tensors.of_bytes("X", code, [2], b"\1\2\3\4", 0, 4)
 
     assert isinstance(made, WireTensor)
@@ -65,7 +65,7 @@ def test_a_size_that_the_shape_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [[-1], [True], [1.0], ["1"], [2**62, 4], [1] * 40])
-def test_what_is_no_shape_is_refused(shape: list[Any]) -> None:
+def test_a_malformed_shape_is_refused(shape: list[Any]) -> None:
     with pytest.raises(InvalidRequest):
         tensors.of_bytes("X", CODES["FP32"], shape, b"1234", 0, 4)
 

@@ -62,7 +62,7 @@ def test_a_region_that_came_back_is_given_again_empty_and_under_another_number(m
     again.close()
 
 
-def test_what_came_back_is_not_in_memory_though_the_process_has_kept_it(make: Make) -> None:
+def test_returned_memory_is_emptied_though_the_process_has_kept_it(make: Make) -> None:
     memory = make(8 * MiB)
     region = memory.region(0, 2 * MiB)
     kept = os.dup(region.fd)
@@ -73,7 +73,7 @@ def test_what_came_back_is_not_in_memory_though_the_process_has_kept_it(make: Ma
         os.close(kept)
 
 
-def test_what_a_contained_process_was_sent_counts_though_it_came_back(make: Make) -> None:
+def test_memory_of_a_contained_process_counts_after_its_return(make: Make) -> None:
     memory = make(8 * MiB)
     for size_bytes in (MiB, 2 * MiB, 3 * MiB):
         memory.retire(memory.region(0, size_bytes))
@@ -88,7 +88,7 @@ def test_what_a_contained_process_was_sent_counts_though_it_came_back(make: Make
     memory.region(0, 3 * MiB).close()
 
 
-def test_what_no_process_could_have_wears_nothing_out(make: Make) -> None:
+def test_a_request_beyond_the_limit_wears_nothing_out(make: Make) -> None:
     memory = make(8 * MiB)
     kept = memory.region(0, 6 * MiB)
     with pytest.raises(OutOfMemory):
@@ -97,7 +97,7 @@ def test_what_no_process_could_have_wears_nothing_out(make: Make) -> None:
     kept.close()
 
 
-def test_of_a_process_that_is_not_contained_only_what_it_uses_counts(make: Make) -> None:
+def test_an_uncontained_process_counts_only_used_memory(make: Make) -> None:
     memory = make(8 * MiB, is_contained=False)
     for size_bytes in (MiB, 2 * MiB, 3 * MiB, 4 * MiB, 5 * MiB, 8 * MiB):
         memory.retire(memory.region(0, size_bytes))
@@ -123,7 +123,7 @@ def test_descriptors_of_what_came_back_have_an_end(make: Make) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 8
 
 
-def test_what_other_processes_give_counts_too_and_comes_back_when_they_say_so(make: Make) -> None:
+def test_memory_from_other_processes_counts_until_they_return_it(make: Make) -> None:
     memory = make(8 * MiB)
     for number in range(3):
         size_bytes, fd = memory.give_elsewhere("front end", number, 0, 2 * MiB)
@@ -138,9 +138,7 @@ def test_what_other_processes_give_counts_too_and_comes_back_when_they_say_so(ma
 
 
 @pytest.mark.parametrize("is_contained", [True, False])
-def test_what_another_process_had_when_it_ended_is_not_touched(
-    make: Make, is_contained: bool
-) -> None:
+def test_memory_of_an_ended_process_is_not_touched(make: Make, is_contained: bool) -> None:
     """A model may have kept what lies there, or may still write an answer."""
     memory = make(8 * MiB, is_contained=is_contained)
     size_bytes, fd = memory.give_elsewhere("front end", 1, 0, 5 * MiB)
@@ -197,7 +195,7 @@ def test_nothing_is_given_and_nothing_is_kept_once_the_process_has_ended(make: M
     st.lists(st.tuples(st.booleans(), st.integers(1, 64)), max_size=60),
     st.integers(1, 128),
 )
-def test_whatever_comes_and_goes_no_more_was_given_than_the_limit(
+def test_no_more_memory_is_given_than_the_limit_in_any_order(
     steps: list[tuple[bool, int]], limit_pages: int
 ) -> None:
     """Every file that was ever made is one that the process may have kept."""

@@ -104,7 +104,7 @@ def test_a_part_of_an_array_is_lent_as_its_block_and_where_it_lies_in_it(
 
 
 @pytest.mark.parametrize("what", ["small", "elsewhere", "scattered"])
-def test_what_is_not_worth_it_is_copied(borrower: Borrower, what: str) -> None:
+def test_small_and_scattered_arrays_are_copied(borrower: Borrower, what: str) -> None:
     arrays = {
         "small": borrower.array(SHARED_BYTES - 1),
         "elsewhere": np.zeros(SHARED_BYTES, np.uint8),
@@ -142,7 +142,7 @@ def test_the_stub_is_told_when_lent_memory_is_gone_and_nothing_of_it_is_lent(
     assert borrower.tidy() == []
 
 
-def test_what_is_lent_can_be_handed_on_also_when_its_region_was_closed(borrower: Borrower) -> None:
+def test_a_borrowed_block_can_be_handed_on_after_its_region_was_closed(borrower: Borrower) -> None:
     array = borrower.array()
     array[:] = 7
     borrower.borrowed_blocks.lend(array, keep=True)
@@ -171,7 +171,7 @@ def test_a_block_of_ours_is_free_when_the_stub_and_all_others_let_go_of_it(
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 64])
-def test_what_a_stub_does_not_have_it_can_neither_hand_on_nor_give_back(
+def test_a_stub_can_neither_hand_on_nor_release_blocks_that_it_lacks(
     borrower: Borrower, size_bytes: int
 ) -> None:
     block = borrower.borrowed_blocks.allocate(64, keep=True)

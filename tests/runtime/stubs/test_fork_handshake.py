@@ -91,7 +91,7 @@ def test_a_child_that_speaks_is_known_by_a_pidfd_of_its_own(
     "grandchild, nor another instance is accepted in its place, and descriptors that come along "
     "are dropped.",
 )
-def test_who_speaks_for_its_child_is_not_taken_for_it(handshake: ForkHandshake) -> None:
+def test_a_process_that_answers_for_its_child_is_refused(handshake: ForkHandshake) -> None:
     handshake.end.send(b"\0")
     with pytest.raises(ForkFailed, match=f"process {os.getpid()}, which is no child of it"):
         handshake.wait(os.getpid(), PATIENCE_S)
@@ -151,7 +151,9 @@ def test_a_forked_process_has_the_exit_code_that_its_template_tells(
     process.close()
 
 
-def test_what_a_forked_process_started_goes_with_it(handshake: ForkHandshake, child: Child) -> None:
+def test_the_children_of_a_forked_process_end_with_it(
+    handshake: ForkHandshake, child: Child
+) -> None:
     read_fd, write_fd = os.pipe()
     child(LEAVES_A_CHILD, read_fd, write_fd)
     os.close(write_fd)

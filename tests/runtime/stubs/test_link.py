@@ -128,7 +128,7 @@ def test_a_block_that_several_responses_share_is_given_back_once(pair: Pair) -> 
     assert pair.peer.released == [block[:2]]
 
 
-def test_what_is_released_is_not_lost_when_a_batch_cannot_be_sent() -> None:
+def test_releases_are_not_lost_when_a_batch_cannot_be_sent() -> None:
     pair = Pair(limit=64 * KiB)
     try:
         requests = pair.execute([1])
@@ -162,7 +162,7 @@ def test_blocks_that_the_model_keeps_stay_until_it_releases_them(pair: Pair) -> 
     assert pair.lent_bytes == 0
 
 
-def test_what_the_model_lets_go_of_while_it_is_idle_is_free_without_another_batch(
+def test_a_block_that_an_idle_model_releases_is_free_without_another_batch(
     pair: Pair,
 ) -> None:
     requests = pair.execute([1, 2, 3])
@@ -241,7 +241,7 @@ def test_part_of_an_array_in_shared_memory_is_not_copied_either(pair: Pair) -> N
     assert pair.peer.input(0, 0).tolist() == [2, 3]
 
 
-def test_what_does_not_lie_in_a_row_is_copied(pair: Pair) -> None:
+def test_scattered_elements_are_copied(pair: Pair) -> None:
     array = pair.memory.empty((4,), np.dtype(np.float32), 16)
     array[...] = [1, 2, 3, 4]
     pair.execute(array[::2], array[::-1])

@@ -50,7 +50,7 @@ def test_messages_of_any_size_are_heard_at_one_rate(
     assert 0.9 * seconds * MESSAGES_PER_S < count * cost <= most + cost
 
 
-def test_who_says_little_never_waits() -> None:
+def test_a_stub_within_its_budget_never_waits() -> None:
     limiter = MessageRateLimiter(cast(Any, None), 0)
     for _ in range(MESSAGES_PER_S // 2):
         limiter.took(100)

@@ -26,7 +26,7 @@ def metrics(registry: MetricRegistry) -> StubMetrics:
     return StubMetrics(registry, nothing_told)
 
 
-def test_what_a_stub_held_is_let_go_of_when_it_is_gone(
+def test_the_metrics_of_a_stub_are_released_when_it_is_gone(
     registry: MetricRegistry, metrics: StubMetrics
 ) -> None:
     other = StubMetrics(registry, nothing_told)

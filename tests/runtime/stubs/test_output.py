@@ -89,7 +89,7 @@ def test_an_empty_line_is_a_line_and_carriage_returns_are_dropped(printed: Print
     assert printed.lines == ["[m_0_0] one", "[m_0_0] ", "[m_0_0] three"]
 
 
-def test_what_a_terminal_would_obey_is_shown(printed: Printed) -> None:
+def test_control_characters_are_escaped(printed: Printed) -> None:
     printed.write(b"\x1b[2Jgone\x07\x00\x7f\xc2\x9b\ttab\rover\n")
     printed.output.ready()
     assert printed.lines == ["[m_0_0] \\x1b[2Jgone\\x07\\x00\\x7f\\x9b\ttab\\x0dover"]
@@ -133,9 +133,7 @@ def test_lines_over_the_budget_are_counted_and_left_out(caplog: pytest.LogCaptur
 
 @pytest.mark.promise("Limits", "Lines over the limit are …")
 @pytest.mark.parametrize("data", [b"\n" * 65536, b"x" * 65536], ids=["empty lines", "no line"])
-def test_who_prints_without_end_is_to_be_read_later(
-    caplog: pytest.LogCaptureFixture, data: bytes
-) -> None:
+def test_endless_output_is_read_later(caplog: pytest.LogCaptureFixture, data: bytes) -> None:
     printed = Printed(3, caplog)
     # This budget does not grow with time, as it would on a busy machine.
     printed.output._pace = Budget(1 << 16, lambda: 0.0)
@@ -150,7 +148,7 @@ def test_who_prints_without_end_is_to_be_read_later(
     printed.output.close()
 
 
-def test_of_lines_that_are_left_out_the_last_ones_are_known(
+def test_the_last_of_the_dropped_lines_are_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     printed = Printed(0, caplog)
@@ -163,7 +161,7 @@ def test_of_lines_that_are_left_out_the_last_ones_are_known(
 
 
 @pytest.mark.promise("What a stub says", "Lines that are dropped cost …")
-def test_what_the_model_logs_is_cut_and_pays_for_its_length(
+def test_a_log_message_is_cut_and_charged_by_its_length(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "moonpool.stub")
@@ -235,7 +233,7 @@ def test_drain_ends_also_where_somebody_writes_without_end(
     printed.output.drain()
 
 
-def test_what_the_model_logs_on_purpose_has_its_level_and_place(
+def test_a_log_message_has_its_level_and_place(
     printed: Printed, caplog: pytest.LogCaptureFixture
 ) -> None:
     printed.output.log(1, "careful\n\x1b[31mred\n", "/models/m/1/model.py", 12)

@@ -114,7 +114,7 @@ def test_a_request_that_ended_while_its_batch_executed_is_not_open_afterwards() 
     assert len(opened) == 0
 
 
-def test_what_a_lost_batch_had_ended_is_not_failed() -> None:
+def test_ended_requests_of_a_lost_batch_do_not_fail() -> None:
     opened, (a, b) = OpenRequests(), requests(2)
     opened.end(a, is_executing=True)
     assert opened.without_ended([a, b]) == [b]

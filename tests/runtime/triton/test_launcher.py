@@ -227,7 +227,7 @@ def test_a_process_that_holds_too_much_memory_is_told_of(shim: Shim, start: Star
     "The launcher of a tritonserver",
     "The launcher ignores messages about a process that has already ended.",
 )
-def test_what_is_said_of_an_earlier_generation_is_passed_by(shim: Shim, start: Start) -> None:
+def test_messages_about_an_earlier_generation_are_ignored(shim: Shim, start: Start) -> None:
     first = start()
     first.kill()
     number = shim.number_of(first)
@@ -385,7 +385,7 @@ def test_more_memory_than_the_machine_has_is_refused(shim: Shim, start: Start) -
 
 
 @pytest.mark.promise("Executing in a tritonserver", "The text of a contained …")
-def test_what_a_model_says_of_an_error_is_logged_whole_and_told_without_folders(
+def test_an_error_text_is_logged_whole_and_returned_without_folders(
     shim: Shim, write: Write
 ) -> None:
     ready = shim.load(write(DOUBLES), with_options(MOONPOOL_LOG_LINES_PER_S="10"))

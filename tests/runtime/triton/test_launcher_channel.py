@@ -41,7 +41,7 @@ def test_a_long_message_lies_in_a_file(ends: tuple[LauncherChannel, Channel]) ->
     shim.close()
 
 
-def test_what_was_told_before_the_end_is_heard(ends: tuple[LauncherChannel, Channel]) -> None:
+def test_messages_sent_before_the_end_are_received(ends: tuple[LauncherChannel, Channel]) -> None:
     peer, other = ends
     shim = LauncherChannel(other, End.SHIM)
     shim.send(Word.END_MODEL, 1)

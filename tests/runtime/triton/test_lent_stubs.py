@@ -330,7 +330,7 @@ def test_a_sandbox_that_there_is_not_refuses_every_model(write: Write) -> None:
     "The launcher of a tritonserver",
     "What a model logs and asks for while it initializes reaches the server.",
 )
-def test_what_a_model_says_while_it_initializes_goes_to_the_shim(start: Start) -> None:
+def test_log_lines_of_initialize_go_to_the_shim(start: Start) -> None:
     stub = start(
         DOUBLES
         + """
@@ -344,9 +344,7 @@ def test_what_a_model_says_while_it_initializes_goes_to_the_shim(start: Start) -
     assert fields[:3] == [Kind.LOG, 1, "nearly there"]
 
 
-def test_what_a_model_logs_while_it_completes_is_for_the_servers_log(
-    shim: Shim, write: Write
-) -> None:
+def test_log_lines_of_a_completion_go_to_the_server_s_log(shim: Shim, write: Write) -> None:
     text = """
     @staticmethod
     def auto_complete_config(config):
@@ -379,7 +377,7 @@ def test_a_model_makes_metrics_while_it_initializes(shim: Shim, write: Write) ->
     assert shim.hear(Word.STARTED, Word.REFUSED)[0] == Word.STARTED
 
 
-def test_what_a_model_prints_goes_where_the_servers_output_goes(shim: Shim, start: Start) -> None:
+def test_prints_go_to_the_server_s_output(shim: Shim, start: Start) -> None:
     start("print('printed by the model')\n" + DOUBLES)
 
     assert shim.process.stderr is not None

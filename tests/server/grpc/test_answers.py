@@ -70,7 +70,7 @@ def test_a_quick_answer_is_read_where_the_request_was_sent(folder: Path, answers
         assert not answers.has_fresh
 
 
-def test_what_takes_longer_is_left_to_the_other_thread(folder: Path, answers: Answers) -> None:
+def test_slow_models_are_left_to_the_other_thread(folder: Path, answers: Answers) -> None:
     with holding(folder) as (backend, runtime):
         client = sent(runtime, answers)
         answers.attend()

@@ -41,7 +41,7 @@ def test_metadata_configuration_and_statistics(serve: Serve) -> None:
     assert len(client.get_inference_statistics().model_stats) == 2
 
 
-def test_what_is_not_there_is_not_found(serve: Serve) -> None:
+def test_missing_names_are_not_found(serve: Serve) -> None:
     stub = serve("add_sub").stub()
     missing = grpc.StatusCode.NOT_FOUND
 

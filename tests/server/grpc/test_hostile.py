@@ -328,7 +328,7 @@ METHODS = [name.removesuffix("Request") for name in KINDS if not name.startswith
     "Whatever bytes a client sends, as messages, frames or names, it gets a response or a "
     "status, and the others are served.",
 )
-def test_whatever_bytes_come_the_answer_is_a_response_or_a_status(serve: Serve) -> None:
+def test_any_bytes_get_a_response_or_a_status(serve: Serve) -> None:
     served = serve("add_sub")
     channel = served.channel()
     good = add_sub(request_id="x").SerializeToString()

@@ -104,7 +104,7 @@ def test_responses_to_many_requests_are_mixed_and_each_has_its_id(serve: Serve) 
 
 
 @pytest.mark.promise("gRPC", "Responses in a stream come in …")
-def test_what_does_not_fit_is_an_error_in_the_stream_which_goes_on(serve: Serve) -> None:
+def test_a_wrong_request_is_an_error_in_the_stream_which_goes_on(serve: Serve) -> None:
     broken = add(1, "broken")
     broken.raw_input_contents[0] = b"short"
 
@@ -206,7 +206,7 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
     "What the server bears, and whom it answers like",
     "The bytes that wait for all …",
 )
-def test_of_many_clients_that_do_not_read_the_one_is_left_for_whom_the_most_waits(
+def test_the_client_with_the_most_unread_bytes_is_disconnected(
     serve: Serve,
 ) -> None:
     served = serve("repeat", max_backlogs_bytes=48 << 20)

@@ -55,7 +55,7 @@ def test_a_request_taken_apart_is_the_request(first: Any, second: Any) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_what_is_no_message_is_one_to_nobody(data: bytes) -> None:
+def test_bytes_that_are_not_a_message_are_refused_by_both_parsers(data: bytes) -> None:
     try:
         parts = split(data)
         head = messages.ModelInferRequest.FromString(parts.head)

@@ -171,7 +171,7 @@ FRAMES = [
 
 
 @pytest.mark.parametrize("frame", FRAMES, ids=range(len(FRAMES)))
-def test_what_is_no_http2_harms_nobody(target: Target, frame: bytes) -> None:
+def test_bytes_that_are_not_http2_harm_nobody(target: Target, frame: bytes) -> None:
     for _ in range(50):
         with _connected(target.grpc_port) as connection, contextlib.suppress(ConnectionError):
             connection.sendall(frame)

@@ -146,7 +146,9 @@ def _bomb(encoding: str, size_bytes: int) -> bytes:
 )
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 @pytest.mark.parametrize("path", ["/v2/models/add_sub/infer", "/v2/repository/index"])
-def test_what_unpacks_to_too_much_is_refused(target: Target, encoding: str, path: str) -> None:
+def test_a_body_that_decompresses_to_too_much_is_refused(
+    target: Target, encoding: str, path: str
+) -> None:
     packed = _bomb(encoding, 4 * INFLATED_BYTES)
     assert len(packed) < BODY_BYTES
 
@@ -161,7 +163,7 @@ def test_what_unpacks_to_too_much_is_refused(target: Target, encoding: str, path
     "packed",
     [b"", b"\x1f\x8b", gzip.compress(as_bytes(GOOD))[:-4], b"\x1f\x8b" + bytes(100), b"x" * 100],
 )
-def test_what_does_not_unpack_is_refused(target: Target, packed: bytes) -> None:
+def test_a_body_that_does_not_decompress_is_refused(target: Target, packed: bytes) -> None:
     reply = send(target.http_port, infer("add_sub", packed, Content_Encoding="gzip"))
 
     assert reply.status in {200, 400, 500}

@@ -64,9 +64,7 @@ def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         ("/v2/health/live?x=1", "text/plain"),
     ],
 )
-def test_what_may_be_read_is_read_by_get_alone(
-    serving: Serving, path: str, media_type: str
-) -> None:
+def test_read_only_routes_answer_get_only(serving: Serving, path: str, media_type: str) -> None:
     reply = serving.get(path)
 
     assert reply.status == 200
@@ -84,7 +82,7 @@ def test_what_may_be_read_is_read_by_get_alone(
      SUMS + "/versions/x", SUMS + "/versions/-1", "/v2/models/a/b/c",
      "/v2/systemsharedmemory/region//register"],
 )  # fmt: skip
-def test_what_is_not_there_is_not_found(serving: Serving, path: str) -> None:
+def test_missing_names_are_not_found(serving: Serving, path: str) -> None:
     reply = serving.get(path)
 
     assert (reply.status, reply.error) == (404, "Not Found")
@@ -104,7 +102,7 @@ def test_what_is_not_there_is_not_found(serving: Serving, path: str) -> None:
         ("/v2/cudasharedmemory/region/r/status", 404, "Unable to find cuda shared memory region: 'r'"),
     ],
 )  # fmt: skip
-def test_what_is_not_known_is_told_in_triton_s_words(
+def test_unknown_names_have_triton_s_errors(
     serving: Serving, path: str, status: int, error: str
 ) -> None:
     reply = serving.get(path)
@@ -290,7 +288,7 @@ def test_metrics_have_a_port_of_their_own(serving: Serving) -> None:
     assert serving.ask("GET", "/v2", port=port).status == 404
 
 
-def test_what_nobody_foresaw_is_told_as_any_error(
+def test_an_unforeseen_error_is_a_general_error(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(serving.service.metadata, "server_metadata", lambda: 1 // 0)

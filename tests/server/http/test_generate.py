@@ -57,7 +57,7 @@ def test_an_answer_of_many_elements_is_an_array(serving: Serving) -> None:
     }
 
 
-def test_what_is_no_input_is_a_parameter(serving: Serving) -> None:
+def test_keys_that_are_not_inputs_are_parameters(serving: Serving) -> None:
     given = {"p": 1, "q": "s", "r": True, "parameters": {"a": 1.5}, "sequence_id": 3, "id": "abc"}
     reply = serving.post(ONE, {"text_input": "hi", **given})
 

@@ -385,7 +385,7 @@ def test_a_bomb_is_refused_before_it_takes_the_memory(made: Any) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{}", gzip.compress(b"{}", mtime=0)[:-9], gzip.compress(b"{}", mtime=0) + b"x"]
 )
-def test_what_is_not_compressed_as_it_says_is_refused(serving: Serving, body: bytes) -> None:
+def test_a_body_with_a_false_encoding_is_refused(serving: Serving, body: bytes) -> None:
     reply = serving.post(ADD_SUB, body, {"Content-Encoding": "gzip"})
 
     assert reply.status == 400

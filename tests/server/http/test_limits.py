@@ -116,7 +116,7 @@ def error_of(answer: Answer) -> str:
         (b"CONNECT example.org:443 HTTP/1.1\r\n\r\n", 405),
     ],
 )
-def test_what_is_no_http_is_refused_and_ends_the_connection(
+def test_bytes_that_are_not_http_are_refused_and_end_the_connection(
     listening: Listening, data: bytes, status: int
 ) -> None:
     with listening.client() as client:
@@ -173,7 +173,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(
     assert strict.handler.handled == []
 
 
-def test_who_sends_on_after_a_refusal_can_read_it(strict: Listening) -> None:
+def test_a_client_that_sends_on_after_a_refusal_can_read_it(strict: Listening) -> None:
     with strict.client() as client:
         client.send(b"POST /echo HTTP/1.1\r\nContent-Length: 5000000\r\n\r\n")
         client.send(*[bytes(50_000)] * 20)
@@ -480,7 +480,7 @@ def announce(client: Client, path: bytes, size_bytes: int) -> None:
     "The bytes that wait for all clients that do not read are limited. Beyond the limit, "
     "the client for which the most bytes wait is disconnected.",
 )
-def test_of_clients_that_do_not_read_the_one_is_left_for_whom_the_most_waits(
+def test_the_client_with_the_most_unread_bytes_is_disconnected(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_UNSENT_BYTES", 64 << 20)
@@ -498,7 +498,7 @@ def test_of_clients_that_do_not_read_the_one_is_left_for_whom_the_most_waits(
     "A client that only announces a large body takes none of the server's memory, and no "
     "more than 256 MiB of shared memory together with all other clients that do so.",
 )
-def test_who_says_that_much_is_to_come_takes_nothing(listening: Listening) -> None:
+def test_an_announced_body_takes_no_memory(listening: Listening) -> None:
     before = resident_bytes()
     with contextlib.ExitStack() as stack:
         for _ in range(4):

@@ -179,7 +179,7 @@ def test_a_link_on_another_site_opens_the_page_and_nothing_else(guarded: Serving
         ("application/x-www-form-urlencoded", {"Sec-Fetch-Site": "same-origin"}),
     ],
 )
-def test_what_a_form_can_send_changes_nothing(
+def test_requests_that_a_form_can_send_change_nothing(
     guarded: Serving, content_type: str, headers: dict[str, str]
 ) -> None:
     sent = {"Content-Type": content_type, **TOKEN, **headers}

@@ -21,7 +21,7 @@ def shown(metrics: FrontendMetrics) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_what_is_taken_there_is_told_here_once() -> None:
+def test_counts_of_another_process_are_shown_once() -> None:
     here, there = FrontendMetrics(), FrontendMetrics()
     here.count_elsewhere()
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_connections_end_with_the_process_that_has_them() -> None:
     assert shown(here)["connections_total", "http"] == 2
 
 
-def test_what_other_processes_pass_on_is_not_counted_twice() -> None:
+def test_forwarded_requests_are_not_counted_twice() -> None:
     metrics = FrontendMetrics()
     metrics.http.answered(200)
 

@@ -32,7 +32,7 @@ def of_models(changes: object) -> LogSettings:
     return LogSettings().changed(changes)  # type: ignore[arg-type]
 
 
-def test_what_is_set_is_shown_as_triton_shows_it() -> None:
+def test_settings_are_shown_as_triton_shows_them() -> None:
     shown = LogControl(of_models, ServerLog(stream=io.StringIO())).settings()
 
     assert list(shown.items()) == list(SHOWN.items())
@@ -62,7 +62,7 @@ def test_a_change_is_for_the_servers_log_and_for_models() -> None:
     assert "second" not in stream.getvalue()
 
 
-def test_what_no_setting_is_called_changes_nothing() -> None:
+def test_unknown_settings_change_nothing() -> None:
     control = LogControl(of_models, ServerLog(stream=io.StringIO()))
 
     for changes in ({"nonsense": 1}, {"log_info": None}, {}):
@@ -96,7 +96,7 @@ def test_what_no_setting_is_called_changes_nothing() -> None:
         ),
     ],
 )
-def test_what_cannot_be_set_is_refused_in_tritons_words(
+def test_wrong_settings_are_refused_in_tritons_words(
     changes: dict[str, object], code: str, text: str
 ) -> None:
     control = LogControl(of_models, ServerLog(stream=io.StringIO()))

@@ -91,7 +91,7 @@ def test_every_line_can_be_read_and_is_there_once(metrics: ServerMetrics) -> Non
     assert len(names) == len(set(names))
 
 
-def test_what_a_model_does_is_counted(runtime: moonpool.Runtime, metrics: ServerMetrics) -> None:
+def test_the_work_of_a_model_is_counted(runtime: moonpool.Runtime, metrics: ServerMetrics) -> None:
     before = Scrape(metrics.text())
     for _ in range(4):
         runtime.infer("doubles", ONE)
@@ -235,7 +235,7 @@ def test_the_process_and_the_machine_are_told_of(metrics: ServerMetrics) -> None
     assert 0 <= found("nv_cpu_utilization") <= 1
 
 
-def test_what_is_not_wanted_is_not_there() -> None:
+def test_unwanted_metrics_are_missing() -> None:
     options = metrics_options(["counter_latencies=false"], allow_cpu=False, allow_gpu=False)
     with moonpool.Runtime(metrics=options) as runtime:
         runtime.load("m", Path(__file__).parents[2] / "models" / "square.py", config=SQUARE)

@@ -23,7 +23,7 @@ def traces(*flags: str) -> Traces:
     return Traces(trace_options(flags), lambda name: name in ("add", "other"))
 
 
-def test_what_is_set_is_shown_as_triton_shows_it() -> None:
+def test_settings_are_shown_as_triton_shows_them() -> None:
     flags = (FILE, "level=TIMESTAMPS", "rate=5", "count=7", "triton,log-frequency=2")
 
     assert list(traces(*flags).settings().items()) == [
@@ -49,7 +49,7 @@ def test_a_model_has_what_all_have_until_it_has_its_own() -> None:
     assert all_of.settings("", {"trace_rate": None, "trace_count": None})["trace_rate"] == "1000"
 
 
-def test_what_no_setting_is_called_changes_nothing() -> None:
+def test_unknown_settings_change_nothing() -> None:
     all_of = traces(FILE, "level=TENSORS")
     before = all_of.settings()
 
@@ -99,7 +99,7 @@ def test_what_no_setting_is_called_changes_nothing() -> None:
         ),
     ],
 )
-def test_what_cannot_be_set_is_refused_in_tritons_words(
+def test_wrong_settings_are_refused_in_tritons_words(
     changes: dict[str, object], code: str, text: str
 ) -> None:
     all_of = traces(FILE, "level=TIMESTAMPS")

@@ -93,7 +93,7 @@ def test_eighty_columns_hold_every_column(shown: dict[str, Any]) -> None:
     ]
 
 
-def test_what_a_terminal_would_obey_is_shown(shown: dict[str, Any]) -> None:
+def test_control_characters_are_escaped(shown: dict[str, Any]) -> None:
     hostile = {
         **shown,
         "errors": [{**shown["errors"][0], "text": "\x1b[2J\x07gone\tis \x9b1m"}],

@@ -252,7 +252,7 @@ def test_a_request_from_the_form_is_answered(tab: Tab, site: Site) -> None:
     "The form's made-up values fit every model; what it sends and shows keeps every digit of "
     "whole numbers, and rounds 16-bit floats as numpy does.",
 )
-def test_what_is_made_up_fits_every_model(tab: Tab, site: Site) -> None:
+def test_made_up_inputs_fit_every_model(tab: Tab, site: Site) -> None:
     expected = {
         "add_sub": "[[2, 4, 6, 8]]",
         "shouts": '[["MOONPOOL"]]',
@@ -343,7 +343,7 @@ def test_it_can_be_used_by_keyboard_alone(tab: Tab, site: Site) -> None:
 
 
 @pytest.mark.promise("The overview", "The page can be used by …")
-def test_what_has_the_focus_keeps_it_while_figures_change(tab: Tab, site: Site) -> None:
+def test_the_focus_stays_while_figures_change(tab: Tab, site: Site) -> None:
     page = tab(site.url)
     page.wait_for_text("#models", "add_sub")
     page.evaluate(f'document.querySelector("{row("add_sub")} a").focus()')

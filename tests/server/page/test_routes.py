@@ -84,7 +84,7 @@ def test_a_number_of_samples_that_is_none_is_refused(site: Site, since: str) -> 
     assert "since must be" in json.loads(text)["error"]
 
 
-def test_what_was_before_anybody_looked_is_there(tmp_path: Path) -> None:
+def test_figures_from_before_the_first_look_are_shown(tmp_path: Path) -> None:
     with running(write(tmp_path, "large_numbers")) as server:
         site = Site(server)
         for _ in range(3):
@@ -97,7 +97,7 @@ def test_what_was_before_anybody_looked_is_there(tmp_path: Path) -> None:
         assert site.overview()["server"]["addresses"].keys() == {"grpc", "http", "metrics"}
 
 
-def test_who_may_not_see_statistics_sees_no_overview(tmp_path: Path) -> None:
+def test_a_client_without_access_to_statistics_sees_no_overview(tmp_path: Path) -> None:
     with running(tmp_path, "--http-restricted-api=statistics:key=secret") as server:
         status, shown = server.get("/v2/moonpool/overview")
 

@@ -201,7 +201,7 @@ def test_nobody_there_is_told_in_a_sentence(cli: CommandLine) -> None:
     assert ended.stderr.startswith("moonpool: error: cannot reach http://127.0.0.1:1")
 
 
-def test_what_does_not_speak_http_is_told_so(cli: CommandLine) -> None:
+def test_a_server_that_does_not_speak_http_is_reported(cli: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer() -> None:

@@ -123,7 +123,7 @@ def test_one_that_does_not_answer_has_longer_while_it_computes(
         reactor.close()
 
 
-def test_what_a_process_has_of_processors_is_seen() -> None:
+def test_the_processor_time_of_a_process_is_read() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             wait_until(lambda: members._processor_time_s(process.pid) > 0.2)

@@ -217,7 +217,7 @@ def test_a_large_body_is_answered(server: RunningServer) -> None:
     "The main process answers what only one process can know: control, metadata, clients' "
     "shared memory, sequences, streams of gRPC, traced requests.",
 )
-def test_what_one_process_knows_is_asked_of_that(server: RunningServer) -> None:
+def test_requests_that_need_the_main_process_are_passed_to_it(server: RunningServer) -> None:
     """Only one process has shared memory of clients, and the state of sequences."""
     x = np.arange(4, dtype=np.float32).reshape(1, 4)
     region = Path(f"/dev/shm/front-ends-{os.getpid()}")
@@ -432,9 +432,7 @@ class TritonPythonModel:
 
 @pytest.mark.promise("Front ends", "The end of a peer cancels …")
 @pytest.mark.parametrize("level", ["standard", "strict"])
-def test_what_a_model_keeps_of_a_front_end_that_is_gone_stays_what_it_was(
-    tmp_path: Path, level: str
-) -> None:
+def test_kept_tensors_of_an_ended_front_end_stay_unchanged(tmp_path: Path, level: str) -> None:
     """Otherwise a kept tensor would turn into the data of another client."""
     write(tmp_path, "keeps", KEEPS)
 
@@ -626,7 +624,7 @@ def test_nobody_waits_in_a_stub_beyond_the_timeout_of_the_queue(
 
 
 @pytest.mark.promise("Front ends", "On SIGTERM, front ends finish the requests that are under way.")
-def test_what_is_under_way_is_finished_at_the_end(folder: Path, gate: Path) -> None:
+def test_requests_in_flight_are_finished_at_the_end(folder: Path, gate: Path) -> None:
     gate.touch()
     begun = Path(f"{gate}.begun")
     begun.unlink(missing_ok=True)

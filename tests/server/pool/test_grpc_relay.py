@@ -84,7 +84,7 @@ def test_a_model_that_goes_while_it_is_asked_is_asked_of_the_main_process(
     assert len(answer.raw_output_contents) == 2
 
 
-def test_what_the_main_process_says_of_a_name_comes_back(front: Front) -> None:
+def test_the_main_process_s_error_about_a_name_reaches_the_client(front: Front) -> None:
     asked = messages.ModelInferRequest(model_name="nope")
 
     with pytest.raises(grpc.RpcError) as raised:
@@ -149,7 +149,7 @@ class Sending:
         received(b"%d" % self.received)
 
 
-def test_what_a_client_sends_is_read_as_the_main_process_takes_it() -> None:
+def test_a_client_is_read_as_fast_as_the_main_process_takes_it() -> None:
     call: Any = Sending()
     channel: Any = None
     questions = _Stream(channel, call)._questions()

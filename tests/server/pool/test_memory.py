@@ -100,7 +100,7 @@ def test_those_who_write_in_place_have_one_limit_as_well(directory: Directory) -
     second.leave()
 
 
-def test_of_a_stub_that_is_gone_nothing_is_to_be_had(directory: Directory) -> None:
+def test_a_stub_that_is_gone_gets_no_memory(directory: Directory) -> None:
     member = FrontEnd(directory)
     member.stub = 1000
     with pytest.raises(OutOfMemory, match="the stub is gone"):

@@ -136,7 +136,7 @@ def test_the_end_of_one_cancels_its_requests_and_frees_its_memory(
 
 
 @pytest.mark.promise("Front ends", "The end of a peer cancels …")
-def test_what_the_model_keeps_of_one_that_is_gone_stays_what_it_was(
+def test_kept_tensors_of_an_ended_peer_stay_unchanged(
     hall: Hall, runtime: moonpool.Runtime
 ) -> None:
     with visiting(hall, "shared") as visitor:

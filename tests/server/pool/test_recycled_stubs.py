@@ -135,7 +135,7 @@ class Friend:
         return sum(message[0] == word for message in self.told)
 
 
-def test_who_has_let_go_of_a_stub_that_others_keep_is_let_in_again() -> None:
+def test_a_front_end_that_released_a_recycled_stub_is_let_in_again() -> None:
     directory = Directory()
     quick, slow = Friend(), Friend()
     for friend in (quick, slow):

@@ -100,7 +100,7 @@ def test_an_array_that_another_library_made_of_an_input_is_recognised(peer: Peer
     "Any other output on a device is copied once, on the device, and its memory is kept until "
     "the device is done.",
 )
-def test_what_lies_elsewhere_on_the_device_is_copied_there_once(peer: Peer, fake: Fake) -> None:
+def test_foreign_memory_on_the_device_is_copied_there_once(peer: Peer, fake: Fake) -> None:
     array = foreign(floats(4, 5))
     before = [fake.calls(name) for name in COPIES]
     blocks, rows = peer.answer(Tensor.from_dlpack("Y", array))
@@ -236,9 +236,7 @@ def test_tensors_on_a_device_go_to_other_models_and_come_back(peer: Peer) -> Non
 
 
 @pytest.mark.promise("Device memory in a model", "Any other output on a device …")
-def test_what_is_copied_on_a_device_is_kept_until_the_device_is_done(
-    peer: Peer, fake: Fake
-) -> None:
+def test_the_source_of_a_copy_is_kept_until_the_device_is_done(peer: Peer, fake: Fake) -> None:
     fake.delay(50_000)
     blocks, rows = peer.answer(Tensor.from_dlpack("Y", foreign(floats(4, 5))))
     devices = peer.regions.on_devices()
@@ -320,7 +318,7 @@ def test_where_there_is_no_driver_what_is_on_a_device_is_refused() -> None:
         ({"stride": 1}, "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are"),
     ],
 )
-def test_what_cannot_be_a_tensor_on_a_device_is_refused_in_tritons_words(
+def test_an_impossible_tensor_on_a_device_is_refused_in_tritons_words(
     fields: dict[str, int], text: str
 ) -> None:
     capsule = OnDevice().__dlpack__()

@@ -168,7 +168,7 @@ def test_a_block_that_a_model_still_writes_goes_back_when_that_is_done(
 
 
 @pytest.mark.promise("Device memory in a model", "An output that a library computes …")
-def test_what_is_copied_is_not_overwritten_by_its_library_before(
+def test_a_library_does_not_overwrite_the_source_of_a_copy(
     peer: Peer, library: Library, fake: Fake
 ) -> None:
     array = library.computed(floats(1, 2))

@@ -109,7 +109,7 @@ def test_requests_in_different_memories_are_called_for_apart() -> None:
 
 
 @pytest.mark.usefixtures("peer")
-def test_what_a_model_makes_on_a_device_is_held_against_its_configuration() -> None:
+def test_outputs_on_a_device_are_compared_with_the_configuration() -> None:
     model = adapter(lambda x: foreign(floats(1, 2, 3).reshape(1, 3)), dims=[2])  # noqa: ARG005
     with pytest.raises(InvalidReturn, match=re.escape("of shape [1, 3]")):
         model.execute([request(floats(1, 2).reshape(1, 2))])

@@ -116,7 +116,7 @@ def test_many_threads_ask_without_losing_anything(asker: Asker) -> None:
     assert total == [0] * (count * times)
 
 
-def test_what_nobody_waits_for_any_more_is_given_back(asker: Asker) -> None:
+def test_blocks_of_abandoned_answers_are_released(asker: Asker) -> None:
     call = asker.ask()
     asker.heard()
     asker.reply(call, final=False, block=[7, 64, 8])

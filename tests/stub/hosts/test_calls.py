@@ -57,7 +57,7 @@ def host(ends: tuple[Calls, Channel]) -> StubHost:
     return host
 
 
-def test_what_was_let_go_of_is_not_forgotten_where_a_request_cannot_be_sent(
+def test_releases_are_not_forgotten_when_a_request_cannot_be_sent(
     ends: tuple[Calls, Channel], host: StubHost
 ) -> None:
     calls, _ = ends
@@ -96,7 +96,7 @@ def test_what_was_let_go_of_is_not_forgotten_where_a_request_cannot_be_sent(
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
-def test_what_no_message_has_room_for_is_an_error_of_the_request(
+def test_a_value_that_fits_no_message_is_an_error_of_the_request(
     host: StubHost, fields: dict[str, Any], wrong: str
 ) -> None:
     request = InferenceRequest(

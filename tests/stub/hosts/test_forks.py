@@ -111,7 +111,7 @@ def test_responses_that_break_off_are_no_end(forked: ForkedHost) -> None:
 
 
 @pytest.mark.parametrize("error", [TritonModelException("as planned"), KeyError("as planned")])
-def test_whatever_goes_wrong_is_told(forked: ForkedHost, error: Exception) -> None:
+def test_every_failure_reaches_the_fork(forked: ForkedHost, error: Exception) -> None:
     host.use(Stub(raiser(error)))
     with pytest.raises(TritonModelException, match="as planned"):
         forked.infer(request(), False)
@@ -214,7 +214,7 @@ def test_a_door_that_could_not_be_opened_is_opened_at_the_next_fork(
     broker._inside.close()
 
 
-def test_what_cannot_travel_is_an_error(forked: ForkedHost) -> None:
+def test_a_request_that_cannot_be_sent_is_an_error(forked: ForkedHost) -> None:
     asked = InferenceRequest(
         model_name="m", inputs=[], requested_output_names=["Y"], parameters={"n": 1 << 70}
     )

@@ -69,7 +69,7 @@ def test_requests_without_rows_are_joined_as_well(block: Lease) -> None:
     assert lease_of(whole) is block
 
 
-def test_what_is_cut_is_a_view() -> None:
+def test_cut_rows_are_views() -> None:
     array = np.arange(6).reshape(3, 2)
     pieces = cut(array, [1, 0, 2])
 

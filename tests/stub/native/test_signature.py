@@ -168,7 +168,7 @@ def test_a_hint_that_names_no_outputs_says_nothing(hint: str) -> None:
         ("() -> Outputs(Y=3)", "model(): the hint of output 'Y' is 3"),
     ],
 )
-def test_what_is_no_hint_is_told_with_its_place(source: str, text: str) -> None:
+def test_a_wrong_hint_is_refused_with_its_place(source: str, text: str) -> None:
     with pytest.raises(BadHint) as caught:
         signature_of(made(source))
 
@@ -176,7 +176,7 @@ def test_what_is_no_hint_is_told_with_its_place(source: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("dims", [1.5, -2, (4, Batch), True])
-def test_what_is_no_dimension_is_refused(dims: Any) -> None:
+def test_a_wrong_dimension_is_refused(dims: Any) -> None:
     with pytest.raises(BadTensor, match="Float32"):
         Float32[dims]
 

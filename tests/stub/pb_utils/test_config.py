@@ -23,7 +23,7 @@ def config(**fields: Any) -> ModelConfig:
     )
 
 
-def test_what_is_left_out_is_filled_in() -> None:
+def test_omitted_fields_are_filled_in() -> None:
     one = config()
     one.set_max_batch_size(4)
     one.set_dynamic_batching()
@@ -56,7 +56,7 @@ def test_a_tensor_that_is_named_only_is_completed(kind: str) -> None:
     assert one.as_dict()[kind] == [FP32_4]
 
 
-def test_what_agrees_with_the_configuration_changes_nothing() -> None:
+def test_completions_that_agree_change_nothing() -> None:
     one = config(max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}, input=[FP32_4])
     before = json.dumps(one.as_dict())
     one.set_max_batch_size(4)

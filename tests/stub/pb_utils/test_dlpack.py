@@ -238,7 +238,7 @@ def test_a_copy_is_made_where_it_is_asked_for() -> None:
         tensor.__dlpack__(dl_device=(2, 0))
 
 
-def test_what_the_foreign_object_raises_is_passed_on() -> None:
+def test_exceptions_of_the_foreign_object_are_passed_on() -> None:
     def fail(**_: object) -> object:
         raise ZeroDivisionError("on purpose")
 
@@ -319,7 +319,7 @@ def test_a_form_from_the_future_is_refused() -> None:
         (Device(10), "DLDevice type 10 is not support by Python backend."),
     ],
 )
-def test_what_cannot_be_a_tensor_is_refused_in_tritons_words(source: object, text: str) -> None:
+def test_an_impossible_tensor_is_refused_in_tritons_words(source: object, text: str) -> None:
     with pytest.raises(TritonModelException) as caught:
         Tensor.from_dlpack("X", source)
 

@@ -50,7 +50,7 @@ def test_every_datatype_goes_in_and_comes_out_without_a_copy(
         assert np.array_equal(tensor.as_numpy(), source.numpy())
 
 
-def test_what_torch_writes_is_in_the_array() -> None:
+def test_torch_writes_into_the_array() -> None:
     array = np.zeros(4, np.float32)
 
     torch.from_dlpack(Tensor("X", array)).add_(3)

@@ -48,7 +48,7 @@ def request() -> pb_utils.InferenceRequest:
     return pb_utils.InferenceRequest(inputs=[], requested_output_names=[], model_name="other")
 
 
-def test_what_a_model_asks_reaches_its_host(desk: Desk) -> None:
+def test_calls_of_a_model_reach_its_host(desk: Desk) -> None:
     asked = request()
 
     asked.exec()

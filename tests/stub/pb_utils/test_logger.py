@@ -80,7 +80,7 @@ def test_without_a_sink_messages_go_to_stderr(
     assert re.fullmatch(pattern, line)
 
 
-def test_what_is_off_is_dropped_and_may_be_on_again(sink: list[Message]) -> None:
+def test_a_level_can_be_turned_off_and_on_again(sink: list[Message]) -> None:
     log = logging.Logger("model")
     log.addHandler(logger.logging_handler())
 

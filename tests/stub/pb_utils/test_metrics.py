@@ -135,7 +135,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("kind", "use", "doing", "why"), REFUSALS)
 @pytest.mark.usefixtures("keeper")
-def test_what_a_kind_does_not_allow_is_refused_in_tritons_words(
+def test_operations_that_a_kind_does_not_allow_are_refused_in_tritons_words(
     kind: MetricKind, use: Callable[[Metric], object], doing: str, why: str
 ) -> None:
     family = MetricFamily("n", "d", kind)

@@ -146,7 +146,7 @@ def test_an_empty_array_lies_in_the_stubs_memory() -> None:
 
 @pytest.mark.usefixtures("region")
 @pytest.mark.parametrize(("shape", "dtype"), [((0, 3), "f4"), (2, "O")])
-def test_what_has_no_bytes_to_share_is_an_ordinary_array(shape: int, dtype: str) -> None:
+def test_an_array_without_bytes_is_an_ordinary_one(shape: int, dtype: str) -> None:
     array = pb_utils.empty(shape, dtype)
 
     assert array.dtype == dtype

@@ -59,7 +59,7 @@ def test_the_constructor_has_tritons_defaults() -> None:
 
 
 @pytest.mark.parametrize("missing", ["inputs", "requested_output_names", "model_name"])
-def test_what_is_required_is_required(missing: str) -> None:
+def test_the_required_arguments_are_required(missing: str) -> None:
     given: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "m"}
     del given[missing]
 

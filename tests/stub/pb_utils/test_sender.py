@@ -88,7 +88,7 @@ def test_a_request_has_one_sender() -> None:
     assert given.get_response_sender() is given.get_response_sender()
 
 
-def test_what_is_dropped_open_is_abandoned_once() -> None:
+def test_an_open_reply_that_is_dropped_is_abandoned_once() -> None:
     port = Post()
     given = request(port)
     given.reply().leave_open()
@@ -126,7 +126,7 @@ def test_an_error_follows_the_responses_of_a_decoupled_model() -> None:
     assert port.sent == [(sent, 0), ("on purpose", FINAL)]
 
 
-def test_what_was_answered_with_its_batch_is_not_abandoned() -> None:
+def test_an_answered_reply_is_not_abandoned() -> None:
     port = Post()
     given = request(port)
     given.get_response_sender()

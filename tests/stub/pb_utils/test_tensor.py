@@ -46,7 +46,7 @@ def test_unusual_shapes_are_kept(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("array", [None, [1, 2], 3, 1.5, np.float32(1)])
-def test_what_is_no_array_is_a_type_error(array: Any) -> None:
+def test_a_value_that_is_not_an_array_is_a_type_error(array: Any) -> None:
     with pytest.raises(TypeError, match="incompatible constructor arguments"):
         Tensor("X", array)
 

@@ -67,7 +67,7 @@ def test_the_sender_of_a_rescheduled_request_sends_no_more() -> None:
     assert desk.sent == []
 
 
-def test_what_was_sent_meanwhile_goes_before_what_is_returned() -> None:
+def test_responses_sent_meanwhile_come_before_returned_ones() -> None:
     """Send from another thread of the model right before its batch is answered."""
     desk = Desk()
     request, other = desk.request(), desk.request()

@@ -52,7 +52,7 @@ def lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     made.close()
 
 
-def test_what_was_written_to_an_input_is_gone_in_the_next_batch(lent: Lent) -> None:
+def test_a_model_s_writes_to_an_input_are_gone_in_the_next_batch(lent: Lent) -> None:
     lease = lent.lease()
     lease[5000] = 7
     lent.write(2)
@@ -77,7 +77,7 @@ def test_pages_that_were_only_read_stay_where_they_are(lent: Lent) -> None:
     assert (second == 3).all()
 
 
-def test_what_is_kept_is_its_keeper_s_and_the_next_batch_sees_the_client_s(lent: Lent) -> None:
+def test_a_kept_input_is_a_copy_and_the_next_batch_sees_the_client_s_bytes(lent: Lent) -> None:
     kept = lent.lease()
     lent.region.give_up([(0, _BYTES)])
     lent.write(4)

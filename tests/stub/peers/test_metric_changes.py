@@ -81,7 +81,7 @@ def test_nothing_is_sent_where_there_is_nothing(changes: MetricChanges, sent: Se
     assert len(sent.messages) == 1
 
 
-def test_what_is_dropped_is_dropped_after_its_changes(changes: MetricChanges, sent: Sent) -> None:
+def test_a_metric_is_dropped_after_its_changes(changes: MetricChanges, sent: Sent) -> None:
     count = 2 * MAX_METRIC_CHANGES + 1
     for number in range(count):
         changes.add(number, SET, 0.0)
@@ -95,7 +95,7 @@ def test_what_is_dropped_is_dropped_after_its_changes(changes: MetricChanges, se
     assert [row[0] for row in sent.rows] == sent.dropped == list(range(count))
 
 
-def test_what_nobody_flushes_is_sent_soon(changes: MetricChanges, sent: Sent) -> None:
+def test_changes_are_sent_soon_without_a_flush(changes: MetricChanges, sent: Sent) -> None:
     changes.start()
     changes.add(1, SET, 1.0)
     wait_until(lambda: sent.rows == [(1, SET, 1.0, 1)])

@@ -146,7 +146,7 @@ def test_everything_but_what_it_may_write_is_read_only(identity: Identity) -> No
     "Layers of the sandbox",
     "A read-only mount below a folder that is granted for writing stays read-only.",
 )
-def test_what_is_mounted_read_only_below_a_granted_folder_stays_so(identity: Identity) -> None:
+def test_a_read_only_mount_below_a_granted_folder_stays_read_only(identity: Identity) -> None:
     with identity.scratch() as shared:
         inner = f"{shared}/inner"
         results = identity.attempt(

@@ -212,7 +212,7 @@ def test_a_user_that_is_not_to_be_had_is_said(identity: Identity) -> None:
     "forks and other interpreters.",
 )
 @pytest.mark.parametrize("level", [STRICT, BEST_EFFORT])
-def test_what_best_effort_went_without_is_not_asked_for_again(
+def test_layers_that_best_effort_left_out_are_not_required_later(
     identity: Identity, level: str
 ) -> None:
     """The process that asks became another program, or was forked by a template."""

@@ -188,7 +188,7 @@ def test_a_call_that_only_an_attack_makes_ends_the_process(machine: str, name: s
     "does `clone3`.",
 )
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_not_named_is_not_permitted(machine: str) -> None:
+def test_calls_that_are_not_listed_are_refused(machine: str) -> None:
     allowed = rules.allowed(pid=PID)
     named = {*allowed, *rules.KILLED, *rules.ABSENT}
 

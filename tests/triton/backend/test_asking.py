@@ -111,7 +111,7 @@ def regions(server: HostingServer) -> int:
 
 
 @pytest.mark.parametrize("count", [0, 1, 1 << 20])
-def test_what_is_asked_for_comes_whole(evaluate: Evaluate, count: int) -> None:
+def test_answers_of_other_models_arrive_whole(evaluate: Evaluate, count: int) -> None:
     array = f"np.arange({count}, dtype=np.int64).astype(np.uint8)"
 
     assert evaluate(f"np.array_equal(value(ask('identity', {array})), {array})") == "True"
@@ -229,7 +229,7 @@ def test_clients_of_a_contained_model_hear_of_no_folders_and_the_log_does(
     "If nobody waits for a batch any more, the requests that its model made to others for it "
     "are cancelled.",
 )
-def test_what_a_model_asked_for_is_cancelled_with_the_last_request_that_it_was_for(
+def test_calls_of_a_model_are_cancelled_with_the_last_request_of_their_batch(
     client: Client,
     askers: None,  # noqa: ARG001 - to be loaded
     server: HostingServer,

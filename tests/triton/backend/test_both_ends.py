@@ -217,7 +217,7 @@ def end(request: pytest.FixtureRequest) -> Iterator[End]:
     "A stub that sends more than a model needs is read more slowly, also in a tritonserver.",
 )
 @pytest.mark.parametrize(("fault", "least_s"), PACED.items(), ids=list(PACED))
-def test_who_says_much_is_heard_more_slowly(end: End, fault: str, least_s: float) -> None:
+def test_a_stub_over_its_budget_is_read_more_slowly(end: End, fault: str, least_s: float) -> None:
     assert end.ask("rogue") == ""
 
     def took_s() -> float:

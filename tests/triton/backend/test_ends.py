@@ -145,7 +145,7 @@ FAILS = """
     ],
     ids=["the instance", "the model"],
 )
-def test_what_another_launcher_cannot_start_is_started_when_it_can_be(
+def test_an_instance_that_a_new_launcher_cannot_start_is_started_later(
     tmp_path: Path, there: str, elsewhere: str, why: str
 ) -> None:
     repository = tmp_path / "repository"

@@ -40,7 +40,7 @@ OF_THE_CORE = {
     "test_a_difference_of_the_core_is_what_it_is_said_to_be",
     "test_a_wrong_batcher_is_refused_in_the_same_words",
     "test_an_id_that_is_given_to_the_model_as_text_arrives_here",
-    "test_what_triton_lets_through_or_says_of_something_else_is_refused",
+    "test_requests_that_triton_lets_through_or_misreports_are_refused",
 }
 
 for topic in TOPICS:

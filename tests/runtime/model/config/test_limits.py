@@ -75,7 +75,7 @@ def models(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("change", "field", "limit"), TOO_MUCH)
-def test_what_asks_for_too_much_is_refused_with_its_field_and_the_option(
+def test_a_configuration_beyond_a_limit_is_refused_with_its_field_and_the_option(
     models: Path, change: dict[str, Any], field: str, limit: str
 ) -> None:
     with moonpool.Runtime(models, models=()) as runtime:

@@ -100,7 +100,7 @@ class TestAccepted:
         assert config.version_policy == VersionPolicy("all", 0)
         assert config.default_model_filename == "other.py"
 
-    def test_what_models_get_as_their_configuration_is_the_whole_of_it(self) -> None:
+    def test_models_get_their_whole_configuration(self) -> None:
         config = load(TENSORS + 'parameters { key: "ü" value { string_value: "ß" } }')
 
         raw = json.loads(config.json)
@@ -303,7 +303,7 @@ class TestRefused:
         ),
         st.sampled_from(["input", "instance_group", "dynamic_batching", "version_policy", "name"]),
     )
-    def test_whatever_a_model_makes_of_its_configuration_is_read_or_refused(
+    def test_any_completed_configuration_is_read_or_refused(
         self, value: object, field: str
     ) -> None:
         try:

@@ -40,7 +40,7 @@ def test_a_name_goes_before_a_pattern_and_a_longer_pattern_before_a_shorter_one(
     assert found.of("b") == {MEMORY: "3G", THREADS: "1"}
 
 
-def test_of_two_that_are_said_of_the_same_the_later_one_counts() -> None:
+def test_the_later_of_two_values_counts() -> None:
     assert options(f"a:{MEMORY}=1G", f"a:{MEMORY}=2G").of("a") == {MEMORY: "2G"}
 
 
@@ -80,7 +80,7 @@ def test_only_a_star_stands_for_other_characters() -> None:
         (f"a:b:{THREADS}=1", "there is no option"),
     ],
 )
-def test_what_cannot_be_meant_is_an_error_that_says_what_can(text: str, what: str) -> None:
+def test_a_malformed_option_is_an_error_that_shows_the_form(text: str, what: str) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
         read_model_option(text)
 
@@ -130,7 +130,7 @@ def test_a_runtime_knows_its_levels_its_grants_and_its_options() -> None:
 
 
 @pytest.mark.promise("The server (`moonpool serve`)", "An option that does not exist, …")
-def test_what_is_said_of_models_that_are_not_there_is_a_warning(
+def test_options_of_missing_models_are_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, "there")
@@ -167,7 +167,7 @@ def test_what_is_said_of_models_that_are_not_there_is_a_warning(
         ("strict", "off", "off", "off"),
     ],
 )
-def test_what_is_said_of_one_model_is_its_least_level(
+def test_a_level_for_one_model_is_its_lowest_level(
     tmp_path: Path, rule: str | None, operator: str, own: str | None, level: str
 ) -> None:
     parameter = f'key: "MOONPOOL_SANDBOX" value {{ string_value: "{own}" }}'
@@ -250,7 +250,7 @@ def test_files_that_are_brought_have_no_grants(tmp_path: Path, rules: HostingRul
 
 
 @pytest.mark.parametrize("files", [None, FILES], ids=["config", "files"])
-def test_what_is_brought_has_no_lower_level_than_all_models(
+def test_files_of_a_load_have_no_lower_level_than_all_models(
     tmp_path: Path, files: dict[str, bytes] | None
 ) -> None:
     """The operator lowered it for what the repository has."""

@@ -55,7 +55,9 @@ def test_without_it_there_is_none() -> None:
         ("max_sequence_idle_microseconds: 5", 1, {"slots": 1, "max_idle_us": 5}),
     ],
 )  # fmt: skip
-def test_what_it_means(text: str, max_batch_size: int, wanted: dict[str, Any]) -> None:
+def test_a_sequence_batching_is_read(
+    text: str, max_batch_size: int, wanted: dict[str, Any]
+) -> None:
     assert batching(f"sequence_batching {{ {text} }}", max_batch_size) == SequenceBatching(**wanted)
 
 
@@ -123,7 +125,7 @@ NAMED = 'name: "C" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0,
          "states that the server keeps are not offered to Python models"),
     ],
 )  # fmt: skip
-def test_what_is_refused_and_where(text: str, what: str) -> None:
+def test_a_wrong_sequence_batching_is_refused_with_its_place(text: str, what: str) -> None:
     with pytest.raises(ConfigError) as caught:
         batching(text)
     assert what in str(caught.value)

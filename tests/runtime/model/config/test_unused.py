@@ -35,7 +35,7 @@ class TestUnusedFields:
             ("output { label_filename: \"l\" reshape { } is_shape_tensor: true }", ["output.is_shape_tensor"]),
         ],
     )  # fmt: skip
-    def test_what_nobody_acts_on_is_named_once(self, text: str, fields: list[str]) -> None:
+    def test_unused_fields_are_named_once(self, text: str, fields: list[str]) -> None:
         raw, _ = pbtxt.parse(text, "config.pbtxt")
 
         assert unused_fields(raw) == fields

@@ -36,7 +36,7 @@ def test_one_that_is_larger_than_all_may_be_is_taken_alone() -> None:
         budget.acquire(1, 1000, 100)
 
 
-def test_what_is_found_in_a_copy_counts_with_it() -> None:
+def test_bytes_found_in_a_copy_count_with_it() -> None:
     budget = CopyBudget()
     budget.acquire(1, 50, 100)
     budget.acquire(1, 80, 100)

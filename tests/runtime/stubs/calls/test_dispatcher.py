@@ -86,7 +86,7 @@ def test_a_call_for_which_there_is_no_thread_is_answered_and_its_number_is_free(
 
 
 @pytest.mark.promise("Containment", "No message of a stub …")
-def test_what_is_not_granted_is_answered_and_the_log_says_nothing(
+def test_a_call_that_is_not_granted_gets_an_error_and_no_line_in_the_log(
     stub: Channel, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub.send(encode(Kind.UNLOAD_MODEL, 1, "other", False))

@@ -71,7 +71,7 @@ def ends() -> Iterator[Ends]:
     ends.close()
 
 
-def test_what_does_not_fit_the_socket_comes_later_and_in_order(ends: Ends) -> None:
+def test_messages_that_do_not_fit_the_socket_come_later_in_order(ends: Ends) -> None:
     for number in range(5000):
         ends.send(number)
 
