@@ -78,7 +78,7 @@ def execute_cases() -> Iterator[Case]:
     for way, words in (RAISED | RARE_RAISED).items():
         yield Case("execute", way, ModelError, words)
     for way in HANGS:
-        yield Case("execute", way, ExecuteTimedOut, "took longer than 1 s to execute a batch")
+        yield Case("execute", way, ExecuteTimedOut, "took longer than 2 s to execute a batch")
     for place in STRUCK:
         for way in ("SIGSEGV", "_exit 0"):
             yield Case(place, way, StubDied, DEATHS[way])
@@ -87,7 +87,7 @@ def execute_cases() -> Iterator[Case]:
         yield Case(place, "exception", StubDied, "exited with 1; its last words were: ValueError")
     # A failure in writing may come from the model's objects, so it is an error of the request.
     yield Case("writing the output", "exception", ModelError, "ValueError: on purpose")
-    yield Case("sending the answer", "hang", ExecuteTimedOut, "took longer than 1 s to execute")
+    yield Case("sending the answer", "hang", ExecuteTimedOut, "took longer than 2 s to execute")
     for way in ("SIGSEGV", "_exit 3"):
         yield Case("a thread", way, StubDied, DEATHS[way])
     for way in ("exception", "SystemExit"):
@@ -127,7 +127,7 @@ def victims(runtime: moonpool.Runtime) -> Iterator[None]:
     file = MODELS / "dies.py"
     with (
         hosted(runtime, "victim", file, SIGNATURE | options(**PATIENT)),
-        hosted(runtime, "hanged", file, SIGNATURE | options(**PATIENT, EXECUTE_TIMEOUT_S=1)),
+        hosted(runtime, "hanged", file, SIGNATURE | options(**PATIENT, EXECUTE_TIMEOUT_S=2)),
     ):
         yield
 

@@ -373,7 +373,7 @@ def test_texts_are_ids_where_the_input_for_ids_is_one(serve: Serve) -> None:
 @pytest.mark.promise("Sequences", "If there are more sequences …")
 def test_sequences_over_the_slots_wait_until_one_ends_or_is_idle_for_too_long(serve: Serve) -> None:
     # The first sequence ends by its own request, not by this idle time.
-    with serve(max_batch_size=1, max_sequence_idle_microseconds=2_000_000) as client:
+    with serve(max_batch_size=1, max_sequence_idle_microseconds=5_000_000) as client:
         client.ask("1s")
         second, third = client.send("2s"), client.send("3s")
         assert client.ask("1e")["sum"] == 2

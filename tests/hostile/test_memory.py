@@ -79,7 +79,12 @@ def test_shared_memory_that_was_given_back_and_kept_is_counted(
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 8)
     # The instance serves on with what it has, and is then restarted, because an honest model would need more.
     assert hoarder.finds("kernel.make", name="getpid") > 0
-    wait_until(lambda: runtime.instances("hoarder")[0]["state"] == "READY" and hoarder.pid != pid)
+
+    def is_another() -> bool:
+        (instance,) = runtime.instances("hoarder")
+        return instance["state"] == "READY" and instance["pid"] not in (pid, None)
+
+    wait_until(is_another)
     because = str(runtime.instances("hoarder")[0]["because"])
     assert "bytes of shared memory, used or not; MOONPOOL_REGION_LIMIT_BYTES is 16777216" in because
 

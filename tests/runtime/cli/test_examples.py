@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from tests.runtime.cli.shell import MODELS, PATIENCE_S, environment
+from tests.waiting import wait_until
 
 import moonpool
 
@@ -46,9 +48,15 @@ def test_hangs_is_cut_off() -> None:
     with moonpool.Runtime(MODELS, models=["hangs"]) as runtime:
         with pytest.raises(moonpool.ExecuteTimedOut):
             runtime.infer("hangs", {"SECONDS": [[3600.0]]}, timeout_s=PATIENCE_S)
-        slept = runtime.infer("hangs", {"SECONDS": [[0.0]]}, timeout_s=PATIENCE_S)["SLEPT"]
 
-        assert slept.tolist() == [[0.0]]
+        def slept() -> list[list[float]] | None:
+            # On a busy machine the first answer of a process may take longer than the half second that it has.
+            with contextlib.suppress(moonpool.ExecuteTimedOut):
+                answer = runtime.infer("hangs", {"SECONDS": [[0.0]]}, timeout_s=PATIENCE_S)
+                return answer["SLEPT"].tolist()  # type: ignore[no-any-return]
+            return None
+
+        assert wait_until(slept) == [[0.0]]
 
 
 @pytest.mark.skipif(
