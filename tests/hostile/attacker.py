@@ -59,7 +59,7 @@ class Attacker:
         """Try `module.function` of `tests/models/attacker` with these arguments."""
         text = json.dumps([what, arguments])
         try:
-            outputs = self.runtime.infer(self.name, {"ATTEMPT": [text]}, timeout_s=60.0)
+            outputs = self.runtime.infer(self.name, {"ATTEMPT": [text]}, timeout_s=120.0)
         except (moonpool.StubDied, moonpool.ExecuteTimedOut) as error:
             return Outcome(died=str(error), text=str(error))
         except moonpool.ModelError as error:

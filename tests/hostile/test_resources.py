@@ -116,7 +116,7 @@ def test_without_a_sandbox_it_has_more(attackers: Attackers, what: str) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= OPEN_FILES:
         pytest.skip("this user has no more descriptors than a contained model")
     if what == "bytes in sockets":
-        arguments = {"enlarge": True}
+        arguments = {"enlarge": True, "enough": most}
 
     assert attackers("off").finds(attempt, **arguments) > most
 

@@ -202,8 +202,8 @@ def filled(ends, write):
     return held
 
 
-def bytes_in_sockets(enlarge=False):
-    """Fill as many pairs of sockets as there can be, keeping one end of each; return the bytes that they hold."""
+def bytes_in_sockets(enlarge=False, enough=4 << 30):
+    """Fill pairs of sockets, as many as there can be or hold so much, keeping one end of each; return the bytes that they hold."""
     ends = []
     held = 0
     chunk = bytes(1 << 16)
@@ -216,7 +216,7 @@ def bytes_in_sockets(enlarge=False):
             ours.setblocking(False)
             held += filled([ours], lambda end: end.send(chunk))
             ours.close()
-            if held > 4 << 30:
+            if held > enough:
                 return held
     except OSError as error:
         if error.errno != errno.EMFILE:

@@ -45,7 +45,7 @@ REFUSALS_LOGGED = 16
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SanitizedServer]:
     repository = tmp_path_factory.mktemp("hostile")
     # One of the faults may be ended by nothing else, where the sanitizers slow down the server.
-    write_models(repository, timeout_s=20)
+    write_models(repository, timeout_s=5)
     folder = tmp_path_factory.mktemp("server")
     server = SanitizedServer(ADDRESSES, repository, folder, list(OUTPUTS))
     server.start()
