@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -160,6 +161,9 @@ def _make_python(root: Path, version: str) -> None:
         "lib2to3",
         "ensurepip",
         "config-*",
+        "pydoc_data",
+        "tkinter",
+        "turtledemo",
         "__pycache__",
     )
     shutil.copytree(sysconfig.get_path("stdlib"), root / "lib" / version, ignore=unneeded)
@@ -168,3 +172,7 @@ def _make_python(root: Path, version: str) -> None:
     (root / "bin" / "python").symlink_to(version)
     for library in Path(sysconfig.get_config_var("LIBDIR")).glob(f"lib{version}*.so*"):
         shutil.copy(library, root / "lib", follow_symlinks=False)
+    # Without its symbols for debuggers it is half as large, and packed in half the time.
+    if strip := shutil.which("strip"):
+        files = [path for path in root.rglob("*.so*") if not path.is_symlink()]
+        subprocess.run([strip, "--strip-debug", *files], check=False)
