@@ -36,8 +36,8 @@ class Batch {
   }
 
   bool is_empty() const { return outcomes_.empty(); }
-  // Send the batch. Returns false if the stub had ended and did not get it. Throws Failure if it was not sent, and
-  // Violation.
+  // Send the batch; the stub counts as executing then. Returns false if it had ended and did not get the batch. Throws
+  // Failure if the batch was not sent, and Violation.
   bool give(Stub& stub) {
     released_.clear();
     stub.open_requests().begin(number_, requests_.all());
@@ -60,7 +60,10 @@ class Batch {
       throw;
     }
     sent_ns_ = now_ns();
+    // Before the stub has the batch: it may release the batch's blocks at once, and `tidy` must leave these to the answer.
+    stub.set_executing(true);
     const Channel::Sent sent = stub.work().send(message_.bytes());
+    if (sent != Channel::Sent::kDone) stub.set_executing(false);
     if (sent == Channel::Sent::kFull) throw Violation("it answers without reading");
     return sent == Channel::Sent::kDone;
   }

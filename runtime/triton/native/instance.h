@@ -58,7 +58,6 @@ class Instance {
         if (attempt == kAttempts) throw death;
         taken = &stub();
       }
-      taken->set_executing(true);
       batch_.finish(*taken);
     } catch (const Failure& failure) {
       batch_.fail(failure, taken);
