@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,6 +139,18 @@ def test_sizes_are_exact_in_every_unit(number: int, suffix: str) -> None:
         size = None
 
     assert size == (expected if expected < 2**63 else None)
+
+
+@pytest.mark.parametrize(
+    "module", ["moonpool.runtime.model.config.options", "moonpool.runtime.server.options.table"]
+)
+def test_a_table_is_printed_without_a_warning(module: str) -> None:
+    printed = subprocess.run(
+        [sys.executable, "-W", "error", "-m", module], capture_output=True, text=True, timeout=60
+    )
+
+    assert (printed.returncode, printed.stderr) == (0, "")
+    assert f"`python -m {module}`" in printed.stdout
 
 
 def test_the_documented_table_is_current() -> None:
