@@ -1,10 +1,11 @@
-"""All routes of KServe v2 and of Triton's extensions except for inference, and redirects of paths that people try first."""
+"""All routes except for inference: of KServe v2, of Triton's extensions, of the page, and of paths that people try first."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any
@@ -22,11 +23,19 @@ from moonpool.runtime.server.http.routes import (
     failure,
     reply,
 )
+from moonpool.runtime.server.page.content import PAGE, encoded, page
+from moonpool.runtime.server.page.overview import Overview
 from moonpool.runtime.server.restriction import place_of_host
 from moonpool.runtime.server.service import Service
 
 _UTF8: Headers = ((b"Content-Type", b"text/plain; charset=utf-8"),)
 _DONE = RouteReply(200, JSON)
+_OVERVIEW: Headers = (
+    (b"Cache-Control", b"no-store"),
+    (b"X-Content-Type-Options", b"nosniff"),
+    *JSON,
+)
+_NUMBER = re.compile(r"[0-9]{1,15}")
 _ANYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -293,6 +302,33 @@ def signposts(options: HttpOptions, ports: Mapping[str, int]) -> list[Route]:
     return [
         Route(path, {"GET": endpoint, "HEAD": endpoint})
         for path, endpoint in (("/docs", docs), ("/metrics", metrics))
+    ]
+
+
+def page_routes(overview: Overview, executor: Executor) -> list[Route]:
+    """Return the routes `/` and `/v2/moonpool/overview`. `executor` makes the overview."""
+    shown = RouteReply(200, *page())
+
+    async def show_page(_: RouteRequest) -> RouteReply:
+        return shown
+
+    async def show_overview(request: RouteRequest) -> RouteReply:
+        since = request.query("since")
+        if since is not None and not _NUMBER.fullmatch(since):
+            error = {"error": "since must be the number of samples that are known: 0 or more"}
+            return RouteReply(400, _OVERVIEW, encoded(error))
+        number = None if since is None else int(since)
+
+        def tell() -> bytes:
+            return encoded(overview.snapshot(number))
+
+        # An overview reads from /proc, which takes longer with every process.
+        body = await asyncio.get_running_loop().run_in_executor(executor, tell)
+        return RouteReply(200, _OVERVIEW, body)
+
+    return [
+        Route(path, {"GET": endpoint, "HEAD": endpoint})
+        for path, endpoint in ((PAGE, show_page), ("/v2/moonpool/overview", show_overview))
     ]
 
 

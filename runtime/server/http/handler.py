@@ -15,7 +15,7 @@ from moonpool.runtime.server.http.head import TEXT, BadHttpMessage, Head, Header
 from moonpool.runtime.server.http.inference import HttpInference, InferTarget
 from moonpool.runtime.server.http.routes import RouteTable
 from moonpool.runtime.server.http.turns import LONG_BYTES
-from moonpool.runtime.server.page.routes import PAGE
+from moonpool.runtime.server.page.content import PAGE
 from moonpool.runtime.server.restriction import Origins, Restriction, refused_type
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/(\d+))?/infer")

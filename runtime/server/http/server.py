@@ -9,14 +9,18 @@ from dataclasses import replace
 from ipaddress import ip_address
 
 from moonpool.runtime.server.http.connection import Handler, HttpPort
-from moonpool.runtime.server.http.control import control_routes, metrics_routes, signposts
+from moonpool.runtime.server.http.control import (
+    control_routes,
+    metrics_routes,
+    page_routes,
+    signposts,
+)
 from moonpool.runtime.server.http.handler import HttpHandler, MetricsHandler
 from moonpool.runtime.server.http.inference import HttpInference
 from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.routes import RouteTable
 from moonpool.runtime.server.http.tls import TlsServer
 from moonpool.runtime.server.listening import CannotListen, bound_sockets
-from moonpool.runtime.server.page.routes import routes as page_routes
 from moonpool.runtime.server.restriction import Origins, Restriction
 from moonpool.runtime.server.service import Service
 

@@ -24,8 +24,7 @@ from tests.server.running import running
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.server.http.control import control_routes
-from moonpool.runtime.server.page.routes import routes as page_routes
+from moonpool.runtime.server.http.control import control_routes, page_routes
 from moonpool.runtime.server.service import Service
 
 pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.timeout(180)]
