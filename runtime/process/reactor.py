@@ -7,8 +7,8 @@ not block; long work gets a thread of its own.
 Theory of operation. All dictionaries and the heap of moments belong to the reactor's thread, so there is no lock. Another thread
 appends a callback to `_soon` and then writes to the eventfd. The order matters: if the reactor runs the callback before it sees the
 eventfd, it wakes once for nothing; the other way round, a callback could wait for the next event. The reactor looks at `_soon` again
-right before it waits. In each round it runs as many callbacks as it found, so that callbacks which add others cannot keep it from the
-moments that are due.
+right before it waits. In each turn it runs as many callbacks as it found, and `_MOST_SOON` at most. Then it runs what is due and looks at
+the descriptors, without waiting if there are more callbacks, so callbacks that add others keep it from neither.
 
 The numbers of descriptors are used again. A thread may close one while an event for it is already in the list that `poll`
 returned, and open another file with the same number. Therefore a descriptor is forgotten on the reactor's thread before it is closed,
@@ -46,6 +46,8 @@ _ONCE = select.EPOLLIN | select.EPOLLONESHOT
 
 
 class Reactor:
+# The callbacks of one turn: a look at the descriptors costs as much as a few of them.
+_MOST_SOON = 64
     """Runs callbacks on one daemon thread. All methods may be called from any thread."""
 
     def __init__(self, name: str = "moonpool-reactor") -> None:
@@ -86,6 +88,25 @@ class Reactor:
     def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
         """Run `callback` after so many seconds."""
         self.call_at(time.monotonic() + delay_s, callback)
+
+    def run(self, action: Callable[[], object], timeout_s: float) -> bool:
+        """Run `action` on the reactor's thread, and wait for its end. Returns False if it has not ended in time.
+
+        It may still run later then. What it raises is logged.
+        """
+        if self.is_here:
+            self._call(action)
+            return True
+        done = threading.Event()
+
+        def act() -> None:
+            try:
+                action()
+            finally:
+                done.set()
+
+        self.call_soon(act)
+        return done.wait(timeout_s)
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Run `callback` whenever `fd` is readable or at its end, until `forget`."""
@@ -186,11 +207,11 @@ class Reactor:
             self._run_due()
             if not self._running:
                 return
-            if self._soon:
-                continue
-            # epoll's timeouts are whole milliseconds, and a batch may have to wait for some microseconds.
-            self._timer.set(self._later[0][0] if self._later else None)
-            for fd, _ in self._epoll.poll():
+            is_busy = bool(self._soon)
+            if not is_busy:
+                # epoll's timeouts are whole milliseconds, and a batch may have to wait for some microseconds.
+                self._timer.set(self._later[0][0] if self._later else None)
+            for fd, _ in self._epoll.poll(waits=not is_busy):
                 if fd == self._wake_fd:
                     os.eventfd_read(fd)
                 elif fd == self._timer.fileno():
@@ -201,7 +222,7 @@ class Reactor:
                     self._call(self._readers.get(fd, _nothing))
 
     def _run_soon(self) -> None:
-        for _ in range(len(self._soon)):
+        for _ in range(min(len(self._soon), _MOST_SOON)):
             self._call(self._soon.popleft())
 
     def _run_due(self) -> None:
@@ -257,17 +278,18 @@ class Poller:
         if self._beyond.pop(fd, None) is None:
             self._epoll.unregister(fd)
 
-    def poll(self) -> list[tuple[int, int]]:
-        """Wait for events, and return descriptors with their events."""
+    def poll(self, *, waits: bool = True) -> list[tuple[int, int]]:
+        """Return descriptors with their events. Waits for an event unless `waits` is False."""
+        timeout = None if waits else 0
         if not self._beyond:
-            return self._epoll.poll()
+            return self._epoll.poll(timeout)
         poll = select.poll()
         poll.register(self._epoll.fileno(), select.POLLIN)
         for fd, events in self._beyond.items():
             if events != _DISARMED:
                 poll.register(fd, events & (select.POLLIN | select.POLLOUT))
         found: list[tuple[int, int]] = []
-        for fd, events in poll.poll():
+        for fd, events in poll.poll(timeout):
             if fd == self._epoll.fileno():
                 found += self._epoll.poll(0)
                 continue

@@ -75,6 +75,8 @@ _log = logging.getLogger("moonpool")
 GRACE_S = 0.25
 # Seconds that a process may take to end after it has closed its channel.
 _EXIT_S = 1.0
+# Seconds that the reactor may take for what a thread waits for. Its callbacks do not block, but the machine may be busy.
+_REACTOR_S = 60.0
 # Seconds for which the output of a stub that prints too much is not read.
 _PAUSE_S = 0.02
 _CUT_SHORT = (
@@ -380,21 +382,19 @@ class StubHandle(StubConnection):
         self.process.kill()
         if self.process.wait(10 * _EXIT_S) is None:
             _log.error("[%s] cannot be killed: %r", self.name, self.process)
-        self._on_reactor(self.close)
-        self.bounds.release()
-        self.plan.release()
+        try:
+            self._on_reactor(self.close)
+        finally:
+            self.bounds.release()
+            self.plan.release()
 
     def _on_reactor(self, action: Callable[[], None]) -> None:
-        done = threading.Event()
-
-        def act() -> None:
-            try:
-                action()
-            finally:
-                done.set()
-
-        self._reactor.call_soon(act)
-        done.wait()
+        """Run `action` on the reactor's thread, and wait. Raises `MoonpoolError` if it has not run within `_REACTOR_S`."""
+        if not self._reactor.run(action, _REACTOR_S):
+            raise MoonpoolError(
+                f"[{self.name}] the thread moonpool-reactor has done nothing for {_REACTOR_S:g} s: the runtime was closed, "
+                "or one of the reactor's callbacks blocks"
+            )
 
     def close(self) -> None:
         """Close the channels and the memory. On the reactor's thread."""
@@ -564,10 +564,7 @@ class Stubs:
 
     def catch_up(self) -> None:
         """Read the control messages that the stubs have sent so far."""
-        if self.reactor.is_here:
-            self._catch_up()
-        else:
-            self._on_reactor(self._catch_up)
+        self.reactor.run(self._catch_up, _SOON_S)
 
     def read_output(self) -> None:
         """Log the lines that the stubs have printed until now. Not for the reactor's thread."""
@@ -576,17 +573,7 @@ class Stubs:
             for stub in self._alive.copy():
                 stub.read_output()
 
-        self._on_reactor(read)
-
-    def _on_reactor(self, action: Callable[[], object]) -> None:
-        done = threading.Event()
-
-        def act() -> None:
-            action()
-            done.set()
-
-        self.reactor.call_soon(act)
-        done.wait(_SOON_S)
+        self.reactor.run(read, _SOON_S)
 
     def _catch_up(self) -> None:
         for stub in self._alive.copy():

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
+from tests.e2e.hosting import ECHO, MODELS, Config, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.leaks import Holdings
 from tests.waiting import wait_until
@@ -26,6 +27,7 @@ from moonpool import (
     Response,
     StubDied,
 )
+from moonpool.runtime.stubs import handle as handles
 
 FILE = MODELS / "dies.py"
 SIGNATURE: Config = {
@@ -417,3 +419,23 @@ def test_a_model_that_somebody_can_load_again_stays_given_up(runtime: moonpool.R
         wait_until(lambda: not any("recover" in each.name for each in threading.enumerate()))
 
         assert state(runtime) == "FAILED"
+
+
+def test_a_stub_that_waits_for_a_reactor_that_does_nothing_waits_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = threading.Event()
+    with moonpool.Runtime() as runtime, hosted(runtime, "echo", MODELS / "echo.py", ECHO):
+        stub = runtime._models.find("echo").supervisor.records[0].instance.state
+        runtime._models.stubs.reactor.call_soon(lambda: held.wait(60.0))
+        monkeypatch.setattr(handles, "_REACTOR_S", 0.01)
+        try:
+            with pytest.raises(
+                moonpool.MoonpoolError, match=r"\[echo_0\] .* has done nothing for 0.01 s"
+            ):
+                stub._on_reactor(print)
+        finally:
+            held.set()
+        monkeypatch.undo()
+        outputs = runtime.infer("echo", {"X": np.ones(3, np.float32)}, timeout_s=60.0)
+        assert outputs["OUT_X"].sum() == 3

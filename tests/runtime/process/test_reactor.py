@@ -85,16 +85,47 @@ def test_callbacks_that_ask_for_themselves_do_not_keep_others_waiting(
     reactor.call_soon(again)
     os.write(pipe[1], b"x")
     try:
-        # A callback that keeps the reactor busy leaves no time for other descriptors, but timers still run.
+        assert seen.wait(PATIENCE_S)
         at_a_time = threading.Event()
         reactor.call_later(0.001, at_a_time.set)
         assert at_a_time.wait(PATIENCE_S)
     finally:
         stop.set()
-    assert seen.wait(PATIENCE_S)
     os.read(pipe[0], 1)
     reactor.call_soon(lambda: reactor.forget(pipe[0]))
     finish(reactor)
+
+
+def test_many_callbacks_do_not_keep_a_descriptor_waiting_for_all_of_them(
+    reactor: Reactor, pipe: tuple[int, int]
+) -> None:
+    order: list[str] = []
+    held = threading.Event()
+    reactor.watch_once(pipe[0], lambda: order.append("descriptor"))
+    reactor.call_soon(lambda: held.wait(PATIENCE_S))
+    for _ in range(1000):
+        reactor.call_soon(lambda: order.append("callback"))
+    os.write(pipe[1], b"x")
+    held.set()
+    finish(reactor)
+
+    assert order.count("callback") == 1000
+    assert order.index("descriptor") < 500
+    reactor.call_soon(lambda: reactor.forget(pipe[0]))
+    finish(reactor)
+
+
+def test_a_thread_waits_for_what_the_reactor_runs_but_not_for_ever(reactor: Reactor) -> None:
+    ran: list[str] = []
+    held = threading.Event()
+
+    assert reactor.run(lambda: ran.append("first"), PATIENCE_S)
+    reactor.call_soon(lambda: held.wait(PATIENCE_S))
+    assert not reactor.run(lambda: ran.append("late"), 0.01)
+    held.set()
+    assert reactor.run(lambda: reactor.run(lambda: ran.append("inside"), 0.0), PATIENCE_S)
+
+    assert ran == ["first", "late", "inside"]
 
 
 def test_timers_run_in_the_order_of_their_times_and_not_before(
