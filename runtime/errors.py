@@ -5,6 +5,8 @@ Every class derives from `MoonpoolError` and carries one of Triton's codes in `.
 
 from __future__ import annotations
 
+from errno import EAGAIN
+
 from moonpool.ipc.errors import Closed, MoonpoolError
 
 
@@ -106,6 +108,14 @@ class ExecuteTimedOut(MoonpoolError, TimeoutError):
     """The model took longer than its limit for one execute; its process was ended."""
 
     code = "UNAVAILABLE"
+
+
+class OutOfThreads(MoonpoolError, OSError):
+    """The operating system refuses the runtime a thread. The text says for what, and which limits to raise."""
+
+    code = "UNAVAILABLE"
+    # As it is in the error of fork at the same limits.
+    errno = EAGAIN
 
 
 class RuntimeClosed(Closed):

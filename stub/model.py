@@ -277,7 +277,7 @@ class Readiness:
         )
         try:
             thread.start()
-        except RuntimeError as error:
+        except RuntimeError as error:  # the stub's own limit: the runtime hears why
             self._send(Kind.READINESS, question, self._refusal(error))
 
     def _answer(self, question: int) -> None:

@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bench.result import digests_of_configuration
 from moonpool.runtime.bench.windows import PARTS, Concurrency, Load, ModelLoad, Window, between
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.observe.another_instance import InstanceLoad as ModelsLoad
 from moonpool.runtime.observe.another_instance import advice, decide, largest_batch
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.process.usage import Reading, reading, spare_cores, usage_of
 from moonpool.runtime.runtime import Runtime
 
@@ -58,17 +60,17 @@ def measure(call: Callable[[], object], concurrency: int, seconds: float) -> Win
     begin_s = time.perf_counter()
     try:
         for thread in threads:
-            thread.start()
+            start_thread(thread)
             started.append(thread)
         barrier.wait()
         begin_s = time.perf_counter()
         stop.wait(seconds)
     except BaseException as error:
         barrier.abort()
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, OutOfThreads):
             raise
         raise MoonpoolError(
-            f"this machine has no room for {concurrency} threads of callers: {error}"
+            f"this machine has no room for {concurrency} threads of callers: {error.__cause__}"
         ) from error
     finally:
         stop.set()

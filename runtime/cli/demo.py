@@ -26,6 +26,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.bench.callers import PingPong, measure
 from moonpool.runtime.cli.shared import UsageError, figure, session, table
 from moonpool.runtime.process.terminal import Terminal
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.version import VERSION
 
@@ -289,7 +290,7 @@ class _Bystander:
                 self.answered += 1
 
     def __enter__(self) -> _Bystander:
-        self._thread.start()
+        start_thread(self._thread)
         return self
 
     def __exit__(self, *_: object) -> None:

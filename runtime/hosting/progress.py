@@ -13,8 +13,10 @@ import threading
 import time
 from typing import TextIO
 
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.model.states import InstanceState, ModelState
 from moonpool.runtime.process.terminal import Terminal, harmless
+from moonpool.runtime.process.threads import start_thread
 
 _TICK_S = 0.1
 
@@ -47,11 +49,15 @@ class Progress:
             self._take(subject, state, because)
             self._draw()
             if self._waiting() and self._ticker is None:
-                self._ticker = threading.Thread(
-                    target=self._tick, name="moonpool-progress", daemon=True
-                )
-                self._ticker.start()
+                self._begin_ticks()
             self._changed.notify_all()
+
+    def _begin_ticks(self) -> None:
+        """Draw the time of a start while it passes. Without a thread for that, each change still is drawn."""
+        ticker = threading.Thread(target=self._tick, name="moonpool-progress", daemon=True)
+        with contextlib.suppress(OutOfThreads):
+            start_thread(ticker)
+            self._ticker = ticker
 
     def say(self, text: str) -> None:
         """Write lines that stay, above the one that changes, also if the stream is no terminal."""

@@ -37,11 +37,16 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import LoadFailed, ModelNotFound, ModelUnavailable, RuntimeClosed
+from moonpool.runtime.errors import (
+    LoadFailed,
+    ModelNotFound,
+    ModelUnavailable,
+    OutOfThreads,
+    RuntimeClosed,
+)
 from moonpool.runtime.hosting.backends import BackendDirectory, Backends
 from moonpool.runtime.hosting.collect import instance_families, model_families
 from moonpool.runtime.hosting.hosted_model import HostedModel
@@ -54,6 +59,7 @@ from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.observe.metrics_options import MetricsOptions
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.process.threads import TaskPool, start_thread
 from moonpool.runtime.repository.loading import HostingRules, PreparedModel, Wanted, prepare
 from moonpool.runtime.repository.repository import ModelRepositories
 from moonpool.runtime.stubs.handle import Stubs, StubSharing
@@ -184,7 +190,7 @@ class ModelRegistry:
         self._disowned = False
         self.metrics_options = metrics or MetricsOptions()
         self._reactor = Reactor()
-        self._executor = ThreadPoolExecutor(32, "moonpool-execute")
+        self._executor = TaskPool(32, "moonpool-execute")
         log = LogSettings(log_verbose_level=int(verbose))
         stubs = self.stubs = Stubs(self._reactor, log, partial(ModelControl, self), sharing)
         self.errors = stubs.errors
@@ -333,22 +339,26 @@ class ModelRegistry:
         """Unload a model in the background. From now on nobody finds it.
 
         A model that is just being loaded is unloaded after that. Nothing happens if there is no such model.
+        Raises `OutOfThreads`; then the model goes on.
         """
         with self._lock:
             if name in self._leaving:
                 return
             if name in self._locks.names:
-                if self._start(name, lambda: self._unload_if_there(name)):
-                    self._leaving.add(name)
+                self._start(name, lambda: self._unload_if_there(name))
+                self._leaving.add(name)
                 return
             loaded = self._take(name)
             if loaded is None:
                 return
             taken = loaded
             self._locks.acquire(name)
-            if not self._start(name, lambda: self._finish(name, taken)):
+            try:
+                self._start(name, lambda: self._finish(name, taken))
+            except OutOfThreads:
                 self._put(name, taken)
                 self._locks.release(name)
+                raise
 
     def _put(self, name: str, loaded: LoadedVersions) -> None:
         """Put a model into the table, so that requests find it. Needs the lock."""
@@ -376,13 +386,9 @@ class ModelRegistry:
                 self._locks.release(name)
 
     @staticmethod
-    def _start(name: str, act: Callable[[], None]) -> bool:
-        """Act on a new thread. Returns False if the machine has none to spare, or the program ends."""
-        try:
-            threading.Thread(target=act, name=f"moonpool-{name}").start()
-        except RuntimeError:
-            return False
-        return True
+    def _start(name: str, act: Callable[[], None]) -> None:
+        """Act on a new thread. Raises `OutOfThreads`."""
+        start_thread(threading.Thread(target=act, name=f"moonpool-{name}"))
 
     # Look
 
@@ -485,10 +491,8 @@ class ModelRegistry:
             self._reactor.call_soon(self._close_apart)
 
     def _close_apart(self) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # no thread can be started: the program ends, and closes all
-            threading.Thread(target=self.close, name="moonpool-close").start()
+        with contextlib.suppress(OutOfThreads):  # the program closes all at its end
+            start_thread(threading.Thread(target=self.close, name="moonpool-close"))
 
     def _finalize_all(self) -> None:
         with self._lock:
@@ -524,8 +528,8 @@ class ModelRegistry:
 
 
 def _apart(act: Callable[[], None], name: str) -> None:
-    """Act on a new thread, or on this one if the program is on its way out and none can be started."""
+    """Act on a new thread, or on this one if none can be started: the replaced versions must not stay."""
     try:
-        threading.Thread(target=act, name=name).start()
-    except RuntimeError:
+        start_thread(threading.Thread(target=act, name=name))
+    except OutOfThreads:
         act()

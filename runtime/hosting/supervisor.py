@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import ClientCutMemory, LoadFailed, ModelUnavailable
+from moonpool.runtime.errors import ClientCutMemory, LoadFailed, ModelUnavailable, OutOfThreads
 from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.recycling import Recycler, Recycling
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
@@ -46,6 +46,7 @@ from moonpool.runtime.observe.distributions import BucketCounts
 from moonpool.runtime.process.parallel import in_parallel
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.restart import GiveUp, RestartAt, RestartPolicy
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.failures import (
     as_load_failure,
     as_moonpool_error,
@@ -228,8 +229,8 @@ class Supervisor:
         with self._lock:  # a thread that is found in a record has been started
             record.recovery = recovery
             try:
-                recovery.start()
-            except RuntimeError:
+                start_thread(recovery)
+            except OutOfThreads:
                 record.recovery = None
         return record.recovery is not None
 

@@ -23,10 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moonpool.ipc.policy import reached
-from moonpool.runtime.errors import StubDied
+from moonpool.runtime.errors import OutOfThreads, StubDied
 from moonpool.runtime.isolation.scratch import size_of_folder
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.process_tree import children_of
+from moonpool.runtime.process.threads import start_thread
 
 _log = logging.getLogger("moonpool")
 _PERIOD_S = 1.0
@@ -120,8 +121,8 @@ class Watcher:
                 target=self._run, args=(self._wake,), name="moonpool-watcher", daemon=True
             )
             try:
-                self._thread.start()
-            except RuntimeError as error:
+                start_thread(self._thread)
+            except OutOfThreads as error:
                 self._thread = None
                 _log.error(
                     "[%s] limits are not enforced, the watcher thread did not start: %s",

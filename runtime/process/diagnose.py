@@ -39,7 +39,7 @@ def start_failure(python: str, error: OSError) -> str:
         return f"the interpreter {python} is not executable for this user; check its permissions"
     if error.errno == errno.ENOEXEC:
         return f"{python} is no program for this machine; check EXECUTION_ENV_PATH"
-    return f"the interpreter {python} cannot be started: {error.strerror}"
+    return f"the interpreter {python} cannot be started: {error.strerror or error}"
 
 
 def exec_failure(python: str, number: str) -> str:

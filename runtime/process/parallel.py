@@ -7,8 +7,7 @@ exception is kept, calls that have not begun are cancelled, `interrupted` asks t
 A thread that starts and `cancel` race for the item of a task. It lies in a list, and the one that pops it decides, as
 `pop` is atomic. If no thread can be started, the call runs in the calling thread.
 
-`concurrent.futures` does not do this: its pools take no task once the interpreter ends, and that is the moment when a forgotten
-runtime is closed.
+A `TaskPool` does not do this: its tasks may wait for each other, and a load may ask for another one.
 """
 
 from __future__ import annotations
@@ -17,6 +16,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
+
+from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.process.threads import start_thread
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -86,8 +88,8 @@ class _Task(Generic[T, R]):
 
     def start(self) -> None:
         try:
-            self._thread.start()
-        except RuntimeError:
+            start_thread(self._thread)
+        except OutOfThreads:
             self._run()
 
     def cancel(self) -> None:

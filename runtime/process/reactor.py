@@ -41,16 +41,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.process.threads import start_thread
+
 _log = logging.getLogger("moonpool")
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
+# The callbacks of one turn: a look at the descriptors costs as much as a few of them.
+_MOST_SOON = 64
 
 
 class Reactor:
-# The callbacks of one turn: a look at the descriptors costs as much as a few of them.
-_MOST_SOON = 64
     """Runs callbacks on one daemon thread. All methods may be called from any thread."""
 
     def __init__(self, name: str = "moonpool-reactor") -> None:
+        """Start the thread. Raises `OutOfThreads`."""
         self._epoll = Poller()
         self._timer = Timer()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -68,7 +72,11 @@ _MOST_SOON = 64
         self._numbers = itertools.count()
         self._running = True
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except OutOfThreads:
+            self._close_descriptors()
+            raise
 
     @property
     def is_here(self) -> bool:
@@ -80,14 +88,6 @@ _MOST_SOON = 64
         self._soon.append(callback)
         if not self.is_here:
             self._wake()
-
-    def call_at(self, when: float, callback: Callable[[], object]) -> None:
-        """Run `callback` at `when`, in seconds of `time.monotonic()`, with an accuracy of some microseconds."""
-        self.call_soon(lambda: self._push(when, callback))
-
-    def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
-        """Run `callback` after so many seconds."""
-        self.call_at(time.monotonic() + delay_s, callback)
 
     def run(self, action: Callable[[], object], timeout_s: float) -> bool:
         """Run `action` on the reactor's thread, and wait for its end. Returns False if it has not ended in time.
@@ -107,6 +107,14 @@ _MOST_SOON = 64
 
         self.call_soon(act)
         return done.wait(timeout_s)
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> None:
+        """Run `callback` at `when`, in seconds of `time.monotonic()`, with an accuracy of some microseconds."""
+        self.call_soon(lambda: self._push(when, callback))
+
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
+        """Run `callback` after so many seconds."""
+        self.call_at(time.monotonic() + delay_s, callback)
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Run `callback` whenever `fd` is readable or at its end, until `forget`."""
@@ -179,11 +187,14 @@ _MOST_SOON = 64
         self.call_soon(self._stop)
         if not self.is_here:
             self._thread.join()
-            self._epoll.close()
-            self._timer.close()
-            # A later call must not write to another file with its number.
-            wake_fd, self._wake_fd = self._wake_fd, -1
-            os.close(wake_fd)
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        self._epoll.close()
+        self._timer.close()
+        # A later call must not write to another file with its number.
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
 
     def _stop(self) -> None:
         self._running = False

@@ -13,7 +13,6 @@ the number of the process in `_pid` shows to be missing.
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import os
 import signal
@@ -22,6 +21,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+
+from moonpool.runtime.process.threads import start_thread
 
 _log = logging.getLogger("moonpool")
 _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
@@ -50,10 +51,7 @@ class _Spawner:
         thread = threading.Thread(
             target=self._run, args=(tasks,), name="moonpool-spawner", daemon=True
         )
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise OSError(errno.EAGAIN, str(error)) from error
+        start_thread(thread)
         self._pid, self._tasks = os.getpid(), tasks
 
     @staticmethod
@@ -81,7 +79,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own. It inherits only `fds`, and `output_fd` as its output.
 
-    Raises OSError if the program cannot be started. The caller reaps it.
+    Raises OSError if the program cannot be started, `OutOfThreads` among them. The caller reaps it.
     """
     return _spawner.submit(
         lambda: subprocess.Popen(

@@ -613,7 +613,7 @@ class Scheduler:
         for execution in executions:
             is_own = mine is not None and mine in execution.requests
             if execution.instance.blocks and not (is_own and may_block):
-                self._executor.submit(self._send, execution)
+                self._send_apart(execution)
             elif self._send(execution, mine if is_own else None):
                 if is_own and mine is not None:
                     execution.reserve(mine.waiter)
@@ -621,6 +621,14 @@ class Scheduler:
                 else:
                     execution.appoint()
         return own
+
+    def _send_apart(self, execution: Execution) -> None:
+        """Have another thread give a batch to an instance that blocks."""
+        try:
+            self._executor.submit(self._send, execution)
+        except MoonpoolError as error:  # there is no thread, or the runtime ends
+            outcomes = [error] * len(execution.requests)
+            self.reactor.call_soon(lambda: self.settle(execution, outcomes))
 
     def _send(self, execution: Execution, mine: InferenceRequest | None = None) -> bool:
         """Give a batch to its instance. Returns False if nobody has to wait for the answer.

@@ -26,16 +26,18 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.errors import InvalidRequest, OutOfThreads
 from moonpool.runtime.hosting.progress import Progress
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.options import by_pattern
 from moonpool.runtime.observe.metrics_options import metrics_options
+from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.repository.grants import as_flag
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.http.server import HttpServer
@@ -72,6 +74,10 @@ _INSIST_S = 0.2
 _LOOK_S = 0.5
 # The time for requests among models when no client waits any more.
 _LAST_DRAIN_S = 1.0
+# For loads or polls, and for the end of front ends and gRPC, which may begin meanwhile.
+_THREADS = 4
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class StartFailed(MoonpoolError):
@@ -107,6 +113,7 @@ class Server:
         # Set by the first signal to end the server.
         self._ending = asyncio.Event()
         self._woken = asyncio.Event()
+        self._threads = TaskPool(_THREADS, "moonpool-server")
         # Logs `Ready`, and ends.
         self._becoming_ready: asyncio.Future[None] | None = None
 
@@ -138,7 +145,13 @@ class Server:
                 if self._becoming_ready is not None:
                     self._becoming_ready.cancel()
                 self._http.close()
-                await self._insist(asyncio.to_thread(self._close))
+                await self._insist(self._closed())
+                self._threads.shutdown()
+
+    async def _apart(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function that blocks on another thread. Raises `OutOfThreads`."""
+        call = partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _insist(self, ending: Coroutine[object, object, None]) -> None:
         """Wait for a coroutine that may wait for loads, and have these given up, however late they begin."""
@@ -147,6 +160,12 @@ class Server:
             self._service.repository.give_up()
             await asyncio.wait({task}, timeout=_INSIST_S)
         await task
+
+    async def _closed(self) -> None:
+        try:
+            await self._apart(self._close)
+        except OutOfThreads:  # it must end all the same; a load can no longer be given up meanwhile
+            self._close()
 
     def _close(self) -> None:
         if self._front_ends is not None:
@@ -173,7 +192,7 @@ class Server:
 
     async def _load(self) -> bool:
         """Load the models for the start; False if a signal came meanwhile."""
-        loading = asyncio.ensure_future(asyncio.to_thread(self._load_models))
+        loading = asyncio.ensure_future(self._apart(self._load_models))
         ending = asyncio.ensure_future(self._ending.wait())
         await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
@@ -235,7 +254,7 @@ class Server:
         """Return the ports for clients. With front ends, start them and return theirs."""
         ports = dict(self._http.ports)
         if self._front_ends is not None:
-            await asyncio.to_thread(self._front_ends.start, self._runtime.registry.stubs.reactor)
+            await self._apart(self._front_ends.start, self._runtime.registry.stubs.reactor)
             return ports | self._front_ends.ports
         if self._grpc is not None:
             ports["grpc"] = self._grpc.port
@@ -262,9 +281,7 @@ class Server:
                 _log.warning("SIGHUP: nothing is polled with --model-control-mode=%s", mode)
 
     async def _poll(self, *, again: bool) -> None:
-        polling = asyncio.ensure_future(
-            asyncio.to_thread(self._service.repository.poll, again=again)
-        )
+        polling = asyncio.ensure_future(self._apart(self._service.repository.poll, again=again))
         ending = asyncio.ensure_future(self._ending.wait())
         await asyncio.wait({polling, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
@@ -279,10 +296,10 @@ class Server:
         is_drained = True
         if self._front_ends is not None:
             # First, as this process answers what they pass on.
-            is_drained = await asyncio.to_thread(self._front_ends.drain, timeout_s)
+            is_drained = await self._apart(self._front_ends.drain, timeout_s)
         drains: list[Awaitable[bool]] = [self._http.drain(timeout_s)]
         if self._grpc is not None:
-            drains.append(asyncio.to_thread(self._grpc.drain, timeout_s))
+            drains.append(self._apart(self._grpc.drain, timeout_s))
         if all([is_drained, *await asyncio.gather(*drains)]):
             _log.info("All requests are completed; unloading models.")
             return 0

@@ -25,6 +25,7 @@ from moonpool.runtime.hosting.model_control import loading, wanted_of
 from moonpool.runtime.hosting.model_statuses import ModelStatus
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.process.parallel import in_parallel
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.repository.loading import Wanted
 from moonpool.runtime.repository.repository import Listing, ModelRepositories
 from moonpool.runtime.runtime import Runtime
@@ -234,7 +235,7 @@ class RepositoryControl:
                 raised.append(error)
 
         thread = threading.Thread(target=act, name="moonpool-poll")
-        thread.start()
+        start_thread(thread)
         thread.join(self._patience_s)
         for error in raised:
             raise error

@@ -32,11 +32,13 @@ from moonpool.ipc.errors import Closed, MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.messages import MAX_PLACES_IN_PACKET, NO_DEVICE, SHORT, Kind, Side, beginning
 from moonpool.ipc.policy import is_contained
 from moonpool.ipc.region import SharedRegion
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.model.budgets import RELEASE_AT
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.request import InferenceRequest, Outcome
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import forbid_looking_inside
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.stubs.allotment import RegionSource
 from moonpool.runtime.stubs.control import ControlChannel, MessageRateLimiter
 from moonpool.runtime.stubs.link import Link
@@ -244,9 +246,9 @@ class Growth:
             target=self._grow, args=(needed_bytes, device), name="moonpool-grow"
         )
         try:
-            thread.start()
-        except RuntimeError as error:
-            self._refuse(f"the runtime has no thread for this: {error}")
+            start_thread(thread)
+        except OutOfThreads as error:
+            self._refuse(str(error))
 
     def _grow(self, needed_bytes: int, device: int) -> None:
         link = self._link

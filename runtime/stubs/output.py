@@ -28,8 +28,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.model.budgets import LOG_LINE_BYTES
 from moonpool.runtime.process.terminal import harmless
+from moonpool.runtime.process.threads import start_thread
 
 _log = logging.getLogger("moonpool.stub")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG)
@@ -243,10 +245,8 @@ class Printer:
                 return
             self._is_writing = True
         try:
-            threading.Thread(target=self._run, name="moonpool-prints").start()
-        except (
-            RuntimeError
-        ):  # the machine has none to spare, or the interpreter is too near its end
+            start_thread(threading.Thread(target=self._run, name="moonpool-prints"))
+        except OutOfThreads:
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()

@@ -49,11 +49,12 @@ from typing import Any
 
 from moonpool.ipc.errors import PeerGone, ProtocolError
 from moonpool.ipc.messages import Kind
-from moonpool.runtime.errors import ModelUnavailable
+from moonpool.runtime.errors import ModelUnavailable, OutOfThreads
 from moonpool.runtime.isolation.plan import IsolationPlan
 from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.restart import GiveUp, RestartPolicy
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.failures import is_shortage
 from moonpool.runtime.stubs.handle import StubHandle
 
@@ -206,8 +207,8 @@ class Template:
                 daemon=True,
             )
             try:
-                self._restart.start()
-            except RuntimeError:  # the machine has no thread to spare
+                start_thread(self._restart)
+            except OutOfThreads:
                 self._restart = None
                 self._set(_State.AWAY)
             else:

@@ -18,6 +18,7 @@ from typing import Any
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import Closed, PeerGone, RemoteProtocolError
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.triton.messages import MAX_MESSAGE_BYTES, End, Word, codec
 
 _Message = tuple[bytes, tuple[int, ...]]
@@ -29,13 +30,13 @@ class LauncherChannel:
     """An end of the channel. Any thread may `send`, one thread may `receive`."""
 
     def __init__(self, channel: Channel, us: End) -> None:
-        """Own the channel."""
+        """Own the channel. Raises `OutOfThreads`."""
         self._channel = channel
         self._codec = codec(us)
         # Unbounded, so that `send` never waits.
         self._messages: SimpleQueue[_Message | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="moonpool-post", daemon=True)
-        self._sender.start()
+        start_thread(self._sender)
 
     def send(self, *message: object, fds: tuple[int, ...] = ()) -> None:
         """Queue a message, and own its descriptors. Messages are sent in order. Never blocks.

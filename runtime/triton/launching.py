@@ -26,11 +26,13 @@ from typing import Any
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.errors import CODES, MoonpoolError, PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.hosting.backends import BackendDirectory
 from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.isolation.public_text import scrubbed
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.process.parallel import in_parallel
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.failures import as_load_failure, missing_file_line
 from moonpool.runtime.triton.launcher_channel import LauncherChannel
 from moonpool.runtime.triton.lent import LentBackend, LentInstance
@@ -113,7 +115,10 @@ class Launcher:
     # Models
 
     def _load(self, number: int, *described: Any) -> None:
-        _apart("moonpool-load", self._load_apart, number, *described)
+        try:
+            _apart("moonpool-load", self._load_apart, number, *described)
+        except OutOfThreads as error:
+            self._peer.send(Word.REFUSED, number, code_of(error), str(error))
 
     def _load_apart(
         self, number: int, name: str, version: int, directory: str, config: str, completes: bool
@@ -139,7 +144,7 @@ class Launcher:
 
     def _unload(self, number: int) -> None:
         served = self._models.pop(number)
-        _apart("moonpool-unload", self._unload_apart, number, served)
+        _apart_or_here("moonpool-unload", self._unload_apart, number, served)
 
     def _unload_apart(self, number: int, served: ServedModel) -> None:
         self._backend.model_finalize(served.model)
@@ -159,7 +164,11 @@ class Launcher:
             self._peer,
             self._stubs.reactor,
         )
-        _apart("moonpool-start", self._start_apart, number, instance)
+        try:
+            _apart("moonpool-start", self._start_apart, number, instance)
+        except OutOfThreads as error:
+            del self._instances[number]
+            self._peer.send(Word.REFUSED, number, code_of(error), str(error))
 
     def _start_apart(self, number: int, instance: LentInstance) -> None:
         if not instance.start():
@@ -185,7 +194,10 @@ class Launcher:
         if number in self._instances:
             # Allocating the pages takes a millisecond for every few megabytes.
             instance = self._instances[number]
-            _apart("moonpool-grow", self._enlarge_apart, question, instance, *wanted)
+            try:
+                _apart("moonpool-grow", self._enlarge_apart, question, instance, *wanted)
+            except OutOfThreads as error:
+                self._peer.send(Word.REFUSED, question, code_of(error), str(error))
         else:
             # The instance did not start, and its process may still ask.
             self._peer.send(Word.REFUSED, question, _UNAVAILABLE, "the instance has ended")
@@ -220,11 +232,20 @@ class Launcher:
         self._peer.send(Word.SCRUBBED, question, public)
 
     def _end(self, number: int) -> None:
-        _apart("moonpool-end", self._instances.pop(number).end)
+        _apart_or_here("moonpool-end", self._instances.pop(number).end)
 
 
 def _apart(name: str, act: Callable[..., None], *arguments: Any) -> None:
-    threading.Thread(target=act, args=arguments, name=name, daemon=True).start()
+    """Act on a new thread. Raises `OutOfThreads`."""
+    start_thread(threading.Thread(target=act, args=arguments, name=name, daemon=True))
+
+
+def _apart_or_here(name: str, act: Callable[..., None], *arguments: Any) -> None:
+    """Act on a new thread. If there is none, others wait meanwhile: an end cannot be refused, as the shim waits for it."""
+    try:
+        _apart(name, act, *arguments)
+    except OutOfThreads:
+        act(*arguments)
 
 
 def launch(channel_fd: int) -> None:

@@ -102,7 +102,7 @@ class ForkBroker:
         )
         try:
             thread.start()
-        except RuntimeError as error:
+        except RuntimeError as error:  # the stub's own limit: the fork that asked gets the error
             with contextlib.suppress(OSError):  # the fork has ended
                 _send(end, ("raise", f"the process that hosts the model is full: {error}"))
             self._close(end)

@@ -69,7 +69,8 @@ def test_an_unload_for_which_there_was_no_thread_can_be_asked_for_again(
         with models._locks.hold("add"):  # a load would hold this lock
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", refuse)
-                models.begin_unload("add")
+                with pytest.raises(moonpool.OutOfThreads, match="can't start new thread"):
+                    models.begin_unload("add")
             models.begin_unload("add")
         wait_until(lambda: not runtime.models())
 
@@ -89,7 +90,8 @@ def test_a_model_that_no_thread_could_unload_goes_on_in_front_ends(
         with monkeypatch.context() as patch:
             patch.setattr(models.stubs.sharing, "serve", serve)
             patch.setattr(threading.Thread, "start", refuse)
-            models.begin_unload("add")
+            with pytest.raises(moonpool.OutOfThreads, match="no thread for moonpool-add"):
+                models.begin_unload("add")
         assert runtime.models() == {"add": [1]}
         assert served[-1] == ("add", [1])
 

@@ -29,7 +29,9 @@ import threading
 import time
 import weakref
 
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.model.backend import ModelInstance
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.scheduler import Execution
 from moonpool.runtime.schedule.watched_sockets import WatchedSockets
 
@@ -45,7 +47,7 @@ class Answers:
     """Drives executions. `drive` is for any thread."""
 
     def __init__(self, turn: threading.Lock) -> None:
-        """Start the thread. A thread holds `turn` while it handles an event."""
+        """Start the thread. A thread holds `turn` while it handles an event. Raises `OutOfThreads`."""
         self._turn = turn
         self._lock = threading.Lock()
         self._sockets = WatchedSockets()
@@ -59,7 +61,12 @@ class Answers:
         self._fresh: list[Execution] = []
         self._skips: weakref.WeakKeyDictionary[ModelInstance, int] = weakref.WeakKeyDictionary()
         self._thread = threading.Thread(target=self._run, name="moonpool-grpc-answers", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except OutOfThreads:
+            self._sockets.close()
+            os.close(self._wake_fd)
+            raise
 
     def drive(self, execution: Execution) -> bool:
         """Wait for the answer of an execution that is offered, and claim the execution when it has come.

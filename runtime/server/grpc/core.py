@@ -31,6 +31,7 @@ import grpc
 from grpc._cython import cygrpc
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.grpc.answers import Answers
 from moonpool.runtime.server.grpc.call import GrpcCall, Method
 from moonpool.runtime.server.grpc.options import GrpcOptions
@@ -94,11 +95,11 @@ class GrpcCore:
         return port
 
     def start(self) -> None:
-        """Accept calls."""
+        """Accept calls. Raises `OutOfThreads`."""
+        start_thread(self._thread)
         self._server.start()
         for _ in range(_ACCEPT_AHEAD):
             self._server.request_call(self._queue, self._queue, self._called)
-        self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
         """Accept no more calls, and cancel those that have not ended when the time is over.
@@ -106,21 +107,25 @@ class GrpcCore:
         Returns whether all ended by themselves.
         """
         with self._lock:
-            if self._thread.ident is None:
-                # The core gives a port back only if it was started.
-                self._server.start()
-                self._thread.start()
             if not self._is_stopping:
                 self._is_stopping = True
+                if self._thread.ident is None:
+                    # The core gives a port back only if it was started.
+                    self._server.start()
                 self._server.shutdown(self._queue, self._shut_down)
         for call in list(self._calls):
             call.drain()
+        with self._ending:
+            if self._thread.ident is None and not self._stopped.is_set():
+                # The thread was never started, or refused. Nobody has called, so the queue ends at once.
+                self._run()
         in_time = self._stopped.wait(timeout_s)
         with self._ending:
             if not self._is_destroyed:
                 if not in_time:
                     self._server.cancel_all_calls()
-                self._thread.join()
+                if self._thread.ident is not None:
+                    self._thread.join()
                 self._server.destroy()
                 self._is_destroyed = True
         return in_time

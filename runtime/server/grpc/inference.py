@@ -18,10 +18,9 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
-from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import InvalidRequest, ModelNotFound
+from moonpool.ipc.errors import Closed, MoonpoolError
+from moonpool.runtime.errors import InvalidRequest, ModelNotFound, OutOfThreads
 from moonpool.runtime.hosting.model_control import version_of
 from moonpool.runtime.model.request import (
     InferenceRequest,
@@ -31,6 +30,7 @@ from moonpool.runtime.model.request import (
     Waiter,
     WireTensor,
 )
+from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.schedule.scheduler import Execution
 from moonpool.runtime.server.grpc.answers import Answers
 from moonpool.runtime.server.grpc.call import GrpcCall, Metadata
@@ -55,7 +55,7 @@ class GrpcInference:
     def __init__(self, service: Service, turn: threading.Lock, options: GrpcOptions) -> None:
         self.service = service
         self.answers = Answers(turn)
-        self._copying = ThreadPoolExecutor(_COPYING_THREADS, "moonpool-grpc-copying")
+        self._copying = TaskPool(_COPYING_THREADS, "moonpool-grpc-copying")
         pattern = options.header_forward_pattern
         self._forwards = re.compile(pattern) if pattern else None
 
@@ -154,7 +154,9 @@ class GrpcInference:
             return
         try:
             self._copying.submit(work)
-        except RuntimeError:  # shut down
+        except Closed:  # the last calls end while the server closes
+            work()
+        except OutOfThreads:  # other clients wait, which is better than to refuse this one
             work()
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from moonpool.ipc.errors import Closed
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.server.grpc.call import GrpcCall, Handler, Method
 from moonpool.runtime.server.grpc.control import HEALTH_SERVICE, GrpcControl, HealthCheckRequest
 from moonpool.runtime.server.grpc.inference import GrpcInference
@@ -98,8 +100,10 @@ def _unary(kind: Any, answer: Callable[[Any], Any], executor: Executor | None = 
         else:
             try:
                 executor.submit(respond, call, data)
-            except RuntimeError:  # shut down
+            except Closed:
                 call.fail(Status("UNAVAILABLE", "the server is stopping"))
+            except OutOfThreads as error:
+                call.fail(status_of(error))
 
     def respond(call: GrpcCall, data: bytes) -> None:
         try:

@@ -9,8 +9,8 @@ the lock that the polling thread and that thread share (`grpc.answers`).
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
+from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.server.grpc.call import Method
 from moonpool.runtime.server.grpc.control import GrpcControl
 from moonpool.runtime.server.grpc.core import GrpcCore
@@ -30,8 +30,8 @@ class GrpcServer:
 
     def __init__(self, service: Service, options: GrpcOptions) -> None:
         """Take the port. Raises `MoonpoolError` if it is taken, or a file for TLS cannot be read."""
-        self._quick = ThreadPoolExecutor(_CONTROL_THREADS, "moonpool-grpc-control")
-        self._slow = ThreadPoolExecutor(_PATIENT_THREADS, "moonpool-grpc-patient")
+        self._quick = TaskPool(_CONTROL_THREADS, "moonpool-grpc-control")
+        self._slow = TaskPool(_PATIENT_THREADS, "moonpool-grpc-patient")
         self._control = GrpcControl(service)
         turn = threading.Lock()
         self._inference = self.make_inference(service, turn, options)

@@ -201,7 +201,10 @@ class HttpInference:
                     _log.error("answering a request for inference failed", exc_info=error)
                 exchange.fail(http_status(error), public_text(error), headers)
 
-        self._loop.run_in_executor(self._executor, function).add_done_callback(done)
+        try:
+            self._loop.run_in_executor(self._executor, function).add_done_callback(done)
+        except MoonpoolError as error:  # there is no thread, or the server ends
+            exchange.fail(http_status(error), public_text(error), headers)
 
 
 class InferCall:

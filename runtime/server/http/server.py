@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from ipaddress import ip_address
 
+from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.server.http.connection import Handler, HttpPort
 from moonpool.runtime.server.http.control import (
     control_routes,
@@ -41,8 +41,8 @@ class HttpServer:
         self._service = service
         self._options = options
         self._parts: list[tuple[asyncio.AbstractServer | TlsServer, HttpPort]] = []
-        self._executor = ThreadPoolExecutor(_THREADS, "moonpool-http")
-        self._patient = ThreadPoolExecutor(_PATIENT_THREADS, "moonpool-control")
+        self._executor = TaskPool(_THREADS, "moonpool-http")
+        self._patient = TaskPool(_PATIENT_THREADS, "moonpool-control")
 
     async def start(self) -> None:
         """Take the ports, unless that was done, and serve. Raises what `bind` raises."""

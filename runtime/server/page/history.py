@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.page.adviser import Adviser
 
 INTERVAL_S = 1.0
@@ -81,11 +82,11 @@ class History:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to take samples, until `close` or the end of the runtime. A second call does nothing."""
+        """Begin to take samples, until `close` or the end of the runtime. A second call does nothing. Raises `OutOfThreads`."""
         with self._lock:
             if self._thread is None and not self._closing.is_set():
                 thread = threading.Thread(target=self._run, name="moonpool-history", daemon=True)
-                thread.start()
+                start_thread(thread)
                 self._thread = thread
 
     def _run(self) -> None:

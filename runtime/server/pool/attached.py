@@ -35,7 +35,7 @@ from moonpool.ipc.errors import MoonpoolError, PeerGone, ProtocolError
 from moonpool.ipc.messages import Side, beginning
 from moonpool.ipc.policy import is_contained
 from moonpool.runtime import errors
-from moonpool.runtime.errors import ModelNotFound, ModelUnavailable, StubDied
+from moonpool.runtime.errors import ModelNotFound, ModelUnavailable, OutOfThreads, StubDied
 from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.config.options import ModelOptions
@@ -44,6 +44,7 @@ from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.model.source import ModelSource
 from moonpool.runtime.observe.recent_errors import RecentErrors
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.failures import as_moonpool_error, notify_callers
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.server.metrics import FrontendMetrics
@@ -201,8 +202,8 @@ class AttachedModel:
 
         thread = threading.Thread(target=wait, name=f"moonpool-leave-{instance.name}", daemon=True)
         try:
-            thread.start()
-        except RuntimeError as error:
+            start_thread(thread)
+        except OutOfThreads as error:
             _log.error(
                 "[%s] stays in service, as no thread can wait for its batches: %s",
                 instance.name,
@@ -310,13 +311,24 @@ class AttachedModel:
     def drain(self, error: MoonpoolError, timeout_s: float, done: Callable[[], object]) -> None:
         """Refuse new requests, and call `done` when the others have finished or the time is over."""
         self.scheduler.refuse(error)
+        end_s = time.monotonic() + timeout_s
 
         def wait() -> None:
-            if not self.scheduler.wait_empty(time.monotonic() + timeout_s):
+            if not self.scheduler.wait_empty(end_s):
                 self.scheduler.drop(error)
             done()
 
-        threading.Thread(target=wait, name=f"moonpool-drain-{self.model.name}", daemon=True).start()
+        def begin() -> None:
+            name = f"moonpool-drain-{self.model.name}"
+            try:
+                start_thread(threading.Thread(target=wait, name=name, daemon=True))
+            except OutOfThreads:
+                if time.monotonic() < end_s:
+                    self._reactor.call_later(_AGAIN_S, begin)
+                else:
+                    wait()
+
+        begin()
 
     def close(self) -> None:
         """Detach all stubs. Requests that they still execute fail."""
@@ -328,6 +340,8 @@ class AttachedModel:
 
 
 _TIDY_S = 5.0
+# The pause before a thread is asked for again.
+_AGAIN_S = 0.1
 # The time between two reports of counts to the main process, while requests come and otherwise.
 _SOON_S, _IDLE_S = 0.02, 0.1
 # Executions are checked this many times within their limit.

@@ -38,10 +38,12 @@ from typing import Any
 
 from moonpool.ipc.errors import Closed, MoonpoolError
 from moonpool.ipc.messages import Side, beginning
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.observe.statistics import Counts, Statistics, add_counts, take_counts
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.failures import took_too_long
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.server.metrics import FrontendMetrics, Traffic
@@ -213,10 +215,9 @@ class Directory(StubSharing):
 
         # A millisecond for every few megabytes, which the reactor cannot spare.
         try:
-            threading.Thread(target=act, name="moonpool-grow", daemon=True).start()
-        except RuntimeError as error:
-            why = f"the runtime has no thread for this: {error}"
-            front_end.send(Word.SET_ASIDE, question, 0, beginning(why, MAX_TEXT))
+            start_thread(threading.Thread(target=act, name="moonpool-grow", daemon=True))
+        except OutOfThreads as error:
+            front_end.send(Word.SET_ASIDE, question, 0, beginning(str(error), MAX_TEXT))
 
     def _left(self, front_end: FrontEndProcess, number: int) -> None:
         for stub in self._find(number):

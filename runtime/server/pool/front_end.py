@@ -30,7 +30,6 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ from moonpool.ipc.errors import PeerGone
 from moonpool.runtime.process.event_loop import run
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import die_with
+from moonpool.runtime.process.threads import TaskPool, start_thread
 from moonpool.runtime.server.log import LogOptions, ServerLog, logged
 from moonpool.runtime.server.metrics import FrontendMetrics
 from moonpool.runtime.server.pool.attached import AttachedModels
@@ -84,7 +84,7 @@ class FrontEnd:
         self._settings = settings
         self._reactor = Reactor()
         self._models = AttachedModels(
-            self._reactor, ThreadPoolExecutor(1, "moonpool-execute"), self._send, Path("/")
+            self._reactor, TaskPool(1, "moonpool-execute"), self._send, Path("/")
         )
         self._http: FrontHttpServer | None = None
         self._grpc: FrontGrpcServer | None = None
@@ -95,7 +95,8 @@ class FrontEnd:
         """Serve until STOP comes, and return the exit code: 0 if all requests were finished."""
         self._loop = asyncio.get_running_loop()
         self._stopping = self._loop.create_future()
-        threading.Thread(target=self._listen, name="moonpool-directory", daemon=True).start()
+        listener = threading.Thread(target=self._listen, name="moonpool-directory", daemon=True)
+        start_thread(listener)
         await self._start()
         self._send(Word.LISTENING)
         is_drained = await self._drain(await self._stopping)

@@ -16,7 +16,6 @@ the reactor's thread, as that may be reading it.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -31,9 +30,11 @@ from typing import Any
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import Closed, PeerGone, ProtocolError
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.child import SpawnedProcess
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import spawn
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.pool.messages import End, Word, codec
 
 _log = logging.getLogger("moonpool")
@@ -63,7 +64,7 @@ class FrontEndProcess:
         on_message: Callable[[FrontEndProcess, list[Any]], None],
         gone: Callable[[FrontEndProcess], None],
     ) -> None:
-        """Start the process. Raises `OSError`."""
+        """Start the process. Raises `OSError`, `OutOfThreads` among them."""
         self.name = name
         self.is_listening = threading.Event()
         self._reactor = reactor
@@ -100,13 +101,13 @@ class FrontEndProcess:
         self._messages: SimpleQueue[_Item | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send, name=f"moonpool-{name}", daemon=True)
         try:
-            self._sender.start()
-        except RuntimeError as error:
+            start_thread(self._sender)
+        except OutOfThreads:
             self.process.kill()
             self.process.wait(_EXIT_S)
             self.process.close()
             self._channel.close()
-            raise OSError(errno.EAGAIN, str(error)) from error
+            raise
         reactor.watch(self._channel.fileno(), self._read)
 
     def begin(self, settings: Mapping[str, Any]) -> None:

@@ -24,7 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.listening import CannotListen
 from moonpool.runtime.server.log import LogOptions
@@ -178,9 +180,13 @@ class FrontEndPool:
         self._gone: set[FrontEndProcess] = set()
 
     def start(self) -> None:
-        """Start all of them, and return when they listen. Raises `OSError` if one does not."""
-        for keeper in self._keepers:
-            keeper.start()
+        """Start all of them, and return when they listen. Raises `OSError` if one does not, `OutOfThreads` among them."""
+        try:
+            for keeper in self._keepers:
+                start_thread(keeper)
+        except OutOfThreads:
+            self.close()
+            raise
         end_s = time.monotonic() + _START_S
         with self._lock:
             self._changed.wait_for(
@@ -230,7 +236,7 @@ class FrontEndPool:
             front_end = FrontEndProcess(
                 f"front_end_{number}", self._reactor, self._receive, self._lose
             )
-        except (OSError, RuntimeError) as error:  # the machine has no thread to spare
+        except OSError as error:
             _log.error("a front end cannot be started: %s", error)
             return None
         with self._lock:

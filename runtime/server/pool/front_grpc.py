@@ -21,7 +21,9 @@ from typing import Any
 import grpc
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.hosting.model_control import version_of
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.grpc.call import GrpcCall, Method
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.inference import GrpcInference
@@ -161,8 +163,8 @@ class _Stream:
         self._call.when_draining(self._drain)
         thread = threading.Thread(target=self._pass_back, name="moonpool-grpc-relay", daemon=True)
         try:
-            thread.start()
-        except RuntimeError:  # the machine has no thread to spare
+            start_thread(thread)
+        except OutOfThreads:
             self._gone()
             raise
 

@@ -43,7 +43,7 @@ from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.codec import calls_codec, encode
 from moonpool.ipc.errors import Closed, MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.messages import MAX_CALL_BYTES, MAX_CALLS, Kind, Side
-from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable
+from moonpool.runtime.errors import BackendError, ModelError, ModelUnavailable, OutOfThreads
 from moonpool.runtime.model.budgets import (
     COPIED_BYTES,
     COPIED_LOADS_BYTES,
@@ -56,6 +56,7 @@ from moonpool.runtime.model.budgets import (
 )
 from moonpool.runtime.model.request import Outcome, Response
 from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks
 from moonpool.runtime.stubs.calls.requests import (
     Callee,
@@ -468,10 +469,10 @@ class CallDispatcher:
 
         self._tasks.add(number)
         try:
-            threading.Thread(target=run, name="moonpool-call").start()
-        except RuntimeError as error:
+            start_thread(threading.Thread(target=run, name="moonpool-call"))
+        except OutOfThreads as error:
             self._tasks.discard(number)
-            self._done(number, ModelUnavailable(f"the runtime has no thread for this: {error}"))
+            self._done(number, error)
 
     def _done(
         self, number: int, error: BaseException | None, values: dict[str, Any] | None = None

@@ -19,13 +19,20 @@ from moonpool.ipc.errors import CODES, MoonpoolError, RemoteProtocolError
 from moonpool.ipc.memory import ALIGNMENT
 from moonpool.ipc.messages import ANY_MEMORY, DEVICE_MEMORY
 from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE
-from moonpool.runtime.errors import BackendError, InvalidRequest, ModelError, ModelUnavailable
+from moonpool.runtime.errors import (
+    BackendError,
+    InvalidRequest,
+    ModelError,
+    ModelUnavailable,
+    OutOfThreads,
+)
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.budgets import LONGEST_ERROR
 from moonpool.runtime.model.details import check_finite
 from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Waiter, WireTensor
 from moonpool.runtime.model.signature import Signature
+from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.schedule.scheduler import Scheduler
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks, lend_or_copy
 from moonpool.runtime.stubs.link import Link
@@ -211,10 +218,10 @@ class Fetching:
         thread = threading.Thread(target=fetch, name="moonpool-fetch", daemon=True)
         self._running.add(thread)
         try:
-            thread.start()
-        except RuntimeError as error:
+            start_thread(thread)
+        except OutOfThreads as error:
             self._running.discard(thread)
-            go_on(ModelUnavailable(f"the inputs cannot be copied from their device: {error}"))
+            go_on(error)
 
 
 def wire_error(error: BaseException, most: int = LONGEST_ERROR) -> list[object]:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.refused_threads import refuse_threads
 from tests.runtime.cli.shell import MODELS, PATIENCE_S, CommandLine
 from tests.waiting import wait_until
 
@@ -172,3 +173,18 @@ def test_a_stream_that_breaks_does_not_break_the_model(tty: Tty) -> None:
     progress("m_0", "STARTING", "load")
     progress("m_0", "READY", "initialized")
     progress.say("unheard")
+
+
+def test_a_start_is_shown_though_no_thread_counts_its_time(
+    tty: Tty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = moonpool.Progress(tty)
+    with monkeypatch.context() as patch:
+        refuse_threads(patch)
+        progress("m_0", "STARTING", "load")
+        assert "m_0 starting… 0.0 s" in tty.getvalue()
+    progress("m_1", "STARTING", "load")
+
+    wait_until(lambda: re.search(r"starting… (0.[1-9]|[1-9])", tty.getvalue()))
+    for name in ("m_0", "m_1"):
+        progress(name, "STOPPED", "unload")

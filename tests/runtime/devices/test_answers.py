@@ -15,7 +15,7 @@ from moonpool.ipc.cuda.device import device
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.errors import MoonpoolError, OutOfMemory, RemoteProtocolError
 from moonpool.ipc.tensors import CODES
-from moonpool.runtime.errors import BackendError, ModelUnavailable
+from moonpool.runtime.errors import BackendError, ModelUnavailable, OutOfThreads
 from moonpool.runtime.model.request import InferenceRequest, Response, Shapes, WireTensor
 from moonpool.runtime.stubs.answers import AnswerReader
 from moonpool.runtime.stubs.calls.requests import _MOST_FETCHED, Fetching
@@ -114,7 +114,7 @@ def test_inputs_that_cannot_be_copied_are_told_and_leave_room_for_others(
         for _ in range(_MOST_FETCHED + 1):
             fetching.start(slow, {"X": 1}, came.put)
             error = came.get(timeout=60)
-            assert isinstance(error, ModelUnavailable)
+            assert isinstance(error, OutOfThreads)
             assert "can't start new thread" in str(error)
 
     fetching.start(slow, {"X": 1}, came.put)

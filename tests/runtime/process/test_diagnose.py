@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.diagnose import exec_failure, start_failure
 
 ABSENT = OSError(errno.ENOENT, "No such file or directory")
@@ -35,3 +36,9 @@ def test_an_interpreter_that_only_the_instance_does_not_see_is_to_be_put_elsewhe
 
 def test_an_interpreter_that_never_was_is_to_be_named_again(tmp_path: Path) -> None:
     assert start_failure(str(tmp_path / "python"), ABSENT).endswith("check EXECUTION_ENV_PATH")
+
+
+def test_an_interpreter_for_which_there_is_no_thread_is_refused_for_that(tmp_path: Path) -> None:
+    error = OutOfThreads("the runtime has no thread for moonpool-spawner")
+
+    assert start_failure(str(tmp_path), error).endswith(f"cannot be started: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -166,7 +167,7 @@ for _ in range(2):
     try:
         start()
     except OSError as error:
-        print(error)
+        print(type(error).__name__, error.errno, str(error).partition(";")[0])
 threading.Thread.start = start_thread
 print(start().wait())
 """
@@ -177,5 +178,6 @@ def test_a_start_that_failed_for_lack_of_a_thread_works_later() -> None:
     done = subprocess.run(
         [sys.executable, "-c", THREADLESS], capture_output=True, text=True, timeout=PATIENCE_S
     )
-    refused = "[Errno 11] can't start new thread"
+    text = "the runtime has no thread for moonpool-spawner: can't start new thread"
+    refused = f"OutOfThreads {errno.EAGAIN} {text}"
     assert done.stdout.splitlines() == [refused, refused, "0"]

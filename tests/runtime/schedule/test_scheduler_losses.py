@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refused_threads import refuse_threads
 from tests.runtime.held_batches import Caller, HoldingBackend, holding, queued
-from tests.runtime.recorder import PATIENCE_S, echo, row, x
+from tests.runtime.recorder import PATIENCE_S, Recorder, config, echo, row, x
 from tests.waiting import wait_until
 
 import moonpool
@@ -272,3 +273,17 @@ def test_requests_that_fill_empty_places_are_no_failures(folder: Path) -> None:
         backend.wait_for(2).break_down(PeerGone("the instance is gone"))
         assert isinstance(second.result(), PeerGone)
         assert scheduler.statistics.fail_count == 1
+
+
+@pytest.mark.promise("At the limits", "If no thread can be started …")
+def test_a_batch_that_no_thread_can_give_to_its_instance_fails_and_the_next_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with moonpool.Runtime(backends=[Recorder()]) as runtime:
+        runtime.load("m", folder, config=config())
+        with monkeypatch.context() as patch:
+            refuse_threads(patch, "moonpool-execute")
+            refused = runtime.submit("m", x(1))
+            with pytest.raises(moonpool.OutOfThreads, match="no thread for moonpool-execute_0"):
+                refused.result(PATIENCE_S)
+        assert value(runtime.submit("m", x(2))) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import queue
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from moonpool.ipc.messages import Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.triton.install import LAUNCHER
 from moonpool.runtime.triton.launcher_channel import LauncherChannel
+from moonpool.runtime.triton.launching import Launcher
 from moonpool.runtime.triton.messages import End, Word
 
 _TIMEOUT_S = 60.0
@@ -100,16 +103,7 @@ class Shim:
         backend: tuple[str, str] = ("python", "/opt/tritonserver/backends/python"),
     ) -> None:
         channel, end = Channel.pair()
-        # A server's sockets are inheritable, too.
-        os.set_inheritable(end.fileno(), True)
-        self.process = subprocess.Popen(
-            [python, "-I", str(LAUNCHER), str(end.fileno())],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=dict(os.environ if environment is None else environment),
-            close_fds=False,
-        )
-        end.close()
+        self.process = self._launch(end, python, environment)
         self._peer = LauncherChannel(channel, End.SHIM)
         self._heard: queue.SimpleQueue[tuple[list[Any], list[int]] | None] = queue.SimpleQueue()
         self._hearing = threading.Thread(target=self._hear)
@@ -122,6 +116,21 @@ class Shim:
         self.hello = self.hear(Word.HELLO)
         config = json.dumps({"cmdline": dict(options or {})})
         self.tell(Word.BACKEND, *backend, config, "triton 2.51.0")
+
+    def _launch(
+        self, end: socket.socket, python: str, environment: Mapping[str, str] | None
+    ) -> Any:
+        """Start a launcher that owns this end."""
+        # A server's sockets are inheritable, too.
+        os.set_inheritable(end.fileno(), True)
+        with end:
+            return subprocess.Popen(
+                [python, "-I", str(LAUNCHER), str(end.fileno())],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=dict(os.environ if environment is None else environment),
+                close_fds=False,
+            )
 
     def _hear(self) -> None:
         with suppress(PeerGone):
@@ -198,8 +207,8 @@ class Shim:
 
     def stderr(self) -> str:
         """Return the launcher's stderr, once it has ended."""
-        assert self.process.stderr is not None
-        return self.process.stderr.read().decode()
+        said: bytes = self.process.stderr.read()
+        return said.decode()
 
     def close(self) -> None:
         self._peer.wake()
@@ -212,10 +221,28 @@ class Shim:
                 os.close(fd)
         for stub in self.stubs.values():
             stub.close()
-        assert self.process.stderr is not None
         try:
             self.process.wait(_TIMEOUT_S)
         finally:
             self.process.kill()
             self.process.wait()
             self.process.stderr.close()
+
+
+class ShimHere(Shim):
+    """Has its launcher in a thread of this process, where a test can get at it."""
+
+    def _launch(self, end: socket.socket, *_: object) -> Any:
+        peer = LauncherChannel(Channel(end), End.LAUNCHER)
+
+        def run() -> None:
+            try:
+                Launcher(peer).run()
+            finally:
+                peer.close()
+
+        thread = threading.Thread(target=run, name="test-launcher")
+        thread.start()
+        return SimpleNamespace(
+            wait=thread.join, kill=lambda: None, stderr=io.BytesIO(), pid=os.getpid()
+        )

@@ -7,12 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.refused_threads import refuse_threads
 from tests.runtime.triton.conftest import Start, Write
 from tests.runtime.triton.doubles import CONFIG, DOUBLES, tensor, with_options
-from tests.runtime.triton.shim import Shim
+from tests.runtime.triton.shim import Shim, ShimHere
 from tests.waiting import wait_until
 
-from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.errors import CODES, PeerGone
 from moonpool.ipc.messages import PROTOCOL_VERSION, Kind, Side
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.triton.messages import FIRST_REGION, LAUNCHER_VERSION, Word
@@ -537,3 +538,40 @@ def test_signals_to_the_server_and_its_children_do_not_end_a_launcher(
         shim.process.send_signal(number)
 
     assert start().infer([1]) == [2]
+
+
+@pytest.mark.promise("At the limits", "If no thread can be started …")
+def test_a_launcher_without_a_thread_refuses_what_needs_one_and_goes_on(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unavailable, why = CODES.index("UNAVAILABLE"), "can't start new thread"
+    shim = ShimHere()
+    try:
+        with monkeypatch.context() as patch:
+            refuse_threads(patch, "moonpool-load")
+            word, number, code, text = shim.load(write(DOUBLES), CONFIG)
+            assert (word, number, code, why in text) == (Word.REFUSED, 1, unavailable, True)
+        word, model, *said = shim.load(write(DOUBLES), CONFIG)
+        assert word == Word.MODEL_READY, said
+        with monkeypatch.context() as patch:
+            refuse_threads(patch, "moonpool-start")
+            instance = shim.begin_start(model)
+            word, number, code, text = shim.hear(Word.REFUSED)
+            assert (number, code, why in text) == (instance, unavailable, True)
+        stub = shim.start(model)
+        with monkeypatch.context() as patch:
+            refuse_threads(patch, "moonpool-grow")
+            number = shim.number_of(stub)
+            shim.tell(Word.MEMORY, 99, number, 1, Side.RUNTIME, FIRST_REGION, 0, 4096)
+            word, number, code, text = shim.hear(Word.REFUSED, Word.SET_ASIDE)
+            assert (word, number, code, why in text) == (Word.REFUSED, 99, unavailable, True)
+        with monkeypatch.context() as patch:
+            # These cannot be refused.
+            refused = refuse_threads(patch, "moonpool-")
+            assert stub.infer([1]) == [2]
+            shim.end(stub)
+            shim.tell(Word.END_MODEL, model)
+            assert shim.hear(Word.ENDED) == [Word.ENDED, model]
+            assert {"moonpool-end", "moonpool-unload"} <= set(refused)
+    finally:
+        shim.close()

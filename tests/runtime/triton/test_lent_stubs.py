@@ -382,7 +382,7 @@ def test_prints_go_to_the_server_s_output(shim: Shim, start: Start) -> None:
 
     assert shim.process.stderr is not None
     assert select.select([shim.process.stderr], [], [], 10.0)[0]
-    assert b"[m_0] printed by the model\n" in shim.process.stderr.read1()  # type: ignore[attr-defined]
+    assert b"[m_0] printed by the model\n" in shim.process.stderr.read1()
 
 
 def test_instances_are_forked_from_a_template(start: Start, shim: Shim) -> None:

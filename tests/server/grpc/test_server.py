@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterator
 import grpc
 import numpy as np
 import pytest
-from tests.e2e.hosting import tensor
+import tritonclient.grpc as triton
+from tests.e2e.hosting import ECHO, MODELS, tensor
+from tests.refused_threads import refuse_threads
 from tests.server.grpc.serving import ROOT, TIMEOUT_S, Served, messages
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool.runtime.server.grpc.control import HealthCheckRequest, HealthCheckResponse
+from moonpool.runtime.server.grpc.inference import LARGE_BYTES
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.server import GrpcServer
 
+LIMITS = pytest.mark.promise("At the limits", "If no thread can be started …")
 Serve = Callable[..., Served]
 SERVICE = "/inference.GRPCInferenceService"
 
@@ -126,6 +130,60 @@ def test_a_server_that_was_never_started_gives_its_port_back(serve: Serve) -> No
 
 
 @pytest.mark.promise("gRPC", "A drain finishes the requests in …")
+@LIMITS
+def test_a_server_that_gets_no_thread_is_refused_and_gives_its_port_back(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serve().service
+    first = GrpcServer(service, GrpcOptions(port=0))
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "moonpool-grpc")
+        with pytest.raises(moonpool.OutOfThreads, match="can't start new thread"):
+            first.start()
+        first.close()
+
+    second = GrpcServer(service, GrpcOptions(port=first.port))
+
+    assert second.port == first.port
+    second.close()
+
+
+@LIMITS
+def test_a_call_for_which_there_is_no_thread_is_refused_and_the_next_one_is_not(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = serve().stub()
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "moonpool-grpc-control")
+        with pytest.raises(grpc.RpcError, match="can't start new thread") as raised:
+            stub.ServerMetadata(messages.ServerMetadataRequest(), timeout=TIMEOUT_S)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    assert stub.ServerMetadata(messages.ServerMetadataRequest(), timeout=TIMEOUT_S).name
+
+
+@LIMITS
+def test_a_large_request_is_executed_once_whether_there_is_a_thread_to_copy_it_or_not(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    served.runtime.load("echo", MODELS / "echo.py", config=ECHO)
+    client = served.client()
+    given = np.arange(LARGE_BYTES, dtype=np.float32)
+    wanted = triton.InferInput("X", [LARGE_BYTES], "FP32")
+    wanted.set_data_from_numpy(given)
+    with monkeypatch.context() as patch:
+        refused = refuse_threads(patch, "moonpool-grpc-copying")
+        assert (client.infer("echo", [wanted]).as_numpy("OUT_X") == given).all()
+        assert refused
+
+    # A task that was kept would run as soon as there is a thread.
+    assert (client.infer("echo", [wanted]).as_numpy("OUT_X") == given).all()
+    served.server.drain(TIMEOUT_S)
+
+    assert served.runtime.statistics("echo")["inference_count"] == 2
+
+
 def test_a_drained_server_takes_no_calls(serve: Serve) -> None:
     served = serve()
     stub = served.stub()

@@ -59,7 +59,7 @@ class Serving:
         self.port = self.server.ports["http"]
         # Start all threads now: one that starts in the middle of a test would look like a leak.
         for executor in (self.server._executor, self.server._patient):
-            count = executor._max_workers
+            count = executor.most
             together = threading.Barrier(count)
             for done in [executor.submit(together.wait, TIMEOUT_S) for _ in range(count)]:
                 done.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import threading
@@ -303,12 +304,35 @@ def test_an_unforeseen_error_is_a_general_error(
 def test_metrics_are_told_while_others_wait_for_models(serving: Serving) -> None:
     is_over = threading.Event()
     patient = serving.server._patient
-    waiting = [patient.submit(is_over.wait, 60) for _ in range(patient._max_workers)]
+    waiting = [patient.submit(is_over.wait, 60) for _ in range(patient.most)]
 
     assert serving.ask("GET", "/metrics", port=serving.server.ports["metrics"]).status == 200
 
     is_over.set()
     assert all(each.result() for each in waiting)
+
+
+@pytest.mark.promise("At the limits", "If no thread can be started …")
+def test_requests_for_which_there_is_no_thread_are_refused_and_the_next_are_not(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise moonpool.OutOfThreads("the runtime has no thread")
+
+    body = gzip.compress(b"{}")
+    with monkeypatch.context() as patch:
+        for pool in (serving.server._executor, serving.server._patient):
+            patch.setattr(pool, "submit", refuse)
+        replies = [
+            serving.get(f"{SUMS}/ready"),
+            serving.get("/v2/moonpool/overview"),
+            serving.ask("POST", f"{SUMS}/infer", body, {"Content-Encoding": "gzip"}),
+        ]
+
+    assert [(each.status, each.error) for each in replies] == [
+        (503, "the runtime has no thread")
+    ] * 3
+    assert serving.get(f"{SUMS}/ready").status == 200
 
 
 def test_the_page_is_served(serving: Serving) -> None:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.refused_threads import refuse_threads
 from tests.server.pool.visitors import SHARED, SHARED_CONFIG, Hall, Visitor, infer, visiting
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool.ipc.codec import encode
 from moonpool.ipc.messages import Kind
-from moonpool.runtime.errors import StubDied
+from moonpool.runtime.errors import ModelUnavailable, StubDied
 from moonpool.runtime.stubs.link import Link
 
 STUB = "shared_0_0"
@@ -304,6 +305,22 @@ def test_one_that_has_no_thread_to_let_go_of_a_stub_keeps_it(
         assert not left.is_set()
         visitor.on_reactor(lambda: visitor.model.leave(0, left.set))
         assert left.wait(60)
+
+
+@pytest.mark.promise("At the limits", "If no thread can be started …")
+@pytest.mark.parametrize("timeout_s", [60.0, 0.0], ids=["in time", "late"])
+def test_one_that_has_no_thread_to_wait_for_a_drain_asks_again_until_the_time_is_over(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch, timeout_s: float
+) -> None:
+    drained = threading.Event()
+    why = ModelUnavailable("it drains")
+    with visiting(hall, "shared") as visitor:
+        with monkeypatch.context() as patch:
+            refused = refuse_threads(patch, "moonpool-drain")
+            visitor.on_reactor(lambda: visitor.model.drain(why, timeout_s, drained.set))
+            wait_until(lambda: len(refused) > 1 or drained.is_set())
+            assert drained.is_set() == (timeout_s == 0.0)
+        assert drained.wait(60.0)
 
 
 @pytest.mark.promise(

@@ -1,0 +1,117 @@
+"""Starts the runtime's threads, and says in one way that the operating system refuses one.
+
+Theory of operation. The kernel refuses a thread at the limits of the user, of the container and of the machine, and Python says no
+more than "can't start new thread". A runtime that meets such a limit must go on serving, so every thread is started
+by `start_thread`, and the one who wanted it decides what `OutOfThreads` means: an error for the caller, another try
+later, or the same work on the thread that is there. It also comes at the end of a program, when Python refuses all threads.
+
+`TaskPool` takes the place of `concurrent.futures.ThreadPoolExecutor`, which keeps a task that it could not start a thread for: it raises,
+and runs the task all the same as soon as it has a thread, after the caller has done it in another way. It refuses tasks, too, once the
+program ends, and that is the moment when a forgotten runtime is closed. `TaskPool` refuses a task only if it has no thread at all,
+and then it forgets it. `_changed` guards all that it holds. A thread counts as idle from before it waits until a task is
+taken, so as many tasks as there are idle threads may lie in the queue before another thread is started.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from moonpool.ipc.errors import Closed
+from moonpool.runtime.errors import OutOfThreads
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_WHAT_TO_DO = (
+    "raise the limit of processes and threads (ulimit -u, the container's limit of pids, or kernel.threads-max), "
+    "or free memory"
+)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Raises `OutOfThreads` if the operating system refuses it, or the program ends."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        why = (
+            f"{error}; the program ends" if "shutdown" in str(error) else f"{error}; {_WHAT_TO_DO}"
+        )
+        raise OutOfThreads(f"the runtime has no thread for {thread.name}: {why}") from error
+
+
+class TaskPool(Executor):
+    """Runs tasks on so many threads at most, which start as they are needed. Any thread may call any method.
+
+    If the operating system refuses another thread, tasks wait for those that run. The threads are daemons.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        """Start no thread yet. `name` is that of the threads, with a number."""
+        self.most, self._name = most, name
+        self._changed = threading.Condition(threading.Lock())
+        self._tasks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._is_closed = False
+
+    def submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Call a function on a thread of the pool. Raises `Closed` after `shutdown`, and `OutOfThreads`; then it is not called."""
+        future: Future[R] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise Closed(f"the threads {self._name} have ended")
+            if len(self._tasks) >= self._idle and len(self._threads) < self.most:
+                self._add_thread()
+            self._tasks.append((future, partial(function, *args, **kwargs)))
+            self._changed.notify()
+        return future
+
+    def _add_thread(self) -> None:
+        name = f"{self._name}_{len(self._threads)}"
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        try:
+            start_thread(thread)
+        except OutOfThreads:
+            if not self._threads:
+                raise
+        else:
+            self._threads.append(thread)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._tasks or self._is_closed)
+                self._idle -= 1
+                if not self._tasks:
+                    return
+                future, task = self._tasks.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = task()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            # While this thread waits, it must not keep what the task had.
+            del future, task
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more tasks, and end the threads when those that were taken are done, or with `cancel_futures`, those that run."""
+        with self._changed:
+            self._is_closed = True
+            dropped = [future for future, _ in self._tasks] if cancel_futures else []
+            if cancel_futures:
+                self._tasks.clear()
+            self._changed.notify_all()
+            threads = list(self._threads)
+        for future in dropped:
+            future.cancel()
+        if wait:
+            for thread in threads:
+                thread.join()
