@@ -141,7 +141,12 @@ class PythonBackend(Backend):
         stub.bounds.serves(instance.report_grown)
         stub.count_served = instance.report_served
         stub.notify_exit(lambda: instance.report_broken(EndedIdle("the stub has ended")))
-        self._stubs.sharing.stub_ready(model, stub)
+        try:
+            self._stubs.sharing.stub_ready(model, stub)
+        except LoadFailed as error:
+            self._stubs.sharing.stub_gone(stub, error)
+            stub.end()
+            raise
 
     def start_stub(self, instance: ModelInstance, make: MakeStub) -> StubHandle:
         """Start the process of an instance and initialize its model. Sets `instance.state`. Raises `LoadFailed`."""

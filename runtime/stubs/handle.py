@@ -596,7 +596,7 @@ class StubSharing:
         """Report that a model version was finalized."""
 
     def stub_ready(self, model: Model, stub: StubHandle) -> None:
-        """Report that a stub takes batches."""
+        """Report that a stub takes batches. Raises `LoadFailed` if they cannot reach it."""
 
     def stub_gone(self, stub: StubHandle, reason: BaseException) -> None:
         """Report that a stub has ended or will end soon. Its requests get `reason`. May be called twice."""

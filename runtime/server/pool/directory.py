@@ -38,7 +38,7 @@ from typing import Any
 
 from moonpool.ipc.errors import Closed, MoonpoolError
 from moonpool.ipc.messages import Side, beginning
-from moonpool.runtime.errors import OutOfThreads
+from moonpool.runtime.errors import LoadFailed, OutOfThreads
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.backend import Model
@@ -89,7 +89,10 @@ class Directory(StubSharing):
     # Front ends
 
     def add(self, front_end: FrontEndProcess) -> None:
-        """Tell a new front end the present state, and from now on every change."""
+        """Tell a new front end the present state, and from now on every change.
+
+        Raises `LoadFailed` and `OSError` if this process has no descriptors for that. The front end must be ended then.
+        """
         with self._lock:
             for model, number in self._models.items():
                 self._send_model(front_end, model, number)
@@ -228,7 +231,7 @@ class Directory(StubSharing):
             self._changed.notify_all()
             return
         for stub in self._find(number):  # `withdraw` waits no more, so the stub is served on
-            self._connect(front_end, stub, number, self._stubs[stub][1])
+            self._connect_again(front_end, stub, number, self._stubs[stub][1])
 
     def _find(self, number: int) -> list[StubHandle]:
         """Return the stub of that number, or nothing if it has ended."""
@@ -254,20 +257,41 @@ class Directory(StubSharing):
     def _connect(
         self, front_end: FrontEndProcess, stub: StubHandle, number: int, model_number: int
     ) -> None:
-        """Join a front end and a stub by a work channel and a control channel of their own."""
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        """Join a front end and a stub by a work channel and a control channel of their own.
+
+        Raises `LoadFailed` if this process has no descriptors for them.
+        """
+        pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
+            # If the second pair fails, the list has the first one.
+            pairs.extend(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
             stub.control.send_peer(*(theirs.fileno() for _, theirs in pairs))
-        except MoonpoolError as error:
-            _log.debug("[%s] is about to end and cannot be shared: %s", stub.name, error)
+        except (MoonpoolError, OSError) as error:
             for ours, _ in pairs:
                 ours.close()
-            return
+            if isinstance(error, MoonpoolError):
+                _log.debug("[%s] is about to end and cannot be shared: %s", stub.name, error)
+                return
+            raise LoadFailed(
+                f"'{stub.name}' cannot be shared with {front_end.name}: {error.strerror}; raise the limit of open "
+                "files (ulimit -n)",
+                stage="start",
+            ) from error
         finally:
             for _, theirs in pairs:
                 theirs.close()
         fds = tuple(ours.detach() for ours, _ in pairs)
         front_end.send(Word.STUB, model_number, number, stub.name, fds=fds)
+
+    def _connect_again(
+        self, front_end: FrontEndProcess, stub: StubHandle, number: int, model_number: int
+    ) -> None:
+        """Connect a front end that has left a stub. If that fails, end it: it is started again, and gets all stubs."""
+        try:
+            self._connect(front_end, stub, number, model_number)
+        except LoadFailed as error:
+            _log.error("[%s] is ended and starts again: %s", front_end.name, error)
+            front_end.process.kill()
 
     # What the runtime reports: see `StubSharing`.
 
@@ -327,7 +351,7 @@ class Directory(StubSharing):
             self._leaving = {each for each in self._leaving if each[1] != number}
             self._resting.discard(number)
             for front_end in self._front_ends - late:
-                self._connect(front_end, stub, number, model_number)
+                self._connect_again(front_end, stub, number, model_number)
             return False
 
     def serve(self, name: str, versions: Sequence[Model]) -> None:

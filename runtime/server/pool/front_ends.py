@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.threads import start_thread
@@ -241,8 +242,13 @@ class FrontEndPool:
             return None
         with self._lock:
             self._slots[number] = front_end
-        front_end.begin(self._settings)
-        self._directory.add(front_end)
+        try:
+            front_end.begin(self._settings)
+            self._directory.add(front_end)
+        except (MoonpoolError, OSError) as error:
+            _log.error("[%s] cannot be told what there is, and is ended: %s", front_end.name, error)
+            # `_lose` follows, and the front end is started again after a pause.
+            front_end.process.kill()
         return front_end
 
     def _receive(self, front_end: FrontEndProcess, fields: list[Any]) -> None:

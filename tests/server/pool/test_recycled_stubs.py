@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
 import re
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.e2e.hosting import hosted, options
@@ -21,6 +25,7 @@ from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.runtime.server.pool import directory as directories
 from moonpool.runtime.server.pool.directory import Directory
 from moonpool.runtime.server.pool.messages import Word
 
@@ -120,8 +125,15 @@ def test_a_front_end_tells_how_many_requests_a_stub_has_executed() -> None:
 class Friend:
     """A front end as the directory sees it, which keeps its messages for the test."""
 
+    name = "friend"
+
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
+        self.is_killed = False
+        self.process = self
+
+    def kill(self) -> None:
+        self.is_killed = True
 
     def send(self, *message: object, fds: tuple[int, ...] = ()) -> None:
         self.told.append(message)
@@ -167,3 +179,74 @@ def test_a_front_end_that_released_a_recycled_stub_is_let_in_again() -> None:
         assert late.count(Word.STUB) == 0, "it is about to end"
         for friend in (quick, slow, late):
             directory.remove(friend)  # type: ignore[arg-type]
+
+
+@pytest.mark.promise(
+    "At the limits",
+    "A stub that cannot be shared with a front end, because descriptors are used up, does not start, "
+    "and may later.",
+)
+def test_a_stub_for_which_there_are_no_descriptors_does_not_start_and_may_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory, friend = Directory(), Friend()
+    directory.add(friend)  # type: ignore[arg-type]
+    with moonpool.Runtime(sharing=directory) as runtime:
+        with monkeypatch.context() as patch:
+            patch.setattr(directories, "socket", sockets(1))
+            with pytest.raises(
+                moonpool.LoadFailed, match="cannot be shared with friend: Too many open"
+            ):
+                runtime.load("shared", SHARED, config=SHARED_CONFIG)
+        assert friend.count(Word.STUB) == 0
+        runtime.load("shared", SHARED, config=SHARED_CONFIG)
+        assert friend.count(Word.STUB) == 1
+    directory.remove(friend)  # type: ignore[arg-type]
+
+
+def test_a_front_end_for_which_there_are_no_descriptors_is_told_nothing_and_may_come_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory, friend = Directory(), Friend()
+    with moonpool.Runtime(sharing=directory) as runtime:
+        runtime.load("shared", SHARED, config=SHARED_CONFIG)
+        with monkeypatch.context() as patch:
+            patch.setattr(directories, "socket", sockets(0))
+            with pytest.raises(moonpool.LoadFailed, match=r"raise the limit of open files"):
+                directory.add(friend)  # type: ignore[arg-type]
+        directory.add(friend)  # type: ignore[arg-type]
+        assert friend.count(Word.STUB) == 1
+        directory.remove(friend)  # type: ignore[arg-type]
+
+
+def test_a_front_end_that_cannot_have_its_stub_again_is_ended_and_others_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory, first, second = Directory(), Friend(), Friend()
+    with moonpool.Runtime(sharing=directory) as runtime:
+        for friend in (first, second):
+            directory.add(friend)  # type: ignore[arg-type]
+        runtime.load("shared", SHARED, config=SHARED_CONFIG)
+        (number,) = [message[2] for message in first.told if message[0] == Word.STUB]
+        monkeypatch.setattr(directories, "socket", sockets(2))
+        for friend in (first, second):
+            # Nobody waits for it any more.
+            directory.receive(friend, [Word.LEFT, number])  # type: ignore[arg-type]
+        assert [friend.count(Word.STUB) for friend in (first, second)] == [2, 1]
+        assert [friend.is_killed for friend in (first, second)] == [False, True]
+        for friend in (first, second):
+            directory.remove(friend)  # type: ignore[arg-type]
+
+
+def sockets(pairs: int) -> Any:
+    """Return a module that makes so many pairs of sockets, and no more."""
+    left = iter(range(pairs))
+
+    def socketpair(*arguments: int) -> tuple[socket.socket, socket.socket]:
+        if next(left, None) is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return socket.socketpair(*arguments)
+
+    return SimpleNamespace(
+        socketpair=socketpair, AF_UNIX=socket.AF_UNIX, SOCK_SEQPACKET=socket.SOCK_SEQPACKET
+    )
