@@ -5,7 +5,8 @@
 That interpreter may have neither moonpool nor msgpack, and may be older than the runtime's. So this file imports
 only the standard library, moonpool's own files beside it, and the runtime's msgpack (in pure Python if its compiled
 form does not fit this interpreter). One more argument says that `confine.py` ran before and put the sandbox on.
-`triton_python_backend_stub` is an argument because people and scripts look for stubs by that name.
+`triton_python_backend_stub` is an argument because people and scripts look for stubs by that name. A blank template (`blank.py`)
+has another title, and only the second descriptor. Its forks go on here as stubs.
 
 The interpreter is not isolated: a model sees PYTHONPATH and the user's own packages, as in Triton.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
+TITLE, TEMPLATE_TITLE = "triton_python_backend_stub", "moonpool_blank_template"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -83,7 +85,7 @@ def forget_msgpack(folder: str) -> None:
 
 def main() -> None:
     """Read the arguments, become a stub, serve until the end of the process."""
-    _, _, name, work_fd, control_fd, calls_fd, parent_pid, msgpack_folder, *confined = sys.argv
+    _, title, name, work_fd, control_fd, calls_fd, parent_pid, msgpack_folder, *confined = sys.argv
     # Libraries of the model may parse the arguments of the process, and these are not for them.
     del sys.argv[1:]
     here = os.path.dirname(os.path.realpath(__file__))
@@ -97,7 +99,11 @@ def main() -> None:
     from moonpool.stub.handshake import shake_hands
 
     forget_msgpack(msgpack_folder)
-    fds = int(work_fd), int(control_fd), int(calls_fd)
+    fds = [int(work_fd), int(control_fd), int(calls_fd)]
+    if title == TEMPLATE_TITLE:
+        from moonpool.stub.blank import fork_for
+
+        name, fds = fork_for(fds[1], int(parent_pid))
     handshake = shake_hands(name, *fds, is_confined=bool(confined))
     handshake.serve()
 

@@ -236,7 +236,7 @@ class Template:
         os.dup2(output_fd, 1)
         os.dup2(output_fd, 2)
         os.close(output_fd)
-        _reseed()
+        reseed()
         with socket.socket(fileno=handshake_fd) as handshake:
             handshake.send(b"\0")
         return shake_hands(name, work_fd, control_fd, calls_fd, apply=_confine)
@@ -289,7 +289,7 @@ def _compute_alone() -> Callable[[], object]:
     return partial(torch.set_num_threads, count)
 
 
-def _reseed() -> None:
+def reseed() -> None:
     """Give a fork its own random numbers. Python's `random` reseeds itself after a fork."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

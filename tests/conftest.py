@@ -19,12 +19,16 @@ from tests.sandbox_level import (
 )
 from tests.workers import pytest_xdist_make_scheduler
 
+from moonpool.runtime.process import blank_templates
+
 # Tests start thousands of processes, which inherit these variables. Without bytecode every stub compiles moonpool again,
 # which takes half of the processor time of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # OpenBLAS's threads spin while numpy is imported, which takes a third of it. CI's part `strict` and the tests of templates
 # turn these threads on, so that they are tested too.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A template that waits for the next model would count as left behind by the test that unloaded the last one.
+blank_templates.KEEP_S = 0.0
 # Workers share the modules of tests that pytest has rewritten.
 sys.dont_write_bytecode = False
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moonpool.ipc.errors import PeerGone
@@ -19,6 +20,7 @@ from moonpool.runtime.model.backend import Backend, Model, ModelInstance
 from moonpool.runtime.model.config.options import hardened
 from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import InferenceRequest
+from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.repository.environment import Environment, resolve
 from moonpool.runtime.stubs.handle import StubHandle, Stubs
 from moonpool.runtime.stubs.link import Link
@@ -261,7 +263,21 @@ class PythonBackend(Backend):
             )
             if forked is not None:
                 return forked
-        return make(self._stubs, model, name, self._plan(model, name, gpus))
+        plan = self._plan(model, name, gpus)
+        return make(
+            self._stubs, model, name, plan, partial(self._start_process, model, plan, deadline)
+        )
+
+    def _start_process(
+        self, model: Model, plan: IsolationPlan, deadline: float | None, name: str, *fds: int
+    ) -> ChildProcess:
+        """Fork a process from a blank template if one is allowed and possible, else start it. Raises OSError."""
+        process = None
+        if model.options.prefork == "blank" and plan.may_be_forked:
+            process = self._stubs.blank_templates.fork(
+                plan.python, plan.environment, plan.folder, name, fds, deadline
+            )
+        return process or plan.spawn(name, *fds)
 
     def _plan(
         self, model: Model, name: str, gpus: tuple[int, ...], *, forks: bool = False

@@ -498,6 +498,7 @@ class ModelRegistry:
         with self._lock:
             self._changed.wait_for(lambda: not self._locks.names and not self._retiring)
         self.backends.finalize_all()
+        self.stubs.blank_templates.close()
         self._executor.shutdown()
         self._reactor.close()
 

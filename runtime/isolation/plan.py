@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from moonpool.ipc.policy import FIRST_SHARED_USER, Policy, is_contained
+from moonpool.ipc.policy import FIRST_SHARED_USER, MEMORY, Policy, is_contained
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.isolation import environment_variables, scratch, users
 from moonpool.runtime.isolation.gpu_access import access_to
@@ -63,6 +63,15 @@ class IsolationPlan:
             # If instances share the user, the end of one must not end all processes of the user.
             user=None if self.shares_user else self.policy.user,
         )
+
+    @property
+    def may_be_forked(self) -> bool:
+        """True if the process may be a fork of one that has imported numpy, without the sandbox.
+
+        Libraries look at the processors when they are imported, and limits of memory must hold for the import, too.
+        """
+        policy = self.policy
+        return not (policy.is_contained or policy.cpus or set(MEMORY) & set(policy.limits))
 
     @property
     def shares_user(self) -> bool:

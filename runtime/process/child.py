@@ -180,15 +180,9 @@ class StubProcess(SpawnedProcess):
             environment = _handed_on(environment)
         arguments = [
             *((sys.executable, "-I", "-S", _CONFINE) if is_foreign else ()),
-            python,
-            _BOOT,
-            "triton_python_backend_stub",
-            name,
-            str(work_fd),
-            str(control_fd),
-            str(calls_fd),
-            str(os.getpid()),
-            _MSGPACK,
+            *boot_command(
+                python, "triton_python_backend_stub", name, work_fd, control_fd, calls_fd
+            ),
         ]
 
         def start(before: Sequence[str], more_fds: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -223,6 +217,14 @@ class StubProcess(SpawnedProcess):
         # Not earlier: the keeper can be reaped only after all other processes of its namespace, this one included.
         if self.tree is not None:
             self.tree.end()
+
+
+def boot_command(
+    python: str, title: str, name: str, work_fd: int, control_fd: int, calls_fd: int
+) -> list[str]:
+    """Return the command that starts `stub/boot.py`. Only a stub has all three descriptors."""
+    fds = [str(fd) for fd in (work_fd, control_fd, calls_fd)]
+    return [python, _BOOT, title, name, *fds, str(os.getpid()), _MSGPACK]
 
 
 def _handed_on(environment: Mapping[str, str]) -> dict[str, str]:

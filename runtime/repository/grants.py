@@ -41,7 +41,7 @@ def granted(options: ModelOptions, gpus: Sequence[int] = ()) -> tuple[str, ...]:
         *(f"call {name}" for name in options.sandbox_syscalls),
         *(f"ask model {pattern}" for pattern in options.sandbox_models),
         *(f"see {pattern} of the environment" for pattern in options.environment),
-        *(["share a template with its other instances"] if options.prefork != "no" else []),
+        *(["share a template with its other instances"] if options.has_template else []),
     )
 
 

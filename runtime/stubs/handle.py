@@ -54,6 +54,7 @@ from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.observe.metric_families import KINDS
 from moonpool.runtime.observe.metrics import MetricRegistry
 from moonpool.runtime.observe.recent_errors import RecentErrors
+from moonpool.runtime.process.blank_templates import BlankTemplates
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.diagnose import exec_failure, start_failure
 from moonpool.runtime.process.reactor import Reactor
@@ -541,6 +542,7 @@ class Stubs:
         # START carries the settings of its moment; LOGGING carries changes.
         self.log = log
         self.watcher = Watcher()
+        self.blank_templates = BlankTemplates(reactor)
         self._log_changing = threading.Lock()
         self._alive: set[StubHandle] = set()
 

@@ -92,7 +92,7 @@ PYTHONS_OWN = {"ignored": ["SIGPIPE", "SIGXFSZ"], "blocked": []}
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["off", "standard", "strict"])
-@pytest.mark.parametrize("prefork", ["no", "initialize"])
+@pytest.mark.parametrize("prefork", ["no", "blank", "initialize"])
 def test_a_stub_starts_with_default_dispositions(tmp_path: Path, level: str, prefork: str) -> None:
     seen = seen_by_a_model(tmp_path, SANDBOX=level, PREFORK=prefork)
 

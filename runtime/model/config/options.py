@@ -175,7 +175,8 @@ USUAL_WEIGHT = 100
 WEIGHT = OptionKind("1 to 10000", _weight)
 AS_NUMPY = OptionKind("error, copy", _choice({"error": False, "copy": True}))
 PREFORK = OptionKind(
-    "no, imports, initialize", _choice({w: w for w in ("no", "imports", "initialize")})
+    "no, blank, imports, initialize",
+    _choice({word: word for word in ("no", "blank", "imports", "initialize")}),
 )
 
 
@@ -247,6 +248,11 @@ class ModelOptions:
         options = cls(**values)  # type: ignore[arg-type]
         options._check(config)
         return options
+
+    @property
+    def has_template(self) -> bool:
+        """True if the instances are forked from a template of the model's own."""
+        return self.prefork in ("imports", "initialize")
 
     def _check(self, config: ModelConfig) -> None:
         if self.region_limit_bytes is not None and self.region_bytes > self.region_limit_bytes:
@@ -430,8 +436,8 @@ OPTIONS = (
         "MOONPOOL_PREFORK",
         "prefork",
         PREFORK,
-        "Fork instances from a template process of the model, made after its imports or after its"
-        " `initialize`, instead of starting each anew. See PREFORK.md.",
+        "Fork instances from a process that has imported numpy (without effect in a sandbox from best-effort on), or from one"
+        " of the model, made after its imports or after its `initialize`, instead of starting each anew. See PREFORK.md.",
     ),
     Option(
         "MOONPOOL_REGION_BYTES",

@@ -97,7 +97,7 @@ def test_every_field_has_its_line_in_the_table() -> None:
         ("MOONPOOL_SANDBOX_SYSCALLS", "Fork!", "must be names of system calls"),
         ("MOONPOOL_CPUS", "a-b", "must be numbers of processors, such as 0-3,5"),
         ("MOONPOOL_CPU_WEIGHT", "10001", "must be a weight from 1 to 10000"),
-        ("MOONPOOL_PREFORK", "yes", 'must be "no" or "imports" or "initialize"'),
+        ("MOONPOOL_PREFORK", "yes", 'must be "no" or "blank" or "imports" or "initialize"'),
         ("MOONPOOL_MAX_RESTARTS", "1.5", "must be a whole number from 0 up"),
         ("MOONPOOL_THREADS", "0", "must be a whole number from 1 up"),
         ("MOONPOOL_RETRY", "", 'must be "yes" or "no"'),

@@ -1,0 +1,355 @@
+"""Blank templates: processes that have imported numpy and nothing of any model, from which stubs are forked within milliseconds.
+
+Theory of operation. `stub/blank.py` is the other end, and explains the forks. A fork is a child of this process, like a stub that was
+started. So from then on nothing depends on the template, which may be killed at any time: that costs the next start the
+time of another template.
+
+Which template. A fork inherits everything that the template inherited from this process when it began. So a template is good for a start only
+if a process that is started now would inherit the same: the same interpreter, variables and folder, and the same user, limits and
+cgroup (`_inherited`). All of these are its key. A template has imported numpy from a file, which must still be the same one.
+
+Locks. `BlankTemplates._lock` guards the table and the numbers of forks, and is held for moments. `_Template._turn` is held
+by the thread that starts a template or asks it for a fork, and waits for the answer; others that start at the same time wait for their turn,
+which is shorter than to start a process each. The reactor never waits for a turn: it tries again later (`_end_soon`).
+
+Order of ending. A template without forks for `KEEP_S`, or one too many, is taken out of the table, marked and killed. A thread that just asks it sees
+the end of the channel, sees the mark, and starts its stub in the ordinary way. Whoever has the turn then reaps the process. It also
+looks for answers that nobody has read, as when a signal handler raised between question and answer: such a fork is a child of
+this process that nobody knows, so it is killed and reaped.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from moonpool.runtime.process.child import ChildProcess, SpawnedProcess, boot_command
+from moonpool.runtime.process.reactor import Reactor
+from moonpool.runtime.process.spawner import spawn
+from moonpool.runtime.process.terminal import harmless
+
+_log = logging.getLogger("moonpool")
+# A template is kept for so long after its last fork has ended.
+KEEP_S = 60.0
+# The most templates. Whoever changes a variable before each load would otherwise have one for each model.
+_MOST = 4
+# A machine may be busy. What takes longer is started in the ordinary way.
+_READY_S, _FORK_S, _END_S = 30.0, 10.0, 10.0
+_AGAIN_S = 0.02
+# What a pipe holds.
+_OUTPUT_BYTES = 65_536
+_INHERITED = (
+    b"Umask:", b"Uid:", b"Gid:", b"Groups:", b"CapInh:", b"CapPrm:", b"CapEff:", b"CapBnd:", b"CapAmb:",
+    b"NoNewPrivs:", b"Seccomp:", b"Seccomp_filters:",
+)  # fmt: skip
+_Key = tuple[str, str, tuple[tuple[str, str], ...], tuple[bytes, ...]]
+
+
+class BlankTemplates:
+    """Forks stubs from blank templates, which it starts and ends as they are needed. Any thread may call any method."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self._reactor = reactor
+        self._lock = threading.Lock()
+        # Those that may be asked; the one that was used last comes last.
+        self._templates: dict[_Key, _Template] = {}
+        # Those whose processes may not have been reaped.
+        self._all: set[_Template] = set()
+        self._is_closed = False
+
+    def fork(
+        self,
+        python: str,
+        environment: Mapping[str, str],
+        folder: str,
+        name: str,
+        fds: Sequence[int],
+        deadline: float | None,
+    ) -> ChildProcess | None:
+        """Fork a stub with these descriptors, for work, control, calls and output.
+
+        Returns None if it has to be started in the ordinary way. Blocks until `deadline` of `time.monotonic` at most, while the
+        template starts.
+        """
+        key = (python, folder, tuple(sorted(environment.items())), _inherited())
+        with self._lock:
+            if self._is_closed:
+                return None
+            template = self._templates.pop(key, None)
+            if template is None:
+                template = _Template(python, environment, folder)
+                self._all.add(template)
+            self._templates[key] = template
+            template.uses += 1
+            crowded_out = [self._templates.pop(old) for old in list(self._templates)[:-_MOST]]
+        for each in crowded_out:
+            self._retire(each)
+        pid = None
+        try:
+            pid = template.fork(name, fds, deadline)
+            return None if pid is None else _Fork(pid, lambda: self._leave(template))
+        except BaseException:
+            pid = None  # it has ended again, or nobody knows of it
+            raise
+        finally:
+            if pid is None:
+                self._leave(template)
+
+    def _leave(self, template: _Template) -> None:
+        """Count one use less: a fork has ended, or there was none."""
+        with self._lock:
+            template.uses -= 1
+            template.used_s = time.monotonic()
+            if template.uses or self._is_closed:
+                return
+        self._reactor.call_later(KEEP_S, lambda: self._drop_if_idle(template))
+
+    def _drop_if_idle(self, template: _Template) -> None:
+        with self._lock:
+            # Used meanwhile: the end of that use looks again.
+            if template.uses or time.monotonic() - template.used_s < KEEP_S or self._is_closed:
+                return
+            for key in [key for key, each in self._templates.items() if each is template]:
+                del self._templates[key]
+        self._retire(template)
+
+    def _retire(self, template: _Template) -> None:
+        template.retire()
+        self._reactor.call_soon(lambda: self._end_soon(template))
+
+    def _end_soon(self, template: _Template) -> None:
+        """End a retired template without waiting for it. On the reactor's thread."""
+        if template.try_end():
+            with self._lock:
+                self._all.discard(template)
+        elif not self._is_closed:
+            self._reactor.call_later(_AGAIN_S, lambda: self._end_soon(template))
+
+    def close(self) -> None:
+        """End all templates, and wait. Not on the reactor's thread."""
+        with self._lock:
+            self._is_closed = True
+            self._templates.clear()
+            left = list(self._all)
+            self._all.clear()
+        for template in left:
+            template.retire()
+        for template in left:
+            template.end()
+
+
+class _Gone(Exception):
+    """The template has ended, or does not answer."""
+
+
+class _Template:
+    """A template, with its process while there is one. The book guards `uses` and `used_s`."""
+
+    def __init__(self, python: str, environment: Mapping[str, str], folder: str) -> None:
+        self.uses, self.used_s = 0, 0.0
+        self._python, self._environment, self._folder = python, environment, folder
+        self._turn = threading.Lock()
+        self._is_retired = False
+        # True if no stub can be forked from such a process.
+        self._is_unfit = False
+        self._process: _TemplateProcess | None = None
+        self._channel: socket.socket | None = None
+        # The file of its numpy, and what it was when the template was ready.
+        self._numpy = ""
+        self._stamp: tuple[object, ...] = ()
+
+    def fork(self, name: str, fds: Sequence[int], deadline: float | None) -> int | None:
+        """Return the pid of a fork, a child of this process that the caller owns; None if there is none."""
+        wait_s = _READY_S
+        if deadline is not None:
+            # If it comes to nothing, the other half is left for a start in the ordinary way.
+            wait_s = min(_READY_S, max(0.001, (deadline - time.monotonic()) / 2))
+        if not self._turn.acquire(timeout=wait_s):
+            return None
+        try:
+            for _ in range(2):  # it may have been killed since it was used last
+                if self._channel is None or self._stamp != _stamp(self._python, self._numpy):
+                    self._end()
+                    self._begin(wait_s)
+                if self._is_unfit or self._is_retired or self._channel is None:
+                    return None
+                try:
+                    return self._ask(self._channel, name, fds)
+                except _Gone as error:
+                    _log.debug("a template of %s is gone: %s", self._python, error)
+                    self._end()
+            return None
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            self._turn.release()
+
+    def _begin(self, wait_s: float) -> None:
+        """Start the process and wait until it can fork. If it cannot, it is unfit from then on."""
+        if self._is_unfit or self._is_retired:
+            return
+        try:
+            why = self._start(wait_s)
+        except TimeoutError:
+            # A model with little time to load says nothing about the template.
+            self._is_unfit = wait_s == _READY_S
+            why = f"it was not ready within {wait_s:g} s"
+        except (OSError, ValueError) as error:
+            self._is_unfit, why = True, str(error)
+        else:
+            self._is_unfit = bool(why)
+        if why:
+            self._end()
+            _log.info("no stub is forked from a process of %s: %s", self._python, why)
+
+    def _start(self, wait_s: float) -> str:
+        """Start the process, and return why it cannot fork, or "". Raises OSError, and ValueError for an answer that is none."""
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Not a file: Python remembers whether its output is one, and that of the forks is a pipe.
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            with theirs, open(write_fd, "wb", buffering=0):
+                fds = ("-", -1, theirs.fileno(), -1)
+                process = spawn(
+                    boot_command(self._python, "moonpool_blank_template", *fds),
+                    environment=self._environment,
+                    folder=self._folder,
+                    output_fd=write_fd,
+                    fds=[theirs.fileno()],
+                )
+                self._process = _TemplateProcess(process)
+            self._channel.settimeout(wait_s)
+            packet = self._channel.recv(65_536)
+            self._channel.settimeout(_FORK_S)
+            why, self._numpy = json.loads(packet) if packet else ("it ended", "")
+            self._stamp = _stamp(self._python, self._numpy)
+            os.set_blocking(read_fd, False)
+            with contextlib.suppress(BlockingIOError):
+                for line in os.read(read_fd, _OUTPUT_BYTES).decode(errors="replace").splitlines():
+                    _log.info("[a template of %s] %s", self._python, harmless(line))
+            return str(why)
+        finally:
+            os.close(read_fd)
+
+    @staticmethod
+    def _ask(channel: socket.socket, name: str, fds: Sequence[int]) -> int | None:
+        """Return the pid of a fork; None if the kernel refuses one. Raises `_Gone`."""
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+        try:
+            channel.sendmsg([name.encode()], [rights], socket.MSG_NOSIGNAL)
+            answer = channel.recv(64)
+        except OSError as error:  # a timeout included
+            raise _Gone(str(error)) from error
+        if not answer:
+            raise _Gone("it closed its channel")
+        pid = int(answer)
+        return pid if pid > 0 else None
+
+    def retire(self) -> None:
+        """Begin to end the process, and let no other one begin. Does not wait."""
+        self._is_retired = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def try_end(self) -> bool:
+        """End a retired template unless that would take time. Returns True if it has ended."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._process is not None and self._process.wait(0) is None:
+                self._process.kill()
+                return False
+            self._end()
+            return True
+        finally:
+            self._turn.release()
+
+    def end(self) -> None:
+        """End a retired template, and wait until a thread that uses it has left."""
+        with self._turn:
+            self._end()
+
+    def _end(self) -> None:
+        """End the process if there is one, and what it has forked without anybody's knowledge. Needs the turn."""
+        process, channel = self._process, self._channel
+        self._process = self._channel = None
+        if process is not None:
+            process.kill()
+            if process.wait(_END_S) is None:
+                _log.error("a template of %s cannot be killed: %r", self._python, process)
+            process.close()
+        if channel is not None:
+            with contextlib.suppress(OSError, ValueError):
+                channel.setblocking(False)
+                while answer := channel.recv(64):
+                    _end_unknown(int(answer))
+            channel.close()
+
+
+def _end_unknown(pid: int) -> None:
+    """End a fork whose number nobody has read."""
+    if pid > 0:
+        process = SpawnedProcess(pid)
+        process.kill()
+        process.wait(_END_S)
+        process.close()
+
+
+class _TemplateProcess(SpawnedProcess):
+    """The process of a template."""
+
+    def _kill_group(self) -> None:
+        """Kill nothing: a fork is in the group of its template until it has a session of its own, and is not its own."""
+
+
+class _Fork(SpawnedProcess):
+    """The process of a stub that was forked from a blank template: a child of this process like any other."""
+
+    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
+        """Own a process that was not reaped. `ended` is called when it has been, and is closed. Raises OSError."""
+        self._ended = ended
+        super().__init__(pid)
+
+    def close(self) -> None:
+        was_open = self.pidfd >= 0
+        super().close()
+        if was_open:
+            self._ended()
+
+
+def _inherited() -> tuple[bytes, ...]:
+    """Return what a new process inherits from this one beside its variables and its folder."""
+    lines = _read("/proc/self/status").splitlines()
+    return (
+        *(line for line in lines if line.startswith(_INHERITED)),
+        _read("/proc/self/limits"),
+        _read("/proc/self/cgroup"),
+        _read("/proc/self/oom_score_adj"),
+    )
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _stamp(*paths: str) -> tuple[object, ...]:
+    """Return what changes when one of these files is replaced."""
+    stamps: list[object] = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            stamps.append((path, status.st_dev, status.st_ino, status.st_mtime_ns))
+    return tuple(stamps)

@@ -1,0 +1,282 @@
+"""Tests of stubs that are forked from a process which has imported numpy and nothing of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.hosting import Config, hosted, is_running, options, tensor
+from tests.waiting import wait_until
+
+import moonpool
+
+MODEL = """
+import json, os, signal, sys
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        do = pb_utils.get_input_tensor_by_name(requests[0], "DO").as_numpy()[0].decode()
+        if do == "exit":
+            os._exit(3)
+        said = {
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "session": os.getsid(0),
+            "group": os.getpgid(0),
+            "folder": os.getcwd(),
+            "variable": os.environ.get("MADE_UP"),
+            "number": int(np.random.default_rng(None).integers(1 << 62)),
+            "global number": float(np.random.random()),
+            "program": open("/proc/self/cmdline").read().split("\\0")[:4],
+            "blas": float((np.ones((300, 300)) @ np.ones((300, 300))).sum()),
+            "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+            "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)),
+        }
+        answer = np.array([json.dumps(said)], object)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("SAID", answer)])]
+"""
+SIGNATURE: Config = {
+    "input": [tensor("DO", "STRING", 1)],
+    "output": [tensor("SAID", "STRING", 1)],
+}
+FORGIVING: dict[str, object] = {"RESTART_WINDOW_S": 0.001, "RESTART_BACKOFF_S": 0}
+TEMPLATE = b"moonpool_blank_template"
+# Zero in tests, so that none leaves a template behind.
+KEEP_S = "moonpool.runtime.process.blank_templates.KEEP_S"
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let numpy start threads, which must end before a fork, and begin again in it."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def config(**more: object) -> Config:
+    return SIGNATURE | options(**{"SANDBOX": "standard", "PREFORK": "blank", **more})
+
+
+def ask(runtime: moonpool.Runtime, name: str = "m", do: str = "") -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(runtime.infer(name, {"DO": [do]}, timeout_s=60.0)["SAID"][0])
+    return said
+
+
+def children() -> dict[int, bytes]:
+    """The command lines of the children of this process."""
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        # The thread, or a process, may have ended since it was listed.
+        with contextlib.suppress(FileNotFoundError):
+            for pid in Path(f"/proc/self/task/{thread}/children").read_text().split():
+                found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return found
+
+
+def templates() -> list[int]:
+    return [pid for pid, line in children().items() if TEMPLATE in line]
+
+
+@pytest.mark.promise(
+    "Forked instances",
+    "With `MOONPOOL_PREFORK: blank`, at `off` and `standard`, a stub is forked from a process that has "
+    "imported numpy and nothing of a model. The fork is a child of the runtime, as a stub that was started.",
+)
+@pytest.mark.parametrize("level", ["off", "standard"])
+def test_a_fork_is_what_a_started_stub_is(
+    runtime: moonpool.Runtime, file: Path, level: str
+) -> None:
+    with hosted(runtime, "m", file, config(SANDBOX=level), instances=2):
+        (template,) = templates()
+        forked = ask(runtime)
+    with hosted(runtime, "m", file, config(SANDBOX=level, PREFORK="no")):
+        assert not templates()
+        started = ask(runtime)
+
+    pid = forked["pid"]
+    assert template not in (pid, forked["parent"])
+    assert (forked["session"], forked["group"]) == (pid, pid)
+    assert forked["program"][1].endswith("boot.py")
+    assert forked["program"][2] == "triton_python_backend_stub"
+    assert forked["program"][3] in ("m_0_0", "m_0_1")
+    same = ("parent", "folder", "blas", "blocked")
+    assert {key: forked[key] for key in same} == {key: started[key] for key in same}
+    assert forked["parent"] == os.getpid()
+    # One pipe for the output.
+    assert len(set(forked["files"])) == len(set(started["files"])) == 2
+
+
+@pytest.mark.promise("Forked instances", "With `MOONPOOL_PREFORK: blank`, at `off` …")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"SANDBOX": "strict"},
+        {"SANDBOX": "best-effort"},
+        {"PREFORK": "no"},
+        {"CPUS": min(os.sched_getaffinity(0))},
+        {"MEMORY_LIMIT_BYTES": "8G"},
+    ],
+)
+def test_others_are_started(runtime: moonpool.Runtime, file: Path, more: dict[str, object]) -> None:
+    with hosted(runtime, "m", file, config(**more)):
+        assert not templates()
+
+
+@pytest.mark.promise(
+    "Forked instances",
+    "The end of a template costs the next start the time of another one, and nothing else.",
+)
+def test_the_end_of_a_template_costs_nothing_but_a_start(
+    runtime: moonpool.Runtime, file: Path
+) -> None:
+    with hosted(runtime, "m", file, config()):
+        (template,) = templates()
+        before = ask(runtime)["pid"]
+        os.kill(template, signal.SIGKILL)
+        wait_until(lambda: not is_running(template))
+        assert ask(runtime)["pid"] == before
+
+        with hosted(runtime, "n", file, config()):
+            (another,) = templates()
+            assert another != template
+            assert ask(runtime, "n")["parent"] == os.getpid()
+        assert ask(runtime)["pid"] == before
+
+
+def test_a_template_that_stands_still_is_replaced(
+    runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moonpool.runtime.process.blank_templates._FORK_S", 0.2)
+    with hosted(runtime, "m", file, config()):
+        (template,) = templates()
+        os.kill(template, signal.SIGSTOP)
+        # Whatever comes of the machine's speed, the model loads.
+        with hosted(runtime, "n", file, config()):
+            assert ask(runtime, "n")["parent"] == os.getpid()
+            assert template not in templates()
+
+
+@pytest.mark.promise("Forked instances", "With `MOONPOOL_PREFORK: blank`, at `off` …")
+def test_a_fork_that_dies_is_forked_again_and_its_end_is_known(
+    runtime: moonpool.Runtime,
+    file: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with hosted(runtime, "m", file, config(**FORGIVING)), monkeypatch.context() as patches:
+        patches.setattr(KEEP_S, 1000.0)
+        (template,) = templates()
+        before = ask(runtime)["pid"]
+        with pytest.raises(moonpool.StubDied, match="exited with 3"):
+            ask(runtime, do="exit")
+        after = wait_until(lambda: _pid_of_another(runtime, before))
+        os.kill(after, signal.SIGKILL)
+        wait_until(lambda: _pid_of_another(runtime, after))
+        assert templates() == [template]
+        assert "killed by SIGKILL" in caplog.text
+
+
+def _pid_of_another(runtime: moonpool.Runtime, pid: int) -> int:
+    (instance,) = runtime.instances("m")
+    other = int(instance["pid"] or 0)
+    return other if instance["state"] == "READY" and other != pid else 0
+
+
+@pytest.mark.promise(
+    "Forked instances",
+    "A fork has the variables, the folder and the limits that a stub would be started with.",
+)
+def test_a_fork_has_the_variables_and_the_folder_of_its_start(
+    runtime: moonpool.Runtime, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hosted(runtime, "m", file, config()):
+        monkeypatch.setenv("MADE_UP", "one")
+        monkeypatch.chdir(tmp_path)
+        with hosted(runtime, "n", file, config()):
+            assert len(templates()) == 2
+            assert ask(runtime)["variable"] is None
+            said = ask(runtime, "n")
+            assert (said["variable"], said["folder"]) == ("one", str(tmp_path))
+
+
+def test_a_fork_outlives_the_thread_that_loaded_its_model(
+    runtime: moonpool.Runtime, file: Path
+) -> None:
+    load = threading.Thread(target=lambda: runtime.load("m", file, config=config()))
+    load.start()
+    load.join()
+    try:
+        assert ask(runtime)["pid"] == ask(runtime)["pid"]
+        assert [each["restarts"] for each in runtime.instances("m")] == [0]
+    finally:
+        runtime.unload("m")
+
+
+def test_forks_draw_different_random_numbers(runtime: moonpool.Runtime, file: Path) -> None:
+    with hosted(runtime, "m", file, config()), hosted(runtime, "n", file, config()):
+        one, other = ask(runtime, "m"), ask(runtime, "n")
+        assert len(templates()) == 1
+        assert one["number"] != other["number"]
+        assert one["global number"] != other["global number"]
+
+
+@pytest.mark.promise(
+    "Forked instances", "A template is ended when the last of its forks has been gone for a minute."
+)
+def test_a_template_without_forks_is_ended(
+    runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KEEP_S, 1000.0)
+    with hosted(runtime, "m", file, config()):
+        (template,) = templates()
+    assert templates() == [template]
+    monkeypatch.setattr(KEEP_S, 0.0)
+    with hosted(runtime, "m", file, config()):
+        assert templates() == [template]
+    wait_until(lambda: not is_running(template))
+
+
+def test_a_template_and_its_forks_end_with_the_runtime(file: Path) -> None:
+    program = (
+        "import os, sys, moonpool\n"
+        "runtime = moonpool.Runtime()\n"
+        f"runtime.load('m', {str(file)!r}, config={config()!r})\n"
+        "for thread in os.listdir('/proc/self/task'):\n"
+        "    print(open(f'/proc/self/task/{thread}/children').read(), flush=True)\n"
+        "print('all', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    source = str(Path(moonpool.__file__).parents[1])
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": source},
+    ) as process:
+        assert process.stdout is not None
+        pids: list[int] = []
+        while (line := process.stdout.readline().strip()) != "all":
+            pids += map(int, line.split())
+        assert len(pids) == 2
+        # Not because they see the end of their channels: the kernel ends them.
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        process.kill()
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
