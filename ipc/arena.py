@@ -145,6 +145,19 @@ class Arena:
             raise ValueError(f"asked for a region of {size} bytes, got one of {region.size_bytes}")
         return block
 
+    def exchange(self, place: tuple[int, int], size_bytes: int) -> Block | None:
+        """Release the block at this place (region, offset) and allocate one of that size, if that is the same block; else return None.
+
+        It does what `release_at` and then `allocate` would do, and leaves the tables as they are.
+        """
+        extents = self._extents.get(place[0])
+        block = None if extents is None or self.has_grown else extents.live.get(place[1])
+        size = (size_bytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
+        if extents is None or block is None or block.holds != 1 or block.size_bytes != size:
+            return None
+        extents.uses += 1
+        return block
+
     @property
     def size_bytes(self) -> int:
         """The size of all regions together."""

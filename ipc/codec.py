@@ -44,7 +44,8 @@ Check = Callable[[Fields], None]
 # The largest message of an honest peer, a batch of 65536 requests with blocks and remarks, has a third of these values.
 MAX_ITEMS = 1 << 21
 
-_unpack = msgpack.unpackb
+# For all of moonpool: `stub/boot.py` imports msgpack for this module, and takes it away before the others of a stub are imported.
+unpack = msgpack.unpackb
 # One packer for all threads: packing runs in C and keeps the interpreter's lock. The pure-Python
 # packer would mix the messages of two threads, so with it each message has its own packer.
 _pack = (
@@ -71,12 +72,12 @@ class Codec:
     def decode(self, packet: bytes) -> Fields:
         """Return the fields of a message, its kind first. Raises `RemoteProtocolError`."""
         try:
-            fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
+            fields = unpack(packet, strict_map_key=True, max_ext_len=0)
             check = self._checks[fields[0]]
         except Exception as error:
             fields = None  # so that a large message is not in memory twice
             check = self._unmet(packet, error)
-            fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
+            fields = unpack(packet, strict_map_key=True, max_ext_len=0)
         check(fields)
         return fields  # type: ignore[no-any-return]
 
@@ -106,7 +107,7 @@ class Codec:
     def _unmet(self, packet: bytes, error: Exception) -> Check:
         """Return the check for a kind that has not come before. Raises `RemoteProtocolError` if the packet is refused."""
         try:
-            fields = _unpack(packet, strict_map_key=True, max_ext_len=0)
+            fields = unpack(packet, strict_map_key=True, max_ext_len=0)
         except Exception as unreadable:  # msgpack raises six unrelated classes
             why = str(unreadable) or type(unreadable).__name__
             raise RemoteProtocolError(f"a packet that is not msgpack: {why}") from unreadable
@@ -117,7 +118,7 @@ class Codec:
             raise RemoteProtocolError(f"a message of unknown kind {fields[0]}") from error
         if message.sender is self._us:
             raise RemoteProtocolError(f"{self._kinds[fields[0]].name} is not the peer's to send")
-        self._checks[fields[0]] = check = _check_of(self._kinds[fields[0]], message)
+        self._checks[fields[0]] = check = check_of(self._kinds[fields[0]], message)
         return check
 
 
@@ -135,10 +136,11 @@ def encode(*message: object) -> bytes:
 
 def unpacked(packet: bytes | bytearray) -> Any:
     """Unpack a packet without a check. For packets from forks of this very process only."""
-    return _unpack(packet, strict_map_key=False)
+    return unpack(packet, strict_map_key=False)
 
 
-def _check_of(kind: Any, message: Message) -> Check:
+def check_of(kind: Any, message: Message) -> Check:
+    """Return the check of a kind of messages, which is compiled once."""
     check = _compiled.get(message)
     if check is None:
         check = _compiled[message] = compile_check(kind, message)
@@ -150,7 +152,7 @@ def compile_checks(us: Side) -> None:
     for table in (WORK, CONTROL, CALLS):
         for kind, message in table.items():
             if message.sender is not us:
-                _check_of(kind, message)
+                check_of(kind, message)
     _layout_check()
 
 
@@ -171,7 +173,7 @@ def unpack_layout(packed: bytes, most: int = MAX_ITEMS) -> list[list[list[Any]]]
     """Return the tensors that a layout describes, if it has at most so many values. Raises `RemoteProtocolError`."""
     check_items(packed, most)
     try:
-        layout = _unpack(packed, strict_map_key=True, max_ext_len=0)
+        layout = unpack(packed, strict_map_key=True, max_ext_len=0)
     except Exception as unreadable:  # as above
         raise RemoteProtocolError(f"a layout that is not msgpack: {unreadable}") from unreadable
     _layout_check()(layout)

@@ -117,6 +117,10 @@ class Conversation:
         self._turn = self._after[kind]
         return fields
 
+    def pass_turn(self, kind: int) -> None:
+        """Note that a message of this kind was sent or received past this object."""
+        self._turn = self._after[kind]
+
     @property
     def allowed(self) -> frozenset[int]:
         """The kinds that may come next, from either side."""

@@ -52,6 +52,7 @@ from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.peers.answer import Answer
 from moonpool.stub.peers.peer import Peer, Peers
 from moonpool.stub.peers.regions import CutShort
+from moonpool.stub.peers.usual import UsualWay
 from moonpool.stub.report import describe, traceback_of
 from moonpool.stub.sandbox.denials import denials
 
@@ -141,16 +142,44 @@ class Stub:
             while all(self._serve_one(model, each) for each in peers.ready()):
                 pass
             return
-        receive, regions, arena = peer.conversation.receive, peer.regions, peer.regions.arena
+        receive, regions, arena = (
+            peer.conversation.channel.receive,
+            peer.regions,
+            peer.regions.arena,
+        )
         batch, responses = peer.batch, peer.responses
+        usual = UsualWay(peer, self._handshake.start)
         while True:
             # The same condition as `Peer.needs_care`, without a call for each batch.
             if arena.has_grown or batch.kept or responses.replies or regions.devices is not None:
                 peers.ready()
-            message = receive()
+            packet = receive()
+            if self._execute_usual(model, usual, packet):
+                continue
+            message = peer.conversation.accept(packet)
             if message[0] != _EXECUTE:
                 return
             self._execute(model, peer, message)
+
+    def _execute_usual(self, model: Model, usual: UsualWay, packet: bytes) -> bool:
+        """Execute a batch and answer, if it is a usual one. Returns False, and has done nothing, for any other packet."""
+        requests = usual.open(packet)
+        if requests is None:
+            return False
+        try:
+            # A copy: the model may change the list that it gets.
+            returned = model.execute(requests[:])
+            if not usual.take(requests, returned):
+                self._take(model, self._main.answer, requests, returned)
+            del returned
+        except BaseException as error:  # a model may raise anything, SystemExit included
+            self._main.answer.fail(requests, self._report(model, error))
+        del requests
+        self._prepare_answer()
+        usual.give()
+        if self._calls.released:
+            self._calls.tidy()
+        return True
 
     def _serve_one(self, model: Model, peer: Peer) -> bool:
         """Execute the batch that a peer has sent. Returns False after FINALIZE."""
@@ -182,23 +211,33 @@ class Stub:
         try:
             # A copy: the model may change the list that it gets.
             returned = model.execute(requests[:])
-            if type(returned) is CoroutineType:
-                self._start(model, answer, returned, requests)
-            else:
-                answer.take(requests, model.responses(returned, requests))
+            self._take(model, answer, requests, returned)
             del returned
         except BaseException as error:  # a model may raise anything, SystemExit included
             answer.fail(requests, self._report(model, error))
         del requests
-        if self._main.control.metric_changes.are_made:
-            self._main.control.metric_changes.flush()
-        fields = peer.give()
-        if peer.responses.is_forked:
-            sys.stderr.write("A process that the model forked came back from execute and ends.\n")
-            os._exit(1)
-        peer.send(fields)
+        self._prepare_answer()
+        peer.send(peer.give())
         if self._calls.released:
             self._calls.tidy()
+
+    def _take(
+        self, model: Model, answer: Answer, requests: list[InferenceRequest], returned: object
+    ) -> None:
+        """Take what the model has returned: its responses, or a coroutine that will answer."""
+        if type(returned) is CoroutineType:
+            self._start(model, answer, returned, requests)
+        else:
+            answer.take(requests, model.responses(returned, requests))
+
+    def _prepare_answer(self) -> None:
+        """Do what comes before ANSWER. Ends a process that the model forked."""
+        control = self._main.control
+        if control.metric_changes.are_made:
+            control.metric_changes.flush()
+        if self._main.responses.is_forked:
+            sys.stderr.write("A process that the model forked came back from execute and ends.\n")
+            os._exit(1)
 
     def _report(self, model: Model, error: BaseException) -> str:
         """Log an error with its traceback. Returns the text for the clients of the batch."""

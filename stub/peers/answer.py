@@ -23,21 +23,21 @@ class Answer:
 
     __slots__ = (
         "_batch",
-        "_blocks",
         "_placer",
-        "_plans",
-        "_remarks",
-        "_states",
+        "blocks",
+        "plans",
+        "remarks",
+        "states",
     )
 
     def __init__(self, placer: Placer, batch: Batch) -> None:
         self._placer = placer
         self._batch = batch
-        self._blocks: list[list[int]] = []
-        self._plans: list[PlacementPlan] = []
+        self.blocks: list[list[int]] = []
+        self.plans: list[PlacementPlan] = []
         # Remarks, and states other than ANSWERED, by the place of the request in the batch.
-        self._remarks: dict[int, list[Any]] = {}
-        self._states: dict[int, int] = {}
+        self.remarks: dict[int, list[Any]] = {}
+        self.states: dict[int, int] = {}
 
     def take(
         self, requests: list[InferenceRequest], responses: list[InferenceResponse | None]
@@ -55,50 +55,50 @@ class Answer:
             reply = request._reply
             if reply is not None and not reply.close(1):
                 reply.finish(response)
-                self._add(NO_OUTPUTS, None, OPEN)
+                self.add(NO_OUTPUTS, None, OPEN)
                 continue
             plan, remark = placer.answer(
                 response,
                 request._requested_output_names,
-                self._blocks,
+                self.blocks,
                 batch,
-                targets.get(len(self._plans)) if targets else None,
+                targets.get(len(self.plans)) if targets else None,
                 request._preferred_memory,
             )
             if remark is None and plan is not None:
-                self._plans.append(plan)
+                self.plans.append(plan)
             else:
-                self._add(plan or NO_OUTPUTS, remark)
+                self.add(plan or NO_OUTPUTS, remark)
 
     def leave_open(self, requests: list[InferenceRequest]) -> None:
         """Leave requests open: their responses come later, or a message that schedules them again."""
         for request in requests:
             request.reply().leave_open()
-            self._add(NO_OUTPUTS, None, OPEN)
+            self.add(NO_OUTPUTS, None, OPEN)
 
     def fail(self, requests: list[InferenceRequest], message: str) -> None:
         """Answer all requests of the batch that have no answer yet with the same error."""
-        for request in requests[len(self._plans) :]:
+        for request in requests[len(self.plans) :]:
             reply = request._reply
             if reply is None or reply.close(0):
-                self._add(NO_OUTPUTS, error_remark(INTERNAL, message))
+                self.add(NO_OUTPUTS, error_remark(INTERNAL, message))
             else:
                 reply.fail(message)
-                self._add(NO_OUTPUTS, None, OPEN)
+                self.add(NO_OUTPUTS, None, OPEN)
 
     def give(
         self,
     ) -> tuple[list[list[int]], bytes, list[list[Any] | None] | None, list[int] | None]:
         """Return blocks, layout, remarks and states as ANSWER takes them, and start anew for the next batch."""
-        blocks, plans = self._blocks, tuple(self._plans)
-        self._blocks, self._plans = [], []
+        blocks, plans = self.blocks, tuple(self.plans)
+        self.blocks, self.plans = [], []
         remarks = states = None
-        if self._remarks:
-            remarks = [self._remarks.get(index) for index in range(len(plans))]
-            self._remarks.clear()
-        if self._states:
-            states = [self._states.get(index, ANSWERED) for index in range(len(plans))]
-            self._states.clear()
+        if self.remarks:
+            remarks = [self.remarks.get(index) for index in range(len(plans))]
+            self.remarks.clear()
+        if self.states:
+            states = [self.states.get(index, ANSWERED) for index in range(len(plans))]
+            self.states.clear()
         return blocks, self._placer.layout(plans), remarks, states
 
     def _leave(self, request: InferenceRequest) -> None:
@@ -106,17 +106,18 @@ class Answer:
         if request._release_flags != RELEASE_RESCHEDULE:
             self.leave_open([request])
         elif reply is None or reply.close(0):
-            self._add(NO_OUTPUTS, None, RESCHEDULED)
+            self.add(NO_OUTPUTS, None, RESCHEDULED)
         else:
             reply.reschedule()
-            self._add(NO_OUTPUTS, None, OPEN)
+            self.add(NO_OUTPUTS, None, OPEN)
 
-    def _add(self, plan: PlacementPlan, remark: list[Any] | None, state: int = ANSWERED) -> None:
+    def add(self, plan: PlacementPlan, remark: list[Any] | None, state: int = ANSWERED) -> None:
+        """Add the outcome of the next request."""
         if remark is not None:
-            self._remarks[len(self._plans)] = remark
+            self.remarks[len(self.plans)] = remark
         if state:
-            self._states[len(self._plans)] = state
-        self._plans.append(plan)
+            self.states[len(self.plans)] = state
+        self.plans.append(plan)
 
 
 class Responses(ReplyPort):

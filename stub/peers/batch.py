@@ -37,17 +37,17 @@ class Batch:
     """Opens batch after batch, and knows which input blocks the model still refers to."""
 
     __slots__ = (
-        "_give_back",
-        "_has_copies",
         "_inputs",
-        "_layouts",
         "_lent",
         "_outputs",
         "_port",
         "_regions",
-        "_returned",
+        "give_back",
+        "has_copies",
         "kept",
+        "layouts",
         "places",
+        "returned",
         "targets",
     )
 
@@ -56,12 +56,12 @@ class Batch:
         self._port = port
         self._inputs: list[str] = start["inputs"]
         self._outputs: list[str] = start["outputs"]
-        self._layouts: Memo[bytes, list[list[Any]]] = Memo()
+        self.layouts: Memo[bytes, list[list[Any]]] = Memo()
         # Places of blocks. The thread that drops the last view of a block appends its place.
-        self._returned: deque[object] = deque()
-        self._give_back = self._returned.append
+        self.returned: deque[object] = deque()
+        self.give_back = self.returned.append
         self.places: list[object] = []
-        self._has_copies = False
+        self.has_copies = False
         # Inputs in memory of clients: region, place and size.
         self._lent: list[tuple[LentRegion, tuple[int, int], int]] = []
         # Places of outputs in memory of clients, by request and output.
@@ -77,14 +77,14 @@ class Batch:
         targets: list[list[int]] | None = None,
     ) -> list[InferenceRequest]:
         """Return the requests of a batch. Their inputs are writable views of the regions, without a copy."""
-        layout = self._layouts.get(packed)
+        layout = self.layouts.get(packed)
         if layout is None:
             layout = self._read(packed)
             if len(packed) <= _MEMORABLE_BYTES:
-                self._layouts.keep(packed, layout)
+                self.layouts.keep(packed, layout)
         leases: list[Lease | DeviceLease] = []
         self.places = places = []
-        self._has_copies = blocks[0][2] > 0
+        self.has_copies = blocks[0][2] > 0
         regions = self._regions
         for region_id, offset, size_bytes in blocks:
             place = (region_id, offset)
@@ -92,7 +92,7 @@ class Batch:
             region = regions.requests.get(region_id) or regions.request_region(region_id)
             if type(region) is LentRegion:
                 self._lent.append((region, place, size_bytes))
-            leases.append(region.lease(offset, size_bytes, self._give_back, place))
+            leases.append(region.lease(offset, size_bytes, self.give_back, place))
         devices = regions.devices
         if devices is not None:
             devices.order(leases)
@@ -154,8 +154,8 @@ class Batch:
     def has_lent(self, lease: Lease | DeviceLease) -> bool:
         """Return whether a lease is a block of the batch that is open now."""
         # The first block is empty if nothing was copied, and its place may be that of another block then.
-        places = self.places if self._has_copies else self.places[1:]
-        is_ours = lease.give_back is self._give_back and lease.region is not None
+        places = self.places if self.has_copies else self.places[1:]
+        is_ours = lease.give_back is self.give_back and lease.region is not None
         return is_ours and lease.token in places
 
     def end(self) -> tuple[list[object], list[object]]:
@@ -163,7 +163,7 @@ class Batch:
 
         To be called when nothing of ours refers to the objects of the batch any more.
         """
-        returned = self._returned
+        returned = self.returned
         if self._lent:
             self._end_borrowed()
         if not self.kept and len(returned) == len(self.places):
@@ -184,7 +184,7 @@ class Batch:
     def _end_borrowed(self) -> None:
         """Take care of the inputs in memory of clients, who may write there as soon as they have their answers."""
         # Compared by identity: a place that was kept from an earlier batch may be equal to one of this batch.
-        back = set(map(id, self._returned.copy()))
+        back = set(map(id, self.returned.copy()))
         kept = {region for region, place, _ in self._lent if id(place) not in back}
         lent: dict[LentRegion, list[tuple[int, int]]] = {}
         for region, (_, offset), size_bytes in self._lent:
@@ -199,7 +199,7 @@ class Batch:
     def release_late(self, most: int) -> list[object]:
         """Return blocks of earlier batches that the model has released since. To be called while no batch is open."""
         released: list[object] = []
-        while self._returned and len(released) < most:
-            released.append(self._returned.popleft())
+        while self.returned and len(released) < most:
+            released.append(self.returned.popleft())
         self.kept -= len(released)
         return released

@@ -47,13 +47,13 @@ class Peer:
         self.control = Control(control, self._gone)
         self.regions = Regions(self.control.send)
         conversation.use_overflow(self.regions)
-        placer = Placer(self.regions, start)
+        self.placer = placer = Placer(self.regions, start)
         self.responses = Responses(placer, self.control, start)
         self.batch = Batch(self.regions, self.responses, start)
         self.answer = Answer(placer, self.batch)
         # The batch that is executing, which the control thread reads; and cancellations that came before their batches.
-        self._executing: tuple[int, list[InferenceRequest]] = (0, [])
-        self._cancelled: set[tuple[int, int]] = set()
+        self.executing: tuple[int, list[InferenceRequest]] = (0, [])
+        self.cancelled: set[tuple[int, int]] = set()
 
     def _gone(self) -> None:
         """Handle the end of a peer, which has closed a channel or broken the protocol. From any thread, perhaps many times."""
@@ -64,7 +64,7 @@ class Peer:
         self.regions.desert()
         # So that the main thread sees the end of the channel, after the batch that it may be executing.
         self.conversation.channel.wake()
-        for request in self._executing[1]:
+        for request in self.executing[1]:
             request._cancelled = True
         self.responses.cancel_all()
 
@@ -96,19 +96,19 @@ class Peer:
         if released:
             self.regions.returned.extend(map(tuple, released))
         requests = self.batch.open(batch_id, blocks, layout, details, targets)
-        self._executing = (batch_id, requests)
+        self.executing = (batch_id, requests)
         # In this order: a thread that finds the peer gone either cancels these requests, or is seen here.
         if self._is_gone:
             raise PeerGone("the process that sent the batch has ended")
-        if self._cancelled:
-            self._cancel_early(batch_id, requests)
+        if self.cancelled:
+            self.cancel_early(batch_id, requests)
         return requests
 
     def give(self) -> tuple[Any, ...]:
         """Return the fields of ANSWER. To be called when nothing else of ours refers to the objects of the batch."""
         # Not in a variable: a name for the requests would keep their blocks.
-        batch_id = self._executing[0]
-        self._executing = (batch_id, [])
+        batch_id = self.executing[0]
+        self.executing = (batch_id, [])
         held, released = self.batch.end()
         if self.regions.devices is not None:
             self.regions.devices.publish()
@@ -139,22 +139,23 @@ class Peer:
 
     def cancel(self, batch_id: int, index: int) -> None:
         """Mark a request as cancelled. On the control thread."""
-        executing, requests = self._executing
+        executing, requests = self.executing
         if batch_id > executing:
-            self._cancelled.add((batch_id, index))  # CANCEL overtook EXECUTE
+            self.cancelled.add((batch_id, index))  # CANCEL overtook EXECUTE
             # Read again: the main thread may have opened the batch in between, without seeing this cancellation.
-            executing, requests = self._executing
+            executing, requests = self.executing
         if batch_id == executing and index < len(requests):
             requests[index]._cancelled = True
         reply = self.responses.find(batch_id, index)
         if reply is not None:
             reply.is_cancelled = True
 
-    def _cancel_early(self, batch_id: int, requests: list[InferenceRequest]) -> None:
+    def cancel_early(self, batch_id: int, requests: list[InferenceRequest]) -> None:
+        """Mark the requests whose cancellations came before their batch."""
         for index, request in enumerate(requests):
-            if (batch_id, index) in self._cancelled:
+            if (batch_id, index) in self.cancelled:
                 request._cancelled = True
-        self._cancelled -= {each for each in list(self._cancelled) if each[0] <= batch_id}
+        self.cancelled -= {each for each in list(self.cancelled) if each[0] <= batch_id}
 
     # The end
 

@@ -55,13 +55,13 @@ NO_OUTPUTS = PlacementPlan([], 0, is_shared=True)
 class Placer:
     """Places the outputs of response after response. Any thread may call any method."""
 
-    __slots__ = ("_indices", "_layouts", "_plans", "_regions")
+    __slots__ = ("_indices", "_regions", "layouts", "plans")
 
     def __init__(self, regions: Regions, start: dict[str, Any]) -> None:
         self._regions = regions
         self._indices = {name: index for index, name in enumerate(start["outputs"])}
-        self._plans: Memo[tuple[object, ...], PlacementPlan] = Memo()
-        self._layouts: Memo[tuple[PlacementPlan, ...], bytes] = Memo()
+        self.plans: Memo[tuple[object, ...], PlacementPlan] = Memo()
+        self.layouts: Memo[tuple[PlacementPlan, ...], bytes] = Memo()
 
     def answer(
         self,
@@ -90,10 +90,8 @@ class Placer:
             else:
                 outputs = self.wanted(outputs, self._indices)
                 plan = self._place_apart(outputs, blocks, passable, wish, targets or _NO_TARGETS)
-        except MoonpoolError as refused:
-            return None, error_remark(CODES.index(refused.code), str(refused))
         except Exception as error:
-            return None, error_remark(_INTERNAL, f"the response cannot be sent: {describe(error)}")
+            return None, refusal_remark(error)
         return plan, [parameters, None] if parameters else None
 
     def wanted(self, outputs: list[Tensor], names: Collection[str]) -> list[Tensor]:
@@ -124,14 +122,14 @@ class Placer:
             arrays.append(array)
             key += (tensor._name, tensor._datatype, tensor._shape, array.nbytes)
         known = tuple(key)
-        plan = self._plans.get(known)
+        plan = self.plans.get(known)
         if plan is None:
             ours = self.wanted(outputs, self._indices)
             if len(ours) < len(outputs):
                 return self.place(ours, blocks, passable, wish)
-            plan = self._plans.keep(known, self._plan(outputs, arrays))
+            plan = self.plans.keep(known, self._plan(outputs, arrays))
         if arrays:
-            _fill(self._regions.allocate(plan.size_bytes), arrays, plan, blocks)
+            fill(self._regions.allocate(plan.size_bytes), arrays, plan, blocks)
         return plan
 
     def _plan(self, outputs: list[Tensor], arrays: list[np.ndarray]) -> PlacementPlan:
@@ -193,7 +191,7 @@ class Placer:
         self._regions.hold(ours)
         blocks += there
         if block is not None:
-            _fill(block, arrays, plan, blocks)
+            fill(block, arrays, plan, blocks)
         return plan
 
     def _moved(
@@ -244,17 +242,24 @@ class Placer:
 
     def layout(self, responses: tuple[PlacementPlan, ...]) -> bytes:
         """Return the packed description of these responses, whose blocks follow each other."""
-        packed = self._layouts.get(responses)
+        packed = self.layouts.get(responses)
         if packed is None:
             packed = _packed(responses)
             if len(packed) <= _MEMORABLE_BYTES and all(plan.is_shared for plan in responses):
-                self._layouts.keep(responses, packed)
+                self.layouts.keep(responses, packed)
         return packed
 
 
 def error_remark(code: int, message: str) -> list[Any]:
     """Return the remark that stands for an error."""
     return [None, [code, beginning(message, _MAX_TEXT)]]
+
+
+def refusal_remark(error: Exception) -> list[Any]:
+    """Return the remark on a response that cannot be sent because of this error."""
+    if isinstance(error, MoonpoolError):
+        return error_remark(CODES.index(error.code), str(error))
+    return error_remark(_INTERNAL, f"the response cannot be sent: {describe(error)}")
 
 
 def checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -270,9 +275,10 @@ def checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def _fill(
+def fill(
     block: Block, arrays: Iterable[np.ndarray], plan: PlacementPlan, blocks: list[list[int]]
 ) -> None:
+    """Copy arrays into a block as the plan says, and add the block to `blocks`."""
     region, start = block.region, block.offset
     blocks.append([region.id, start, plan.size_bytes])
     write = region.write

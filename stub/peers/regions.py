@@ -35,7 +35,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class Regions(Overflow):
         # Regions with requests, by number. `request_region` waits for one that is not here yet.
         self.requests: dict[int, Region] = {}
         # Places (region, offset) of blocks that came back, appended by any thread.
-        self.returned: deque[object] = deque()
+        self.returned: deque[Any] = deque()
         # One object for all leases: each access to a bound method would make another one.
         self.give_back = self.returned.append
         self.arena = Arena(self._grow)
@@ -198,7 +198,7 @@ class Regions(Overflow):
         """Free the blocks that came back."""
         returned, arena, devices = self.returned, self.arena, self.devices
         while returned:
-            place: tuple[int, int] = returned.popleft()  # type: ignore[assignment]
+            place = returned.popleft()
             if not arena.release_at(*place) and devices is not None:
                 block = devices.find(*place)
                 if block is not None:
@@ -212,6 +212,13 @@ class Regions(Overflow):
             raise OutOfMemory("a destructor asked for memory while memory was being allocated")
         with self._turn:
             if self.returned:
+                block = None
+                if device == NO_DEVICE:
+                    # Mostly the block of the last answer came back, and the next answer is as large.
+                    block = arena.exchange(self.returned[0], size_bytes)
+                if block is not None:
+                    self.returned.popleft()
+                    return block
                 self._collect()
             try:
                 return arena.allocate(size_bytes)

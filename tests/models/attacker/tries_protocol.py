@@ -46,7 +46,7 @@ def control():
 
 
 def batch():
-    return peer()._executing[0]
+    return peer().executing[0]
 
 
 def say(packet):

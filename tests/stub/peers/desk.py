@@ -1,0 +1,171 @@
+"""A stub's end of the channels in the process of the test, which speaks as the runtime does: for tests of both ways of a batch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import control_codec, encode, unpack_layout, work_codec
+from moonpool.ipc.conversation import Conversation
+from moonpool.ipc.messages import Kind, Side
+from moonpool.ipc.region import SharedRegion
+from moonpool.stub import loop, pb_utils
+from moonpool.stub.model import Model
+from moonpool.stub.pb_utils.request import InferenceRequest
+from moonpool.stub.peers.peer import Peer, Peers
+from moonpool.stub.peers.usual import UsualWay
+
+INPUTS, OUTPUTS = ["A", "B", "TEXT"], ["SUM", "DIFF", "SAID"]
+REQUESTS, ANSWERS = 1, 2
+REGION_BYTES = 1 << 16
+
+Execute = Callable[[list[InferenceRequest]], object]
+
+
+class LayersOnly(UsualWay):
+    """Leaves every batch to the layers."""
+
+    def open(self, packet: bytes) -> list[InferenceRequest] | None:  # noqa: ARG002
+        return None
+
+
+class Counting(UsualWay):
+    """Counts the batches and the answers that were usual."""
+
+    opened = taken = 0
+
+    def open(self, packet: bytes) -> list[InferenceRequest] | None:
+        requests = super().open(packet)
+        self.opened += requests is not None
+        return requests
+
+    def take(self, requests: list[InferenceRequest], returned: object) -> bool:
+        is_taken = super().take(requests, returned)
+        self.taken += is_taken
+        return is_taken
+
+
+class StubDesk:
+    """Serves EXECUTE after EXECUTE by one of both ways. For one thread."""
+
+    def __init__(self, way: Callable[[Peer, dict[str, Any]], UsualWay], **start: Any) -> None:
+        # What the model does in the next batch.
+        self.execute: Execute = lambda _: None
+        self.start = {
+            "instance": "m_0_0",
+            "kind": "triton",
+            "file": "model.py",
+            "inputs": INPUTS,
+            "outputs": OUTPUTS,
+            "decoupled": False,
+            "reschedules": False,
+            "shared": False,
+            "copies_gpu_to_numpy": False,
+            "args": {},
+            **start,
+        }
+        work, self.work = Channel.pair()
+        control, self.control = Channel.pair()
+        self.regions = {
+            number: SharedRegion.create(number, REGION_BYTES) for number in (REQUESTS, ANSWERS)
+        }
+        conversation = Conversation(work, Side.STUB, cast(Any, None), after=Kind.LOADED)
+        # Not the main peer, whose end would be that of this process.
+        self.peer = Peer(conversation, control, self.start, is_main=False)
+        for region, writer in zip(self.regions.values(), (Side.RUNTIME, Side.STUB), strict=True):
+            self.peer.regions.add_first(region.id, REGION_BYTES, os.dup(region.fd), writer)
+        # The answers to all GROW that may come: an item of the queue is the answer to the next one.
+        for _ in range(1000):
+            self.peer.regions.refuse("no more")
+        self.peer.control.listen(self.peer.regions, self.peer.cancel, cast(Any, None))
+        self.usual = way(self.peer, self.start)
+        self._stub = self._made()
+        self._batches = 0
+
+    def _made(self) -> loop.Stub:
+        """Make a stub of this peer, without the constructor, which would change the process for good."""
+        stub = object.__new__(loop.Stub)
+        made: Any = stub
+        made._main = self.peer
+        made._peers = Peers(self.peer, self.start)
+        made._handshake = SimpleNamespace(start=self.start)
+        made._calls = SimpleNamespace(released=[])
+        self._model = Model(self.start, lambda: SimpleNamespace(execute=self._execute))
+        self._model.initialize()
+        return stub
+
+    def _execute(self, requests: list[InferenceRequest]) -> object:
+        return self.execute(requests)
+
+    def ask(
+        self,
+        layout: list[Any],
+        *,
+        blocks: list[list[int]],
+        released: list[list[int]] | None = None,
+        details: list[Any] | None = None,
+    ) -> bytes:
+        """Execute a batch, and return the packet of ANSWER."""
+        self._batches += 1
+        return self.ask_with(
+            encode(
+                Kind.EXECUTE, self._batches, released or [], blocks, encode(*layout), details, None
+            )
+        )
+
+    def ask_with(self, packet: bytes) -> bytes:
+        """Do the same with a packet."""
+        pb_utils.use_memory(self.peer.regions)
+        self.work.send(packet)
+        self.work.send(encode(Kind.FINALIZE))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(loop, "UsualWay", lambda *_: self.usual)
+            try:
+                self._stub._serve(self._model)
+            finally:
+                pb_utils.use_memory(None)
+        # FINALIZE only ended the loop.
+        self.peer.conversation.pass_turn(Kind.ANSWER)
+        return self.work.recv(1 << 16)
+
+    def told(self) -> list[list[Any]]:
+        """Return the messages on the control channel since the last call."""
+        codec, told = control_codec(Side.RUNTIME), []
+        with suppress(BlockingIOError):
+            while True:
+                told.append(codec.decode(self.control.recv(1 << 16, socket.MSG_DONTWAIT)))
+        return told
+
+    def write(self, offset: int, array: np.ndarray) -> None:
+        """Write an input, as the runtime does."""
+        self.regions[REQUESTS].write(offset, array)
+
+    def outputs(self, answer: bytes) -> list[list[tuple[Any, bytes]]]:
+        """Return index, datatype and shape of each output of an answer, and its bytes."""
+        _, _, _, _, blocks, layout, _, _ = work_codec(Side.RUNTIME).decode(answer)
+        found = []
+        for rows in unpack_layout(layout):
+            outputs = []
+            for index, datatype, shape, block, offset, size in rows:
+                region, start, _ = blocks[block]
+                memory = self.regions[region].memory()
+                value = bytes(memory[start + offset : start + offset + size])
+                outputs.append(((index, datatype, shape), value))
+            found.append(outputs)
+        return found
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.peer.close()
+        for end in (self.work, self.control):
+            end.close()
+        for region in self.regions.values():
+            region.close()

@@ -1,0 +1,430 @@
+"""Tests that the usual way of a batch and the layers answer alike, byte for byte."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.stub.peers.desk import ANSWERS, REQUESTS, Counting, LayersOnly, StubDesk
+
+from moonpool.ipc.codec import encode, work_codec
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.messages import Details, Kind, Side
+from moonpool.stub import pb_utils
+from moonpool.stub.pb_utils.request import InferenceRequest
+from moonpool.stub.pb_utils.response import InferenceResponse
+from moonpool.stub.pb_utils.tensor import Tensor
+
+FP32, BYTES = 11, 13
+PLACE = [REQUESTS, 0]
+WAYS = (Counting, LayersOnly)
+
+
+def floats(count: int) -> list[list[Any]]:
+    """The rows of a request with two inputs, A and B."""
+    size = 4 * count
+    return [[0, FP32, [count], 0, 0, size], [1, FP32, [count], 0, 1024, size]]
+
+
+def sum_and_difference(requests: list[InferenceRequest]) -> list[InferenceResponse]:
+    responses = []
+    for request in requests:
+        a = pb_utils.get_input_tensor_by_name(request, "A").as_numpy()
+        b = pb_utils.get_input_tensor_by_name(request, "B").as_numpy()
+        outputs = [Tensor("SUM", a + b), Tensor("DIFF", a - b)]
+        responses.append(InferenceResponse(outputs))
+    return responses
+
+
+@pytest.fixture(params=WAYS)
+def desk(request: pytest.FixtureRequest) -> Iterator[StubDesk]:
+    made = StubDesk(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def usual() -> Iterator[StubDesk]:
+    made = StubDesk(Counting)
+    yield made
+    made.close()
+
+
+def ask(desk: StubDesk, released: list[list[int]] | None = None, count: int = 4) -> list[Any]:
+    """Execute one request, and return the fields of ANSWER."""
+    answer = desk.ask([floats(count)], blocks=[[*PLACE, 2048]], released=released)
+    return work_codec(Side.RUNTIME).decode(answer)
+
+
+def test_a_batch_is_answered(desk: StubDesk) -> None:
+    desk.execute = sum_and_difference
+    a, b = np.arange(4, dtype=np.float32), np.full(4, 2, np.float32)
+    for number in range(1, 4):
+        desk.write(0, a * number)
+        desk.write(1024, b)
+        answer = desk.ask(
+            [floats(4)],
+            blocks=[[*PLACE, 2048]],
+            released=[] if number == 1 else [[ANSWERS, 0]],
+        )
+        fields = work_codec(Side.RUNTIME).decode(answer)
+        assert fields[:5] == [Kind.ANSWER, number, [], [], [[ANSWERS, 0, 128]]]
+        assert fields[6:] == [None, None]
+        assert desk.outputs(answer) == [
+            [
+                ((0, FP32, [4]), (a * number + b).tobytes()),
+                ((1, FP32, [4]), (a * number - b).tobytes()),
+            ]
+        ]
+
+
+def test_the_second_batch_of_a_kind_is_usual(usual: StubDesk) -> None:
+    usual.execute = sum_and_difference
+    for _ in range(3):
+        ask(usual)
+    counted = cast(Counting, usual.usual)
+    assert (counted.opened, counted.taken) == (2, 2)
+
+
+def test_a_kept_input_is_held_until_it_is_dropped(desk: StubDesk) -> None:
+    kept: list[Any] = []
+
+    def keep(requests: list[InferenceRequest]) -> list[InferenceResponse]:
+        kept.extend(tensor.as_numpy() for tensor in requests[0].inputs())
+        return sum_and_difference(requests)
+
+    desk.execute = sum_and_difference
+    ask(desk)
+    desk.execute = keep
+    assert ask(desk)[2:4] == [[PLACE], []]
+    desk.execute = sum_and_difference
+    assert ask(desk)[2:4] == [[], []]
+    kept.clear()
+    assert ask(desk)[2:4] == [[], [PLACE]]
+
+
+def test_an_object_of_the_batch_lives_no_longer_than_the_batch(desk: StubDesk) -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    def look(requests: list[InferenceRequest]) -> list[InferenceResponse]:
+        tensor = requests[0].inputs()[0]
+        seen.extend(map(weakref.ref, (requests[0], tensor, tensor.as_numpy())))
+        return sum_and_difference(requests)
+
+    desk.execute = look
+    for _ in range(3):
+        ask(desk)
+    assert len(seen) == 9
+    assert [each() for each in seen] == [None] * 9
+
+
+def test_what_is_cancelled_before_its_batch_comes_cancelled(desk: StubDesk) -> None:
+    seen: list[bool] = []
+
+    def look(requests: list[InferenceRequest]) -> list[InferenceResponse]:
+        seen.extend(request.is_cancelled() for request in requests)
+        desk.peer.cancel(3, 0)
+        seen.extend(request.is_cancelled() for request in requests)
+        return sum_and_difference(requests)
+
+    desk.execute = sum_and_difference
+    ask(desk)
+    desk.peer.cancel(2, 0)
+    desk.execute = look
+    ask(desk)
+    ask(desk)
+    assert seen == [True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (1, -1),
+        (1, 2.0),
+        (1, True),
+        (2, [[1]]),
+        (2, [[1, -1]]),
+        (2, None),
+        (3, [[1, 0, 2048.0]]),
+        (3, [[True, 0, 2048]]),
+        (3, [[1, 0]]),
+        (4, "layout"),
+        (4, b""),
+        (5, 1),
+        (6, [[0, 0, 1, 0]]),
+        (0, 5.0),
+        (0, True),
+    ],
+)
+def test_a_packet_that_is_not_as_the_table_says_is_refused(
+    desk: StubDesk, at: int, value: object
+) -> None:
+    desk.execute = sum_and_difference
+    ask(desk)
+    fields: list[Any] = [Kind.EXECUTE, 2, [], [[*PLACE, 2048]], encode(floats(4)), None, None]
+    fields[at] = value
+    with pytest.raises(RemoteProtocolError):
+        desk.ask_with(encode(*fields))
+
+
+@pytest.mark.parametrize("packet", [b"\xc1", b"", b"\x97\x05", encode(5), encode()])
+def test_what_is_no_message_is_refused(desk: StubDesk, packet: bytes) -> None:
+    with pytest.raises(Exception, match=r"packet|closed|EXECUTE"):
+        desk.ask_with(packet)
+
+
+# Both ways, with everything that a runtime and a model may do
+
+
+KEEP: list[Any] = []
+
+
+class Mine(InferenceResponse):
+    """A response of the model's own class."""
+
+
+def _resized(array: np.ndarray) -> Tensor:
+    tensor = Tensor("SUM", np.zeros(8, np.float32))
+    tensor._array = array
+    return tensor
+
+
+def _sent(
+    request: InferenceRequest, returned: InferenceResponse | None = None
+) -> InferenceResponse | None:
+    request.get_response_sender().send(InferenceResponse([Tensor("SUM", np.ones(2))]), 1)
+    return returned
+
+
+def _empty(a: np.ndarray) -> np.ndarray:
+    array = pb_utils.empty(a.shape, a.dtype)
+    array[...] = a
+    return array
+
+
+def _keep(request: InferenceRequest, a: np.ndarray, most: int = 9) -> InferenceResponse:
+    del KEEP[: -most + 1 or None]
+    KEEP.append(request.inputs()[0].as_numpy())
+    return InferenceResponse([Tensor("SUM", a)])
+
+
+def _rescheduled(request: InferenceRequest, *, response: Any) -> Any:
+    request.set_release_flags(2)
+    return response
+
+
+def _flagged(request: InferenceRequest, a: np.ndarray) -> InferenceResponse:
+    request.set_release_flags(1)
+    return InferenceResponse([Tensor("SUM", a)])
+
+
+def _broken(**fields: Any) -> InferenceResponse:
+    response = InferenceResponse([])
+    for name, value in fields.items():
+        setattr(response, name, value)
+    return response
+
+
+# What a model may return for the request r with the inputs a and b.
+RESPONSES = {
+    "both": "InferenceResponse([Tensor('SUM', a + b), Tensor('DIFF', a - b)])",
+    "other order": "InferenceResponse([Tensor('DIFF', a - b), Tensor('SUM', a + b)])",
+    "one": "InferenceResponse([Tensor('SUM', a * b)])",
+    "none of them": "InferenceResponse([])",
+    "twice": "InferenceResponse([Tensor('SUM', a + b), Tensor('SUM', a - b)])",
+    "unknown": "InferenceResponse([Tensor('SUM', a + b), Tensor('ELSE', a - b)])",
+    "other type": "InferenceResponse([Tensor('SUM', (a + b).astype(np.int64))])",
+    "strings": "InferenceResponse([Tensor('SAID', np.array([b'x'] * len(a)))])",
+    "scalar": "InferenceResponse([Tensor('SUM', np.array(1.0))])",
+    "nothing in it": "InferenceResponse([Tensor('SUM', np.zeros((0, 3)))])",
+    "input": "InferenceResponse([Tensor('SUM', a), Tensor('DIFF', a + b)])",
+    "part of input": "InferenceResponse([Tensor('SUM', a[1:])])",
+    "view": "InferenceResponse([Tensor('SUM', (a + b)[1:])])",
+    "every other": "InferenceResponse([Tensor('SUM', np.arange(9)[::2])])",
+    "empty": "InferenceResponse([Tensor('SUM', _empty(a)), Tensor('DIFF', b + 1)])",
+    "large": "InferenceResponse([Tensor('SUM', np.full(3000, a.sum()))])",
+    "too large": "InferenceResponse([Tensor('SUM', np.zeros(1 << 15))])",
+    "resized": "InferenceResponse([_resized(np.zeros(6, np.float32))])",
+    "not contiguous": "InferenceResponse([_resized(np.arange(16, dtype=np.float32)[::2])])",
+    "parameters": "InferenceResponse([Tensor('SUM', a + b)], None, {'k': 1})",
+    "no parameters": "InferenceResponse([Tensor('SUM', a + b)], None, {})",
+    "error": "InferenceResponse([], pb_utils.TritonError('no', pb_utils.TritonError.NOT_FOUND))",
+    "error with outputs": "InferenceResponse([Tensor('SUM', a * b)], pb_utils.TritonError('no', pb_utils.TritonError.NOT_FOUND))",
+    "subclass": "Mine([Tensor('SUM', a + b)])",
+    "without constructor": "object.__new__(InferenceResponse)",
+    "broken outputs": "_broken(_outputs=None)",
+    "broken list": "_broken(_outputs=[None])",
+    "broken error": "_broken(_error=5)",
+    "None": "None",
+    "text": "'text'",
+    "keep": "_keep(r, a + b)",
+    "keep this alone": "_keep(r, a + b, 1)",
+    "sent": "_sent(r)",
+    "sent and returned": "_sent(r, InferenceResponse([Tensor('SUM', a * b)]))",
+    "sender asked for": "r.get_response_sender() and InferenceResponse([Tensor('SUM', a * b)])",
+    "again": "_rescheduled(r, response=None)",
+    "again with a response": "_rescheduled(r, response=InferenceResponse([Tensor('SUM', a * b)]))",
+    "flagged": "_flagged(r, a + b)",
+}
+USUAL_RESPONSES = ("both", "other order", "one", "view", "large", "none of them")
+
+# What a model may return for the batch, or do besides.
+RETURNS = {
+    "list": "responses",
+    "tuple": "tuple(responses)",
+    "None": "None",
+    "short": "responses[1:]",
+    "long": "[*responses, InferenceResponse([])]",
+    "subclass": "type('Mine', (list,), {})(responses)",
+    "raise": "1 / 0",
+    "exit": "exec('raise SystemExit(3)')",
+    "change the list": "requests.clear() or responses",
+}
+
+FORMS = ("plain", "plain", "plain", "other shape", "text", "detailed", "wanted", "two blocks")
+
+
+def _evaluated(code: str, **names: object) -> object:
+    return eval(code, {**globals(), **names})
+
+
+def _weighted(usual: tuple[str, ...], others: dict[str, str]) -> st.SearchStrategy[str]:
+    return st.one_of(st.sampled_from(usual), st.sampled_from(usual), st.sampled_from([*others]))
+
+
+BATCHES = st.lists(
+    st.tuples(
+        st.lists(
+            st.tuples(st.sampled_from(FORMS), _weighted(USUAL_RESPONSES, RESPONSES)),
+            min_size=1,
+            max_size=3,
+        ),
+        _weighted(("list",), RETURNS),
+        # How many of the answers' blocks come back before, and whether what was kept is dropped.
+        st.integers(0, 4),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+Batches = list[tuple[list[tuple[str, str]], str, int, bool]]
+
+
+def _rows(form: str, index: int) -> list[list[Any]]:
+    count, start = (3 if form == "other shape" else 4), index * 256
+    block = 1 if form == "two blocks" else 0
+    rows = [
+        [0, FP32, [count], 0, start, 4 * count],
+        [1, FP32, [count], block, start + 64, 4 * count],
+    ]
+    return [*rows, [2, BYTES, [1], 0, start + 128, 5]] if form == "text" else rows
+
+
+def _details(form: str) -> Details | None:
+    if form == "detailed":
+        return Details(request_id="seven", parameters={"k": 1})
+    return Details(outputs=[0]) if form == "wanted" else None
+
+
+def _play(desk: StubDesk, batches: Batches) -> list[Any]:
+    """Execute the batches, and return everything that the runtime could see."""
+    seen: list[Any] = []
+    out: list[list[int]] = []
+    for number, (requests, returned, back, drops) in enumerate(batches):
+        if drops:
+            KEEP.clear()
+        start = number % 3 * 8192
+        released, out = out[:back], out[back:]
+        for index in range(len(requests)):
+            at = start + index * 256
+            desk.write(at, np.arange(4, dtype=np.float32) + index)
+            desk.write(at + 64, np.arange(4, dtype=np.float32) * index)
+            desk.write(at + 128, np.frombuffer(b"\1\0\0\0x", np.uint8))
+            desk.write(at + 4096 + 64, np.full(4, index, np.float32))
+
+        def execute(
+            given: list[InferenceRequest], requests: Any = requests, returned: str = returned
+        ) -> object:
+            responses = [
+                _evaluated(
+                    RESPONSES[name], r=r, a=r.inputs()[0].as_numpy(), b=r.inputs()[1].as_numpy()
+                )
+                for r, (_, name) in zip(given, requests, strict=True)
+            ]
+            return _evaluated(RETURNS[returned], responses=responses, requests=given)
+
+        desk.execute = execute
+        details = [_details(form) for form, _ in requests]
+        blocks = [[REQUESTS, start, 1024]]
+        if any(form == "two blocks" for form, _ in requests):
+            blocks.append([REQUESTS, start + 4096, 1024])
+        answer = desk.ask(
+            [_rows(form, index) for index, (form, _) in enumerate(requests)],
+            blocks=blocks,
+            released=released,
+            details=details if any(details) else None,
+        )
+        fields = work_codec(Side.RUNTIME).decode(answer)
+        # A block that was passed through is the runtime's already.
+        out += [[region, offset] for region, offset, _ in fields[4] if region == ANSWERS]
+        seen.append((answer, desk.outputs(answer), [_shown(told) for told in desk.told()]))
+    KEEP.clear()
+    return seen
+
+
+def _shown(message: list[Any]) -> list[Any]:
+    """A message, without the lines of a traceback, which name the functions of the way."""
+    if message[0] == Kind.LOG:
+        message[2] = message[2].partition("\n")[0]
+    return message
+
+
+def _compare(batches: Batches, **start: Any) -> None:
+    seen = []
+    for way in WAYS:
+        desk = StubDesk(way, **start)
+        try:
+            seen.append(_play(desk, batches))
+        finally:
+            desk.close()
+    assert all(each == seen[-1] for each in seen)
+
+
+@given(BATCHES, st.booleans())
+def test_all_ways_answer_alike(batches: Batches, reschedules: bool) -> None:
+    _compare(batches, reschedules=reschedules)
+
+
+# Batches after which layouts and plans are known.
+_LEARNED: Batches = [
+    ([("plain", "both"), ("plain", "one"), ("plain", "none of them")], "list", 0, False),
+    ([("plain", "one")], "list", 0, False),
+]
+
+
+@pytest.mark.parametrize("reschedules", [False, True])
+@pytest.mark.parametrize("name", RESPONSES)
+def test_each_response_is_answered_alike_behind_usual_ones(name: str, reschedules: bool) -> None:
+    batches: Batches = [
+        *_LEARNED,
+        *[([("plain", "both"), ("plain", name), ("plain", "one")], "list", 1, False)] * 3,
+        *[([("plain", name)], "list", 2, False)] * 3,
+        *[([("plain", "both")], "list", 4, True)] * 2,
+    ]
+    _compare(batches, reschedules=reschedules)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("returned", RETURNS)
+def test_each_return_is_answered_alike_behind_usual_ones(returned: str, decoupled: bool) -> None:
+    batches: Batches = [
+        *_LEARNED,
+        *[([("plain", "both"), ("plain", "one")], returned, 2, False)] * 3,
+        *[([("plain", "both"), ("plain", "one")], "list", 2, True)] * 2,
+    ]
+    _compare(batches, decoupled=decoupled)
